@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# The checks of the project. They run on any Linux with cargo; as root on Debian what else they need is installed.
+# The project's checks. They run on any Linux with cargo; as root on Debian, missing packages are
+# installed.
 #
 #   cargo test              the inner loop: every suite on one backend
-#   ./ci.sh                 what a change must pass: every suite on every backend, and the judgement of other software
-#   ./ci.sh full            everything, and longer: for a night, or before a release
+#   ./ci.sh                 what a change must pass: every suite on every backend, external clients
+#                           and decoders
+#   ./ci.sh full            everything, and longer: hours; before a release
 #   ./ci.sh list            the steps, and which of the two runs them
-#   ./ci.sh step NAME...    single steps; `full` before them gives them the effort of ./ci.sh full
+#   ./ci.sh step NAME...    single steps; `./ci.sh full step NAME` with the effort of ./ci.sh full
 #
-# What is absent is said in a line `skipped: why`; WARPWIRE_REQUIRE names what must not be:
+# A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind,rxe,g++,mlx5dv,clients,sanitizers,msrv,no-std ./ci.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -16,24 +18,24 @@ cd "$(dirname "$0")"
 STEPS="
 format     | change full | rustfmt on all sources
 lints      | change full | clippy on all targets, warnings are errors
-build      | change full | the tests, the examples and the command, once for all steps behind it
+build      | change full | tests, examples and the command, once for all later steps
 tests      | change full | unit tests, layering, protocol seeds, the command, code blocks of the docs, every suite on every backend
 docs       | change full | rustdoc without warnings
-ptx        | change full | the PTX in git is what its sources give; kernels of tests compile; headers, for Volta and Hopper
-headers    | change full | the headers for kernels as C++ on CPU threads, under sanitizers
-wire       | change full | scapy and tshark judge a packet of every kind
-clients    | change full | redis-cli, redis-benchmark, nc, curl and Python talk to sockets inside kernels
-lab        | change full | Linux soft-RoCE in a guest: its core cases; all of them in ./ci.sh full
-fuzz       | change full | each target for some seconds; for five minutes in ./ci.sh full
-demo       | change full | the README's first command, doctor, and the examples
-sanitizers | full        | the suite of sockets with the headers under ASan and UBSan
-counts     | full        | machine instructions per packet, held to their ceilings
-msrv       | full        | the oldest Rust that Cargo.toml promises, where it is installed
-no-std     | full        | the protocol crate for a target without std, where it is installed
-package    | full        | what would be published builds by itself
+ptx        | change full | the PTX in git matches its sources; test kernels compile; headers compile for Volta and Hopper
+headers    | change full | the CUDA headers as C++ on CPU threads, under sanitizers
+wire       | change full | scapy and tshark decode a packet of every kind
+clients    | change full | redis-cli, redis-benchmark, nc, curl and Python as peers of sockets inside kernels
+lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
+fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
+demo       | change full | the README's first command, doctor, and two examples
+sanitizers | full        | the sock suite with the headers under ASan and UBSan
+counts     | full        | machine instructions per packet do not exceed their ceilings
+msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
+no-std     | full        | the protocol crate for a target without std, if it is installed
+package    | full        | the packages to publish build on their own
 "
 
-missing() { # missing DEBIAN-PACKAGE...: installs what is not there, if that is possible
+missing() { # missing DEBIAN-PACKAGE...: installs those that are absent, if possible
   local package absent=()
   for package in "$@"; do
     dpkg -s "$package" >/dev/null 2>&1 || absent+=("$package")
@@ -67,14 +69,17 @@ step_format() {
   cargo fmt --manifest-path fuzz/Cargo.toml -- --check
 }
 step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
-# All steps name the whole workspace: cargo then unifies features in one way, and builds nothing twice.
+# All steps build the whole workspace, so that cargo unifies features once and builds nothing twice.
 step_build() { cargo test --workspace --no-run --quiet; }
 step_tests() { cargo test --workspace --quiet; }
-step_docs() { RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet; }
+step_docs() {
+  RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet
+  tools/public-api --check
+}
 step_ptx() { tools/ptx --check; }
 step_headers() { tools/header-tests; }
 step_wire() {
-  command -v tshark >/dev/null || missing tshark || true # tools/wire-oracles says what it skips
+  command -v tshark >/dev/null || missing tshark || true # tools/wire-oracles prints what it skips
   tools/wire-oracles
 }
 step_clients() { WARPWIRE=$(bin warpwire) tools/sock-clients; }
@@ -107,12 +112,13 @@ step_no-std() {
 }
 # The other crates are `publish = false`.
 step_package() {
-  cargo package -p warpwire-proto -p warpwire -p warpwire-gdrapi --allow-dirty --quiet
+  cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
+    -p warpwire-gdrapi -p warpwire-cli --allow-dirty --quiet
 }
 
 prepare() {
   export PATH="$PATH:$HOME/.cargo/bin" INSTA_UPDATE=no
-  # Nothing is built twice here, and the first time is faster without.
+  # Nothing is rebuilt here, and the first build is faster without incremental compilation.
   export CARGO_INCREMENTAL=0
   if ! command -v cargo >/dev/null; then
     echo "missing: cargo 1.88 or newer, with rustfmt and clippy; see https://rustup.rs" >&2
@@ -120,12 +126,12 @@ prepare() {
   fi
   need cc gcc libc6-dev
   need python3 python3 python3-pip
-  # What tests use if it is there: a compiler for the headers, the header of a ConnectX's queues.
+  # Optional for tests: a C++ compiler for the headers, and mlx5dv.h for the emulated ConnectX.
   command -v g++ >/dev/null || missing g++ || true
   [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
 }
 
-# What the later steps install, while the first ones compile: packages, a compiler for PTX, the guest.
+# Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
   tools/rxe-lab image || true
@@ -137,7 +143,7 @@ names() { # names LOOP
   echo "$STEPS" | awk -F'|' -v loop="$1" '$2 ~ loop { gsub(/ /, "", $1); print $1 }'
 }
 
-stop() { # stop PID: a session that was started with setsid, if it still runs
+stop() { # stop PID: kills a session started with setsid, if it still runs
   [ -z "$1" ] || kill -- "-$1" 2>/dev/null || true
 }
 
@@ -152,7 +158,7 @@ run() { # run NAME...
     esac
   done
   [ $# -le 8 ] || all=1
-  # What ends this ends what it has started.
+  # Background jobs end with this script.
   trap 'stop "$building"; kill $(jobs -p) 2>/dev/null || true' EXIT
   if [ "$all" ]; then
     fetch >/dev/null 2>&1 &
@@ -161,15 +167,15 @@ run() { # run NAME...
   for name in "$@"; do
     printf '\n== %s\n' "$name"
     case $name in
-      # Tests leave processor time over.
+      # Tests leave some CPU time idle.
       tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
-      # Two at a time would wait for apt's lock, or write the same files.
+      # Concurrent installs would wait for apt's lock, or write the same files.
       ptx | wire | clients | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
-      # On a busy machine nothing was left over for it: then the step builds by itself.
+      # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
     esac
     start=$SECONDS
-    # Not as a condition: bash would then let a step go on after a command that failed.
+    # Not as a condition: `set -e` has no effect there, and a step would continue after a failure.
     set +e
     (set -e; "step_$name")
     status=$?

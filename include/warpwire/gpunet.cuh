@@ -1,13 +1,17 @@
-// GPUnet's names over <warpwire/sock.cuh>, so that a kernel written for it compiles with its include changed.
+// GPUnet's API on top of <warpwire/sock.cuh>: kernels written for it compile with a changed
+// include.
 //
-// What differs for the better: an end of stream is 0, a reset or a dead host a negative errno, and gpoll is not ended by
-// what was not asked for. (A loop that receives until it has all must therefore end at 0 too: GPUnet's never saw it.)
-// What must be done once: the host calls `SockHost::use_gpunet` with the loaded module before the kernel starts, and the
-// kernel stays as it is; or the kernel calls gpunet_use(table) first, in each module. With kWarpStream streams are RDMA, to
-// kernels and to programs of this library.
+// Differences: the end of a stream is 0, a reset or a dead host is a negated errno, and events that
+// were not requested do not end gpoll. A loop that receives until it has everything must therefore
+// end at 0, which GPUnet never returned.
 //
-// Stream calls are those of a block: all threads call together. single_thread_* are for one thread. Between
-// BEGIN_SINGLE_THREAD_PART and END_SINGLE_THREAD_PART one thread of the block runs, and the others wait.
+// Setup, once: the host calls `SockHost::use_gpunet` with the loaded module before the kernel
+// starts, and the kernel is unchanged; or the kernel calls gpunet_use(table) first, in each module.
+// With kWarpStream, streams use RDMA, to kernels and to programs that use this library.
+//
+// Stream calls are made by all threads of a block together; single_thread_* by one thread. Between
+// BEGIN_SINGLE_THREAD_PART and END_SINGLE_THREAD_PART one thread of the block runs, and the others
+// wait.
 #ifndef WARPWIRE_GPUNET_CUH
 #define WARPWIRE_GPUNET_CUH
 
@@ -19,16 +23,16 @@
 #define WARPWIRE_GPUNET_GLOBAL static
 #endif
 
-typedef unsigned char uchar;  // what GPUnet's programs have their buffers of
+typedef unsigned char uchar;  // used by GPUnet programs for buffers
 
-// The table, as a number: a host sets it by name, a kernel by gpunet_use.
+// The address of the table: set by the host through the symbol, or by the kernel with gpunet_use.
 WARPWIRE_GPUNET_GLOBAL unsigned long long warpwire_gpunet_table;
 
 WARPWIRE_FN const warpwire::sock::Table &gpunet_table() {
     return *reinterpret_cast<const warpwire::sock::Table *>(warpwire_gpunet_table);
 }
 
-// What streams are: kStream, TCP through the host; or kWarpStream, RDMA, as GPUnet's own are.
+// Kind of streams: kStream (TCP through the host) or kWarpStream (RDMA, as GPUnet's own).
 WARPWIRE_GPUNET_GLOBAL unsigned warpwire_gpunet_kind = warpwire::sock::kStream;
 
 WARPWIRE_FN warpwire::sock::SocketKind gpunet_kind() { return static_cast<warpwire::sock::SocketKind>(warpwire_gpunet_kind); }
@@ -37,8 +41,8 @@ WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::SocketKind
     warpwire_gpunet_kind = kind;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// Addresses, as C has them. NVRTC has no system headers; where those are there, their types are used.
+// -------------------------------------------------------------------------------------------------
+// Addresses, as in C. NVRTC has no system headers; otherwise their types are used.
 
 #if !defined(__CUDACC_RTC__)
 #include <netinet/in.h>
@@ -76,7 +80,7 @@ struct sockaddr {
     char sa_data[14];
 };
 struct sockaddr_in {
-    unsigned short sin_family, sin_port;  // the port with its high byte first
+    unsigned short sin_family, sin_port;  // the port in network byte order
     in_addr sin_addr;
     unsigned char sin_zero[8];
 };
@@ -84,7 +88,7 @@ struct sockaddr_in {
 
 WARPWIRE_FN warpwire::sock::Address gpunet_address(const sockaddr_in *from) {
     unsigned short port = static_cast<unsigned short>(from->sin_port >> 8 | from->sin_port << 8);
-    unsigned int ip = from->sin_addr.s_addr;  // the first byte of the address is the lowest here
+    unsigned int ip = from->sin_addr.s_addr;  // network byte order: the first byte is the lowest
     return warpwire::sock::ipv4(static_cast<unsigned char>(ip), static_cast<unsigned char>(ip >> 8),
                                 static_cast<unsigned char>(ip >> 16), static_cast<unsigned char>(ip >> 24), port);
 }
@@ -94,8 +98,8 @@ WARPWIRE_FN void gpunet_name(sockaddr_in *into, const warpwire::sock::Address &f
     into->sin_addr.s_addr = from.ip[0] | from.ip[1] << 8 | from.ip[2] << 16 | static_cast<unsigned int>(from.ip[3]) << 24;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// One thread of the block
+// -------------------------------------------------------------------------------------------------
+// Code for one thread of the block
 
 #if WARPWIRE_CUDA
 #define GPUNET_IS_FIRST (threadIdx.x + threadIdx.y + threadIdx.z == 0)
@@ -109,16 +113,16 @@ WARPWIRE_FN void gpunet_name(sockaddr_in *into, const warpwire::sock::Address &f
 #define BEGIN_SINGLE_THREAD BEGIN_SINGLE_THREAD_PART
 #define END_SINGLE_THREAD END_SINGLE_THREAD_PART
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Streams
 
-// A socket of IPv4; its kind alone counts.
+// Creates an IPv4 socket; only `kind` is used.
 WARPWIRE_FN int gsocket(int, int kind, int) {
     using namespace warpwire::sock;
     return warpwire::sock::socket(gpunet_table(), kIpv4, kind == SOCK_DGRAM ? kDatagram : gpunet_kind());
 }
 
-// Connects a new stream; by all threads of the block.
+// Connects a new stream; called by all threads of the block.
 WARPWIRE_FN int gconnect_in(const sockaddr_in *to) {
     using namespace warpwire::sock;
     int made = warpwire::sock::socket(gpunet_table(), kIpv4, gpunet_kind());
@@ -130,10 +134,10 @@ WARPWIRE_FN int gconnect_in(const sockaddr_in *to) {
 }
 WARPWIRE_FN int gconnect_bounce_in(const sockaddr_in *to) { return gconnect_in(to); }
 WARPWIRE_FN int gconnect_ib(const sockaddr_in *to) { return gconnect_in(to); }
-// Names the peer of a datagram socket.
+// Sets the peer of a datagram socket.
 WARPWIRE_FN int gconnect_in(int sock, const sockaddr_in *to) { return warpwire::sock::connect(gpunet_table(), sock, gpunet_address(to)); }
 
-// Binds and listens; by one thread.
+// Binds and listens; called by one thread.
 WARPWIRE_FN int single_thread_gbind_in(const sockaddr_in *at) {
     using namespace warpwire::sock;
     int made = warpwire::sock::socket(gpunet_table(), kIpv4, gpunet_kind(), warpwire::Thread());
@@ -151,11 +155,12 @@ WARPWIRE_FN int single_thread_gbind(const sockaddr *at, unsigned long) {
 }
 
 WARPWIRE_FN int gaccept(int listener) { return warpwire::sock::accept(gpunet_table(), listener); }
-// Takes a connection if one waits, else -11; for listeners that one block uses.
+// Accepts a connection if one is waiting, else returns -11 (EAGAIN); for listeners used by one
+// block.
 WARPWIRE_FN int gaccept_nb(int listener) {
     warpwire::sock::PollEntry one = {listener, warpwire::sock::kIn, 0};
     if (warpwire::sock::poll(gpunet_table(), &one, 1, 0, warpwire::Thread()) == 0) one.socket = -warpwire::sock::kEagain;
-    // Every thread of the block must come to the same answer: the first one's.
+    // All threads of the block must agree: broadcast the first thread's result.
     int ready = static_cast<int>(static_cast<long long>(warpwire::Block().broadcast(static_cast<unsigned long long>(static_cast<long long>(one.socket)))));
     return ready < 0 ? ready : warpwire::sock::accept(gpunet_table(), listener);
 }
@@ -175,14 +180,14 @@ WARPWIRE_FN int gshutdown(int sock, int how) {
 }
 WARPWIRE_FN int gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock); }
 
-// Whether calls wait; if not, those that would return -11.
+// Whether calls block; if not, they return -11 (EAGAIN) instead.
 WARPWIRE_FN int gsetsock_block(int sock, bool block) {
     return warpwire::sock::set(gpunet_table(), sock, warpwire::sock::kNonBlocking, !block);
 }
 WARPWIRE_FN bool ggetsock_block(int sock) { return warpwire::sock::get(gpunet_table(), sock, warpwire::sock::kNonBlocking) == 0; }
 
-// ------------------------------------------------------------------------------------------------------------------
-// Datagrams: UDP's, whatever streams are
+// -------------------------------------------------------------------------------------------------
+// Datagrams, always over UDP
 
 WARPWIRE_FN int gsendto(int sock, const void *bytes, unsigned long long length, const sockaddr_in *to) {
     return static_cast<int>(warpwire::sock::send_to(gpunet_table(), sock, bytes, length, gpunet_address(to)));
@@ -195,13 +200,14 @@ WARPWIRE_FN int grecvfrom(int sock, void *into, unsigned long long length, socka
     return count;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// Poll: in memory that all threads of the block see. The time is in nanoseconds, below 0 for ever.
+// -------------------------------------------------------------------------------------------------
+// Poll. The list must be in memory that all threads of the block can access. The timeout is in
+// nanoseconds; negative means none.
 
 struct gpollfd {
     int fd;
     short events, revents;
-    unsigned rbytes, wbytes;  // set: how much waits to be received, and how much could be sent
+    unsigned rbytes, wbytes;  // set to the bytes that can be received and sent
 };
 
 WARPWIRE_FN void gpunet_poll_one(gpollfd *entry) {
@@ -241,13 +247,13 @@ WARPWIRE_FN int gpoll(gpollfd *list, unsigned long count, long long nanoseconds)
     return warpwire::sock::detail::broadcast(block, ready_count);
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// What its samples use besides
+// -------------------------------------------------------------------------------------------------
+// Helpers used by GPUnet's samples
 
 struct gtimeval {
     long tv_sec, tv_usec;
 };
-// The device's clock, by every thread of the block: for differences.
+// The device's clock; called by all threads of the block. Only differences are meaningful.
 WARPWIRE_FN void ggettimeofday(gtimeval *into) {
     unsigned long long now = warpwire::Block().broadcast(warpwire::sock::detail::clock_ns());
     if (GPUNET_IS_FIRST) into->tv_sec = static_cast<long>(now / 1000000000), into->tv_usec = static_cast<long>(now % 1000000000 / 1000);
@@ -259,7 +265,7 @@ WARPWIRE_FN void gtimersub(const gtimeval *a, const gtimeval *b, gtimeval *c) {
     c->tv_sec = a->tv_sec - b->tv_sec - (micros < 0 ? 1 : 0);
     c->tv_usec = micros < 0 ? micros + 1000000 : micros;
 }
-// A line with four numbers, by one thread. What the text does not name is not shown.
+// Prints a line with up to four numbers; called by one thread.
 WARPWIRE_FN void gprintf4_single(const char *text, int a, int b, int c, int d) { printf(text, a, b, c, d); }
 
 #endif

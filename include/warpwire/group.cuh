@@ -1,12 +1,13 @@
-// Who calls: a thread, a warp or a block, together. Shared by the other headers; CUDA (nvcc, or NVRTC without any other
-// header) and C++17 for CPU threads.
+// Groups of calling threads: a thread, a warp or a block. Included by the other headers; CUDA
+// (nvcc, or NVRTC without any other header) and C++17 for CPU threads.
 #ifndef WARPWIRE_GROUP_CUH
 #define WARPWIRE_GROUP_CUH
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define WARPWIRE_CUDA 1
 #define WARPWIRE_FN __device__ inline
-#define WARPWIRE_CALL __device__ __noinline__ inline  // long enough to be called rather than copied to where it is used
+// Too long to be inlined at every use.
+#define WARPWIRE_CALL __device__ __noinline__ inline
 #else
 #define WARPWIRE_CUDA 0
 #define WARPWIRE_FN inline
@@ -26,12 +27,12 @@ static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "what is shared is made of w
 
 constexpr u64 kNoTimeout = ~0ull;
 
-// This thread, for itself.
+// A single thread.
 struct Thread {
     WARPWIRE_FN u32 rank() const { return 0; }
     WARPWIRE_FN u32 size() const { return 1; }
     WARPWIRE_FN void sync() const {}
-    WARPWIRE_FN u64 broadcast(u64 mine) const { return mine; }  // what rank 0 has
+    WARPWIRE_FN u64 broadcast(u64 mine) const { return mine; }  // the value of rank 0
     WARPWIRE_FN bool any(bool mine) const { return mine; }
 };
 
@@ -46,7 +47,7 @@ struct Warp {
     WARPWIRE_FN u32 size() const { return 32; }
     WARPWIRE_FN void sync() const { __syncwarp(); }
     WARPWIRE_FN u64 broadcast(u64 mine) const {
-        __syncwarp();  // shuffling orders no memory
+        __syncwarp();  // __shfl_sync does not order memory
         return __shfl_sync(0xffffffffu, mine, 0);
     }
     WARPWIRE_FN bool any(bool mine) const { return __any_sync(0xffffffffu, mine); }

@@ -1,7 +1,8 @@
-// Sockets for kernels: a threadblock connects, accepts, sends and receives as a process does.
+// Sockets for GPU kernels: a threadblock connects, accepts, sends and receives as a process does.
 //
-// The host serves them (`SockHost` in Rust) and passes the address of its table to the kernel. This header is CUDA (nvcc, or
-// NVRTC without any other header), and C++17 for CPU threads (g++, clang++): the same code.
+// The host serves them (`SockHost` in Rust) and passes the address of its table to the kernel. This
+// header is CUDA (nvcc, or NVRTC without any other header) and C++17 for CPU threads (g++,
+// clang++).
 //
 //   #include <warpwire/sock.cuh>
 //
@@ -9,36 +10,41 @@
 //       using namespace warpwire::sock;
 //       __shared__ char buffer[4096];
 //       int listener = socket(*table, kIpv4, kStream);
-//       if (listener < 0 || bind(*table, listener, ipv4(0, 0, 0, 0, 7)) < 0 || listen(*table, listener, 16) < 0) return;
+//       if (listener < 0 || bind(*table, listener, ipv4(0, 0, 0, 0, 7)) < 0) return;
+//       if (listen(*table, listener, 16) < 0) return;
 //       for (;;) {
-//           int peer = accept(*table, listener);                 // all threads of the block call together
-//           if (peer < 0) return;                                // -ECONNABORTED when the host has ended
+//           int peer = accept(*table, listener);  // called by all threads of the block
+//           if (peer < 0) return;                 // -ECONNABORTED when the host has ended
 //           long long count;
-//           while ((count = recv(*table, peer, buffer, sizeof buffer)) > 0) send(*table, peer, buffer, count);
+//           while ((count = recv(*table, peer, buffer, sizeof buffer)) > 0)
+//               send(*table, peer, buffer, count);
 //           close(*table, peer);
 //       }
 //   }
 //
-// Results. 0 or more, a count of bytes or a handle; below 0 the negative of an errno (kEagain and so on, Linux's numbers):
-//   kEagain     the socket is non-blocking, and the call would have to wait
-//   kEtimedout  it waited for as long as it may, or the peer did not answer
-//   kEconnaborted   the host is gone
-//   kEbadf      no such socket, or no longer: handles of closed sockets are never mistaken for later ones
-//   kEbusy      close: a span of it is out
-// Streams. recv gives what is there, at most as much as asked for, and 0 at the end. send of a blocking socket sends
-//   everything, unless it fails or its time ends when a part has gone: then that part is the result.
-// Datagrams. send_to and recv_from carry one datagram; what does not fit into the buffer is lost.
-// Families. kStream and kDatagram are TCP and UDP, to any peer. kWarpStream is a stream between kernels, and CPU
-//   programs that use the library: the sender writes into the peer's ring by RDMA, without the host. All calls are the
-//   same for both. There are no datagrams by RDMA: `socket` refuses every other kind with kEsocktnosupport.
-// Groups. The last argument says who calls: Block{}, the default, all threads of the block together with the same
-//   arguments; Warp{}, all lanes of a warp; Thread{}, this thread alone. What is returned, all get.
-// Sharing. Any number of groups may use one socket. Each direction is used by one at a time; others wait, or get kEagain.
-//   A send that is longer than the ring may be mixed with another's.
-// Waiting. Every call that waits ends: with its time-out (kSendTimeout, kReceiveTimeout), when the peer closes or resets,
-//   when another group closes the socket, when the host goes.
-// Without a copy. borrow shows received bytes where they lie, consume says how many are done with; reserve gives a piece
-//   of the send ring to be filled, commit sends from its beginning. A span ends at the ring's end, so it may be short.
+// Results. 0 or more: a count of bytes or a handle. Negative: a negated errno (Linux's numbers):
+//   kEagain        the socket is non-blocking, and the call would block
+//   kEtimedout     the timeout expired, or the peer did not answer
+//   kEconnaborted  the host is gone
+//   kEbadf         the socket is not open; a generation in the handle rules out reuse
+//   kEbusy         close: a span is reserved or borrowed
+// Streams. recv returns available bytes, at most as many as requested, and 0 at the end. send on a
+//   blocking socket sends everything; if it fails or times out after a part, it returns that part.
+// Datagrams. send_to and recv_from transfer one datagram; bytes beyond the buffer are discarded.
+// Families. kStream and kDatagram are TCP and UDP, to any peer. kWarpStream is a stream between
+//   kernels and CPU programs that use the library: the sender writes into the peer's ring by RDMA,
+//   without the host. All calls are the same for both. There are no datagrams over RDMA: `socket`
+//   refuses every other kind with kEsocktnosupport.
+// Groups. The last argument is the calling group: Block{}, the default: all threads of the block
+//   together, with the same arguments; Warp{}: all lanes of a warp; Thread{}: this thread. All
+//   threads of the group get the result.
+// Sharing. Any number of groups may use one socket. One group at a time uses a direction; others
+//   wait, or get kEagain. A send that is longer than the ring may interleave with another one.
+// Waiting. Every blocking call returns: on timeout (kSendTimeout, kReceiveTimeout), when the peer
+//   closes or resets the connection, when another group closes the socket, and when the host ends.
+// Zero-copy. borrow returns received bytes in the ring, consume ends it; reserve returns a part of
+//   the send ring to be filled, commit sends it. A span ends at the end of the ring, so it may be
+//   shorter than requested.
 #ifndef WARPWIRE_SOCK_CUH
 #define WARPWIRE_SOCK_CUH
 
@@ -56,20 +62,21 @@ enum Errno : int {
 };
 
 enum Family : int { kIpv4 = 4, kIpv6 = 6 };
-// Streams of TCP and datagrams of UDP, through the host; streams of the family `warp`, RDMA between the two ends' rings.
+// TCP streams and UDP datagrams through the host; `warp` streams: RDMA between the rings of both
+// ends.
 enum SocketKind : int { kStream = 1, kDatagram = 2, kWarpStream = 3 };
 enum ShutdownHow : int { kShutReceive = 0, kShutSend = 1, kShutBoth = 2 };
 
-// Settings; the numbers are those of `layout.rs`, which says what each means.
+// Socket options; `layout.rs` has the same numbers and documents them.
 enum SockOption : u32 {
     kNonBlocking = 1, kSendTimeout, kReceiveTimeout, kSendBuffer, kReceiveBuffer, kNoDelay, kLinger, kError,
     kReuseAddress, kKeepAlive, kBroadcast, kV6Only,
 };
 
-// What poll asks for and finds.
+// Event bits of poll, with Linux's values.
 enum Events : u16 { kIn = 0x1, kOut = 0x4, kErr = 0x8, kHup = 0x10, kNval = 0x20, kRdhup = 0x2000 };
 
-// An address: ports are ordinary numbers, the first byte of an IP address is the one that is written first.
+// An address. The port is in host byte order, the IP address in network byte order.
 struct Address {
     u16 family;  // kIpv4, kIpv6, or 0 for none
     u16 port;
@@ -80,20 +87,20 @@ struct Address {
 struct PollEntry {
     int socket;
     u16 events;
-    u16 revents;  // what was asked for, and kErr, kHup, kNval unasked
+    u16 revents;  // requested events that are ready; kErr, kHup, kNval in any case
 };
 
-// A piece of a ring that the caller has for itself until it gives it back.
+// A contiguous part of a ring that the caller owns until it commits or consumes it.
 struct RingSpan {
     void *bytes;
-    i64 length;  // 0: the end of the stream; below 0: why there is none
+    i64 length;  // 0: end of the stream; negative: a negated errno
 };
 
 WARPWIRE_FN Address no_address() { return Address{0, 0, 0, {0}}; }
 WARPWIRE_FN Address ipv4(u8 a, u8 b, u8 c, u8 d, u16 port) {
     return Address{kIpv4, port, 0, {a, b, c, d, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}};
 }
-// By the eight groups of its text: ipv6(0, 0, 0, 0, 0, 0, 0, 1, port) is ::1.
+// From the eight groups of the text form: ipv6(0, 0, 0, 0, 0, 0, 0, 1, port) is ::1.
 WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h, u16 port) {
     u16 groups[8] = {a, b, c, d, e, f, g, h};
     Address address = Address{kIpv6, port, 0, {0}};
@@ -101,8 +108,8 @@ WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h,
     return address;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// What is shared with the host. `layout.rs` has the same.
+// -------------------------------------------------------------------------------------------------
+// Memory shared with the host; `layout.rs` defines and documents the same.
 
 constexpr u32 kVersion = 4;
 
@@ -115,16 +122,17 @@ struct Heartbeat {
     u64 count;
     u32 closed, unused;
 };
-struct HostSocketState {  // written by the host; `received` and `taken` of the family `warp` by the peer's device
+// Written by the host; `received` and `taken` of `warp` sockets by the peer's HCA.
+struct HostSocketState {
     u64 state, received, taken, receive_ring, send_ring;
     u32 receive_size, send_size;
     u64 qp_descriptor;
     u32 report_at, unused;
 };
-struct DeviceCounters {  // written by kernels, for the host
+struct DeviceCounters {  // written by kernels, polled by the host
     u32 sent, consumed;
 };
-struct DeviceSocketState {  // of kernels only
+struct DeviceSocketState {  // used by kernels only
     u32 generation, flags;
     u64 sent, consumed;
     u32 send_lock, receive_lock;
@@ -146,7 +154,7 @@ struct Reply {
     Address address;
     u64 unused[3];
 };
-struct Record {  // before a datagram, and all of an accepted connection
+struct Record {  // header of a datagram, or an accepted connection
     u32 value, error;
     Address address;
 };
@@ -162,8 +170,8 @@ static_assert(sizeof(PollEntry) == 8, "as in the tests");
 namespace warpwire {
 namespace sock {
 
-// ------------------------------------------------------------------------------------------------------------------
-// Making, naming, connecting, closing
+// -------------------------------------------------------------------------------------------------
+// Create, bind, connect, close, options
 
 template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family family, SocketKind kind, Group group = Group()) {
     i64 made = 0;
@@ -174,17 +182,17 @@ template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family
     return detail::broadcast(group, made);
 }
 
-// Gives it an address of its own; port 0 lets the system choose (local_name tells which).
+// Binds to a local address; with port 0 the system chooses one (see local_name).
 template <class Group = Block> WARPWIRE_FN int bind(const Table &table, int socket, Address address, Group group = Group()) {
     return detail::request_for(table, detail::kBind, socket, 0, 0, address, nullptr, group);
 }
 
-// Up to `backlog` connections wait for accept.
+// Up to `backlog` connections, clamped to 1 to 4096, wait for accept.
 template <class Group = Block> WARPWIRE_FN int listen(const Table &table, int socket, u32 backlog, Group group = Group()) {
     return detail::request_for(table, detail::kListen, socket, backlog, 0, no_address(), nullptr, group);
 }
 
-// Takes a connection that waits, or waits for one; `from`, if given, is set to the peer's address.
+// Accepts a connection; blocks until there is one. `from`, if given, is set to the peer's address.
 template <class Group = Block> WARPWIRE_FN int accept(const Table &table, int listener, Address *from = nullptr, Group group = Group()) {
     i64 made = 0;
     group.sync();
@@ -192,14 +200,15 @@ template <class Group = Block> WARPWIRE_FN int accept(const Table &table, int li
     return detail::broadcast(group, made);
 }
 
-// Connects a stream, or names the peer of a datagram socket. A non-blocking stream returns -kEinprogress.
+// Connects a stream, or sets the peer of a datagram socket. A non-blocking stream returns
+// -kEinprogress.
 template <class Group = Block> WARPWIRE_FN int connect(const Table &table, int socket, Address to, Group group = Group()) {
     i64 result = 0;
     if (group.rank() == 0) result = detail::connect_thread(table, socket, to);
     return detail::broadcast(group, result);
 }
 
-// Ends a direction. What was sent before still goes.
+// Shuts down a direction. Bytes that were sent before are still delivered.
 template <class Group = Block> WARPWIRE_FN int shutdown(const Table &table, int socket, ShutdownHow how, Group group = Group()) {
     i64 result = 0;
     group.sync();
@@ -207,7 +216,7 @@ template <class Group = Block> WARPWIRE_FN int shutdown(const Table &table, int 
     return detail::broadcast(group, result);
 }
 
-// Lets go of it. What was sent still goes; calls of other groups on it return -kEbadf.
+// Closes a socket. Bytes that were sent are still delivered; calls of other groups return -kEbadf.
 template <class Group = Block> WARPWIRE_FN int close(const Table &table, int socket, Group group = Group()) {
     i64 result = 0;
     group.sync();
@@ -222,8 +231,8 @@ template <class Group = Block> WARPWIRE_FN int set(const Table &table, int socke
     return detail::broadcast(group, result);
 }
 
-// The value, or the negative of an errno: settings whose values may be negative (kLinger) are told apart by close range:
-// -1 is the only such value, and no call of this sort fails with EPERM.
+// The value, or a negated errno. The only negative value is -1 (kLinger); no option fails with
+// EPERM, so they cannot be confused.
 template <class Group = Block> WARPWIRE_FN i64 get(const Table &table, int socket, SockOption option, Group group = Group()) {
     i64 result = 0;
     group.sync();
@@ -238,13 +247,13 @@ template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int
     return detail::request_for(table, detail::kPeerName, socket, 0, 0, no_address(), name, group);
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// Sending and receiving
+// -------------------------------------------------------------------------------------------------
+// Send and receive
 
 template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
     u64 done = 0;
     detail::SocketRef ref = detail::find(table, socket);
-    group.sync();  // what any thread of the group wrote is sent
+    group.sync();  // so that what any thread of the group wrote is sent
     for (;;) {
         detail::RingCopy ring_copy = detail::RingCopy();
         detail::HeldRing held;
@@ -261,7 +270,7 @@ template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int sock
     }
 }
 
-// One datagram, to an address.
+// Sends one datagram to an address.
 template <class Group = Block>
 WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 length, Address to, Group group = Group()) {
     detail::SocketRef ref = detail::find(table, socket);
@@ -277,13 +286,14 @@ WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 l
     return ring_copy.result;
 }
 
-// What is there, or waits for something; 0 is the end. `from`, if given, is set to the sender of a datagram.
+// Receives available bytes; blocks until there are some. 0 at the end. `from`, if given, is set to
+// the sender of a datagram.
 template <class Group = Block>
 WARPWIRE_FN i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
     detail::SocketRef ref = detail::find(table, socket);
     detail::RingCopy ring_copy = detail::RingCopy();
     detail::HeldRing held;
-    group.sync();  // nobody reads `into` any more
+    group.sync();  // no thread of the group still reads `into`
     if (group.rank() == 0) ring_copy = detail::begin_receive(table, ref, length, from, &held);
     ring_copy = detail::broadcast(group, ring_copy);
     if (!ring_copy.advance) return ring_copy.result;
@@ -296,7 +306,7 @@ template <class Group = Block> WARPWIRE_FN i64 recv(const Table &table, int sock
     return recv_from(table, socket, into, length, nullptr, group);
 }
 
-// Receives until `into` is full, the stream ends or fails; how much came.
+// Receives until `into` is full or the stream ends or fails; returns the number of bytes received.
 template <class Group = Block> WARPWIRE_FN i64 recv_all(const Table &table, int socket, void *into, u64 length, Group group = Group()) {
     u64 done = 0;
     while (done < length) {
@@ -307,28 +317,28 @@ template <class Group = Block> WARPWIRE_FN i64 recv_all(const Table &table, int 
     return static_cast<i64>(done);
 }
 
-// Borrows bytes that were received, at most `max_len`, where they lie.
+// Borrows up to `max_len` received bytes in the ring.
 template <class Group = Block> WARPWIRE_FN RingSpan borrow(const Table &table, int socket, u64 max_len, Group group = Group()) {
     RingSpan span = {nullptr, 0};
     group.sync();
     if (group.rank() == 0) span = detail::borrow_thread(table, socket, max_len);
     return detail::broadcast(group, span);
 }
-// The first `used` bytes are done with; the others come again.
+// Ends a borrowed span: the first `used` bytes are consumed, the others are received again.
 template <class Group = Block> WARPWIRE_FN int consume(const Table &table, int socket, u64 used, Group group = Group()) {
     i64 result = 0;
     group.sync();
     if (group.rank() == 0) result = detail::consume_thread(table, socket, used);
     return detail::broadcast(group, result);
 }
-// A piece of the send ring, at most `max_len` bytes, to be filled.
+// Reserves up to `max_len` bytes of the send ring.
 template <class Group = Block> WARPWIRE_FN RingSpan reserve(const Table &table, int socket, u64 max_len, Group group = Group()) {
     RingSpan span = {nullptr, 0};
     group.sync();
     if (group.rank() == 0) span = detail::reserve_thread(table, socket, max_len);
     return detail::broadcast(group, span);
 }
-// Sends its first `filled` bytes; 0 only ends the reservation.
+// Sends the first `filled` bytes of the reserved span; 0 only ends the reservation.
 template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int socket, u64 filled, Group group = Group()) {
     i64 result = 0;
     group.sync();
@@ -336,8 +346,9 @@ template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int so
     return detail::broadcast(group, result);
 }
 
-// Waits until there is something to tell of one of them, or the time (in nanoseconds; kNoTimeout) is over, and returns of
-// how many there is. What was not asked for ends no wait. The list is in memory that all of the group see.
+// Waits until an entry has an event or the timeout (nanoseconds, or kNoTimeout) expires, and
+// returns the number of entries with events. Events that were not requested do not end the wait.
+// The list must be in memory that all threads of the group can access.
 template <class Group = Block>
 WARPWIRE_FN int poll(const Table &table, PollEntry *list, u32 count, u64 timeout, Group group = Group()) {
     detail::Waiter waiter(timeout);

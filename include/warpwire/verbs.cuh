@@ -1,44 +1,51 @@
-// Verbs for kernels: a running kernel posts work to a queue pair and waits for it, without the CPU.
+// Verbs for GPU kernels: a running kernel posts work to a queue pair and waits for it, without the
+// CPU.
 //
-// The host makes the queue pair (`KernelQp` in Rust) and passes its handle, an address, to the kernel. This header is
-// CUDA (nvcc, or NVRTC without any other header), and C++17 for CPU threads (g++, clang++): the same code.
+// The host creates the queue pair (`KernelQp` in Rust) and passes its handle, an address, to the
+// kernel. This header is CUDA (nvcc, or NVRTC without any other header) and C++17 for CPU threads
+// (g++, clang++).
 //
 //   #include <warpwire/verbs.cuh>
 //
 //   __global__ void halo(warpwire::Qp *qp, unsigned long long mine, unsigned lkey,
 //                        unsigned long long theirs, unsigned rkey, unsigned long long *arrived) {
 //       using namespace warpwire;
-//       fill_border((float *)mine);                                   // all threads of the block
-//       // The block's border goes to the neighbour; when it is there, the neighbour's word grows by one.
+//       fill_border((float *)mine);  // called by all threads of the block
+//       // Write the block's border to the neighbour, then add 1 to the neighbour's word.
 //       Ticket sent = put_signal(*qp, Remote{theirs, rkey}, Local{mine, lkey}, 4096,
 //                                Remote{theirs + 4096, rkey}, 1, Block{});
-//       // The neighbour's border has come when our own word has grown.
+//       // The neighbour's border has arrived when our own word has been incremented.
 //       Status came = wait_signal(arrived, Condition::AtLeast, 1ull, 1000000000, Block{});
-//       if (came != kOk || wait(*qp, sent, kDefaultTimeout, Block{}) != kOk) return;  // the host learns why: KernelQp::status
+//       if (came != kOk) return;  // the host gets the reason: KernelQp::check
+//       if (wait(*qp, sent, kDefaultTimeout, Block{}) != kOk) return;
 //       use_border();
 //   }
 //
-// Posting. put, put_inline, put_imm, put_signal, get, send, send_imm, fetch_add, compare_swap and signal give a Ticket.
-//   Any number of threads may use one queue pair at a time. If it is full they wait for room, as long as they say.
-//   Work of one queue pair begins in the order of its tickets, and writes and atomics of it reach the peer in that order.
-//   One entry carries at most 1 GiB; longer puts and gets are cut into several.
-// Waiting. wait, test, quiet; wait_receive, test_receive, next_receive; wait_signal. A time-out is in nanoseconds: 0 looks
-//   once, kNoTimeout has no end. Nothing waits for ever unless asked to.
-// Status. 0 is success. Above 0: not yet, or no longer. Below 0: failed. After a first failure everything that was posted
-//   later comes back with kFlushed, and posting fails at once; the host must make or connect the queue pair anew.
-// Groups. The last argument but the time-out says who calls. Thread{}: this thread, for itself. Warp{} (all 32 lanes) and
-//   Block{}: all threads together, with the same arguments, for one operation; it carries what any of them wrote
-//   before. each(Warp{}), each(Block{}): all threads together, one operation each, with one reservation and
-//   one doorbell for all of them.
-// Memory order. What a thread (or its group) wrote before it posts is what is sent. What arrived before a wait succeeded is
-//   seen after it, by all threads of the waiting group. A signal says that the put before it is complete.
+// Posting. put, put_inline, put_imm, put_signal, get, send, send_imm, fetch_add, compare_swap and
+//   signal return a Ticket. Any number of threads may use one queue pair concurrently. If it is
+//   full, they wait for room, up to their timeout. Work requests of one queue pair start in the
+//   order of their tickets, and its writes and atomics reach the peer in that order. A work request
+//   transfers at most 1 GiB; longer puts and gets are split.
+// Waiting. wait, test, quiet; wait_receive, test_receive, next_receive; wait_signal. Timeouts are
+//   in nanoseconds: 0 polls once, kNoTimeout waits without a limit. The default is kDefaultTimeout.
+// Status. 0 is success. Positive: not ready, or timed out. Negative: failed. After the first
+//   failure all later work completes with kFlushed, and posting fails immediately; the host must
+//   create or connect the queue pair again.
+// Groups. The last argument besides the timeout is the calling group. Thread{}: this thread. Warp{}
+//   (all 32 lanes) and Block{}: all threads together, with the same arguments, for one operation;
+//   it transfers what any of them wrote before. each(Warp{}), each(Block{}): all threads together,
+//   one operation each, with one reservation and one doorbell for all of them.
+// Memory order. What a thread (or its group) wrote before posting happens-before the transfer. What
+//   arrived before a wait succeeded is visible after it, to all threads of the waiting group. A
+//   signal implies that the put before it is complete.
 //
-// A queue pair that the host made with `single_poster` is quicker, and for one thread (or one group) that posts at a time; waiting is
-// free to all.
+// A queue pair created with `single_poster` is faster, and allows one thread (or one group) at a
+// time to post; any thread may wait.
 //
-// How it works: every entry is one block of 64 bytes and makes one completion, so that an operation's number is also the
-// place of its entry and of its completion. A place is used again only when its completion was seen and `completed` says
-// so: a late waiter looks there first, and cannot mistake a later completion for its own.
+// Implementation: every entry is one WQEBB of 64 bytes and generates one CQE, so an operation's
+// number is also the index of its WQE and of its CQE, modulo the queue's depth. A slot is reused
+// only after its completion was seen and `completed` has passed it: a late waiter checks
+// `completed` first, so it cannot mistake a later completion for its own.
 #ifndef WARPWIRE_VERBS_CUH
 #define WARPWIRE_VERBS_CUH
 
@@ -46,15 +53,15 @@
 
 namespace warpwire {
 
-// How an operation or a wait ended. Failures of work are the negative of the completion's syndrome.
+// Result of an operation or a wait. Failures of work are the negated syndrome of the completion.
 enum Status : int {
     kOk = 0,
-    kNotReady = 1,   // looked once, and it was not there
-    kTimeout = 2,  // waited, and it did not come
+    kNotReady = 1,   // timeout 0: not complete yet
+    kTimeout = 2,  // the timeout expired
     kLocalLength = -0x01,
     kLocalOperation = -0x02,
     kLocalProtection = -0x04,
-    kFlushed = -0x05,  // never begun: something before it failed
+    kFlushed = -0x05,  // not started: earlier work failed
     kBadResponse = -0x10,
     kLocalAccess = -0x11,
     kRemoteInvalidRequest = -0x12,
@@ -63,12 +70,12 @@ enum Status : int {
     kRetryExceeded = -0x15,     // the peer does not answer
     kRnrRetryExceeded = -0x16,  // the peer posted no receive
     kRemoteAbort = -0x22,
-    kClosed = -0x100,   // the host ended the queue pair
-    kTooLong = -0x101,  // more bytes than one entry carries
-    kTooMany = -0x102,  // more entries at once than the queue has
-    kTooLate = -0x103,  // the message came; its length was overwritten, as later receives were posted
-    kStuck = -0x104,    // a thread that had reserved an entry before did not fill it
-    kBadTicket = -0x105,  // nobody has posted that
+    kClosed = -0x100,   // the host closed the queue pair
+    kTooLong = -0x101,  // more bytes than one work request transfers
+    kTooMany = -0x102,  // more entries than the queue has
+    kTooLate = -0x103,  // the message arrived, but later receives have overwritten its CQE
+    kStuck = -0x104,    // another thread reserved an earlier entry and did not fill it
+    kBadTicket = -0x105,  // no such operation was posted
 };
 
 WARPWIRE_FN const char *name(Status status) {
@@ -98,14 +105,15 @@ WARPWIRE_FN const char *name(Status status) {
     return "general error";
 }
 
-constexpr u64 kDefaultTimeout = 10ull * 1000 * 1000 * 1000;  // the default time-out: ten seconds
-constexpr u64 kMaxBytes = 1ull << 30;                 // in one entry
+constexpr u64 kDefaultTimeout = 10ull * 1000 * 1000 * 1000;  // ten seconds
+constexpr u64 kMaxBytes = 1ull << 30;                 // per work request
 constexpr u32 kMaxInline = 28;                        // bytes of a put_inline
 #ifndef WARPWIRE_FILL_TIMEOUT
-#define WARPWIRE_FILL_TIMEOUT kDefaultTimeout  // how long a thread waits for others to fill the entries before its own
+// How long a thread waits for other threads to fill the entries before its own.
+#define WARPWIRE_FILL_TIMEOUT kDefaultTimeout
 #endif
 
-// Memory of our own, as it was registered, and memory of the peer.
+// Registered local memory, and registered memory of the peer.
 struct Local {
     u64 address;
     u32 lkey;
@@ -115,50 +123,52 @@ struct Remote {
     u32 rkey;
 };
 
-// Names posted work. One that failed to be posted says why, and waiting for it says the same.
+// Identifies posted work. If posting failed, `status` is the reason, and waiting returns it.
 struct Ticket {
     u64 number;
     Status status;
 };
 
-// A message that came.
+// A received message.
 struct ReceivedMessage {
     u32 length;
-    u32 imm;      // meaningful if has_imm
-    u32 has_imm;  // 1 if four bytes came beside it
+    u32 imm;      // valid if has_imm
+    u32 has_imm;  // 1 if the message has immediate data
 };
 
-// What a word is compared by. AtLeast counts on a circle: the signed difference is not negative.
+// How a word is compared. AtLeast is modular: the signed difference is not negative.
 enum class Condition : u32 { AtLeast = 0, Equal = 1, And = 2, Nor = 3 };
 
-// ------------------------------------------------------------------------------------------------------------------
-// The handle. `layout.rs` has the same, and both sides check sizes and places.
+// -------------------------------------------------------------------------------------------------
+// The handle. `layout.rs` defines the same; both sides check sizes and offsets.
 
 constexpr u32 kVersion = 1;
-constexpr u32 kDbrecFirst = 1;  // flag: the consumer wants the doorbell record before the doorbell (ConnectX does)
-constexpr u32 kSinglePoster = 2;        // flag: one thread posts at a time, as the host was promised
+// Flag: the HCA needs the doorbell record before the doorbell (ConnectX does).
+constexpr u32 kDbrecFirst = 1;
+constexpr u32 kSinglePoster = 2;  // flag: the caller guarantees that one thread at a time posts
 constexpr u64 kNoFailure = ~0ull;
 
-// The counters of one queue; each line of 128 bytes is written by another sort of thread.
+// Counters of one queue. Each 128-byte line has its own kind of writer.
 struct QueueCounters {
-    alignas(128) u64 reserved;  // entries given to threads
-    alignas(128) u64 published; // twice the entries that are filled, without a gap; one more while a thread rings
+    alignas(128) u64 reserved;  // entries reserved by threads
+    // Twice the number of entries filled without a gap; plus one while a thread rings the doorbell.
+    alignas(128) u64 published;
     alignas(128) u64 completed; // entries whose completion was seen, without a gap
-    u64 failure;                // the first that failed: number << 8 | syndrome; kNoFailure before
-    u32 closed;                 // the host, or a thread that gives up, sets it to end all waits: -Status
-    alignas(128) u64 taken;     // receives that next_receive has handed out
+    u64 failure;                // the first failure: number << 8 | syndrome; kNoFailure if none
+    u32 closed;                 // set by the host or a failing thread to end all waits: -Status
+    alignas(128) u64 taken;     // receives returned by next_receive
 };
 
 struct Qp {
-    u64 send_queue;     // blocks of 64 bytes
+    u64 send_queue;     // WQEBBs of 64 bytes
     u64 receive_queue;  // entries of receive_stride bytes
     u64 dbrec;         // the doorbell record
     u64 doorbell;
     u64 send_cq;
     u64 receive_cq;
-    u64 sink;  // 8 bytes for results that nobody wants
-    u32 send_mask;     // entries of the send queue, and of its completion queue, less one
-    u32 receive_mask;  // likewise
+    u64 sink;  // 8 bytes for results that are not needed
+    u32 send_mask;     // entries of the send queue and of its CQ, minus one
+    u32 receive_mask;  // entries of the receive queue and of its CQ, minus one
     u32 number;
     u32 receive_stride;
     u32 sink_lkey;
@@ -170,7 +180,7 @@ struct Qp {
 };
 
 static_assert(sizeof(QueueCounters) == 512 && alignof(QueueCounters) == 128 && sizeof(Qp) == 1152, "as in layout.rs");
-#ifndef __CUDACC_RTC__  // which has no offsetof
+#ifndef __CUDACC_RTC__  // NVRTC has no offsetof
 static_assert(__builtin_offsetof(QueueCounters, published) == 128 && __builtin_offsetof(QueueCounters, completed) == 256 &&
                   __builtin_offsetof(QueueCounters, failure) == 264 && __builtin_offsetof(QueueCounters, closed) == 272 &&
                   __builtin_offsetof(QueueCounters, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
@@ -179,10 +189,10 @@ static_assert(__builtin_offsetof(QueueCounters, published) == 128 && __builtin_o
               "as in layout.rs");
 #endif
 
-// ------------------------------------------------------------------------------------------------------------------
-// Groups: group.cuh has them. Any type with rank, size, sync and share is one.
+// -------------------------------------------------------------------------------------------------
+// Groups: see group.cuh. Any type with rank, size, sync, broadcast and any is a group.
 
-// The threads of a group, each for itself, but posting together.
+// The threads of a group, one operation each, posted together.
 template <class Group> struct Each {
     Group group;
 };
@@ -194,7 +204,7 @@ template <class Group> WARPWIRE_FN Each<Group> each(Group group) { return Each<G
 
 namespace warpwire {
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Posting
 
 // Writes `length` bytes to the peer's memory.
@@ -203,13 +213,14 @@ WARPWIRE_FN Ticket put(Qp &qp, Remote to, Local from, u64 length, Group group = 
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, nullptr, group, timeout);
 }
 
-// Writes, then completes a receive of the peer with `imm`.
+// Writes, then completes a receive of the peer with immediate data `imm`.
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_imm(Qp &qp, Remote to, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::transfer(qp, detail::kWrite, detail::kWriteImm, imm, to, from, length, nullptr, group, timeout);
 }
 
-// Writes, then adds to a 64-bit word of the peer: who sees the word has the data. The ticket is the addition's.
+// Writes, then adds to a 64-bit word of the peer: a peer that sees the new value has the data. The
+// ticket is that of the addition.
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote word, u64 add, Group group = Group(),
                               u64 timeout = kDefaultTimeout) {
@@ -217,7 +228,7 @@ WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote 
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, &then, group, timeout);
 }
 
-// Writes at most kMaxInline bytes, which are copied from anywhere (registers, shared memory) when it is posted.
+// Writes at most kMaxInline bytes, copied when posting from any memory (registers, shared memory).
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     detail::Entry e = detail::entry(detail::kWrite);
@@ -244,7 +255,7 @@ WARPWIRE_FN Ticket send(Qp &qp, Local from, u64 length, Group group = Group(), u
     return detail::post_if(length <= kMaxBytes, qp, e, nullptr, group, timeout);
 }
 
-// The same with four bytes beside it, which the peer's kernel gets as the same number.
+// As send, with immediate data, which the peer's kernel gets as the same number.
 template <class Group = Thread>
 WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kDefaultTimeout) {
     detail::Entry e = detail::entry(detail::kSendImm, imm);
@@ -252,19 +263,19 @@ WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group
     return detail::post_if(length <= kMaxBytes, qp, e, nullptr, group, timeout);
 }
 
-// Adds to a 64-bit word of the peer; what was there before comes to `result`, 8 bytes.
+// Adds to a 64-bit word of the peer; the previous value is written to `result`, 8 bytes.
 template <class Group = Thread>
 WARPWIRE_FN Ticket fetch_add(Qp &qp, Remote word, u64 add, Local result, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::post(qp, detail::atomic_entry(detail::kFetchAdd, word, add, 0, result), nullptr, group, timeout);
 }
 
-// The same for those who do not care what was there.
+// As fetch_add, without the result.
 template <class Group = Thread>
 WARPWIRE_FN Ticket signal(Qp &qp, Remote word, u64 add, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return fetch_add(qp, word, add, Local{qp.sink, qp.sink_lkey}, group, timeout);
 }
 
-// Puts `desired` in place of `expected`; what was there before comes to `result`, 8 bytes.
+// Replaces `expected` by `desired`; the previous value is written to `result`, 8 bytes.
 template <class Group = Thread>
 WARPWIRE_FN Ticket compare_swap(Qp &qp, Remote word, u64 expected, u64 desired, Local result, Group group = Group(),
                                 u64 timeout = kDefaultTimeout) {
@@ -272,7 +283,7 @@ WARPWIRE_FN Ticket compare_swap(Qp &qp, Remote word, u64 expected, u64 desired, 
                         timeout);
 }
 
-// Gives memory for a message of at most `length` bytes. Messages come in the order of these tickets.
+// Posts a receive for a message of at most `length` bytes. Messages arrive in ticket order.
 template <class Group = Thread>
 WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     if (length > kMaxBytes) return detail::refused(kTooLong);
@@ -283,7 +294,7 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
         ticket.status = detail::reserve(detail::receives(qp), 1, timeout, &ticket.number);
         if (ticket.status == kOk) {
             u64 at = qp.receive_queue + (ticket.number & qp.receive_mask) * qp.receive_stride;
-            u32 key = length ? into.lkey : 0x100;  // no bytes under the key of nothing end the list
+            u32 key = length ? into.lkey : 0x100;  // length 0 with the invalid lkey ends the list
             detail::store_segment(at, detail::big_endian(length), detail::big_endian(key), detail::high(into.address),
                                   detail::low(into.address));
             if (qp.receive_stride > 16) detail::store_segment(at + 16, 0, detail::big_endian(0x100), 0, 0);
@@ -301,27 +312,27 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
     return ticket;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Waiting
 
-// Waits until the operation is complete: its data has been sent and acknowledged, or what it fetched is here.
+// Waits until the operation is complete: its data was acknowledged, or what it fetched has arrived.
 template <class Group = Thread>
 WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout = kDefaultTimeout, Group group = Group()) {
     Status status = kOk;
     if (group.rank() == 0) status = detail::wait_thread(detail::sends(qp), ticket, timeout);
     return detail::broadcast(group, status);
 }
-// With posting by each(…): every thread waits for its own.
+// For work posted with each(…): every thread waits for its own operation.
 template <class Group> WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout, Each<Group>) {
     return detail::wait_thread(detail::sends(qp), ticket, timeout);
 }
 
-// Looks once: kOk, kNotReady, or how it failed.
+// Polls once: kOk, kNotReady, or the failure.
 template <class Group = Thread> WARPWIRE_FN Status test(Qp &qp, Ticket ticket, Group group = Group()) {
     return wait(qp, ticket, 0, group);
 }
 
-// Waits until everything that was posted before, by whomever, is complete. A failure is told by its cause.
+// Waits until everything that any thread has posted before is complete. Returns the first failure.
 template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = kDefaultTimeout, Group group = Group()) {
     Status status = kOk;
     group.sync();
@@ -334,8 +345,8 @@ template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = k
     return detail::broadcast(group, status);
 }
 
-// Waits for the message that a receive was posted for. Its length is known until the receive one lap of the queue later
-// is posted; who waits after that gets kTooLate.
+// Waits for the message of a posted receive. Its length is available until the receive one lap of
+// the queue later is posted; after that, kTooLate is returned.
 template <class Group = Thread>
 WARPWIRE_FN Status wait_receive(Qp &qp, Ticket ticket, ReceivedMessage *message, u64 timeout = kDefaultTimeout, Group group = Group()) {
     ReceivedMessage found = {0, 0, 0};
@@ -352,15 +363,15 @@ WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, ReceivedMessage *message,
     return wait_receive(qp, ticket, message, 0, group);
 }
 
-// Waits for the next message that nobody has taken by this call; `number` says which receive it came into. Waiting for
-// a receive that is yet to be posted is not an error here.
+// Waits for the next message that no other call of this function has returned; `number` is the
+// receive that it arrived in. It may wait for a receive that is not posted yet.
 WARPWIRE_CALL Status next_receive(Qp &qp, ReceivedMessage *message, u64 *number, u64 timeout = kDefaultTimeout) {
     detail::Deadline deadline(timeout);
     for (;;) {
         u64 next = detail::load_acquire(&qp.receive.taken);
         Status status = detail::wait_receive_thread(qp, Ticket{next, kOk}, message, 0);
         if (status != kNotReady && status != kBadTicket) {
-            // Failures stay where they are, for everybody who asks.
+            // Failures are not consumed: every caller gets them.
             if (status < 0 && status != kTooLate) return status;
             if (detail::compare_exchange(&qp.receive.taken, next, next + 1) != next) continue;
             *number = next;
@@ -383,7 +394,7 @@ template <class Word> WARPWIRE_FN bool holds(Condition condition, Word seen, Wor
     return false;
 }
 
-// Waits until a word of our own memory, 32 or 64 bits, satisfies the condition.
+// Waits until a word of local memory, 32 or 64 bits, satisfies the condition.
 template <class Word, class Group = Thread>
 WARPWIRE_FN Status wait_signal(const Word *word, Condition condition, Word value, u64 timeout = kDefaultTimeout, Group group = Group()) {
     static_assert(sizeof(Word) == 4 || sizeof(Word) == 8, "signals have 32 or 64 bits");

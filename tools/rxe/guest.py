@@ -1,4 +1,4 @@
-"""Guests that run: QEMU, its console, and a shell in the guest by TCP. All of it in a network namespace of its own."""
+"""Running guests: QEMU, its console, and a shell in the guest over TCP, in a network namespace."""
 import os
 import pathlib
 import re
@@ -12,7 +12,7 @@ import time
 from image import Archive, Missing, add_program
 
 SHELL_PORT = 7777
-# A guest is ready in 6 s on an idle machine, and was seen to take 13 s on a busy one.
+# A guest is ready after 6 s on an idle machine, and after 13 s on a busy one. Seconds.
 BOOT_DEADLINE = 120
 
 
@@ -25,7 +25,7 @@ def guest_address(number):
 
 
 def namespace():
-    """The command that gives another command a network of its own, in which it may do what it likes."""
+    """The command prefix that runs another command as root of its own network namespace."""
     probe = ["sh", "-c", "ip link set lo up && ip tuntap add dev tap0 mode tap"]
     ways = [["unshare", "--map-root-user", "--net"]]
     if os.getuid() == 0:
@@ -39,7 +39,7 @@ def namespace():
 
 
 def enter_network(guests, mtu):
-    """Sets this namespace's network up: a tap for each guest."""
+    """Configures the namespace: a tap for each guest."""
     commands = ["ip link set lo up"]
     for number in range(1, guests + 1):
         tap = f"tap{number}"
@@ -48,7 +48,7 @@ def enter_network(guests, mtu):
             f"ip link set {tap} mtu {mtu}",
             f"ip addr add {host_address(number)}/24 dev {tap}",
             f"ip addr add fd77:{number}::1/64 dev {tap} nodad",
-            # Packets from here are damaged on purpose: see wire.py.
+            # Packets from these addresses are corrupted on purpose: see wire.py.
             f"ip addr add 10.77.{number}.66/24 dev {tap}",
             f"ip addr add fd77:{number}::42/64 dev {tap} nodad",
             f"ip link set {tap} up",
@@ -58,7 +58,7 @@ def enter_network(guests, mtu):
 
 
 class Guest:
-    """A guest that boots as soon as this is made, and ends with `stop`."""
+    """A guest. It boots on construction and runs until `stop`."""
 
     def __init__(self, number, image, logs, mtu=4300, together=False, files=()):
         self.number, self.logs = number, logs
@@ -67,11 +67,10 @@ class Guest:
         kernel, initrd = image
         append = f"console=ttyS0 quiet panic=-1 mitigations=off lab.number={number} lab.mtu={mtu}"
         command = [
-            # QEMU ends with this process, however that ends.
+            # QEMU is killed when this process ends.
             "setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64",
-            # Emulation on purpose: where /dev/kvm exists but is nested, guests were seen to hang in it.
-            # One processor: on two, rxe can miss the moment when its packets have left, and then waits for ever
-            # (docs/interop.md).
+            # Emulation, because guests hang under nested KVM. One CPU: with two, rxe can miss that its
+            # packets have left, and then waits for ever (docs/interop.md).
             "-accel", "tcg", "-cpu", "max", "-m", "384", "-smp", "1",
             "-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-serial", "stdio", "-no-reboot",
             "-kernel", str(kernel), "-initrd", str(with_files(initrd, files, logs / f"guest{number}.initramfs")),
@@ -84,7 +83,7 @@ class Guest:
         self.reader.start()
 
     def nics(self, mtu, together):
-        """Without the virtio header on the tap, every frame is a frame: segments cut, checksums filled in."""
+        """No virtio header on the tap: frames are segmented and have checksums."""
         number = self.number
         device = f"virtio-net-pci,romfile=,host_mtu={mtu}"
         tap = f"tap,id=host,ifname=tap{number},script=no,downscript=no,vnet_hdr=off"
@@ -111,11 +110,11 @@ class Guest:
             late = time.monotonic() - self.started > deadline
             if late or self.process.poll() is not None:
                 what = f"was not ready in {deadline} s" if late else f"ended with status {self.process.returncode}"
-                raise RuntimeError(f"guest {self.number} {what}; its last words:\n{self.last_words()}")
+                raise RuntimeError(f"guest {self.number} {what}; its console:\n{self.console_tail()}")
         self.connect().close()
 
     def connect(self):
-        """A shell in the guest. It may begin to listen a moment after it says that it is ready."""
+        """Opens a shell in the guest, which may start to listen shortly after it is ready."""
         end = time.monotonic() + 10
         while True:
             try:
@@ -125,11 +124,11 @@ class Guest:
                     raise
                 time.sleep(0.05)
 
-    def last_words(self):
+    def console_tail(self):
         return "\n".join(self.log.read_text().splitlines()[-20:]) if self.log.exists() else "(none)"
 
     def run(self, command, deadline, out=None):
-        """Runs a shell command in the guest; returns its status. What it prints goes to `out` as it comes."""
+        """Runs a shell command in the guest; returns its status. Copies its output to `out`."""
         end = time.monotonic() + deadline
         with self.connect() as shell:
             shell.sendall(f"(\n{command}\n) 2>&1 </dev/null; echo \"lab-status=$?\"; exit\n".encode())
@@ -139,9 +138,9 @@ class Guest:
                 try:
                     more = shell.recv(65536)
                 except TimeoutError:
-                    raise RuntimeError(f"guest {self.number} did not end in {deadline} s: {command}") from None
+                    raise RuntimeError(f"guest {self.number} did not finish within {deadline} s: {command}") from None
                 if not more:
-                    raise RuntimeError(f"guest {self.number} hung up in: {command}\n{self.last_words()}")
+                    raise RuntimeError(f"guest {self.number} closed the connection: {command}\n{self.console_tail()}")
                 text += more
                 if out:
                     out.write(re.sub(r"lab-status=\d+\n", "", more.decode(errors="replace")))
@@ -149,7 +148,7 @@ class Guest:
         return int(done[1])
 
     def stop(self):
-        """Ends the guest, and with it the capture."""
+        """Stops the guest and its capture."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -162,7 +161,8 @@ class Guest:
 
 
 def with_files(initrd, files, place):
-    """The initramfs with these files in /job, and the libraries that they need: the kernel unpacks archives that follow one another."""
+    """The initramfs with these files in /job, and their libraries: the kernel unpacks concatenated
+    archives."""
     archive = Archive()
     for file in map(pathlib.Path, files):
         add_program(archive, f"job/{file.name}", str(file))
@@ -172,7 +172,7 @@ def with_files(initrd, files, place):
 
 
 def compile_peer(folder):
-    """The program with which tests use verbs in the guest."""
+    """Compiles the program that executes verbs in the guest for the tests."""
     source, program = pathlib.Path(__file__).resolve().parent / "verbs-peer.c", folder / "verbs-peer"
     command = ["gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", str(source), "-libverbs", "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)

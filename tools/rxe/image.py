@@ -1,4 +1,4 @@
-"""The guest: a Debian kernel, and an initramfs with rdma-core in it. Both are kept in .cache/rxe."""
+"""The guest's image: a Debian kernel, and an initramfs with rdma-core, kept in .cache/rxe."""
 import fcntl
 import gzip
 import hashlib
@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CACHE = ROOT / ".cache" / "rxe"
 
-# What is needed, by a file of it, and the Debian package that has it.
+# Required files, and the Debian packages that contain them.
 PACKAGES = {
     "/usr/bin/qemu-system-x86_64": "qemu-system-x86",
     "/usr/bin/busybox": "busybox-static",
@@ -32,17 +32,18 @@ PROGRAMS = [
     "ibv_ud_pingpong", "ib_write_bw", "ib_write_lat", "ib_read_bw", "ib_read_lat", "ib_send_bw", "ib_send_lat",
     "ib_atomic_bw", "ib_atomic_lat",
 ]
-# rxe asks the crypto API for crc32 by name, so that no list of dependencies has it; newer kernels have it built in.
+# rxe requests crc32 from the crypto API by name, so it is in no dependency list; newer kernels have
+# it built in.
 MODULES = ["crc32_generic", "crc32_pclmul", "virtio_pci", "virtio_net", "veth", "ib_uverbs", "rdma_ucm", "rdma_rxe"]
 MUST_HAVE = "rdma_rxe"
 
 
 class Missing(Exception):
-    """Why there can be no guest here."""
+    """The reason why no guest can run here."""
 
 
 def prepare(say, package=None):
-    """Makes kernel and initramfs, unless they are there; returns their paths."""
+    """Builds kernel and initramfs, unless they are current; returns their paths."""
     if platform.machine() != "x86_64":
         raise Missing(f"the guest is for x86-64, and this is {platform.machine()}")
     install(say)
@@ -55,11 +56,11 @@ def prepare(say, package=None):
         kernel, initrd, stamp = place / "kernel", place / "initramfs.gz", place / "stamp"
         wanted = fingerprint(package)
         if not stamp.exists() or stamp.read_text() != wanted:
-            say(f"making a guest of {package}")
+            say(f"building the guest from {package}")
             build(package, kernel, initrd)
             stamp.write_text(wanted)
     except OSError as why:
-        raise Missing(f"cannot make the image: {why}") from why
+        raise Missing(f"cannot build the image: {why}") from why
     finally:
         os.close(lock)
     return kernel, initrd
@@ -67,7 +68,7 @@ def prepare(say, package=None):
 
 def missing():
     names = {pathlib.PurePath(file).name for file in PACKAGES}
-    # /usr/bin and /bin are one folder on some systems, and two on others.
+    # /usr/bin and /bin are one folder on some systems, and separate on others.
     there = {name for name in names if shutil.which(name)}
     return sorted({p for file, p in PACKAGES.items() if not os.path.exists(file) and pathlib.PurePath(file).name not in there})
 
@@ -88,7 +89,7 @@ def install(say):
 
 
 def kernel_package():
-    """The name of the package with the newest kernel's files; one that was used before, if apt knows none."""
+    """The package of the newest kernel; a previously used one if apt knows none."""
     command = ["apt-cache", "depends", "linux-image-amd64"]
     done = subprocess.run(command, capture_output=True, text=True) if shutil.which("apt-cache") else None
     found = re.search(r"Depends: (linux-image-\S+)", done.stdout) if done else None
@@ -100,7 +101,7 @@ def kernel_package():
 
 
 def fingerprint(package):
-    """What the image is made of, so that it is made anew when that changes."""
+    """Identifies the image's inputs: it is rebuilt when they change."""
     whole = hashlib.sha256()
     for file in [HERE / "init", HERE / "image.py"]:
         whole.update(file.read_bytes())
@@ -123,7 +124,7 @@ def build(package, kernel, initrd):
     unpacked = work / "unpacked"
     images = [*unpacked.glob("boot/vmlinuz-*"), *unpacked.glob("usr/lib/modules/*/vmlinuz")]
     if not images:
-        raise Missing(f"{package} has no kernel in it")
+        raise Missing(f"{package} contains no kernel")
     kernel.write_bytes(unpack_kernel(images[0].read_bytes()))
     modules = {}
     for file in [*unpacked.rglob("*.ko"), *unpacked.rglob("*.ko.xz")]:
@@ -134,7 +135,7 @@ def build(package, kernel, initrd):
 
 
 def more_of_the_kernel(package):
-    """From Linux 6.19 on Debian's kernel is several packages."""
+    """Further packages of the kernel: from Linux 6.19 on, Debian splits it."""
     done = subprocess.run(["apt-cache", "depends", package], capture_output=True, text=True)
     return re.findall(r"Depends: (linux-(?:binary|modules|base)-\d\S+)", done.stdout)
 
@@ -146,7 +147,7 @@ def run(command, folder):
 
 
 def unpack_kernel(image):
-    """The ELF file inside a compressed kernel: QEMU boots it in half the time, as nothing is unpacked in the guest."""
+    """The ELF file inside a compressed kernel: QEMU boots it in half the time."""
     sectors = image[0x1F1] or 4
     offset, length = struct.unpack_from("<II", image, 0x248)
     start = (sectors + 1) * 512 + offset
@@ -161,7 +162,7 @@ def unpack_kernel(image):
 
 
 class Archive:
-    """An initramfs in the making: cpio in its "newc" form, which needs no privileges and no tool."""
+    """Builds an initramfs: a cpio archive in "newc" format, without privileges or tools."""
 
     def __init__(self):
         self.parts = []
@@ -202,7 +203,7 @@ def initramfs(modules):
         archive.folder(name)
     for name, target in (("bin", "usr/bin"), ("sbin", "usr/bin"), ("lib", "usr/lib"), ("lib64", "usr/lib64"), ("usr/sbin", "bin")):
         archive.link(name, target)
-    # Real programs first: the shell would take its own `ip` otherwise.
+    # Before busybox's applets, so that they do not replace real programs such as `ip`.
     for program in PROGRAMS:
         add_program(archive, f"usr/bin/{program}", shutil.which(program))
     archive.file("usr/bin/busybox", pathlib.Path(shutil.which("busybox")).read_bytes())
@@ -213,7 +214,7 @@ def initramfs(modules):
     for module in MODULES:
         add_module(archive, module, modules, order)
     if MUST_HAVE not in [name.split(".")[0] for name in order]:
-        raise Missing(f"the kernel has no {MUST_HAVE}; Debian's cloud kernels leave it out")
+        raise Missing(f"the kernel has no {MUST_HAVE}; Debian's cloud kernels omit it")
     archive.file("etc/modules", "".join(name + "\n" for name in order).encode(), 0o100644)
     archive.file("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n", 0o100644)
     archive.file("etc/hosts", b"127.0.0.1 localhost\n", 0o100644)
@@ -222,7 +223,7 @@ def initramfs(modules):
 
 
 def add_program(archive, name, path):
-    """A program or library, and the libraries that it is linked to."""
+    """Adds a program or library, and the libraries that it links to."""
     archive.file(name, pathlib.Path(path).read_bytes())
     listed = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
     for library in re.findall(r"(/\S+) \(0x", listed):
@@ -233,7 +234,7 @@ def add_program(archive, name, path):
 
 
 def add_provider(archive):
-    """rxe's half in libibverbs, which is found by a file that names it, and libgcc_s, which threads load as they end."""
+    """Adds rxe's libibverbs provider and its .driver file, and libgcc_s, which exiting threads load."""
     folders = {library.parent for library in pathlib.Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so")}
     for folder in folders:
         for provider in folder.glob("librxe-rdmav*.so"):
@@ -244,7 +245,7 @@ def add_provider(archive):
 
 
 def add_module(archive, name, modules, order):
-    """A kernel module, after those that it needs; one that is not there is built in, or of another time."""
+    """Adds a kernel module after its dependencies; a missing one is built in or not in this version."""
     path = modules.get(name)
     if path is None or f"{name}.ko" in order:
         return

@@ -1,17 +1,18 @@
-// Verbs by hand: does one verb per line that it reads, and answers each with a line.
+// A scripted verbs peer: executes one verb per line of standard input, and answers each with a line.
 //
-// Tests run it beside a device that we did not write (rxe in a guest) and so have the peer do exactly what a case is
-// about. Every answer begins with "ok", "none" (nothing came in time) or "error". Numbers may be written as in C.
+// Tests run it on another implementation of RDMA (rxe in a guest) and so control each step of the peer.
+// Every answer begins with "ok", "none" (timeout) or "error". Numbers are written as in C.
 //
-//   gid HEX                                  the table's index of that GID; waits for it, as it fills late
+//   gid HEX                                  -> index of that GID; waits, as the table fills late
 //   memory LEN ACCESS                        -> number, address, lkey, rkey
 //   srq | qp own|srq                         -> number, queue pair number
 //   connect Q QPN GID MTU SEND_PSN RECEIVE_PSN TIMEOUT RETRY RNR_RETRY MIN_RNR READS
 //   fill M OFFSET LEN SEED | check M OFFSET LEN SEED | put M OFFSET WORD | get M OFFSET
-//   window Q M                               a window of type 2 onto all of that memory -> rkey
+//   window Q M                               a memory window of type 2 over that memory -> rkey
 //   receive Q|srq ID M OFFSET LEN
 //   post Q ID OP M OFFSET LEN ADDRESS RKEY FIRST SECOND FLAGS
-//   poll MS                                  -> id, status, opcode, length, immediate or key, queue pair, flags
+//   poll MS                                  -> id, status, opcode, length, immediate or key, queue
+//                                            pair, flags
 //   arm SOLICITED | event MS                 completion events
 //   state Q | destroy Q | async MS | dereg M
 #include <arpa/inet.h>
@@ -62,7 +63,7 @@ static double seconds(void) {
     return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
-// The pattern that the tests know too.
+// The same pattern as in the tests.
 static uint8_t pattern(uint64_t seed, uint64_t i) { return seed * 31 + i * 7 + (i >> 8) * 13 + (i >> 16) * 5; }
 
 static struct memory *memory_of(char **words, int at) {
@@ -172,7 +173,7 @@ static void connect_qp(char **words) {
         .retry_cnt = number(words, 8), .rnr_retry = number(words, 9), .max_rd_atomic = number(words, 11),
     };
     int code = ETIMEDOUT;
-    // It asks the network for the peer's address, and gives up early.
+    // The kernel resolves the peer's address, with a short timeout.
     for (int tries = 0; code == ETIMEDOUT && tries < 5; tries++)
         code = ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN
                                            | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
@@ -298,12 +299,12 @@ static void post(char **words) {
 }
 
 static void take_completion(char **words) {
-    // rxe gives programs the flags that the kernel uses, in which "with invalidate" is another bit.
+    // rxe returns the kernel's flags, in which "with invalidate" is another bit.
     const unsigned invalidated = IBV_WC_WITH_INV | 1 << 2;
     struct ibv_wc wc = {0};
     double end = seconds() + number(words, 1) * 1e-3;
     int found;
-    // The guest has few processors, and its device runs on them: others first.
+    // Yield: the guest has one CPU, and rxe needs it.
     while ((found = ibv_poll_cq(cq, 1, &wc)) == 0 && seconds() < end)
         usleep(200);
     if (found == 0)
@@ -333,7 +334,7 @@ static void take_event(char **words) {
     answered(code, "ibv_get_cq_event");
 }
 
-static void take_news(char **words) {
+static void take_async_event(char **words) {
     struct ibv_async_event event;
     if (!is_readable(device->async_fd, number(words, 1))) {
         printf("none\n");
@@ -347,7 +348,7 @@ static void take_news(char **words) {
     ibv_ack_async_event(&event);
 }
 
-static void tell_state(char **words) {
+static void query_state(char **words) {
     struct ibv_qp *qp = qp_of(words, 1);
     struct ibv_qp_attr attr;
     struct ibv_qp_init_attr init;
@@ -369,7 +370,7 @@ static void deregister(char **words) {
     answered(m ? ibv_dereg_mr(m->mr) : EINVAL, "ibv_dereg_mr");
 }
 
-static void obey(char **words) {
+static void execute(char **words) {
     const char *verb = words[0];
     int touches = !strcmp(verb, "fill") || !strcmp(verb, "check") || !strcmp(verb, "put") || !strcmp(verb, "get");
     if (touches) touch_memory(words);
@@ -384,8 +385,8 @@ static void obey(char **words) {
     else if (!strcmp(verb, "poll")) take_completion(words);
     else if (!strcmp(verb, "arm")) answered(ibv_req_notify_cq(cq, number(words, 1)), "ibv_req_notify_cq");
     else if (!strcmp(verb, "event")) take_event(words);
-    else if (!strcmp(verb, "async")) take_news(words);
-    else if (!strcmp(verb, "state")) tell_state(words);
+    else if (!strcmp(verb, "async")) take_async_event(words);
+    else if (!strcmp(verb, "state")) query_state(words);
     else if (!strcmp(verb, "destroy")) destroy(words);
     else if (!strcmp(verb, "dereg")) deregister(words);
     else printf("error no such verb: %s\n", verb);
@@ -415,7 +416,7 @@ int main(int count, char **given) {
         for (int i = 0; i < WORDS - 1 && (words[i] = strtok_r(rest, " \n", &rest)); i++)
             ;
         if (words[0])
-            obey(words);
+            execute(words);
     }
     return 0;
 }

@@ -1,8 +1,8 @@
-"""Judges captures: every RoCE packet must carry the ICRC that belongs to it, and tshark must find none malformed.
+"""Checks captures: every RoCE packet must have the right ICRC, and tshark must find none malformed.
 
-QEMU records what passes between the guest and us (guestN.pcap), beside and below both stacks; our own link records
-what each case sent and got (cases/*.pcap). Packets from or to an address whose last byte is 66 (10.77.1.66, fd77:1::42)
-are damaged on purpose.
+QEMU captures the traffic between host and guest (guestN.pcap), below both stacks; Warpwire's link
+captures what each case sent and received (cases/*.pcap). Packets from or to an address whose last
+byte is 66 (10.77.1.66, fd77:1::42) are corrupted on purpose.
 """
 import collections
 import shutil
@@ -18,7 +18,7 @@ DAMAGED = 66
 
 class Capture:
     def __init__(self, path):
-        # A case that was killed leaves an empty file.
+        # A killed case leaves an empty file.
         data = path.read_bytes().ljust(24, b"\0")
         magic, = struct.unpack_from("<I", data)
         self.name, self.nanoseconds = path.name, magic == 0xA1B23C4D
@@ -40,7 +40,7 @@ class Capture:
 
 
 def roce_of(packet):
-    """The packet without padding, and where its UDP header begins; nothing if it is not RoCE."""
+    """The packet without padding, and the offset of its UDP header; None if it is not RoCE."""
     if packet[0] >> 4 == 4:
         start, protocol, length = 20, packet[9], struct.unpack_from(">H", packet, 2)[0]
     else:
@@ -51,7 +51,7 @@ def roce_of(packet):
 
 
 def icrc(packet, start):
-    """Over everything but the ICRC itself, with what routers change taken as ones."""
+    """The ICRC of a packet: over all but the ICRC itself, with variant fields set to ones."""
     masked = bytearray(packet[:-4])
     changing = [1, 8, 10, 11] if start == 20 else [1, 2, 3, 7]
     for at in [*changing, start + 6, start + 7, start + 8 + 4]:
@@ -61,8 +61,8 @@ def icrc(packet, start):
     return zlib.crc32(bytes(masked), zlib.crc32(b"\xff" * 8))
 
 
-def prove():
-    """The judge itself: a packet that others made passes, and with any bit of it flipped it does not."""
+def self_test():
+    """A packet of another implementation passes, and fails if a bit of it is flipped."""
     packet = bytearray.fromhex(
         "4500003c000040004011b6adc0000201c0000202c12312b7002800000420ffff0000001180000123"
         "48656c6c6f2c20524f434576322100" "00ce211db8")
@@ -80,20 +80,20 @@ def is_damaged(packet, start):
 
 
 def check_icrc(capture):
-    good, spoilt, wrong = 0, 0, []
+    good, corrupted, wrong = 0, 0, []
     for number, packet in enumerate(capture.packets(), 1):
         found = roce_of(packet)
         if not found:
             continue
         packet, start = found
         if is_damaged(packet, start):
-            spoilt += 1
+            corrupted += 1
             continue
         if icrc(packet, start).to_bytes(4, "little") == packet[-4:]:
             good += 1
         else:
             wrong.append(f"{capture.name}: packet {number}: ICRC {packet[-4:].hex()}: {packet[:64].hex()}")
-    return good, spoilt, wrong
+    return good, corrupted, wrong
 
 
 def check_with_tshark(path):
@@ -110,7 +110,7 @@ def check_with_tshark(path):
     for line in done.stdout.splitlines():
         number, opcode, malformed, protocols = (line.split("\t") + [""] * 4)[:4]
         opcodes[opcode] += 1
-        # It guesses what a payload is (a byte of ours may look like NFS or VLAN); what follows from that is no fault.
+        # tshark guesses the protocol of a payload (it may look like NFS or VLAN); errors there are ignored.
         malformed = malformed and protocols.endswith(":infiniband")
         if malformed or not opcode:
             wrong.append(f"{path.name}: packet {number} is {'malformed' if malformed else 'not RoCE'} to tshark")
@@ -118,36 +118,36 @@ def check_with_tshark(path):
 
 
 def join(captures, path):
-    """All of ours in one file: tshark takes longer to start than to read."""
+    """Writes all captures into one file: tshark takes longer to start than to read."""
     with open(path, "wb") as file:
         file.write(captures[0].header)
         for capture in captures:
             file.writelines(capture.records)
 
 
-def judge(logs):
-    """Judges a run; returns 1 if something is wrong, else 0."""
-    prove()
+def check(logs):
+    """Checks the captures of a run; returns 1 if something is wrong, else 0."""
+    self_test()
     paths = sorted(logs.glob("guest*.pcap"))
     ours = [Capture(path) for path in sorted((logs / "cases").glob("*.pcap"))]
     ours = [capture for capture in ours if capture.records]
-    good, spoilt, wrong = 0, 0, []
+    good, corrupted, wrong = 0, 0, []
     for capture in [*map(Capture, paths), *ours]:
         more, damaged, bad = check_icrc(capture)
-        good, spoilt, wrong = good + more, spoilt + damaged, wrong + bad
+        good, corrupted, wrong = good + more, corrupted + damaged, wrong + bad
     if ours:
         join(ours, logs / "ours.pcap")
         paths.append(logs / "ours.pcap")
-    print(f"wire: {good} packets with the right ICRC, {len(wrong)} with a wrong one; {spoilt} of links that do damage")
+    print(f"wire: {good} packets with the right ICRC, {len(wrong)} with a wrong one; {corrupted} corrupted on purpose")
     for path in paths:
         opcodes, bad = check_with_tshark(path)
         wrong += bad
         if opcodes is None:
             print("skipped: tshark (not installed; on Debian: apt-get install tshark)")
         else:
-            print(f"wire: tshark dissects {sum(opcodes.values())} packets of {len(opcodes)} sorts in {path.name}, {len(bad)} wrong")
-    if not good + spoilt:
-        wrong.append("no RoCE packet was captured at all")
+            print(f"wire: tshark dissects {sum(opcodes.values())} packets of {len(opcodes)} opcodes in {path.name}, {len(bad)} wrong")
+    if not good + corrupted:
+        wrong.append("no RoCE packet was captured")
     for text in wrong[:20]:
         print(f"failed: {text}", file=sys.stderr)
     return 1 if wrong else 0

@@ -1,19 +1,18 @@
-//! Programs that use Warpwire from inside a kernel: servers, and the kernels that benchmarks,
-//! demonstrations and tests start. They are no part of the library, and need only what it makes
-//! public.
+//! Applications that use Warpwire from inside a kernel: servers, and the kernels that benchmarks,
+//! demonstrations and tests launch. They are not part of the library and use only its public API.
 //!
 //! | module | what runs on the device |
 //! |---|---|
 //! | [`kv`] | a key-value server for clients of Redis (RESP) |
 //! | [`similarity`] | a server that finds the most similar vectors, and its client |
-//! | [`programs`] | small servers (echo, sink, HTTP) and a client that measures |
+//! | [`programs`] | small servers (echo, discard, HTTP) and a benchmark client |
 //! | [`pattern`] | fills memory with a pattern, and counts the words that differ from it |
-//! | [`pingpong`] | answers the CPU word by word |
-//! | [`pingpong_kernels`] | ping-pong between kernels of two ranks, puts and gets, a relay without HCA |
-//! | [`spin`] | takes time, and does nothing else |
+//! | [`pingpong`] | answers the CPU, one word per round trip |
+//! | [`pingpong_kernels`] | ping-pong between kernels of two ranks, puts, gets, relay without HCA |
+//! | [`spin`] | busy-waits for a given time |
 //!
-//! Each program is a `.cu` for CUDA, the PTX that `tools/ptx` makes of it beside it, and the same
-//! kernel as a Rust block function for the simulated GPU.
+//! Each program is a `.cu` file for CUDA, the PTX that `tools/ptx` compiles from it, and an
+//! equivalent Rust block function for the simulated GPU.
 #![deny(unsafe_code)]
 
 pub mod kv;

@@ -1,5 +1,5 @@
-// What servers with several workers have in common: the words by which the host and they talk, and their listener. serving.rs is
-// the same for the simulated GPU.
+// Code shared by servers with several workers: the control words for the host, and the listener.
+// serving.rs is the equivalent for the simulated GPU.
 #ifndef WARPWIRE_SERVING_CUH
 #define WARPWIRE_SERVING_CUH
 
@@ -10,13 +10,13 @@ namespace serving {
 using namespace warpwire;
 using namespace warpwire::sock;
 
-struct Control {  // in pinned memory: stop is the host's, the others the kernel's
+struct Control {  // in pinned memory: the host writes stop, the kernel the others
     u64 stop, listener, failed;
     Address name;
 };
 static_assert(sizeof(Control) == 48, "as in serving.rs");
 
-// Adds, and gives what was there before.
+// Adds, and returns the previous value.
 WARPWIRE_FN u64 count(u64 *word, u64 by) {
 #if WARPWIRE_CUDA
     return atomicAdd(word, by);
@@ -25,7 +25,7 @@ WARPWIRE_FN u64 count(u64 *word, u64 by) {
 #endif
 }
 
-// The listener, made by the first worker, and waited for by the others; negative if there is none.
+// Returns the listener, which the first worker opens and the others wait for; negative on failure.
 template <class Group>
 WARPWIRE_CALL int open_listener(const Table &table, Control *control, const Address &address, SocketKind kind, u32 worker, Group group) {
     if (worker == 0) {

@@ -1,5 +1,5 @@
-//! Kernels that serve: the words by which they and the host talk, how the host learns that one listens, and what workers
-//! have in common. serving.cuh is the same for CUDA.
+//! Server kernels: the control words shared by kernel and host, waiting for the listener, and code
+//! that all workers share. serving.cuh is the equivalent for CUDA.
 
 use std::net::SocketAddr;
 use std::thread::JoinHandle;
@@ -13,19 +13,21 @@ use warpwire::sock::SockHost;
 use warpwire::sock::device::{self, Family, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
-/// Where the host asks it to end, where it puts its listener, and where the errno if it failed. What else lies in its control
-/// words is the program's own.
+/// Byte offsets of the control words: the host's stop request, the kernel's listener (plus one),
+/// and the errno if it failed. Other control words belong to the program.
 pub(super) const STOP: u64 = 0;
 pub(super) const LISTENER: u64 = 8;
 pub(super) const FAILED: u64 = 16;
-/// Where servers with several workers put their name, and how long their words are.
+/// Offset of the listener's address in servers with several workers, and size of their control
+/// words.
 pub(super) const NAME: u64 = 24;
 pub(super) const CONTROL_LEN: u64 = 48;
 
-/// How long a kernel may take to start, and to end.
-pub(super) const SOON: Duration = Duration::from_secs(20);
+/// How long a kernel may take to start, and to stop.
+pub(super) const KERNEL_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Waits until a kernel that was asked to listen there does; returns where, which it wrote at `name`.
+/// Waits until a kernel listens at the address `asked`; returns the address that the kernel stored
+/// at offset `name`.
 pub(super) fn await_listener(
     host: &SockHost,
     control: &Allocation,
@@ -35,7 +37,7 @@ pub(super) fn await_listener(
     let begun = Instant::now();
     let bytes = control.host_bytes()?;
     let failed = |why: String| {
-        Error::new(Kind::Unavailable, format!("listen at {asked}"))
+        Error::new(Kind::Unavailable, format!("listen on {asked}"))
             .on(host.device().label())
             .why(why)
     };
@@ -48,40 +50,41 @@ pub(super) fn await_listener(
         let errno = bytes.load_u64(FAILED)? as i32;
         if errno != 0 {
             let why = std::io::Error::from_raw_os_error(errno).to_string();
-            return Err(failed(why).fix("choose an address that is this machine's and free"));
+            return Err(failed(why).fix("use an address of this machine and a free port"));
         }
-        if begun.elapsed() > SOON {
-            return Err(failed(format!("the kernel did not start in {SOON:?}")));
+        if begun.elapsed() > KERNEL_TIMEOUT {
+            return Err(failed(format!("the kernel did not start in {KERNEL_TIMEOUT:?}")));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Workers at work.
-enum Play {
+/// What runs the workers.
+enum Runner {
     Kernel(Stream),
     Threads(Mutex<Vec<JoinHandle<()>>>),
 }
 
-/// The memory of a server whose workers have a setup to read, words of control, and counts.
+/// The memory of a server whose workers have a setup block, control words and counters.
 pub(super) struct Memory {
     pub(super) setup: Allocation,
     pub(super) control: Allocation,
     pub(super) counts: Allocation,
-    /// What else the setup names.
+    /// Other memory that the setup refers to, kept alive.
     pub(super) _others: [Allocation; 3],
 }
 
-/// A server at work. Dropping it ends it.
+/// A running server. Dropping it stops it.
 pub(super) struct Server<'a> {
     host: &'a SockHost,
-    play: Play,
+    runner: Runner,
     address: SocketAddr,
     memory: Memory,
 }
 
 impl<'a> Server<'a> {
-    /// Starts blocks of so many threads, which get the setup, and returns when they listen.
+    /// Launches `workers` blocks of `threads` threads with the setup as argument, and waits until
+    /// they listen.
     pub(super) fn start(
         host: &'a SockHost,
         kernel: &Kernel,
@@ -93,10 +96,11 @@ impl<'a> Server<'a> {
         let setup = memory.setup.whole()?;
         let launch = Launch::new(kernel).grid(workers).threads(threads).region(&setup);
         start(&stream, launch)?;
-        Self::begun(host, Play::Kernel(stream), memory, asked)
+        Self::wait_started(host, Runner::Kernel(stream), memory, asked)
     }
 
-    /// Starts workers as threads: `run` gets the setup's address and the worker's number.
+    /// Runs the workers as host threads: `run` gets the address of the setup and the index of the
+    /// worker.
     pub(super) fn start_on_threads(
         host: &'a SockHost,
         workers: u32,
@@ -109,12 +113,17 @@ impl<'a> Server<'a> {
             let run = run.clone();
             std::thread::spawn(move || run(setup, worker))
         });
-        let play = Play::Threads(Mutex::new(workers.collect()));
-        Self::begun(host, play, memory, asked)
+        let runner = Runner::Threads(Mutex::new(workers.collect()));
+        Self::wait_started(host, runner, memory, asked)
     }
 
-    fn begun(host: &'a SockHost, play: Play, memory: Memory, asked: SocketAddr) -> Result<Self> {
-        let mut server = Self { host, play, address: asked, memory };
+    fn wait_started(
+        host: &'a SockHost,
+        runner: Runner,
+        memory: Memory,
+        asked: SocketAddr,
+    ) -> Result<Self> {
+        let mut server = Self { host, runner, address: asked, memory };
         server.address = await_listener(host, &server.memory.control, NAME, asked)?;
         Ok(server)
     }
@@ -123,7 +132,7 @@ impl<'a> Server<'a> {
         self.address
     }
 
-    /// The first words of its counts.
+    /// The first words of the counters.
     pub(super) fn counts<const WORDS: usize>(&self) -> Result<[u64; WORDS]> {
         let mut counts = [0; WORDS];
         for (at, count) in (0..).step_by(8).zip(&mut counts) {
@@ -134,14 +143,14 @@ impl<'a> Server<'a> {
         Ok(counts)
     }
 
-    /// Asks workers to end, and waits until they have.
+    /// Asks the workers to stop, and waits until they have.
     pub(super) fn stop(&self) -> Result<()> {
         self.memory.control.host_bytes()?.store_u64(STOP, 1)?;
-        match &self.play {
-            Play::Kernel(stream) => stream.synchronize(SOON),
-            Play::Threads(threads) => {
+        match &self.runner {
+            Runner::Kernel(stream) => stream.synchronize(KERNEL_TIMEOUT),
+            Runner::Threads(threads) => {
                 for thread in std::mem::take(&mut *threads.lock()) {
-                    let stopped = || Error::new(Kind::Unavailable, "end a server");
+                    let stopped = || Error::new(Kind::Unavailable, "stop a server");
                     thread.join().map_err(|_| stopped().why("a worker panicked"))?;
                 }
                 Ok(())
@@ -153,7 +162,7 @@ impl<'a> Server<'a> {
 impl Drop for Server<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.stop() {
-            tracing::warn!(%error, at = %self.address, "a server inside a kernel did not end");
+            tracing::warn!(%error, at = %self.address, "a server kernel did not stop");
         }
     }
 }
@@ -166,12 +175,13 @@ impl std::fmt::Debug for Server<'_> {
 
 #[allow(unsafe_code)]
 pub(super) fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernel uses the memory that its setup names, which the server keeps until the kernel has ended, and the
-    // sockets' memory, which the server's borrow of the host keeps.
+    // SAFETY: the kernel uses the memory that its setup refers to, which the server keeps until the
+    // kernel has finished, and the sockets' memory, which the server's borrow of the host keeps.
     unsafe { stream.launch(launch) }
 }
 
-/// How many workers and clients a server may have; `what` is being done.
+/// Checks the numbers of workers and clients of a server; `what` is the operation in the error
+/// text.
 pub(super) fn check_numbers(what: &'static str, workers: u32, clients: u32) -> Result<()> {
     let refuse = |why: String, fix: &'static str| {
         Err(Error::new(Kind::InvalidArgument, what).why(why).fix(fix))
@@ -185,7 +195,7 @@ pub(super) fn check_numbers(what: &'static str, workers: u32, clients: u32) -> R
     Ok(())
 }
 
-/// What kernels read of a server: words, then the address.
+/// Encodes a setup block: words, then the address.
 pub(super) fn setup_bytes<const WORDS: usize>(
     words: [&mut u64; WORDS],
     address: &[u8; ADDRESS_LEN],
@@ -195,7 +205,7 @@ pub(super) fn setup_bytes<const WORDS: usize>(
     bytes
 }
 
-/// Reads what [`setup_bytes`] wrote.
+/// Reads what [`setup_bytes`] encoded.
 pub(super) fn read_setup<const WORDS: usize>(
     block: &Block<'_>,
     at: DeviceAddr,
@@ -209,7 +219,8 @@ pub(super) fn read_setup<const WORDS: usize>(
     Ok(address)
 }
 
-/// The listener of a server's workers: made by the first, and waited for by the others; `None` if there is none.
+/// The listener of a server's workers: the first opens it, the others wait for it; `None` if that
+/// failed or the server stops.
 pub(super) fn listener(
     block: &Block<'_>,
     sockets: &Sockets<'_>,

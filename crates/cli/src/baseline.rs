@@ -1,4 +1,5 @@
-//! What a round trip takes without any HCA: a thread passes words between two streams, or between two kernels.
+//! Baseline of a round trip, without an HCA: a CPU thread relays words between two streams, or
+//! between two kernels.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,27 +11,28 @@ use warpwire_apps::pingpong_kernels::{PingPongKernels, Relay};
 use crate::copy::clock::figure;
 use crate::output::Failure;
 
-/// No floor takes as long.
+/// Longer than a working device takes for all rounds.
 const TIMEOUT: Duration = Duration::from_secs(20);
 const ROUNDS: u64 = 100;
-/// Kernels start within the time that is measured, and play for longer.
+/// The kernel launch is part of the measured time; more rounds amortize it.
 const KERNEL_ROUNDS: u64 = 2000;
-/// Tries for each, of which the best counts; the simulated GPU's say nothing, and there is one with each sort of memory.
+/// Attempts per figure; the best one counts. The simulated GPU's figures mean nothing, so it makes
+/// only one attempt with each kind of memory.
 const ATTEMPTS: u32 = 10;
 const SIM_ATTEMPTS: u32 = 2;
 
-/// Round trips with nothing but a thread in between, in microseconds.
+/// Round trips with only a relay thread in between, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Baseline {
-    /// Two streams that write and wait for words.
+    /// Between two streams, with stream memory operations.
     pub(crate) stream_us: f64,
-    /// Two kernels that do.
+    /// Between two running kernels.
     pub(crate) kernel_us: f64,
 }
 
 impl Baseline {
-    /// The best of several tries, with words in pinned memory and in the device's own. Which of them streams and kernels see
-    /// sooner differs from machine to machine.
+    /// The best of several attempts, with words in pinned memory and in device memory: which of the
+    /// two streams and kernels see sooner depends on the machine.
     pub(crate) fn measure(device: &Device) -> Result<Self, Failure> {
         let kernels = PingPongKernels::load(device)?;
         let mut best = [Duration::MAX; 2];
@@ -47,7 +49,7 @@ impl Baseline {
         Ok(Self { stream_us, kernel_us })
     }
 
-    /// The floor of a way to send, by its name; none of the CPU's.
+    /// The baseline of a mode, by its name; `None` for the CPU's modes.
     pub(crate) fn of(&self, mode: &str) -> Option<f64> {
         match mode {
             "stream" | "graph" => Some(self.stream_us),
@@ -56,55 +58,55 @@ impl Baseline {
         }
     }
 
-    /// A line that says what they are.
+    /// The line below a table.
     pub(crate) fn line(&self) -> String {
         format!(
-            "# floors, round trips with a thread in between and no HCA: {} us for two streams, {} us for two kernels\n",
+            "# baseline (relay thread, no HCA): {} us between streams, {} us between kernels\n",
             figure(self.stream_us),
             figure(self.kernel_us)
         )
     }
 }
 
-/// How a round trip compares with its floor.
+/// A round trip divided by its baseline.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Ratio {
     pub(crate) mode: String,
     pub(crate) ratio: f64,
 }
 
-/// The ratios of those that have a floor, of `(name, microseconds)` each.
+/// Ratios of `(mode, microseconds)` round trips; modes without a baseline are left out.
 pub(crate) fn ratios<'a>(
-    floors: &Baseline,
+    baseline: &Baseline,
     round_trips: impl IntoIterator<Item = (&'a str, f64)>,
 ) -> Vec<Ratio> {
     let ratio = |(mode, us): (&str, f64)| {
-        let ratio = us / floors.of(mode)?;
+        let ratio = us / baseline.of(mode)?;
         Some(Ratio { mode: mode.to_owned(), ratio })
     };
     round_trips.into_iter().filter_map(ratio).collect()
 }
 
-/// A line with them, if there are any.
+/// The ratios as a line of text; empty if there are none.
 pub(crate) fn ratio_line(bytes: u64, ratios: &[Ratio]) -> String {
     if ratios.is_empty() {
         return String::new();
     }
     let each: Vec<_> = ratios
         .iter()
-        .map(|Ratio { mode, ratio }| format!("{mode} {} x its floor", figure(*ratio)))
+        .map(|Ratio { mode, ratio }| format!("{mode} {} x its baseline", figure(*ratio)))
         .collect();
     format!("# {bytes} bytes: {}\n", each.join(", "))
 }
 
-/// The words of one side: it rings `bell`, and waits for `answer`.
+/// The words of one side: it writes `bell`, and waits for `answer`.
 struct RelayPort {
     doorbells: Allocation,
     bell: Word,
-    /// What a kernel's bell tells of.
+    /// The round number of a kernel, valid when its `bell` has changed.
     value: Word,
     answer: Word,
-    /// The CPU's way to it; none if it lies in pinned memory.
+    /// CPU window onto `answer`; `None` if that is in pinned memory.
     window: Option<Window>,
 }
 
@@ -172,7 +174,8 @@ fn between_kernels(
     Ok(took / rounds as u32)
 }
 
-/// Has two streams begin when a gate opens, with a thread that passes words between them; how long that took.
+/// Runs two streams that start when a gate word is set, with a relay thread between them; returns
+/// the time from opening the gate until the first stream is done.
 fn gated(
     device: &Device,
     ports: &[RelayPort; 2],
@@ -199,13 +202,15 @@ fn gated(
         let took = run();
         done.store(true, Ordering::Relaxed);
         let relayed = relay.join().unwrap_or_else(|_| {
-            Err(Failure::Runtime("cannot measure the floor: the relay panicked".to_owned()))
+            Err(Failure::Runtime(
+                "cannot measure the baseline: the relay thread panicked".to_owned(),
+            ))
         });
         relayed.and(took)
     })
 }
 
-/// Passes on to each side what the other's bell tells of, until told to stop.
+/// Forwards each side's value to the other when its bell changes, until `done` is set.
 fn relay(
     ports: &[RelayPort; 2],
     read_value: fn(&RelayPort) -> warpwire::Result<u64>,

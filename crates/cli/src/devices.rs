@@ -1,4 +1,4 @@
-//! `warpwire devices`
+//! `warpwire devices`: lists RDMA devices, their ports and GIDs.
 
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -13,16 +13,16 @@ use crate::output::{self, Failure};
 
 /// List RDMA devices, their ports and addresses: hardware, and the software device
 ///
-/// Hardware is found through libibverbs, as `ibv_devinfo` does; where that is not installed, or there is no such
-/// device, the reason and the fix are printed. The software device needs nothing, and is always there.
+/// Hardware is found through libibverbs, as `ibv_devinfo` does. If that is not installed, or there
+/// is no such device, the reason and the fix are printed. The software device is always available.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Show this device alone; `soft` is the software device
+    /// Show only this device; `soft` is the software device
     #[arg(value_name = "NAME")]
     name: Option<String>,
 
-    /// Show also what each device can do, and all of its addresses
+    /// Also show device attributes, and RoCE v1 GIDs
     #[arg(short, long)]
     verbose: bool,
 
@@ -34,20 +34,20 @@ pub(crate) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire devices                  all devices, with ports and addresses
-  warpwire devices -v mlx5_0        one device, with all that it can do
+  warpwire devices -v mlx5_0        one device, with its attributes
   warpwire devices --json | jq -r '.devices[].ports[].gids[].address'
 
 Environment:
-  WARPWIRE_IBVERBS  the file to load in place of libibverbs.so.1";
+  WARPWIRE_IBVERBS  library to load instead of libibverbs.so.1";
 
-/// The software device's name.
+/// Name of the software device on the command line.
 const SOFTWARE: &str = "soft";
 
-/// What is there, for JSON and for the text.
+/// The devices of this machine; serialized for `--json`.
 #[derive(Serialize)]
 struct Report {
     devices: Vec<Listed>,
-    /// Why hardware cannot be listed.
+    /// Why hardware devices cannot be listed.
     unavailable: Option<Reason>,
     software: Option<Software>,
     #[serde(skip)]
@@ -58,7 +58,7 @@ struct Report {
 struct Listed {
     #[serde(flatten)]
     device: IbvDevice,
-    /// Why it cannot be opened.
+    /// Why the device cannot be opened.
     failed: Option<Reason>,
     attributes: Option<DeviceAttributes>,
     ports: Vec<ListedPort>,
@@ -110,7 +110,7 @@ fn list(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 impl Report {
-    /// What this machine has, or that one of it.
+    /// Lists all devices, or the one with that name.
     fn read(name: Option<&str>) -> Result<Self, Failure> {
         let wanted = |one: &str| name.is_none_or(|name| name == one);
         let software = wanted(SOFTWARE).then(Software::here);
@@ -155,7 +155,8 @@ impl Report {
                 let _ = fix.as_ref().map(|fix| writeln!(text, "  fix: {fix}"));
             }
             None if self.devices.is_empty() && !self.asked_for_software => {
-                text += "no RDMA hardware: the kernel has no RDMA device\n  fix: `warpwire doctor` says what is missing\n";
+                text += "no RDMA hardware: the kernel has no RDMA device\n\
+                         \x20 fix: run `warpwire doctor` to see what is missing\n";
             }
             None => {}
         }
@@ -257,7 +258,7 @@ fn write_port(text: &mut String, port: &Port) -> std::fmt::Result {
     writeln!(text, "  port {number}: {state}, {layer}, {speed}, MTU {active_mtu} of {max_mtu}{lid}")
 }
 
-/// Each field by its name in JSON.
+/// Writes each attribute under its JSON name.
 fn write_attributes(text: &mut String, attributes: &DeviceAttributes) -> std::fmt::Result {
     let value = serde_json::to_value(attributes).unwrap_or_default();
     for (name, value) in value.as_object().into_iter().flatten() {
@@ -335,13 +336,13 @@ mod tests {
     }
 
     #[test]
-    fn more_is_told_when_it_is_asked_for() {
+    fn verbose_lists_roce_v1_gids() {
         let (short, long) = (machine().text(false), machine().text(true));
         assert!(!short.contains("RoCE v1") && long.contains("RoCE v1"), "{long}");
     }
 
     #[test]
-    fn json_has_the_same() {
+    fn json_has_the_same_content() {
         let value = serde_json::to_value(machine()).unwrap();
         assert_eq!(value["devices"][0]["ports"][0]["gids"][1]["kind"], "roce-v2");
         assert_eq!(value["devices"][0]["ports"][1]["state"], "down");

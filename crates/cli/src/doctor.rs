@@ -1,4 +1,4 @@
-//! `warpwire doctor`
+//! `warpwire doctor`: checks of this machine, and verdicts per capability.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,13 +9,13 @@ use warpwire_doctor::{Evidence, Report, registrations_to_text, try_registrations
 
 use crate::output;
 
-/// Say what this machine can do, what stops it, and the fix
+/// Check what this machine can do, what prevents it, and the fix
 ///
-/// Reads /sys, /proc and /dev, and tries what is safe to try: a small allocation on each GPU, its export
-/// as a dma-buf, a burst of datagrams to itself. Prints a line per check (PASS, WARN, FAIL or SKIP, what
-/// was looked at, why, and the fix) and ends with a verdict per capability.
+/// Reads /sys, /proc and /dev, and runs safe probes: a small allocation on each GPU, its export as
+/// a dma-buf, a burst of datagrams to itself. Prints a line per check (PASS, WARN, FAIL or SKIP,
+/// the subject, the reason, and the fix) and a verdict per capability.
 ///
-/// Needs no root, though root sees a little more (PCIe access control). Ends with status 1 only if
+/// Needs no root; root sees a little more (PCIe access control). The exit status is 1 only if
 /// nothing can work: neither CUDA nor the simulated GPU.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
@@ -24,13 +24,14 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Judge a recorded machine: a folder that holds its sys, proc and dev, and what was tried on it in
-    /// probes.json
+    /// Check a recorded machine: a directory with its sys, proc and dev, and the results of its
+    /// probes in probes.json
     #[arg(long, value_name = "DIR")]
     root: Option<PathBuf>,
 
-    /// Register every sort of memory of this machine in every way, with data through it, and say which path each took
-    /// and why; with --json: [{"memory": …, "by": …, "outcome": "works", "path": …, "why": […]}, …]
+    /// Register every kind of memory of this machine in every way, transfer data through it, and
+    /// print the path each registration took and why; with --json: [{"memory": …, "by": …,
+    /// "outcome": "works", "path": …, "why": […]}, …]
     #[arg(long, conflicts_with = "root")]
     probe_registration: bool,
 }
@@ -38,10 +39,10 @@ pub(crate) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire doctor
-  warpwire doctor | grep -E 'WARN|FAIL'               only what could be better
+  warpwire doctor | grep -E 'WARN|FAIL'               only the problems
   warpwire doctor --json | jq '.verdicts'             for a script
   warpwire doctor --root ./recorded                   a machine recorded earlier
-  warpwire doctor --probe-registration                how memory gets to the network here, and why so";
+  warpwire doctor --probe-registration                how each kind of memory can be registered";
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     if arguments.probe_registration {
@@ -67,7 +68,7 @@ fn probe_registration(json: bool) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The running machine, or the recorded one that the user named.
+/// This machine, or the recorded one of `--root`.
 pub(crate) fn system_at(root: Option<&PathBuf>) -> Result<System, String> {
     match root {
         Some(root) => System::at(root).map_err(|error| error.to_string()),

@@ -1,4 +1,4 @@
-//! The `warpwire` command.
+//! The `warpwire` command: argument parsing, logging setup and dispatch to the subcommands.
 
 mod baseline;
 mod copy;
@@ -21,12 +21,12 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-/// The exit status for a command line or a setting that makes no sense, as clap has it.
+/// Exit status for a wrong command line or environment setting; clap uses the same.
 const USAGE_ERROR: u8 = 2;
 
 const LOG_VARIABLE: &str = "WARPWIRE_LOG";
 
-/// Move GPU memory: see what this machine can do, and have it done.
+/// RDMA and GPU memory: inspect this machine, measure it, run programs on it
 #[derive(Parser)]
 #[command(name = "warpwire", version, arg_required_else_help = true, after_help = EXAMPLES)]
 struct Arguments {
@@ -36,13 +36,13 @@ struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire demo                         see GPU memory move, real or simulated, and be verified
+  warpwire demo                         move GPU memory, real or simulated, and verify it
   warpwire doctor                       what works on this machine, what does not, and the fix
-  warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
+  warpwire copy lat                     latency of CPU copies to and from GPU memory, by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
-  warpwire async latency                messages that a GPU's streams send and wait for
-  warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
-  warpwire run -n 4 -- ./program        ranks on this machine, which send to each other
+  warpwire async latency                round trips of messages sent by GPU streams and kernels
+  warpwire pingpong 10.0.0.2            ping-pong with ibv_rc_pingpong on another machine
+  warpwire run -n 4 -- ./program        start 4 ranks on this machine
   warpwire mp pingpong                  messages between two ranks, timed and verified
   warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
@@ -50,12 +50,12 @@ Examples:
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
 Environment:
-  WARPWIRE_LOG     what to log: error, warn (the default), info, debug, trace, or by room, as in
-                   warn,warpwire::mem=debug
-  WARPWIRE_SIM     the simulated machine, as in gpus=4,memory=8GiB,copy_delay=50us
-  WARPWIRE_WINDOW  the path of CPU windows: dmabuf, rm, gdrdrv or memfd; the best one if not set
-  WARPWIRE_COPY    the largest copies that go through a window, as in write=64KiB,read=512
-  NO_COLOR         if set and not empty, no colour";
+  WARPWIRE_LOG     log level: error, warn (default), info, debug, trace; or levels per module, as
+                   in warn,warpwire::mem=debug
+  WARPWIRE_SIM     simulated GPUs, as in gpus=4,memory=8GiB,copy_delay=50us
+  WARPWIRE_WINDOW  path of CPU windows: dmabuf, rm, gdrdrv or memfd; default: best available
+  WARPWIRE_COPY    max size of copies through a window, as in write=64KiB,read=512
+  NO_COLOR         no colour if set and not empty";
 
 #[derive(Subcommand)]
 enum Command {
@@ -90,13 +90,16 @@ fn main() -> ExitCode {
         Command::Topo(arguments) => topo::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {
-        // Nobody may be listening; the status still tells.
+        // Standard error may be closed; the exit status still reports the failure.
         let _ = writeln!(std::io::stderr(), "error: {message}");
         ExitCode::from(USAGE_ERROR)
     })
 }
 
-/// Logs to standard error what `WARPWIRE_LOG` asks for.
+/// Installs the log on standard error, filtered by `WARPWIRE_LOG`.
+///
+/// # Errors
+/// If the filter cannot be parsed.
 fn start_log() -> Result<(), String> {
     let wanted = match std::env::var(LOG_VARIABLE) {
         Ok(text) if !text.trim().is_empty() => text,
@@ -104,7 +107,7 @@ fn start_log() -> Result<(), String> {
         Err(std::env::VarError::NotUnicode(_)) => return Err(log_error("its bytes are not UTF-8")),
     };
     if let Some(word) = wanted.split(',').find(|word| is_unknown_directive(word.trim())) {
-        return Err(log_error(&format!("{word:?} is neither a level nor a room")));
+        return Err(log_error(&format!("{word:?} is neither a level nor a module")));
     }
     let filter = EnvFilter::builder()
         .parse(&wanted)
@@ -117,7 +120,8 @@ fn start_log() -> Result<(), String> {
     Ok(())
 }
 
-/// A bare word that is no level would be taken for a module of that name, and silence everything.
+/// `EnvFilter` takes a bare word that is not a level for a module of that name, and would silence
+/// all other modules.
 fn is_unknown_directive(word: &str) -> bool {
     let is_level = word.parse::<tracing_subscriber::filter::LevelFilter>().is_ok();
     !word.is_empty() && !is_level && !word.contains(['=', '[']) && !word.starts_with("warpwire")
@@ -125,7 +129,7 @@ fn is_unknown_directive(word: &str) -> bool {
 
 fn log_error(why: &str) -> String {
     format!(
-        "cannot read {LOG_VARIABLE}: {why}; write a level (error, warn, info, debug, trace) or levels by room, \
-         as in warn,warpwire::mem=debug"
+        "cannot read {LOG_VARIABLE}: {why}; write a level (error, warn, info, debug, trace) or \
+         levels per module, as in warn,warpwire::mem=debug"
     )
 }

@@ -1,4 +1,4 @@
-//! Writing to a terminal, a file or a pipe that closes early.
+//! Output to a terminal, a file or a pipe whose reader may close it early; exit statuses.
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
@@ -7,13 +7,13 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use warpwire::Error;
 
-/// Whether to colour what goes there: only on a terminal, and not if `NO_COLOR` is set.
+/// True if `stream` is a terminal and `NO_COLOR` is unset or empty.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     stream.is_terminal() && !refused
 }
 
-/// Writes to standard output. A reader that has seen enough (`| head -1`) is no error.
+/// Writes to standard output. A closed pipe (`| head -1`) is not an error.
 pub(crate) fn print(text: &str) -> Result<(), String> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -24,14 +24,14 @@ pub(crate) fn print(text: &str) -> Result<(), String> {
     }
 }
 
-/// Writes a value to standard output as JSON.
+/// Writes a value to standard output as indented JSON and a newline.
 pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), String> {
     let text = serde_json::to_string_pretty(value)
         .map_err(|source| format!("cannot write JSON: {source}"))?;
     print(&format!("{text}\n"))
 }
 
-/// Shows on a terminal what runs; nothing elsewhere.
+/// A progress spinner on a terminal; hidden elsewhere.
 pub(crate) fn spinner() -> ProgressBar {
     let spinner = ProgressBar::new_spinner();
     if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
@@ -41,12 +41,12 @@ pub(crate) fn spinner() -> ProgressBar {
     spinner
 }
 
-/// Why a tool ended early.
+/// Why a command failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// What was asked for makes no sense on this machine: status 2.
+    /// The arguments are invalid on this machine: exit status 2.
     Usage(String),
-    /// It makes sense, and did not work: status 1.
+    /// The arguments are valid, but the operation failed: exit status 1.
     Runtime(String),
 }
 
@@ -56,7 +56,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// What is printed by way of text, as it comes, under a spinner; nothing for JSON.
+/// Prints text as it is produced, with a spinner below it; with `--json` only the final report.
 pub(crate) struct Reporter {
     json: bool,
     spinner: ProgressBar,
@@ -67,12 +67,12 @@ impl Reporter {
         Self { json, spinner: spinner() }
     }
 
-    /// Says what is at work now.
+    /// Sets the spinner's message.
     pub(crate) fn set_status(&self, what: impl Into<String>) {
         self.spinner.set_message(what.into());
     }
 
-    /// Prints text that stays.
+    /// Prints text above the spinner; nothing with `--json`.
     pub(crate) fn print(&self, text: &str) -> Result<(), Failure> {
         if self.json {
             return Ok(());
@@ -80,7 +80,7 @@ impl Reporter {
         self.spinner.suspend(|| print(text)).map_err(Failure::Runtime)
     }
 
-    /// Takes the spinner away, and prints the result if JSON was asked for.
+    /// Removes the spinner, and prints `result` with `--json`.
     pub(crate) fn finish(self, result: &impl serde::Serialize) -> Result<(), Failure> {
         self.spinner.finish_and_clear();
         if !self.json {
@@ -96,13 +96,14 @@ impl Drop for Reporter {
     }
 }
 
-/// The end of a tool, as the command's: what is broken is told here, a wrong use by whoever called.
+/// Converts a command's result: a runtime failure is printed here and becomes exit status 1, a
+/// usage error is returned for `main` to print.
 pub(crate) fn exit_result(outcome: Result<ExitCode, Failure>) -> Result<ExitCode, String> {
     match outcome {
         Ok(code) => Ok(code),
         Err(Failure::Usage(message)) => Err(message),
         Err(Failure::Runtime(message)) => {
-            // Nobody may be listening; the status still tells.
+            // Standard error may be closed; the exit status still reports the failure.
             let _ = writeln!(io::stderr(), "error: {message}");
             Ok(ExitCode::FAILURE)
         }

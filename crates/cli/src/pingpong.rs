@@ -1,4 +1,4 @@
-//! `warpwire pingpong`: messages to and fro with rdma-core's `ibv_rc_pingpong`, or with itself.
+//! `warpwire pingpong`: round trips with rdma-core's `ibv_rc_pingpong`, or with itself.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -19,48 +19,52 @@ use crate::output::{self, Failure, Reporter};
 use crate::perf::memory::{self, Buffer, MemoryChoice, RegisterBy};
 use crate::perf::{faults, links, mtu, seconds, size};
 
-/// Send messages to and fro with ibv_rc_pingpong
+/// Exchange messages with ibv_rc_pingpong
 ///
-/// The other end is rdma-core's ibv_rc_pingpong on any RoCE device (give it -g and the index of an IPv4 or IPv6 GID),
-/// or this command. Without HOST it is the server, with HOST the client. Size, number and MTU must be the same on
-/// both ends, as the two do not tell each other.
+/// The peer is rdma-core's ibv_rc_pingpong on any RoCE device (give it -g and the index of an IPv4
+/// or IPv6 GID), or this command. Without HOST this side is the server, with HOST the client.
+/// Message size, iterations and MTU must be the same on both sides: the handshake does not carry
+/// them.
 ///
-/// A server sends back what it got, so that a client sends other bytes each time, and compares what comes back.
+/// The server echoes what it receives; the client sends different bytes each time and compares the
+/// echo with them.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// The server's name or address; without it, this is the server
+    /// Name or address of the server; without it, this side is the server
     host: Option<String>,
 
-    /// The TCP port on which the two ends agree
+    /// TCP port of the handshake
     #[arg(short = 'p', long, value_name = "PORT", default_value_t = 18515)]
     port: u16,
 
-    /// Where the server listens; others than this machine reach it only if this says so
+    /// Address the server listens on; the default is reachable from this machine only
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", conflicts_with = "host")]
     bind: IpAddr,
 
-    /// Our RoCE address, with UDP port 4791; the one at which the peer sees us if not given
+    /// Local RoCE address (UDP port 4791); default: local address of the TCP connection
     #[arg(long, value_name = "ADDRESS")]
     from: Option<IpAddr>,
 
-    /// Bytes in a message
+    /// Message size, in bytes or with a unit as in 64KiB
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4KiB", value_parser = size)]
     size: u64,
 
-    /// The most payload in a packet: 256, 512, 1024, 2048 or 4096
+    /// Path MTU, the max payload of a packet: 256, 512, 1024, 2048 or 4096
     #[arg(short = 'm', long, value_name = "BYTES", default_value = "1024", value_parser = mtu)]
     mtu: u32,
 
-    /// Receives that wait at a time
-    #[arg(short = 'r', long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..=32768))]
+    /// Depth of the receive queue
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 500,
+        value_parser = clap::value_parser!(u32).range(1..=32768))]
     rx_depth: u32,
 
-    /// How often a message goes to and fro
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Number of round trips
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 1000,
+        value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
 
-    /// Sleep until a completion comes, instead of polling
+    /// Sleep until a completion arrives, instead of polling
     #[arg(short = 'e', long)]
     events: bool,
 
@@ -68,36 +72,37 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     mem: MemoryChoice,
 
-    /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
+    /// Faults to inject on this side's link, as in loss=5%,reorder=1%,seed=7
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
     fault: Option<FaultPlan>,
 
-    /// Record this side's packets, for Wireshark
+    /// Capture this side's packets to a pcap file, for Wireshark
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 
-    /// Do not compare what came back with what was sent
+    /// Do not compare the echo with what was sent
     #[arg(long)]
     no_verify: bool,
 
-    /// How long to wait for a peer, and for each message
+    /// Timeout for the peer to connect, and for each message
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     timeout: f64,
 
-    /// Print JSON: {"role": …, "local": {…}, "remote": {…}, "iterations": …, "usec_per_iteration": …, …}
+    /// Print JSON: {"role": …, "local": {…}, "remote": {…}, "iterations": …,
+    /// "usec_per_iteration": …, …}
     #[arg(long)]
     json: bool,
 }
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire pingpong --bind 0.0.0.0        the server; the other end: ibv_rc_pingpong -g 1 HOST
+  warpwire pingpong --bind 0.0.0.0        server; on the peer: ibv_rc_pingpong -g 1 HOST
   ibv_rc_pingpong -g 1                    on a machine with a RoCE device, and here:
-  warpwire pingpong 10.0.0.2              the client
+  warpwire pingpong 10.0.0.2              client
   warpwire pingpong 10.0.0.2 -e -s 1MiB -m 4096 --mem cuda:0
   warpwire pingpong 127.0.0.1 --from 127.0.0.2    against a server on this machine";
 
-/// How one end is known.
+/// The address of one side, as in the handshake.
 #[derive(Serialize)]
 struct AddressInfo {
     qpn: u32,
@@ -117,23 +122,24 @@ struct Report {
     seconds: f64,
     mbit_per_second: f64,
     usec_per_iteration: f64,
-    /// Whether what came back was compared with what was sent.
+    /// True if the client compared every echo with what it sent.
     verified: bool,
     counters: QpTotals,
 }
 
-/// This end, ready to be connected.
+/// This side: device, queue pair and memory, ready to be connected.
 struct Endpoint<'a> {
     arguments: &'a Arguments,
     is_client: bool,
     context: Context,
     cq: Cq,
     qp: Qp,
-    /// Messages go out from here, and come in here.
+    /// Both the send and the receive buffer.
     buffer: Buffer,
     capture: Option<Capture>,
 }
 
+/// Work request ids.
 const RECEIVE: u64 = 1;
 const SEND: u64 = 2;
 
@@ -156,7 +162,7 @@ fn run_pingpong(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let [local, remote] = [mine, theirs].map(AddressInfo::of);
     reporter.print(&format!("  local address:  {local}\n  remote address: {remote}\n"))?;
-    reporter.set_status("messages go to and fro");
+    reporter.set_status("exchanging messages");
     let took = endpoint.ping_pong()?;
     endpoint.linger()?;
     let report = endpoint.report(took, local, remote);
@@ -165,7 +171,7 @@ fn run_pingpong(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Finds the other end.
+/// Connects to the server, or waits for a client.
 fn connect_peer(arguments: &Arguments, reporter: &Reporter) -> Result<Bootstrap, Failure> {
     let timeout = Duration::from_secs_f64(arguments.timeout);
     if let Some(host) = &arguments.host {
@@ -192,11 +198,11 @@ impl<'a> Endpoint<'a> {
         let context = Context::open(link)?;
         if arguments.mtu > context.max_mtu().bytes() {
             let max_mtu = context.max_mtu().bytes();
-            let fix = format!("give both ends -m {max_mtu}, or raise the interface's MTU");
+            let fix = format!("give both sides -m {max_mtu}, or raise the interface's MTU");
             let why = format!("packets of {} bytes do not fit the link", arguments.mtu);
             return Err(Failure::Runtime(format!("{why}: {}; {fix}", context.path())));
         }
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
         let buffer =
@@ -213,7 +219,7 @@ impl<'a> Endpoint<'a> {
             ..QpOptions::default()
         };
         let qp = context.create_qp(&pd, &cq, &cq, options)?;
-        // The peer's first message may come as soon as it can.
+        // The peer may send its first message as soon as it is connected: receives must be posted.
         qp.modify(&qp.init_attr())?;
         let is_client = arguments.host.is_some();
         let endpoint = Self { arguments, is_client, context, cq, qp, buffer, capture };
@@ -229,7 +235,7 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// Sends what lies in the buffer; a client puts something new there first.
+    /// Sends the buffer; a client fills it with a new pattern first.
     fn send(&self, number: u32) -> Result<(), Failure> {
         if self.is_client && !self.arguments.no_verify {
             self.buffer.fill(0, self.arguments.size, number.into())?;
@@ -238,20 +244,21 @@ impl<'a> Endpoint<'a> {
         Ok(self.qp.post_send(&[SendRequest::new(SEND, WrOp::Send).with(&range)])?)
     }
 
-    /// All messages, to and fro. A send follows when the one before has ended, and a message came in.
+    /// Runs all round trips. A message is sent when the previous send has completed and the peer's
+    /// message has arrived.
     fn ping_pong(&self) -> Result<Duration, Failure> {
         let iters = self.arguments.iters;
-        let (mut sent, mut exit_result, mut received, mut posted_receives) =
+        let (mut sent, mut completed, mut received, mut posted_receives) =
             (0, 0, 0, self.arguments.rx_depth);
         let start = Instant::now();
         if self.is_client {
             self.send(sent)?;
             sent += 1;
         }
-        while received < iters || exit_result < iters {
+        while received < iters || completed < iters {
             let completion = self.next()?;
             if completion.id == SEND {
-                exit_result += 1;
+                completed += 1;
             } else {
                 self.check(&completion, received)?;
                 received += 1;
@@ -262,7 +269,7 @@ impl<'a> Endpoint<'a> {
                 }
             }
             let answered = if self.is_client { received } else { received.saturating_sub(1) };
-            if sent < iters && sent == exit_result && sent == answered && received > 0 {
+            if sent < iters && sent == completed && sent == answered && received > 0 {
                 self.send(sent)?;
                 sent += 1;
             }
@@ -270,23 +277,23 @@ impl<'a> Endpoint<'a> {
         Ok(start.elapsed())
     }
 
-    /// What came must be as long as it should, and to a client what it sent.
+    /// Checks the length of a received message and, on the client, its bytes.
     fn check(&self, completion: &Completion, number: u32) -> Result<(), Failure> {
         let wrong = |what: String| {
             Failure::Runtime(format!(
-                "message {number} is wrong: {what}; give both ends the same -s"
+                "message {number} is wrong: {what}; give both sides the same -s"
             ))
         };
         if u64::from(completion.len) != self.arguments.size {
             let (len, size) = (completion.len, self.arguments.size);
-            return Err(wrong(format!("{len} bytes, and not {size}")));
+            return Err(wrong(format!("{len} bytes instead of {size}")));
         }
         if !self.is_client || self.arguments.no_verify {
             return Ok(());
         }
         match self.buffer.first_mismatch(0, self.arguments.size, number.into())? {
             None => Ok(()),
-            Some(at) => Err(wrong(format!("byte {at} is not the one that was sent"))),
+            Some(at) => Err(wrong(format!("byte {at} differs from what was sent"))),
         }
     }
 
@@ -294,17 +301,17 @@ impl<'a> Endpoint<'a> {
     fn next(&self) -> Result<Completion, Failure> {
         let timeout = Duration::from_secs_f64(self.arguments.timeout);
         let completion = match self.arguments.events {
-            true => self.cq.next(timeout)?,
+            true => self.cq.wait_next(timeout)?,
             false => self.poll(timeout)?,
         };
         let Some(completion) = completion else {
-            let (why, fix) = ("nothing came", "look at what the other end says");
+            let (why, fix) = ("no completion", "check the peer's output and its -g");
             let seconds = timeout.as_secs_f64();
-            return Err(Failure::Runtime(format!("{why} for {seconds} s; {fix}, and at its -g")));
+            return Err(Failure::Runtime(format!("{why} for {seconds} s; {fix}")));
         };
         if !completion.is_success() {
             let status = completion.status;
-            let fix = "look whether both ends have the same -s and -m, and what the other says";
+            let fix = "check that both sides have the same -s and -m, and the peer's output";
             return Err(Failure::Runtime(format!("a message failed: {status:?}; {fix}")));
         }
         Ok(completion)
@@ -318,7 +325,7 @@ impl<'a> Endpoint<'a> {
                 return Ok(Some(one[0]));
             }
             if spins.is_multiple_of(64) {
-                // On a machine with fewer cores than work, the peer may wait for this one.
+                // With fewer cores than busy threads, the peer may need this core.
                 std::thread::yield_now();
                 if start.elapsed() >= timeout {
                     break;
@@ -328,8 +335,8 @@ impl<'a> Endpoint<'a> {
         Ok(None)
     }
 
-    /// The peer's last message may come again if our answer was lost, and nobody says when the peer is done: stays
-    /// for a little while, and longer if packets still come.
+    /// Keeps the device running until no packet has arrived for 100 ms, 2 s at most: if the last
+    /// ACK was lost, the peer retransmits, and the protocol has no closing handshake.
     fn linger(&self) -> Result<(), Failure> {
         const QUIET: Duration = Duration::from_millis(100);
         let packets = || self.context.stats().pairs.packets_received;
@@ -364,7 +371,7 @@ impl<'a> Endpoint<'a> {
     }
 }
 
-/// Such ends know one port.
+/// The RoCE v2 UDP port: the handshake carries no other.
 fn roce_port() -> u16 {
     warpwire::link::udp::ADDRESS.port()
 }
@@ -383,7 +390,7 @@ impl std::fmt::Display for AddressInfo {
 }
 
 impl std::fmt::Display for Report {
-    /// As `ibv_rc_pingpong` has it.
+    /// In the format of `ibv_rc_pingpong`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { size, iterations, seconds, mbit_per_second, usec_per_iteration, .. } = self;
         let bytes = size * u64::from(*iterations) * 2;
@@ -393,8 +400,8 @@ impl std::fmt::Display for Report {
             "{iterations} iters in {seconds:.2} seconds = {usec_per_iteration:.2} usec/iter"
         )?;
         match (self.verified, self.role) {
-            (true, _) => writeln!(f, "what came back is what was sent"),
-            (false, "server") => writeln!(f, "what came was sent back"),
+            (true, _) => writeln!(f, "verified: every echo matches what was sent"),
+            (false, "server") => writeln!(f, "echoed every message"),
             _ => Ok(()),
         }
     }

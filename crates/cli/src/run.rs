@@ -1,4 +1,4 @@
-//! `warpwire run`: ranks on this machine.
+//! `warpwire run`: starts and supervises ranks on this machine.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -20,34 +20,36 @@ use crate::output::Failure;
 
 /// Start ranks on this machine
 ///
-/// Starts PROGRAM several times; each learns by its environment which rank it is, and Comm::from_env joins them. What
-/// they print is prefixed with the rank. When one fails, the others have a moment to say why and are then ended. The
-/// exit status is that of the first that failed; 128 and the signal's number if a signal ended it. Standard input is
-/// empty for all.
+/// Starts PROGRAM N times. Each process finds its rank in its environment, and Comm::from_env
+/// connects the ranks. Output lines are prefixed with the rank. When a rank fails, the others may
+/// run for --grace to report errors; then they are terminated (SIGTERM, after 3 s SIGKILL). The
+/// exit status is that of the first rank that failed, or 128 plus the signal number. Standard input
+/// of all ranks is empty.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// How many
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    /// Number of ranks
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 2,
+        value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Pass on what the ranks print as it is, without prefixes
+    /// Pass the ranks' output through, without prefixes
     #[arg(long)]
     raw: bool,
 
-    /// How long the others may go on when one has failed
+    /// How long the other ranks may run after one has failed, as in 500ms
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
     grace: Duration,
 
-    /// The links of the ranks: auto, udp or shm
+    /// Link between the ranks: auto, udp or shm [default: WARPWIRE_LINK, else auto]
     #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
     link: Option<String>,
 
-    /// Become this rank's program; the process with this number is the one that started it
+    /// Exec the program as a rank; the value is the launcher's process id
     #[arg(long, hide = true)]
     become_rank_of: Option<u32>,
 
-    /// What to start, and its arguments
+    /// Program to start, and its arguments
     #[arg(required = true, last = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
@@ -59,8 +61,8 @@ Examples:
 
 Environment of the ranks:
   WARPWIRE_RANK, WARPWIRE_SIZE, WARPWIRE_LOCAL_RANK, WARPWIRE_LOCAL_SIZE
-  WARPWIRE_MASTER  where they meet
-  WARPWIRE_TOKEN   what they know each other by";
+  WARPWIRE_MASTER  rendezvous: file with the address of rank 0
+  WARPWIRE_TOKEN   secret by which the ranks of one run authenticate each other";
 
 fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| error.to_string())
@@ -80,14 +82,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     crate::output::exit_result(launch(&job))
 }
 
-/// Ends with whoever started it, and becomes the program. Returns only if that fails.
+/// Sets the parent-death signal, so that the rank is killed with its launcher, and execs the
+/// program. Returns only on failure.
 fn exec_program(parent: u32, program: &[OsString]) -> String {
     if let Err(why) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
-        return format!("cannot ask to end with the launcher: {why}");
+        return format!("cannot set the parent-death signal: {why}");
     }
     let here = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get() as u32);
     if here != Some(parent) {
-        return "the launcher has ended".to_owned();
+        return "the launcher has exited".to_owned();
     }
     let why = Command::new(&program[0]).args(&program[1..]).exec();
     format!("cannot start {}: {why}", program[0].to_string_lossy())
@@ -102,14 +105,14 @@ pub(crate) struct Job {
     pub(crate) program: Vec<OsString>,
 }
 
-/// A folder for the address of rank 0. It goes with this.
+/// Directory for the address file of rank 0; removed on drop.
 struct TempDir(PathBuf);
 
 impl TempDir {
     fn new() -> Result<Self, Failure> {
         let path = std::env::temp_dir().join(format!("warpwire-run-{}", token()?));
         let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|why| Failure::Runtime(format!("cannot make {}: {why}", path.display())))?;
+        made.map_err(|why| Failure::Runtime(format!("cannot create {}: {why}", path.display())))?;
         Ok(Self(path))
     }
 }
@@ -120,7 +123,7 @@ impl Drop for TempDir {
     }
 }
 
-/// Something that nobody guesses.
+/// 128 random bits in hexadecimal.
 fn token() -> Result<String, Failure> {
     let mut bytes = [0; 16];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
@@ -128,7 +131,7 @@ fn token() -> Result<String, Failure> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// A rank that was started. What is left of it ends with this.
+/// A started rank; its process group is killed on drop.
 struct Rank {
     child: Child,
     readers: Vec<JoinHandle<()>>,
@@ -138,7 +141,7 @@ struct Rank {
 impl Rank {
     fn signal(&self, signal: Signal) {
         if self.exit_status.is_none() {
-            // The group is its own: what it has started is reached too.
+            // Each rank leads its own process group: this reaches its children too.
             let _ = kill_process_group(Pid::from_child(&self.child), signal);
         }
     }
@@ -211,7 +214,7 @@ fn start(job: &Job, rank: usize, temp_dir: &TempDir, token: &str) -> std::io::Re
     Ok(Rank { child, readers, exit_status: None })
 }
 
-/// Passes lines on, whole, each with its rank.
+/// Copies whole lines, prefixed with the rank, until end of file.
 fn forward_output(rank: usize, from: impl Read, mut to: impl Write) {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
@@ -227,14 +230,14 @@ fn forward_output(rank: usize, from: impl Read, mut to: impl Write) {
         if line.last() != Some(&b'\n') {
             line.push(b'\n');
         }
-        // Nobody may read it any more; the ranks go on all the same.
+        // The reader of our output may be gone; the ranks must not block on that.
         let _ = to.write_all(&line).and_then(|()| to.flush());
     }
 }
 
-/// Waits until all have ended. One that fails ends the others.
+/// Waits until all ranks have exited. After a failure, terminates the others.
 fn supervise(job: &Job, ranks: &mut [Rank], signals_rx: &Receiver<i32>) -> ExitCode {
-    /// Between asking and killing.
+    /// Time between SIGTERM and SIGKILL.
     const KILL_AFTER: Duration = Duration::from_secs(3);
     let mut first_failure: Option<(usize, ExitStatus)> = None;
     let mut interrupted = None;
@@ -283,15 +286,15 @@ fn supervise(job: &Job, ranks: &mut [Rank], signals_rx: &Receiver<i32>) -> ExitC
     }
 }
 
-/// How a rank ended, in words.
+/// Describes how a rank exited.
 fn describe_exit(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
-        (Some(code), _) => format!("ended with status {code}"),
+        (Some(code), _) => format!("exited with status {code}"),
         (None, Some(signal)) => {
             let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
-            format!("was ended by signal {signal} ({name})")
+            format!("was killed by signal {signal} ({name})")
         }
-        (None, None) => "ended, nobody knows how".to_owned(),
+        (None, None) => "exited with an unknown status".to_owned(),
     }
 }
 

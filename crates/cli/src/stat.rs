@@ -1,4 +1,4 @@
-//! `warpwire stat`
+//! `warpwire stat`: live counters of the software HCAs of running processes.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -12,44 +12,46 @@ use warpwire::units;
 
 use crate::output::{self, Failure};
 
-/// See what the devices of running processes count, live
+/// Show live counters of the devices of running processes
 ///
-/// Every process that uses the software HCA answers those who ask, if they are the same user or root; it costs it
-/// nothing meanwhile (WARPWIRE_STAT=0 in its environment turns that off). Shows a line per device and second: what
-/// went and came in that second, and the totals of what should not happen.
+/// Every process that uses the software HCA answers queries by the same user or root, at no cost
+/// between queries (WARPWIRE_STAT=0 in its environment turns this off). Prints a line per device
+/// and interval: rates of the last interval, and totals of errors (resent, timeouts, not ready,
+/// lost).
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// The process; may be left out where one alone publishes
+    /// Process id; optional if only one process publishes counters
     #[arg(conflicts_with = "all")]
     pid: Option<u32>,
 
-    /// All processes that publish and that we may ask
+    /// Show all processes that this user may query
     #[arg(long)]
     all: bool,
 
-    /// Print the totals once, instead of rates for as long as the process lives
+    /// Print totals once, instead of rates until the process exits
     #[arg(long)]
     once: bool,
 
-    /// Seconds between lines
+    /// Time between lines, 0.05 to 3600
     #[arg(short = 'i', long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     interval: f64,
 
-    /// So many lines for each device, then end
+    /// Exit after N lines per device
     #[arg(short = 'c', long, value_name = "N", conflicts_with = "once")]
     count: Option<u64>,
 
-    /// Print JSON, an object per device and line: {"pid": …, "device": …, "totals": {…}, "per_second": {…}, …}
+    /// Print JSON, an object per device and line: {"pid": …, "device": …, "totals": {…},
+    /// "per_second": {…}, …}
     #[arg(long)]
     json: bool,
 }
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire stat                    the process that publishes, if it is one
+  warpwire stat                    the only process that publishes counters
   warpwire stat 4711 -i 5          a line every five seconds
-  warpwire stat --all --once       totals of all
+  warpwire stat --all --once       totals of all processes
   warpwire stat --json | jq -c '[.per_second.bytes_sent, .totals.resent]'";
 
 fn seconds(text: &str) -> Result<f64, String> {
@@ -59,7 +61,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// One device at one time.
+/// One output line: a device at one time.
 #[derive(Serialize)]
 struct Line<'a> {
     pid: u32,
@@ -71,7 +73,7 @@ struct Line<'a> {
     direct: &'a DirectStats,
     completions: u64,
     lost: &'a BTreeMap<String, u64>,
-    /// Nothing in the first look.
+    /// `None` without an earlier snapshot of the device, as with `--once`.
     per_second: Option<Rates>,
 }
 
@@ -86,7 +88,7 @@ struct Rates {
     direct_bytes: f64,
 }
 
-/// What was seen of a device, and when.
+/// Counters of a device at one time.
 #[derive(Clone, Copy)]
 struct Snapshot {
     when: Instant,
@@ -122,7 +124,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     output::exit_result(run_loop(arguments))
 }
 
-/// Whom to ask.
+/// The process ids to query.
 fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
     if let Some(pid) = arguments.pid {
         return Ok(vec![pid]);
@@ -130,7 +132,8 @@ fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
     let found = publish::processes()?;
     match found.as_slice() {
         [] => Err(Failure::Runtime(
-            "no process publishes counters; start one that opens a device, as in warpwire perf write bw --local -D 60"
+            "no process publishes counters; start one that opens a device, as in \
+             warpwire perf write bw --local -D 60"
                 .to_owned(),
         )),
         [_] => Ok(found),
@@ -138,7 +141,7 @@ fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
         several => {
             let list: Vec<String> = several.iter().map(u32::to_string).collect();
             Err(Failure::Usage(format!(
-                "several processes publish: {}; name one, or write --all",
+                "several processes publish counters: {}; pass one of them, or --all",
                 list.join(", ")
             )))
         }
@@ -151,7 +154,7 @@ fn run_loop(arguments: &Arguments) -> Result<ExitCode, Failure> {
     loop {
         let pids = match choose(arguments) {
             Ok(pids) => pids,
-            // Those that we watched have ended.
+            // The watched processes have exited.
             Err(_) if rounds > 0 => return Ok(ExitCode::SUCCESS),
             Err(failure) => return Err(failure),
         };
@@ -161,12 +164,12 @@ fn run_loop(arguments: &Arguments) -> Result<ExitCode, Failure> {
                 Ok(one) => published.push(one),
                 Err(_) if rounds > 0 && !arguments.all => return Ok(ExitCode::SUCCESS),
                 Err(error) if arguments.all => {
-                    tracing::info!(pid, %error, "passed over");
+                    tracing::info!(pid, %error, "skipped a process that does not answer");
                 }
                 Err(error) => return Err(error.into()),
             }
         }
-        // The first look has nothing to compare with.
+        // The first snapshot has no previous one to compute rates from.
         if arguments.once || rounds > 0 {
             print_lines(arguments, &published, &snapshots, rounds)?;
         }
@@ -199,7 +202,7 @@ const HEADINGS: [&str; 14] = [
     "not ready",
     "lost",
 ];
-/// A terminal's height: the head is shown again after so many rounds.
+/// The column titles are printed again after this many rounds, about a terminal's height.
 const PAGE: u64 = 20;
 
 fn print_lines(

@@ -1,4 +1,4 @@
-//! `warpwire topo`
+//! `warpwire topo`: PCIe distances between GPUs, NICs and CPUs.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,11 +8,11 @@ use warpwire_doctor::Topology;
 
 use crate::{doctor::system_at, output};
 
-/// Show how near GPUs, NICs and processors are, and the best NIC for each GPU
+/// Show the distances of GPUs, NICs and CPUs, and the best NIC for each GPU
 ///
-/// Prints a matrix with the letters of `nvidia-smi topo -m`, which a legend explains, from the PCIe paths
-/// in /sys; needs neither a driver nor root. NICs are RDMA devices, and the network interfaces that no
-/// RDMA device covers.
+/// Prints a matrix in the notation of `nvidia-smi topo -m`, with a legend, from the PCIe paths in
+/// /sys. Needs neither a driver nor root. NICs are RDMA devices, and network interfaces without an
+/// RDMA device.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -20,7 +20,7 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Show a recorded machine: a folder that holds its sys and proc
+    /// Show a recorded machine: a directory with its sys and proc
     #[arg(long, value_name = "DIR")]
     root: Option<PathBuf>,
 }

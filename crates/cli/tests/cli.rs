@@ -1,4 +1,4 @@
-//! The built binary, run as a user runs it.
+//! The built command: `doctor`, `topo`, `demo`, usage errors and logging.
 
 use std::process::{Output, Stdio};
 
@@ -13,7 +13,7 @@ fn run(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn doctor_judges_this_machine() {
+fn doctor_checks_this_machine() {
     let output = run(&["doctor"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
@@ -37,7 +37,7 @@ fn doctor_prints_json() {
 }
 
 #[test]
-fn recorded_machines_can_be_named() {
+fn root_selects_a_recorded_machine() {
     let machine = Machine::recorded("eight-gpu-server");
     let root = machine.root().to_str().unwrap();
     let doctor = run(&["doctor", "--root", root]);
@@ -58,13 +58,13 @@ fn a_machine_on_which_nothing_works_is_status_one() {
 }
 
 #[test]
-fn a_root_that_is_not_there_is_a_usage_error() {
+fn a_missing_root_is_a_usage_error() {
     for command in ["doctor", "topo"] {
         let output = run(&[command, "--root", "/no/such/machine"]);
         assert_eq!(output.status.code(), Some(2));
         let message = stderr(&output);
         assert!(
-            message.contains("/no/such/machine") && message.contains("name a folder"),
+            message.contains("/no/such/machine") && message.contains("pass a directory"),
             "{message}"
         );
         assert!(stdout(&output).is_empty());
@@ -101,7 +101,7 @@ fn log_settings_are_checked() {
 }
 
 #[test]
-fn a_reader_that_leaves_is_no_error() {
+fn a_closed_output_pipe_is_no_error() {
     for arguments in [&["doctor"][..], &["topo"], &["doctor", "--json"], &["--help"]] {
         let mut child = warpwire()
             .args(arguments)
@@ -117,7 +117,7 @@ fn a_reader_that_leaves_is_no_error() {
 }
 
 #[test]
-fn help_teaches_by_example() {
+fn help_has_examples() {
     for arguments in
         [&["--help"][..], &["doctor", "--help"], &["topo", "--help"], &["copy", "--help"]]
     {
@@ -145,7 +145,7 @@ fn demo_prints_json_and_takes_devices() {
     assert_eq!(stages.len(), 10);
     let messages: Vec<_> = stages[8..].iter().map(|s| s["what"].as_str().unwrap()).collect();
     assert_eq!(messages, ["message ordered by a stream", "message posted from a kernel"]);
-    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, a process away"), "{stages:?}");
+    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, other process"), "{stages:?}");
     let window = outcome["stages"]
         .as_array()
         .unwrap()
@@ -155,8 +155,8 @@ fn demo_prints_json_and_takes_devices() {
 }
 
 #[test]
-fn demo_refuses_what_it_cannot_do() {
-    for (arguments, status, says) in [
+fn demo_refuses_invalid_arguments() {
+    for (arguments, status, expected) in [
         (vec!["demo", "--size", "1B"], 2, "between 4KiB and 1GiB"),
         (vec!["demo", "--size", "much"], 2, "64KiB"),
         (vec!["demo", "--device", "tpu:0"], 2, "cuda:N or sim:N"),
@@ -164,22 +164,22 @@ fn demo_refuses_what_it_cannot_do() {
     ] {
         let output = run(&arguments);
         assert_eq!(output.status.code(), Some(status), "{arguments:?}");
-        assert!(stderr(&output).contains(says), "{arguments:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(expected), "{arguments:?}: {}", stderr(&output));
     }
 }
 
 #[test]
 fn demo_fails_cleanly_when_the_device_does() {
-    for (setting, says) in [
+    for (setting, expected) in [
         ("memory=64KiB", "are free"),
-        ("fail=copy:3", "told to fail copy:3"),
-        ("fail=launch:1", "told to fail launch:1"),
+        ("fail=copy:3", "configured to fail copy:3"),
+        ("fail=launch:1", "configured to fail launch:1"),
         ("gpus=zero", "WARPWIRE_SIM"),
     ] {
         let arguments = ["demo", "--size", "64KiB", "--device", "sim:0"];
         let output = warpwire().env("WARPWIRE_SIM", setting).args(arguments).output().unwrap();
         assert_ne!(output.status.code(), Some(0), "{setting}");
-        assert!(stderr(&output).contains(says), "{setting}: {}", stderr(&output));
+        assert!(stderr(&output).contains(expected), "{setting}: {}", stderr(&output));
         assert!(!stdout(&output).contains("verified"), "{setting}");
     }
 }

@@ -1,4 +1,4 @@
-//! `warpwire copy`, run as a user runs it, on the simulated GPU.
+//! The built command: `warpwire copy`, on the simulated GPU.
 
 use std::process::Output;
 
@@ -15,7 +15,7 @@ fn run_with(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     command.arg("copy").args(arguments).envs(environment.iter().copied()).output().unwrap()
 }
 
-/// What it printed, if it ended well.
+/// Standard output of a run that must succeed.
 fn text(arguments: &[&str]) -> String {
     let output = run(arguments);
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", stderr(&output));
@@ -26,7 +26,7 @@ fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&text(arguments)).unwrap()
 }
 
-/// The words of the lines that begin with this one.
+/// Words of the lines whose first word is `first`.
 fn rows<'a>(text: &'a str, first: &str) -> Vec<Vec<&'a str>> {
     let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     words.filter(|words| words.first() == Some(&first)).collect()
@@ -43,7 +43,7 @@ fn on_sim<'a>(arguments: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn bw_shows_both_directions_beside_the_engine() {
+fn bw_shows_both_directions_and_the_engine() {
     let text = text(&on_sim(&["bw", "-s", "64KiB", "-w", "50", "-r", "50"]));
     for direction in ["write", "read"] {
         let row = &rows(&text, direction)[0];
@@ -56,7 +56,7 @@ fn bw_shows_both_directions_beside_the_engine() {
 }
 
 #[test]
-fn bw_prints_json_of_a_part_at_an_odd_place() {
+fn bw_prints_json_of_an_unaligned_copy() {
     let arguments = [
         "bw", "-s", "1MiB", "-c", "4099", "-o", "13", "-w", "20", "-r", "20", "-a", "vmm", "--json",
     ];
@@ -66,7 +66,7 @@ fn bw_prints_json_of_a_part_at_an_odd_place() {
         for rate in ["window_gb_s", "engine_gb_s", "best_gb_s", "ratio"] {
             assert_positive(&outcome[direction][rate]);
         }
-        assert!(outcome[direction]["best_way"].is_string());
+        assert!(outcome[direction]["best_method"].is_string());
     }
 }
 
@@ -78,7 +78,7 @@ fn lat_has_a_row_for_each_size_and_direction() {
         let sizes: Vec<u64> = rows.iter().map(|row| row[1].parse().unwrap()).collect();
         assert_eq!(sizes, [4, 8, 16, 32, 64, 128, 256, 512, 1024]);
         for row in rows {
-            // best, window and engine: median and min of each; way; ratio
+            // best, window and engine: median and min of each; method; ratio
             assert_eq!(row.len(), 2 + 6 + 2, "{row:?}");
             let (median, min): (f64, f64) = (row[2].parse().unwrap(), row[3].parse().unwrap());
             assert!(min <= median && min > 0.0, "{row:?}");
@@ -87,7 +87,7 @@ fn lat_has_a_row_for_each_size_and_direction() {
 }
 
 #[test]
-fn lat_shows_routines_the_agent_and_odd_places() {
+fn lat_shows_routines_the_agent_and_unaligned_copies() {
     let arguments = [
         "lat",
         "-s",
@@ -168,7 +168,7 @@ fn plan_shows_what_was_measured_or_set() {
 }
 
 #[test]
-fn sanity_passes_and_says_why_what_was_waived() {
+fn sanity_passes_with_a_reason_for_each_waived_check() {
     let text = text(&on_sim(&["sanity"]));
     let (mut running, mut ended, mut waived) = (0, 0, 0);
     for line in text.lines().filter_map(|line| line.strip_prefix("&&&& ")) {
@@ -184,7 +184,7 @@ fn sanity_passes_and_says_why_what_was_waived() {
             _ => unreachable!("{line}"),
         }
     }
-    assert!(running >= 37 && running == ended, "{running} began, {ended} ended");
+    assert!(running >= 37 && running == ended, "{running} started, {ended} finished");
     let totals =
         format!("Total: {running}, Passed: {}, Failed: 0, Waived: {waived}", ended - waived);
     assert!(text.contains(&totals), "{text}");
@@ -205,7 +205,7 @@ fn sanity_lists_and_selects() {
         "--json",
     ]));
     assert_eq!((&summary["total"], &summary["passed"]), (&4.into(), &4.into()), "{summary}");
-    let verbose = text(&on_sim(&["sanity", "-v", "-s", "-t", "single_words_are_whole"]));
+    let verbose = text(&on_sim(&["sanity", "-v", "-s", "-t", "single_words_are_atomic"]));
     assert!(verbose.contains(" in ") && verbose.contains("atomics"), "{verbose}");
     assert!(!verbose.contains("Total:"), "{verbose}");
 }
@@ -217,11 +217,11 @@ fn sanity_fails_when_the_device_does() {
     assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
     let text = stdout(&output);
     assert!(text.contains("&&&& FAILED the_cpu_sees_what_the_device_wrote_plain ("), "{text}");
-    assert!(text.contains("Failed: 1") && text.contains("told to fail launch:1"), "{text}");
+    assert!(text.contains("Failed: 1") && text.contains("configured to fail launch:1"), "{text}");
 }
 
 #[test]
-fn without_a_device_named_the_best_is_taken() {
+fn the_default_device_is_cuda_else_simulated() {
     let outcome = json(&["bw", "-s", "4KiB", "-w", "5", "-r", "5", "--json"]);
     let device = outcome["setting"]["device"].as_str().unwrap();
     let no_cuda = outcome["setting"]["no_cuda"].as_str();
@@ -229,7 +229,7 @@ fn without_a_device_named_the_best_is_taken() {
 }
 
 #[test]
-fn gdrcopys_names_are_understood() {
+fn gdrcopys_names_are_accepted() {
     for kind in ["cuMemAlloc", "cuMemCreate"] {
         text(&on_sim(&["bw", "-s", "4KiB", "-w", "5", "-r", "5", "-a", kind, "-M", "cache"]));
     }
@@ -238,14 +238,14 @@ fn gdrcopys_names_are_understood() {
 
 #[test]
 fn bad_input_is_a_usage_error() {
-    for (arguments, says) in [
+    for (arguments, expected) in [
         (vec!["bw", "-s", "0", "-d", "sim:0"], "the size is zero"),
         (vec!["api", "-s", "0"], "the size is zero"),
         (vec!["lat", "-s", "0"], "between 4 and 64MiB"),
         (vec!["lat", "-s", "65MiB"], "between 4 and 64MiB"),
         (vec!["bw", "-s", "many"], "64KiB"),
-        (vec!["bw", "-s", "900TiB", "-d", "sim:0"], "write a smaller size"),
-        (vec!["api", "-s", "900TiB", "-d", "sim:0"], "write a smaller size"),
+        (vec!["bw", "-s", "900TiB", "-d", "sim:0"], "give a smaller size"),
+        (vec!["api", "-s", "900TiB", "-d", "sim:0"], "give a smaller size"),
         (vec!["bw", "-s", "4KiB", "-c", "5KiB", "-d", "sim:0"], "give a larger --size"),
         (vec!["bw", "-s", "4KiB", "-o", "4KiB", "-d", "sim:0"], "give a larger --size"),
         (vec!["bw", "-w", "0"], "at least 1"),
@@ -261,27 +261,28 @@ fn bad_input_is_a_usage_error() {
         let output = run(&arguments);
         let message = stderr(&output);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
-        let absent = message.contains("no CUDA driver"); // then the number of a device does not matter
-        assert!(message.contains(says) || absent, "{arguments:?}: {message}");
+        // Without a driver, the error is about that instead of the device number.
+        let absent = message.contains("no CUDA driver");
+        assert!(message.contains(expected) || absent, "{arguments:?}: {message}");
         assert!(stdout(&output).is_empty(), "{arguments:?}");
     }
 }
 
 #[test]
-fn what_the_platform_lacks_is_a_failure_with_its_reason() {
-    for (arguments, environment, says) in [
+fn missing_platform_features_fail_with_a_reason() {
+    for (arguments, environment, expected) in [
         (["bw", "-M", "device"], [("WARPWIRE_WINDOW", "")], "maps it as cached"),
         (["bw", "-M", "default"], [("WARPWIRE_WINDOW", "rm")], "no path of that name"),
         (["bw", "-M", "default"], [("WARPWIRE_SIM", "memory=64KiB")], "in all"),
     ] {
         let output = run_with(&on_sim(&arguments), &environment);
         assert_ne!(output.status.code(), Some(0), "{arguments:?}");
-        assert!(stderr(&output).contains(says), "{arguments:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(expected), "{arguments:?}: {}", stderr(&output));
     }
 }
 
 #[test]
-fn help_teaches_by_example() {
+fn help_has_examples() {
     for tool in ["bw", "lat", "api", "pingpong", "sanity", "plan"] {
         let help = text(&[tool, "--help"]);
         assert!(help.contains(&format!("Examples:\n  warpwire copy {tool}")), "{help}");

@@ -1,4 +1,4 @@
-//! `warpwire devices`, run as a user runs it.
+//! The built command: `warpwire devices`.
 
 use std::process::Output;
 
@@ -37,19 +37,19 @@ fn without_the_library_json_has_the_reason() {
 }
 
 #[test]
-fn a_library_without_the_symbols_is_told_apart() {
+fn a_library_without_the_symbols_is_reported() {
     let output = run(&[], Some("libc.so.6"));
     assert!(stdout(&output).contains("has no symbol ibv_get_device"), "{}", stdout(&output));
 }
 
 #[test]
-fn the_software_device_can_be_asked_for_alone() {
+fn the_software_device_can_be_listed_alone() {
     let text = stdout(&run(&["soft"], None));
     assert!(text.starts_with("soft: ") && !text.contains("hardware:"), "{text}");
 }
 
 #[test]
-fn a_device_that_is_not_there_is_an_error() {
+fn an_unknown_device_is_an_error() {
     let output = run(&["mlx9_9"], Some(MISSING));
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("is not installed"), "{}", stderr(&output));
@@ -59,7 +59,7 @@ fn a_device_that_is_not_there_is_an_error() {
 }
 
 #[test]
-fn this_machine_is_listed_whatever_it_has() {
+fn this_machine_is_listed_with_any_hardware() {
     let output = run(&["-v"], None);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert!(

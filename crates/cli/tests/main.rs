@@ -1,6 +1,6 @@
-//! The built command, run as a user runs it.
+//! Tests of the built command.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+// Test helpers may panic; clippy allows that only in functions marked as tests.
 #![allow(clippy::unwrap_used)]
 
 mod cli;
@@ -14,7 +14,7 @@ mod sock;
 
 use std::process::{Command, Output};
 
-/// The command, without what this process's environment would tell it.
+/// The command, without the environment variables that would change its behaviour.
 fn warpwire() -> Command {
     const PREFIXES: [&str; 9] = [
         "WARPWIRE_",

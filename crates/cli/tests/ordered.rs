@@ -1,4 +1,4 @@
-//! `warpwire async`, run as a user runs it, on the simulated GPU.
+//! The built command: `warpwire async`, on the simulated GPU.
 
 use std::process::Output;
 
@@ -10,7 +10,7 @@ fn run(arguments: &[&str]) -> Output {
     command.arg("async").args(arguments).args(["-d", "sim:0"]).output().unwrap()
 }
 
-/// What it printed, if it ended well.
+/// Standard output of a run that must succeed.
 fn text(arguments: &[&str]) -> String {
     let output = run(arguments);
     let stderr_text = String::from_utf8_lossy(&output.stderr);
@@ -37,15 +37,15 @@ fn sanity_checks_everything() {
 }
 
 #[test]
-fn latency_shows_each_way_and_the_floor() {
+fn latency_shows_each_mode_and_the_baseline() {
     const SHORT: [&str; 7] = ["latency", "-s", "8,4096", "-n", "20", "-b", "10"];
-    let ways = [
+    let variants = [
         &[][..],
         &["--one-engine"],
         &["--processes", "--cq", "device"],
-        &["--link", "udp", "--no-patience"],
+        &["--link", "udp", "--no-wait-timeout"],
     ];
-    for more in ways.into_iter().take(Effort::choose([1, 4, 4])) {
+    for more in variants.into_iter().take(Effort::choose([1, 4, 4])) {
         let report = json(&[&SHORT, more].concat());
         let rows = report["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 2, "{more:?}");
@@ -56,7 +56,8 @@ fn latency_shows_each_way_and_the_floor() {
             assert_eq!(names, ["cpu", "stream", "graph", "kernel"]);
             modes.iter().for_each(|mode| assert_positive(&mode["plain"]["median_us"]));
         }
-        ["stream_us", "kernel_us"].iter().for_each(|name| assert_positive(&report["floors"][name]));
+        let baseline = &report["baseline"];
+        ["stream_us", "kernel_us"].iter().for_each(|name| assert_positive(&baseline[name]));
         let ratios = report["ratios"].as_array().unwrap();
         let modes: Vec<_> = ratios.iter().map(|ratio| ratio["mode"].as_str().unwrap()).collect();
         assert_eq!(modes, ["stream", "graph", "kernel"]);
@@ -69,11 +70,11 @@ fn latency_shows_each_way_and_the_floor() {
 }
 
 #[test]
-fn latency_with_a_kernel_is_longer_by_it() {
+fn latency_includes_the_compute_kernel() {
     let arguments = ["latency", "-s", "64", "-n", "10", "-b", "5", "--compute", "2ms"];
     let report = json(&arguments);
     for mode in report["rows"][0]["modes"].as_array().unwrap() {
-        // Either side computes once in a round.
+        // Each side computes once per round.
         let with = mode["compute"]["min_us"].as_f64().unwrap();
         assert!(with >= 4000.0, "{mode}");
     }
@@ -91,7 +92,7 @@ fn poll_shows_words_in_both_memories() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_arguments_are_refused() {
     for (arguments, named) in [
         (&["latency", "-s", "2"][..], "4 bytes to 64MiB"),
         (&["latency", "--link", "pigeon"], "pigeon"),

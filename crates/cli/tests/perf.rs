@@ -1,4 +1,4 @@
-//! `warpwire perf` and `warpwire stat`, run as a user runs them, on the loopback interface.
+//! The built command: `warpwire perf` and `warpwire stat`, on the loopback interface.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
@@ -18,7 +18,7 @@ fn run(arguments: &[&str]) -> Output {
     warpwire(arguments).output().unwrap()
 }
 
-/// What `perf` printed, if it ended well.
+/// Standard output of a `perf` that must succeed.
 fn perf(arguments: &[&str]) -> String {
     let output = run(&[&["perf"], arguments].concat());
     assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", stderr(&output));
@@ -29,7 +29,7 @@ fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&perf(&[arguments, &["--local", "--json"]].concat())).unwrap()
 }
 
-/// A server that was started, and the port on which it waits.
+/// Starts a server; returns it and its TCP port.
 fn server(arguments: &[&str]) -> (Child, String) {
     let arguments = [&["perf"], arguments, &["--announce"]].concat();
     let mut command = warpwire(&arguments);
@@ -46,7 +46,7 @@ fn assert_positive(value: &Value) {
 }
 
 #[test]
-fn help_says_how() {
+fn help_matches_the_snapshots() {
     for tool in ["perf", "stat"] {
         let text = stdout(&run(&[tool, "--help"]));
         assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
@@ -106,7 +106,7 @@ fn tables_have_perftests_columns() {
 }
 
 #[test]
-fn memory_of_a_gpu_on_either_side() {
+fn gpu_memory_on_either_side() {
     for (verb, metric) in [("write", "bw"), ("read", "bw"), ("write", "lat"), ("send", "lat")] {
         let arguments =
             [verb, metric, "-s", "9999", "-n", "30", "--mem", "sim:0", "--peer-mem", "sim:1"];
@@ -118,7 +118,7 @@ fn memory_of_a_gpu_on_either_side() {
 }
 
 #[test]
-fn lost_packets_are_sent_again_and_recorded() {
+fn lost_packets_are_retransmitted_and_captured() {
     let folder = tempfile::tempdir().unwrap();
     let capture = folder.path().join("write.pcap");
     let arguments = ["write", "bw", "-s", "64K", "-n", "50", "--fault", "loss=1%,seed=7"];
@@ -129,7 +129,7 @@ fn lost_packets_are_sent_again_and_recorded() {
 }
 
 #[test]
-fn time_can_be_given_instead_of_a_number() {
+fn a_duration_replaces_the_number_of_messages() {
     for metric in ["bw", "lat"] {
         let start = Instant::now();
         let report = json(&["send", metric, "-D", "0.3", "-s", "1K"]);
@@ -140,7 +140,7 @@ fn time_can_be_given_instead_of_a_number() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_arguments_are_refused() {
     let cases: [(&[&str], &str); 12] = [
         (&["write"], "<METRIC>"),
         (&["fly", "bw"], "fly"),
@@ -166,15 +166,15 @@ fn what_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn a_server_without_a_client_ends() {
+fn a_server_without_a_client_times_out() {
     let output = run(&["perf", "write", "bw", "-p", "0", "--timeout", "0.2"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("none came in 0.2 s"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("no peer connected within 0.2 s"), "{}", stderr(&output));
 }
 
 #[test]
-fn a_client_without_a_server_ends() {
-    // A port on which nobody listens.
+fn a_client_without_a_server_times_out() {
+    // A port without a listener.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let port = port.to_string();
     let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "0.2"]);
@@ -183,7 +183,7 @@ fn a_client_without_a_server_ends() {
 }
 
 #[test]
-fn different_tests_do_not_meet() {
+fn different_tests_are_refused_by_both_sides() {
     let (child, port) = server(&["read", "bw"]);
     let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port]);
     let server = child.wait_with_output().unwrap();
@@ -219,7 +219,7 @@ fn a_peer_that_vanishes_is_named() {
 
 #[test]
 fn stat_shows_a_running_process() {
-    // Long enough to be looked at, on a busy machine too.
+    // Long enough for `stat` to observe it, also on a busy machine.
     let seconds = testkit::deadline(Duration::from_secs(2)).as_secs().to_string();
     let command = ["perf", "write", "bw", "--local", "-D", &seconds, "-s", "64K"];
     let mut client = warpwire(&command).stdout(Stdio::null()).spawn().unwrap();
@@ -246,22 +246,22 @@ fn stat_shows_a_running_process() {
 }
 
 #[test]
-fn shared_memory_does_without_packets_unless_told_otherwise() {
+fn shared_memory_uses_direct_access_unless_disabled() {
     let test = ["write", "bw", "--link", "shm", "-s", "4K", "-n", "2000"];
     let link = |more: &[&str]| {
         let report = json(&[&test[..], more].concat());
         assert_eq!(report["rows"][0]["verified"], true);
         report["local"]["link"].as_str().unwrap().to_owned()
     };
-    assert!(link(&[]).contains("; direct where"));
-    assert!(link(&["--no-direct"]).contains("; packets only: switched off"));
+    assert!(link(&[]).contains("; direct access: on"));
+    assert!(link(&["--no-direct"]).contains("; direct access: off (disabled by option)"));
     let faulty = link(&["--fault", "loss=1%,seed=3"]);
-    assert!(faulty.contains("; packets only: faults must see every packet"), "{faulty}");
+    assert!(faulty.contains("; direct access: off (faults must see every packet)"), "{faulty}");
 }
 
-/// Devices that cannot be had say why: no library, one that is none, no such device.
+/// No library, a library without the symbols, conflicting options.
 #[test]
-fn devices_that_are_not_there() {
+fn unavailable_devices_are_refused_with_a_reason() {
     let perf = ["perf", "write", "bw", "--local", "--device", "mlx9_9"];
     let stderr_with = |library: &str| {
         let output = warpwire(&perf).env("WARPWIRE_IBVERBS", library).output().unwrap();

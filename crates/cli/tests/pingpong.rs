@@ -1,4 +1,4 @@
-//! `warpwire pingpong`, run as a user runs it: both ends on the loopback interface.
+//! The built command: `warpwire pingpong`, both sides on the loopback interface.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
@@ -19,13 +19,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Two addresses of this machine that no other test uses: RoCE has one port for each.
+/// Two loopback addresses that no other test uses: RoCE has one fixed port per address.
 fn addresses(test: u8) -> [String; 2] {
     let [_, a, b, c] = std::process::id().to_be_bytes();
     [1, 2].map(|end| format!("127.{}.{}.{}", 100 + (a ^ b) % 100, c, test * 8 + end))
 }
 
-/// A server that was started, the port on which it waits, and what else it prints.
+/// Starts a server; returns it, its TCP port and the rest of its output.
 fn server(arguments: &[&str]) -> (Child, String, BufReader<ChildStdout>) {
     let arguments = [arguments, &["-p", "0"]].concat();
     let mut command = warpwire(&arguments);
@@ -37,7 +37,7 @@ fn server(arguments: &[&str]) -> (Child, String, BufReader<ChildStdout>) {
     (child, port, out)
 }
 
-/// Both ends with these words; the client's report and what the server printed.
+/// Runs both sides with these arguments; returns the client's report and the server's output.
 fn pair(test: u8, words: &[&str]) -> (Value, String) {
     let [near, far] = addresses(test);
     let (mut child, port, mut out) = server(&[words, &["--from", &far]].concat());
@@ -51,14 +51,14 @@ fn pair(test: u8, words: &[&str]) -> (Value, String) {
 }
 
 #[test]
-fn help_says_how() {
+fn help_matches_the_snapshot() {
     let help = text(&run(&["--help"]).stdout);
     assert!(help.lines().all(|line| line.chars().count() <= 120), "{help}");
     insta::assert_snapshot!("help_pingpong", help);
 }
 
 #[test]
-fn messages_go_to_and_fro() {
+fn round_trips_are_measured_and_verified() {
     for words in [&["-n", "30"][..], &["-n", "30", "-s", "10001", "-m", "512", "-e", "-r", "2"]] {
         let (report, printed) = pair(1, words);
         assert_eq!((&report["role"], &report["verified"]), (&"client".into(), &true.into()));
@@ -74,7 +74,7 @@ fn messages_go_to_and_fro() {
 }
 
 #[test]
-fn memory_of_a_gpu_over_a_faulty_link() {
+fn gpu_memory_over_a_faulty_link() {
     let words = ["-n", "40", "-s", "5000", "--mem", "sim:0", "--fault", "loss=3%,seed=2"];
     let (report, _) = pair(2, &words);
     assert_eq!(report["verified"], true);
@@ -82,7 +82,7 @@ fn memory_of_a_gpu_over_a_faulty_link() {
 }
 
 #[test]
-fn ends_that_disagree_say_so() {
+fn different_sizes_fail_on_both_sides() {
     let [near, far] = addresses(3);
     let (child, port, _out) = server(&["-n", "5", "-s", "1000", "--from", &far]);
     let words = ["127.0.0.1", "-p", &port, "--from", &near, "-n", "5", "-s", "2000"];
@@ -95,7 +95,7 @@ fn ends_that_disagree_say_so() {
 }
 
 #[test]
-fn a_peer_that_speaks_otherwise_is_told_apart() {
+fn a_peer_with_another_protocol_is_reported() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port().to_string();
     let other = std::thread::spawn(move || {
@@ -112,7 +112,7 @@ fn a_peer_that_speaks_otherwise_is_told_apart() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_arguments_are_refused() {
     let cases: [(&[&str], &str); 6] = [
         (&["-s", "0"], "1 byte"),
         (&["-n", "0"], "0"),
@@ -128,12 +128,12 @@ fn what_makes_no_sense_is_refused() {
     }
     let alone = run(&["-p", "0", "--timeout", "0.2"]);
     assert_eq!(alone.status.code(), Some(1));
-    assert!(text(&alone.stderr).contains("none came"), "{}", text(&alone.stderr));
+    assert!(text(&alone.stderr).contains("no peer connected"), "{}", text(&alone.stderr));
     let [_, far] = addresses(5);
     let (mut child, port, _out) = server(&["--timeout", "5", "--from", &far]);
     // An address that this machine does not have.
     let output = run(&["127.0.0.1", "-p", &port, "--from", "192.0.2.1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("192.0.2.1"), "{}", text(&output.stderr));
-    assert_eq!(child.wait().unwrap().code(), Some(1), "its client has hung up");
+    assert_eq!(child.wait().unwrap().code(), Some(1), "the client disconnected");
 }

@@ -1,4 +1,4 @@
-//! `warpwire run` and `warpwire mp`, run as a user runs them.
+//! The built command: `warpwire run` and `warpwire mp`.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
@@ -23,8 +23,9 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn ranks_know_who_they_are() {
-    let line = "echo $WARPWIRE_RANK/$WARPWIRE_LOCAL_RANK of $WARPWIRE_SIZE; echo oops >&2; cat; printf end";
+fn ranks_get_their_environment() {
+    let line = "echo $WARPWIRE_RANK/$WARPWIRE_LOCAL_RANK of $WARPWIRE_SIZE; echo oops >&2; \
+                cat; printf end";
     let output = run(&["-n", "3", "--", "sh", "-c", line]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let out = text(&output.stdout);
@@ -41,19 +42,19 @@ fn ranks_know_who_they_are() {
 }
 
 #[test]
-fn one_that_fails_ends_the_others() {
+fn a_failed_rank_terminates_the_others() {
     let start = Instant::now();
     let line = "if [ $WARPWIRE_RANK = 1 ]; then exit 7; fi; sleep 60 & wait";
     let output = run(&["-n", "3", "--grace", "100ms", "--", "sh", "-c", line]);
     assert_eq!(output.status.code(), Some(7));
     let err = text(&output.stderr);
-    assert!(err.contains("warpwire run: rank 1 ended with status 7"), "{err}");
+    assert!(err.contains("warpwire run: rank 1 exited with status 7"), "{err}");
     assert!(!err.contains("rank 0"), "{err}");
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     let killed = run(&["-n", "2", "--grace", "10ms", "--", "sh", "-c", "kill -9 $$"]);
     assert_eq!(killed.status.code(), Some(137));
     assert!(text(&killed.stderr).contains("signal 9 (SIGKILL)"), "{}", text(&killed.stderr));
-    // One that does not listen is killed in the end.
+    // A rank that ignores SIGTERM is killed.
     let ignore_term_script =
         "trap '' TERM; [ $WARPWIRE_RANK = 0 ] && exit 1; while :; do sleep 1; done";
     let output = run(&["-n", "2", "--grace", "10ms", "--", "sh", "-c", ignore_term_script]);
@@ -61,7 +62,7 @@ fn one_that_fails_ends_the_others() {
 }
 
 #[test]
-fn bad_use_is_told() {
+fn invalid_arguments_are_refused() {
     let missing = run(&["-n", "2", "--grace", "10ms", "--", "/no/such/program"]);
     assert_ne!(missing.status.code(), Some(0));
     let err = text(&missing.stderr);
@@ -71,7 +72,7 @@ fn bad_use_is_told() {
     }
 }
 
-/// Starts ranks that say their process number and wait.
+/// Starts ranks that print their process id and sleep.
 fn waiting_ranks() -> (std::process::Child, Vec<u32>) {
     let mut child = warpwire(&["run", "-n", "2", "--", "sh", "-c", "echo $$; exec sleep 60"])
         .stdout(Stdio::piped())
@@ -110,7 +111,7 @@ fn signals_reach_the_ranks() {
         assert_eq!(status.code(), code);
         assert!(all_gone(&ranks));
     }
-    // A launcher that is killed leaves nobody behind.
+    // When the launcher is killed, so are the ranks.
     let (mut child, ranks) = waiting_ranks();
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().signal(), Some(9));
@@ -147,7 +148,7 @@ fn mp_measures_and_verifies() {
             }
         }
     }
-    // All modes, with a kernel and without.
+    // All modes, with and without a compute kernel.
     for test in ["pingpong", "putget", "sendrecv"].into_iter().take(Effort::choose([1, 3, 3])) {
         let words = ["mp", test, "-s", "8,20000", "-n", "20", "--mem", "sim:0", "--kernel", "20us"];
         let output = warpwire(&[&words[..], &["--json"]].concat()).output().unwrap();
@@ -161,8 +162,8 @@ fn mp_measures_and_verifies() {
         let columns = if test == "putget" { 16 } else { 8 };
         assert_eq!(names.len(), columns, "{test}: {names:?}");
         assert_eq!(names.contains(&"get kernel+kernel"), test == "putget");
-        // Only round trips have a floor to compare with.
-        assert!(report["floors"]["kernel_us"].as_f64().unwrap() > 0.0, "{report}");
+        // Only round trips have a baseline to compare with.
+        assert!(report["baseline"]["kernel_us"].as_f64().unwrap() > 0.0, "{report}");
         let ratios = report["ratios"].as_array().unwrap();
         assert_eq!(ratios.len(), if test == "pingpong" { 3 } else { 0 }, "{ratios:?}");
     }
@@ -174,11 +175,11 @@ fn mp_measures_and_verifies() {
     let table = warpwire(&["mp", "putget", "-s", "64", "-n", "5"]).output().unwrap();
     let out = text(&table.stdout);
     assert!(out.contains("put cpu") && out.contains("get cpu"), "{out}");
-    assert!(!out.contains("floors"), "no device, no floor: {out}");
+    assert!(!out.contains("baseline"), "no device, no baseline: {out}");
 }
 
 #[test]
-fn mp_refuses_what_makes_no_sense() {
+fn mp_refuses_invalid_arguments() {
     for wrong in [
         &["mp"][..],
         &["mp", "dance"],
@@ -194,33 +195,31 @@ fn mp_refuses_what_makes_no_sense() {
     }
     let three = run(&["-n", "3", "--", env!("CARGO_BIN_EXE_warpwire"), "mp", "pingpong"]);
     assert_eq!(three.status.code(), Some(2));
-    assert!(text(&three.stderr).contains("mp needs two ranks, and there are 3"));
-    // Alone with a launcher's environment: nobody comes.
+    assert!(text(&three.stderr).contains("mp needs two ranks, not 3"));
+    // A launcher's environment, but the other rank never starts.
     let mut alone = warpwire(&["mp", "pingpong", "--timeout", "200ms"]);
     let vars =
         [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")];
     let output = alone.envs(vars).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        text(&output.stderr).contains("1 of 2 did not come: rank 1"),
+        text(&output.stderr).contains("1 of 2 did not join: rank 1"),
         "{}",
         text(&output.stderr)
     );
 }
 
 #[test]
-fn the_other_rank_says_who_died() {
-    // Rank 1 ends in the middle of a long measurement.
-    let line = "if [ $WARPWIRE_RANK = 1 ]; then \"$0\" mp pingpong -s 8 -n 100000000 & sleep 0.7; kill -9 $!; exit 5; \
+fn the_other_rank_names_the_dead_one() {
+    // Rank 1 is killed in the middle of a long measurement.
+    let line = "if [ $WARPWIRE_RANK = 1 ]; then \"$0\" mp pingpong -s 8 -n 100000000 & sleep 0.7; \
+                kill -9 $!; exit 5; \
                 else exec \"$0\" mp pingpong -s 8 -n 100000000; fi";
     let start = Instant::now();
     let program = env!("CARGO_BIN_EXE_warpwire");
     let output = run(&["-n", "2", "--grace", "10s", "--", "sh", "-c", line, program]);
     assert_ne!(output.status.code(), Some(0));
     let err = text(&output.stderr);
-    assert!(
-        err.contains("[0] error: ") && err.contains("rank 1 has ended without a word"),
-        "{err}"
-    );
+    assert!(err.contains("[0] error: ") && err.contains("rank 1 exited without leaving"), "{err}");
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
 }

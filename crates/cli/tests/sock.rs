@@ -1,4 +1,4 @@
-//! `warpwire sock`, run as a user runs it, on the simulated GPU.
+//! The built command: `warpwire sock`, on the simulated GPU.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -27,7 +27,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A server that was started, and a connection to it.
+/// A started server; killed on drop.
 struct Server {
     child: Child,
     address: String,
@@ -63,14 +63,14 @@ impl Drop for Server {
 }
 
 #[test]
-fn bytes_go_through_a_kernel_and_are_compared() {
+fn an_echo_kernel_returns_every_byte() {
     let report = json(&["echo", "-d", "sim:0", "-s", "256KiB", "--json"]);
     assert_eq!(report["wrong"], 0);
     assert_eq!(report["messages"], 57);
 }
 
 #[test]
-fn both_sides_are_measured() {
+fn kernel_and_cpu_sockets_are_measured() {
     let lat = json(&["lat", "-d", "sim:0", "-n", "50", "--json"]);
     assert_eq!(lat["size"], 64);
     assert!(lat["kernel_us"].as_f64().unwrap() > 0.0 && lat["cpu_us"].as_f64().unwrap() > 0.0);
@@ -80,7 +80,7 @@ fn both_sides_are_measured() {
 }
 
 #[test]
-fn a_kernel_serves_keys() {
+fn a_kernel_serves_key_value_clients() {
     let server = Server::start(&["kv"]);
     let mut client = server.connect();
     client.write_all(b"SET a 1\r\nINCR a\r\nQUIT\r\n").unwrap();
@@ -90,14 +90,14 @@ fn a_kernel_serves_keys() {
 }
 
 #[test]
-fn a_load_compares_every_answer() {
+fn load_verifies_every_reply() {
     let server = Server::start(&["kv"]);
     let small = ["-c", "4", "-n", "200", "-P", "5", "--json"];
     let report = json(&[&["load", server.address.as_str()][..], &small].concat());
     for row in report["rows"].as_array().unwrap() {
         assert_eq!(row["wrong"], 0, "{row}");
     }
-    // A server that says something else is found out.
+    // A server with other replies is detected.
     let other = Server::start(&["serve"]);
     let wrong = run(&[&["load", other.address.as_str()][..], &small].concat());
     assert_eq!(wrong.status.code(), Some(1), "{}", text(&wrong.stdout));
@@ -118,7 +118,8 @@ fn similar_vectors_are_found_in_both_families() {
         assert_eq!((&report["wrong"], &report["queries"]), (&0.into(), &60.into()), "{report}");
         let kernel = ask(&["--from-kernel", "-d", "sim:0"]);
         assert!(kernel.status.success(), "{}", text(&kernel.stderr));
-        // Who expects other vectors finds out, and who asks for too many is told.
+        // A client with other vectors detects the mismatch; one that wants too many matches is
+        // refused.
         let other = ask(&["--seed", "2"]);
         assert_eq!(other.status.code(), Some(1), "{}", text(&other.stdout));
         let many = run(&[
@@ -135,7 +136,7 @@ fn similar_vectors_are_found_in_both_families() {
             "6",
         ]);
         assert_eq!(many.status.code(), Some(1));
-        assert!(text(&many.stderr).contains("too many"), "{}", text(&many.stderr));
+        assert!(text(&many.stderr).contains("too large"), "{}", text(&many.stderr));
     }
 }
 
@@ -151,10 +152,10 @@ fn a_kernel_answers_http() {
     };
     let good = ask(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
     assert!(good.starts_with("HTTP/1.1 200 OK\r\n") && good.ends_with("hello from a kernel\n"));
-    // Headers without an end.
+    // Headers that never end.
     let bad = ask(&[b'x'; 32 << 10]);
     assert!(bad.starts_with("HTTP/1.1 431 "), "{bad}");
-    assert!(ask(b"GET / HTTP/1.0\r\n\r\n").contains("200 OK"), "and it goes on");
+    assert!(ask(b"GET / HTTP/1.0\r\n\r\n").contains("200 OK"), "the server continues");
 }
 
 #[test]
@@ -174,7 +175,7 @@ fn a_kernel_is_a_client() {
 }
 
 #[test]
-fn what_cannot_be_is_told() {
+fn invalid_arguments_and_addresses_are_refused() {
     let closed_port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let refused = run(&["connect", &closed_port, "-d", "sim:0"]);
     assert_eq!(refused.status.code(), Some(1));
@@ -199,7 +200,7 @@ fn what_cannot_be_is_told() {
 }
 
 #[test]
-fn warp_sockets_are_echoed_and_measured() {
+fn warp_sockets_echo_and_are_measured() {
     let warp = ["-d", "sim:0", "--family", "warp", "--json"];
     let with = |arguments: &[&str]| json(&[arguments, &warp].concat());
     let report = with(&["echo", "-s", "64KiB"]);
@@ -214,7 +215,7 @@ fn warp_sockets_are_echoed_and_measured() {
 }
 
 #[test]
-fn cpu_programs_have_both_families() {
+fn cpu_programs_use_both_families() {
     for family in ["inet", "warp"] {
         let with = |arguments: &[&str]| {
             json(&[arguments, &["--cpu", "--family", family, "--json"]].concat())
@@ -229,7 +230,7 @@ fn cpu_programs_have_both_families() {
         let ask =
             ["connect", &server.address, "--cpu", "--family", family, "--send", "hello there"];
         assert_eq!(text(&run(&ask).stdout), "hello there");
-        // A kernel is the client of such a server as of any other.
+        // A kernel can be the client of a CPU server.
         let ask = ["connect", &server.address, "-d", "sim:0", "--family", family, "--timeout", "1"];
         assert!(
             run(&[&ask[..], &["--send", "x"]].concat()).status.code().is_some_and(|code| code < 2)
@@ -257,9 +258,9 @@ fn a_kernel_talks_to_a_kernel_of_another_process() {
             ["--family", family, "-d", "sim:0", "--timeout", "2", "--send", "hello there\\n"];
         run(&[&["connect", &server.address][..], &options].concat())
     };
-    // The echo goes on until its client ends: what came by then is the answer, or the time is over.
+    // The echo continues until its client closes: the reply is what arrived by then, or a timeout.
     let stranger = ask("inet");
-    assert!(!text(&stranger.stdout).contains("hello there"), "TCP alone does not do");
+    assert!(!text(&stranger.stdout).contains("hello there"), "a TCP client must not get an echo");
     assert!(server.connect().write_all(b"nonsense\n").is_ok());
     let friend = ask("warp");
     let output_text = text(&friend.stdout) + &text(&friend.stderr);

@@ -1,4 +1,5 @@
-//! Whether streams may ring a ConnectX by themselves: the page with its doorbells must be open to the GPU.
+//! Checks whether CUDA streams can ring a ConnectX's doorbells: the GPU must be able to map its
+//! doorbell page.
 
 use super::{Check, Evidence, Group, rdma, some_of};
 
@@ -18,20 +19,20 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     if !evidence.rdma.iter().any(|device| is_connectx(&device.driver)) {
         return vec![GROUP.skip(
             NAME,
-            "no ConnectX; the software HCA's doorbells lie in pinned memory, which streams reach",
+            "no ConnectX; the software HCA's doorbells are in pinned memory, writable by streams",
         )];
     }
     if names.is_empty() {
-        return vec![GROUP.skip(NAME, "no ConnectX is active and open to this user")];
+        return vec![GROUP.skip(NAME, "no ConnectX is active and accessible to this user")];
     }
     let mut working = evidence.probes.cuda.working_devices().peekable();
     if working.peek().is_none() {
         return vec![GROUP.skip(NAME, "no CUDA device works")];
     }
-    vec![judge(evidence, &some_of(&names))]
+    vec![evaluate(evidence, &some_of(&names))]
 }
 
-fn judge(evidence: &Evidence, names: &str) -> Check {
+fn evaluate(evidence: &Evidence, names: &str) -> Check {
     let devices: Vec<_> = evidence.probes.cuda.working_devices().collect();
     let all = |has: &dyn Fn(&super::CudaAttributes) -> bool| {
         devices.iter().all(|device| has(&device.attributes))
@@ -39,23 +40,24 @@ fn judge(evidence: &Evidence, names: &str) -> Check {
     if !all(&|known| known.stream_mem_ops_64_bit == Some(true)) {
         return GROUP.fail(
             NAME,
-            "a doorbell is one store of 64 bits, and not every GPU's streams have those",
-            "use a newer GPU or driver, or let the CPU ring (the software HCA, or verbs)",
+            "a doorbell is one store of 64 bits, which not every GPU's streams support",
+            "use a newer GPU or driver, or let the CPU ring the doorbell (software HCA, or verbs)",
         );
     }
-    // libcuda maps another device's registers only if the module was told so.
+    // libcuda maps another device's registers only if this module parameter is set.
     if evidence.system.nvidia_params().peer_mapping_override != Some(true) {
         return GROUP.warn(
             NAME,
             format!("the GPU may not map the doorbells of {names}: PeerMappingOverride is not set"),
-            "`echo 'options nvidia NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' | sudo tee -a /etc/modprobe.d/warpwire.conf`, reload the module",
+            "`echo 'options nvidia NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' | sudo tee -a \
+             /etc/modprobe.d/warpwire.conf`, reload the module",
         );
     }
     let nor = match all(&|known| known.stream_wait_value_nor == Some(true)) {
-        true => "waits as they are",
-        false => "waits without NOR, by cleared entries",
+        true => "waits with NOR",
+        false => "waits without NOR, on cleared entries",
     };
-    // In bits: a call of the host, a stream operation. Ordered writes need neither.
+    // Bit 0: flush by a host call; bit 1: by a stream operation. Ordered writes need neither.
     let flush = match devices.iter().map(|device| device.attributes.writes_ordering).min() {
         Some(Some(100..)) => "writes are ordered for the GPU",
         _ if all(&|known| known.flush_writes_options.is_some_and(|bits| bits & 2 != 0)) => {

@@ -1,11 +1,11 @@
-//! The GPU, its driver, and what CUDA offers.
+//! Checks of GPUs, their driver, and CUDA.
 
 use super::{Check, Evidence, Group, Outcome, some_of};
 use warpwire::host::{FileAccess, System};
 
 const GROUP: Group = Group::Gpu;
 
-/// The oldest driver branch that Warpwire is tried on.
+/// The oldest driver branch that Warpwire is tested with.
 const OLDEST_BRANCH: u32 = 535;
 /// The CUDA version of that branch.
 const OLDEST_CUDA: u32 = 12_020;
@@ -14,7 +14,7 @@ const STREAM_OPS_BY_DEFAULT: u32 = 515;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     let system = &evidence.system;
-    let mut checks = vec![on_the_bus(evidence), driver(evidence)];
+    let mut checks = vec![pci_functions(evidence), driver(evidence)];
     checks.extend(kernel_modules(evidence));
     checks.extend(device_nodes(system));
     checks.push(cuda_library(evidence));
@@ -24,14 +24,14 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     checks
 }
 
-fn on_the_bus(evidence: &Evidence) -> Check {
+fn pci_functions(evidence: &Evidence) -> Check {
     let gpus = &evidence.gpus;
     if gpus.is_empty() {
         let why = "no NVIDIA display controller on the PCI buses (/sys/bus/pci/devices)";
         return GROUP.skip("NVIDIA GPU", why);
     }
-    let places: Vec<String> = gpus.iter().map(|gpu| gpu.address.to_string()).collect();
-    GROUP.pass("NVIDIA GPU", format!("{} on the PCI buses: {}", gpus.len(), some_of(&places)))
+    let addresses: Vec<String> = gpus.iter().map(|gpu| gpu.address.to_string()).collect();
+    GROUP.pass("NVIDIA GPU", format!("{} on the PCI buses: {}", gpus.len(), some_of(&addresses)))
 }
 
 fn driver(evidence: &Evidence) -> Check {
@@ -43,7 +43,7 @@ fn driver(evidence: &Evidence) -> Check {
             return GROUP.warn(
                 name,
                 format!(
-                    "{why} is older than R{OLDEST_BRANCH}, the oldest that Warpwire is tried on"
+                    "{why} is older than R{OLDEST_BRANCH}, the oldest that Warpwire is tested with"
                 ),
                 format!("install driver R{OLDEST_BRANCH} or newer"),
             );
@@ -51,18 +51,17 @@ fn driver(evidence: &Evidence) -> Check {
         return GROUP.pass(name, why);
     }
     if system.exists("/proc/driver/nvidia/version") {
-        let why =
-            "/proc/driver/nvidia/version does not have the form that NVIDIA's driver gives it";
+        let why = "/proc/driver/nvidia/version does not have the format of NVIDIA's driver";
         return GROUP.warn(name, why, "reinstall the NVIDIA driver, then `sudo modprobe nvidia`");
     }
     if evidence.gpus.is_empty() {
-        return GROUP.skip(name, "not loaded, and there is no NVIDIA GPU to drive");
+        return GROUP.skip(name, "not loaded, and there is no NVIDIA GPU");
     }
-    let fix = "install the NVIDIA driver with its open kernel modules (Debian, Ubuntu: nvidia-open), then \
-               `sudo modprobe nvidia`; in a container, load it on the host";
+    let fix = "install the NVIDIA driver with its open kernel modules (Debian, Ubuntu: \
+               nvidia-open), then `sudo modprobe nvidia`; in a container, load it on the host";
     GROUP.fail(
         name,
-        "there is a GPU and no loaded driver (/proc/driver/nvidia/version is missing)",
+        "there is a GPU, but no driver is loaded (/proc/driver/nvidia/version is missing)",
         fix,
     )
 }
@@ -72,20 +71,21 @@ fn kernel_modules(evidence: &Evidence) -> Option<Check> {
     let driver = evidence.system.nvidia_driver()?;
     let mut devices = evidence.probes.cuda.devices.iter();
     Some(if !driver.open && devices.any(|device| device.dmabuf_export.worked()) {
-        GROUP.pass(name, "proprietary, yet dma-buf export works")
+        GROUP.pass(name, "proprietary, but dma-buf export works")
     } else if driver.open {
-        GROUP.pass(name, "open (dma-buf export and module-free registration need these)")
+        GROUP.pass(name, "open, as dma-buf export and registration without peer memory need")
     } else {
         GROUP.warn(
             name,
             "proprietary: these do not export dma-bufs",
-            "install the open modules of the same version (Debian, Ubuntu: `sudo apt install nvidia-open`; \
-             RHEL: `sudo dnf module install nvidia-driver:open-dkms`); they need a Turing GPU or newer",
+            "install the open modules of the same version (Debian, Ubuntu: `sudo apt install \
+             nvidia-open`; RHEL: `sudo dnf module install nvidia-driver:open-dkms`); they need a \
+             Turing GPU or newer",
         )
     })
 }
 
-/// The nodes of the GPUs that the driver runs: `/dev/nvidia0`, …
+/// The device nodes of the GPUs that the driver is bound to: `/dev/nvidia0`, …
 pub(super) fn gpu_nodes(system: &System) -> Vec<String> {
     let gpus = system.nvidia_information();
     gpus.iter().filter_map(|gpu| Some(format!("/dev/nvidia{}", gpu.minor?))).collect()
@@ -103,9 +103,9 @@ fn device_nodes(system: &System) -> Vec<Check> {
     let open = nodes.iter().filter(|node| system.access(node) == FileAccess::ReadWrite);
     let open: Vec<String> = open.cloned().collect();
     if !open.is_empty() && open.len() < nodes.len() {
-        // A container is commonly given some of the host's GPUs; the rest are none of its business.
+        // A container often gets only some of the host's GPUs, which is not a problem.
         let why = format!(
-            "{} of the driver's {} GPUs are open to this user: {}",
+            "{} of the driver's {} GPUs are accessible to this user: {}",
             open.len(),
             nodes.len(),
             some_of(&open)
@@ -128,7 +128,10 @@ fn device_node(system: &System, node: &str) -> Check {
         FileAccess::Denied | FileAccess::ReadOnly => GROUP.fail(
             node,
             "this user may not read and write it",
-            format!("`sudo chmod 666 {node}`; to keep it: NVreg_DeviceFileMode=0666 for the nvidia module"),
+            format!(
+                "`sudo chmod 666 {node}`; permanently: NVreg_DeviceFileMode=0666 for the nvidia \
+                 module"
+            ),
         ),
     }
 }
@@ -161,7 +164,12 @@ fn cuda_version(evidence: &Evidence) -> Option<Check> {
         return Some(if evidence.gpus.is_empty() {
             GROUP.skip(name, format!("{why}; there is no NVIDIA GPU"))
         } else {
-            GROUP.fail(name, why, "see the driver's messages: `sudo dmesg | grep -i nvrm`; if libcuda and the kernel driver differ in version, reboot")
+            GROUP.fail(
+                name,
+                why,
+                "see the driver's messages: `sudo dmesg | grep -i nvrm`; if libcuda and the \
+                 kernel driver differ in version, reboot",
+            )
         });
     }
     let version = cuda.version()?;
@@ -186,7 +194,8 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
             Outcome::Failed { why } => GROUP.fail(
                 name,
                 format!("{}: allocating 64 KiB failed: {why}", device.name),
-                "see who uses it: `nvidia-smi`; if it is in exclusive mode: `sudo nvidia-smi -c DEFAULT`",
+                "see which processes use it: `nvidia-smi`; if it is in exclusive mode: \
+                 `sudo nvidia-smi -c DEFAULT`",
             ),
         });
         let name = format!("cuda:{} stream memory operations", device.ordinal);
@@ -198,8 +207,8 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
             }
             (Some(false), _) => GROUP.warn(
                 name,
-                "the device reports no 64-bit ones",
-                "none for this GPU: 32-bit ones are used",
+                "the device does not support 64-bit operations",
+                "none for this GPU: 32-bit operations are used",
             ),
             (None, _) => GROUP.skip(name, "CUDA did not report the attribute"),
         });
@@ -211,17 +220,19 @@ fn stream_mem_ops_parameter(system: &System) -> Option<Check> {
     let name = "EnableStreamMemOPs";
     let driver = system.nvidia_driver()?;
     if driver.major >= STREAM_OPS_BY_DEFAULT {
-        return Some(GROUP.skip(
-            name,
-            format!("not needed: from R{STREAM_OPS_BY_DEFAULT} on, these are on by default"),
-        ));
+        return Some(
+            GROUP.skip(name, format!("not needed: on by default from R{STREAM_OPS_BY_DEFAULT}")),
+        );
     }
     Some(match system.nvidia_params().enable_stream_mem_ops {
-        Some(true) => GROUP.pass(name, "set, as this old driver needs for stream memory operations"),
+        Some(true) => {
+            GROUP.pass(name, "set, as stream memory operations need with this old driver")
+        }
         _ => GROUP.warn(
             name,
             "not set, so this old driver has no stream memory operations",
-            "`echo options nvidia NVreg_EnableStreamMemOPs=1 | sudo tee -a /etc/modprobe.d/warpwire.conf`, reload the module",
+            "`echo options nvidia NVreg_EnableStreamMemOPs=1 | sudo tee -a \
+             /etc/modprobe.d/warpwire.conf`, reload the module",
         ),
     })
 }

@@ -1,4 +1,4 @@
-//! The host: kernel, memory limits, buses, and what it is itself hosted by.
+//! Checks of the host: container, virtual machine, IOMMU, ACS, NUMA, memory limits.
 
 use super::rdma::usable_hardware;
 use super::{Check, Evidence, Group, some_of};
@@ -26,11 +26,11 @@ fn container(system: &System) -> Check {
         Some(found) => GROUP.pass(
             "container",
             format!(
-                "{} ({}): device nodes and limits are what the engine gives",
+                "{} ({}): its engine determines device nodes and limits",
                 found.kind, found.evidence
             ),
         ),
-        None => GROUP.pass("container", "no sign of one"),
+        None => GROUP.pass("container", "none detected"),
     }
 }
 
@@ -40,11 +40,11 @@ fn virtual_machine(system: &System) -> Check {
         Some(found) => GROUP.pass(
             name,
             format!(
-                "yes, vendor {} ({}): PCIe distances are those that the hypervisor shows",
+                "yes, vendor {} ({}): PCIe distances are as the hypervisor presents them",
                 found.vendor, found.evidence
             ),
         ),
-        None => GROUP.pass(name, "no sign of one"),
+        None => GROUP.pass(name, "none detected"),
     }
 }
 
@@ -54,8 +54,8 @@ fn iommu(evidence: &Evidence) -> Check {
     match mode {
         Iommu::Translated if peers => GROUP.warn(
             "IOMMU",
-            "translating: traffic between GPU and NIC goes up to it and back",
-            "add `iommu=pt` to the kernel's command line and reboot",
+            "translating: traffic between GPU and NIC is routed through it",
+            "add `iommu=pt` to the kernel command line and reboot",
         ),
         Iommu::Unknown => GROUP.skip("IOMMU", mode.to_string()),
         Iommu::None | Iommu::Passthrough | Iommu::Translated => {
@@ -64,7 +64,7 @@ fn iommu(evidence: &Evidence) -> Check {
     }
 }
 
-/// The ports that traffic between a GPU and its NIC passes below their common switch.
+/// The ports below the common switch that traffic between two functions passes.
 fn ports_between(system: &System, a: &PciAddress, b: &PciAddress) -> Vec<PciAddress> {
     let (Some(a), Some(b)) = (system.pci_device(a), system.pci_device(b)) else {
         return Vec::new();
@@ -104,18 +104,20 @@ fn acs(evidence: &Evidence) -> Check {
     if !redirecting.is_empty() {
         return GROUP.warn(
             name,
-            format!("sends peers' traffic through the root complex at {}", some_of(&redirecting)),
             format!(
-                "`for p in {}; do sudo setpci -s $p ECAP_ACS+6.w=0000; done` (not where VMs share the machine)",
+                "redirects peer-to-peer traffic to the root complex at {}",
+                some_of(&redirecting)
+            ),
+            format!(
+                "`for p in {}; do sudo setpci -s $p ECAP_ACS+6.w=0000; done` (not if VMs share \
+                 the machine)",
                 redirecting.join(" ")
             ),
         );
     }
     if states.contains(&Acs::UnknownNeedsRoot) {
-        let mut check = GROUP.skip(
-            name,
-            "unknown: the ports' extended configuration space can be read by root only",
-        );
+        let mut check =
+            GROUP.skip(name, "unknown: only root can read the ports' extended configuration space");
         check.fix = Some("`sudo warpwire doctor`".to_owned());
         return check;
     }
@@ -126,21 +128,21 @@ fn numa(evidence: &Evidence) -> Check {
     let system = &evidence.system;
     let nodes = system.numa_nodes();
     if nodes.is_empty() {
-        return GROUP.skip("NUMA", "the kernel shows no nodes");
+        return GROUP.skip("NUMA", "sysfs lists no nodes");
     }
     let shown: Vec<String> = nodes
         .iter()
         .map(|node| match node.cpu_list.as_str() {
-            "" => format!("node {} lists no processors", node.id),
-            cpus => format!("node {} has processors {cpus}", node.id),
+            "" => format!("node {} lists no CPUs", node.id),
+            cpus => format!("node {} has CPUs {cpus}", node.id),
         })
         .collect();
     let shown = some_of(&shown);
-    let homeless = evidence.topology.gpus.iter().find(|gpu| gpu.numa_node.is_none());
-    match homeless {
+    let without_node = evidence.topology.gpus.iter().find(|gpu| gpu.numa_node.is_none());
+    match without_node {
         Some(gpu) => GROUP.warn(
             "NUMA",
-            format!("{shown}; firmware does not say which one GPU {} is near", gpu.address),
+            format!("{shown}; firmware reports no node for GPU {}", gpu.address),
             format!(
                 "`echo NODE | sudo tee /sys/bus/pci/devices/{}/numa_node` with the right node",
                 gpu.address
@@ -153,7 +155,7 @@ fn numa(evidence: &Evidence) -> Check {
 fn memlock(evidence: &Evidence) -> Check {
     let name = "locked memory";
     let Some(memlock) = evidence.system.memlock() else {
-        return GROUP.skip(name, "/proc/self/limits does not tell");
+        return GROUP.skip(name, "not in /proc/self/limits");
     };
     let why = format!("limit {}", memlock.soft);
     if memlock.soft == Limit::Unlimited {
@@ -165,13 +167,14 @@ fn memlock(evidence: &Evidence) -> Check {
     if evidence.rdma.is_empty() {
         return GROUP.skip(
             name,
-            format!("{why}; it only limits registration with an RDMA device, and there is none"),
+            format!("{why}; it limits registration with RDMA devices only, and there is none"),
         );
     }
     GROUP.warn(
         name,
         format!("{why}: memory registered with a NIC counts against it"),
-        "`ulimit -l unlimited`, with `* - memlock unlimited` in /etc/security/limits.conf; Docker: `--ulimit memlock=-1`",
+        "`ulimit -l unlimited`, with `* - memlock unlimited` in /etc/security/limits.conf; \
+         Docker: `--ulimit memlock=-1`",
     )
 }
 
@@ -189,19 +192,22 @@ fn huge_pages(system: &System) -> Check {
             check.fix = Some("`sudo sysctl vm.nr_hugepages=512`".to_owned());
             check
         }
-        None => GROUP.skip(name, "/proc/meminfo does not tell"),
+        None => GROUP.skip(name, "not in /proc/meminfo"),
     }
 }
 
 fn memfd(evidence: &Evidence) -> Check {
     let name = "shareable anonymous memory";
     match &evidence.probes.memfd {
-        super::Outcome::Worked => GROUP.pass(name, "memfd_create worked; the simulated GPU is made of it"),
+        super::Outcome::Worked => {
+            GROUP.pass(name, "memfd_create worked; the simulated GPU's memory uses it")
+        }
         super::Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
         super::Outcome::Failed { why } => GROUP.fail(
             name,
             format!("memfd_create failed: {why}"),
-            "allow memfd_create in the container's seccomp profile (Docker: `--security-opt seccomp=unconfined` to try)",
+            "allow memfd_create in the container's seccomp profile (to try, Docker: \
+             `--security-opt seccomp=unconfined`)",
         ),
     }
 }

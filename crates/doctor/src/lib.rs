@@ -1,8 +1,8 @@
-//! What this machine can do, what stops it, and the fix.
+//! Diagnoses a machine: what it can do, what prevents the rest, and the fix.
 //!
-//! A [`Report`] is worked out from [`Evidence`] alone: the machine's files and the results of what was
-//! tried on it. So the same code judges the running machine and a recorded one, and nothing is claimed
-//! that was neither read nor tried.
+//! A [`Report`] is derived from [`Evidence`] only: the machine's files and the results of probes
+//! run on it. So the same code evaluates the running machine and a recorded one, and every
+//! statement is based on something that was read or tried.
 //!
 //! ```
 //! use warpwire::host::System;
@@ -12,7 +12,7 @@
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 //!
-//! `trial.rs` alone has unsafe code: it registers addresses that it vouches for.
+//! Only `trial.rs` has unsafe code: it registers memory by address.
 #![deny(unsafe_code)]
 
 mod doorbells;
@@ -40,28 +40,28 @@ pub use verdict::{Answer, Verdict};
 use warpwire::error::Result;
 use warpwire::host::{PciDevice, RdmaDevice, System};
 
-/// All that a report rests on: the machine's files, and what happened when things were tried.
+/// The input of a report: the machine's files, and the results of the probes.
 #[derive(Clone, Debug)]
 pub struct Evidence {
     /// The machine's files.
     pub system: System,
-    /// What was tried.
+    /// The results of the probes.
     pub probes: Probes,
-    // Read once, since most checks ask for these.
+    // Read once, since most checks need them.
     gpus: Vec<PciDevice>,
     rdma: Vec<RdmaDevice>,
     topology: Topology,
 }
 
 impl Evidence {
-    /// Tries things on the running machine, or reads what was tried on a recorded one.
+    /// Runs the probes on the running machine, or reads the results from a recorded one.
     ///
     /// # Errors
-    /// If a recorded machine's `probes.json` cannot be understood.
+    /// If a recorded machine's `probes.json` is malformed.
     pub fn gather(system: System) -> Result<Self> {
         let probes = if system.is_live() { Probes::run() } else { Probes::recorded(&system)? };
         let live = system.is_live();
-        // Named as a module of the library, as in `WARPWIRE_LOG=warpwire::doctor=debug`.
+        // A target under `warpwire`, so that `WARPWIRE_LOG=warpwire::doctor=debug` selects it.
         tracing::debug!(target: "warpwire::doctor", live, ?probes, "evidence gathered");
         Ok(Self {
             gpus: system.nvidia_gpus(),
@@ -73,10 +73,10 @@ impl Evidence {
     }
 }
 
-/// What a check is about.
+/// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Group {
-    /// The GPU, its driver, and what CUDA offers.
+    /// GPUs, their driver, and CUDA.
     #[serde(rename = "GPU")]
     Gpu,
     /// CPU mappings of GPU memory.
@@ -88,10 +88,10 @@ pub enum Group {
     /// RDMA hardware.
     #[serde(rename = "RDMA devices")]
     RdmaDevices,
-    /// Kernel, memory, buses.
+    /// Kernel, memory limits, PCIe.
     #[serde(rename = "host")]
     Host,
-    /// Plain networking.
+    /// Network interfaces and UDP, which software RDMA uses.
     #[serde(rename = "network")]
     Network,
 }
@@ -134,46 +134,46 @@ impl Group {
     }
 }
 
-/// How a check went.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// As it should be.
+    /// No problem was found.
     Pass,
-    /// Works, but less well than it could; there is a fix.
+    /// Works, but not as well as it could; a fix is given.
     Warn,
-    /// Stops something; there is a fix.
+    /// Prevents something from working; a fix is given.
     Fail,
-    /// Does not apply to this machine, or could not be found out.
+    /// Does not apply to this machine, or could not be determined.
     Skip,
 }
 
-/// One thing that was looked at.
+/// One check of a report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What it is about.
+    /// The subject that it belongs to.
     pub group: Group,
-    /// What was looked at.
+    /// What was checked: `NVIDIA driver`.
     pub name: String,
-    /// How it went.
+    /// The result.
     pub status: Status,
-    /// Why, in terms of what was read or tried.
+    /// The reason, in terms of what was read or tried.
     pub why: String,
-    /// What to do; always there for [`Status::Warn`] and [`Status::Fail`].
+    /// What to do; always present for [`Status::Warn`] and [`Status::Fail`].
     pub fix: Option<String>,
 }
 
-/// Everything that was looked at, and what follows from it.
+/// All checks, and the capabilities that follow from them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// What was looked at, group by group.
+    /// The checks, ordered by group.
     pub checks: Vec<Check>,
-    /// What this machine can do.
+    /// One verdict per capability.
     pub verdicts: Vec<Verdict>,
 }
 
 impl Report {
-    /// Judges a machine.
+    /// Evaluates the evidence.
     pub fn of(evidence: &Evidence) -> Self {
         let groups = [
             gpu::checks,
@@ -190,8 +190,8 @@ impl Report {
         }
     }
 
-    /// Whether anything at all can work: false only if there is neither a CUDA device nor a way to
-    /// simulate one.
+    /// Whether Warpwire can be used at all: `false` only if there is no CUDA device and the
+    /// simulated GPU does not work.
     pub fn usable(&self) -> bool {
         [verdict::GPU, verdict::SIMULATED_GPU]
             .into_iter()
@@ -205,12 +205,12 @@ impl Report {
     }
 }
 
-/// Text from files may hold line breaks and control characters, and what is printed on a line must not.
+/// Replaces control characters and line breaks, which text from files may contain, by spaces.
 fn printable(text: &str) -> String {
     text.replace(|c: char| c.is_control(), " ")
 }
 
-/// `one`, or `one, two and 3 more`: names in a sentence.
+/// Joins names for a sentence, at most eight: `one, two and 3 more`.
 fn some_of(names: &[String]) -> String {
     const SHOWN: usize = 8;
     if names.len() <= SHOWN {

@@ -1,4 +1,4 @@
-//! Plain networking, which the software HCA runs over.
+//! Checks of network interfaces and UDP, which the software HCA uses.
 
 use super::{Check, Evidence, Group, Outcome};
 use warpwire::host::{NetInterface, System};
@@ -6,10 +6,10 @@ use warpwire::units;
 
 const GROUP: Group = Group::Network;
 
-/// RoCE's largest path MTU is 4096 bytes; with all headers a packet stays below this.
+/// Interface MTU for RoCE's maximum path MTU of 4096 bytes, including all headers.
 const MTU_FOR_4096: u32 = 4200;
 
-/// Room for what arrives while the receiving thread is off the processor for a millisecond at 25 Gb/s.
+/// Holds what arrives at 25 Gb/s while the receiving thread is descheduled for a millisecond.
 const WANTED_SOCKET_BUFFER: u64 = 4 << 20;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
@@ -34,13 +34,15 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
         "UDP segmentation offload (GSO)",
         &udp.gso,
         "one call sent a burst of datagrams",
-        "use Linux 4.18 or newer and no user-space kernel (gVisor); without it every packet is a system call",
+        "use Linux 4.18 or newer and no user-space kernel (gVisor); without it, each packet takes \
+         a system call",
     ));
     checks.push(offload(
         "UDP receive offload (GRO)",
         &udp.gro,
         "one call received several datagrams",
-        "use Linux 5.0 or newer and no user-space kernel (gVisor); without it every packet is a system call",
+        "use Linux 5.0 or newer and no user-space kernel (gVisor); without it, each packet takes \
+         a system call",
     ));
     checks.extend(socket_buffers(system));
     checks
@@ -51,12 +53,20 @@ fn mtu(interface: &NetInterface) -> Check {
     let near = interface.numa_node.map_or_else(String::new, |node| format!(", NUMA node {node}"));
     match interface.mtu {
         _ if !interface.is_up() => GROUP.skip(name, "the interface is not up"),
-        None => GROUP.skip(name, "the kernel's text is no number"),
-        Some(mtu) if mtu >= MTU_FOR_4096 => GROUP.pass(name, format!("{mtu}: carries RoCE packets of 4096 bytes{near}")),
+        None => GROUP.skip(name, "its `mtu` file does not contain a number"),
+        Some(mtu) if mtu >= MTU_FOR_4096 => {
+            GROUP.pass(name, format!("{mtu}: sufficient for RoCE packets of 4096 bytes{near}"))
+        }
         Some(mtu) => GROUP.warn(
             name,
-            format!("{mtu}: too small for RoCE packets of 4096 bytes, so smaller and more packets are sent{near}"),
-            format!("`sudo ip link set {} mtu 9000`, if every switch and peer on that network allows it", interface.name),
+            format!(
+                "{mtu}: too small for RoCE packets of 4096 bytes, so more and smaller packets are \
+                 sent{near}"
+            ),
+            format!(
+                "`sudo ip link set {} mtu 9000`, if all switches and peers on the network allow it",
+                interface.name
+            ),
         ),
     }
 }
@@ -74,11 +84,11 @@ fn socket_buffers(system: &System) -> Vec<Check> {
     [("net.core.rmem_max", receive), ("net.core.wmem_max", send)]
         .into_iter()
         .map(|(name, limit)| match limit {
-            None => GROUP.skip(name, "/proc/sys/net/core does not tell"),
+            None => GROUP.skip(name, "not in /proc/sys/net/core"),
             Some(bytes) if bytes >= WANTED_SOCKET_BUFFER => GROUP.pass(name, units::bytes(bytes)),
             Some(bytes) => GROUP.warn(
                 name,
-                format!("{}: bursts overrun a socket's buffer sooner", units::bytes(bytes)),
+                format!("{}: bursts overflow a socket's buffer sooner", units::bytes(bytes)),
                 format!("`sudo sysctl {name}={WANTED_SOCKET_BUFFER}`"),
             ),
         })

@@ -1,20 +1,21 @@
-//! Tries CUDA: loads the driver, asks each device what it can do, and has it do a little of it.
+//! Probes of CUDA: loads the driver, queries each device's attributes, and allocates, exports and
+//! maps a small buffer on it.
 
 use super::probes::{CudaAttributes, CudaDeviceProbe};
 use super::{CudaProbe, Outcome};
 use warpwire::error::{Kind, Result};
 use warpwire::mem::{Allocation, Device, DmaBuf, Window, cuda};
 
-/// Enough to be real, too little to disturb anybody.
-const LITTLE: u64 = 64 << 10;
+/// Size of the probe buffer in bytes: small enough not to disturb other users of the GPU.
+const PROBE_LEN: u64 = 64 << 10;
 
-/// Tries CUDA on this machine.
+/// Probes CUDA on the running machine.
 pub(super) fn probe() -> CudaProbe {
     let (major, minor) = match cuda::driver_version() {
         Ok(version) => version,
         Err(error) => {
             let failed = Outcome::failed(error.reason());
-            // A library or symbol that is missing is one thing, a driver that does not start another.
+            // A missing library or symbol is distinct from a driver that fails to initialize.
             let (library, init) = match error.kind() {
                 Kind::Unavailable => (failed, Outcome::not_tried("the library did not load")),
                 _ => (Outcome::Worked, failed),
@@ -32,8 +33,9 @@ pub(super) fn probe() -> CudaProbe {
 
 fn device(device: &Device) -> CudaDeviceProbe {
     let info = device.info();
-    let memory = device.alloc(LITTLE);
-    let exported = memory.as_ref().ok().map(|memory: &Allocation| memory.export_dmabuf(0, LITTLE));
+    let memory = device.alloc(PROBE_LEN);
+    let exported =
+        memory.as_ref().ok().map(|memory: &Allocation| memory.export_dmabuf(0, PROBE_LEN));
     let mapped = exported.as_ref().and_then(|exported| exported.as_ref().ok()).map(DmaBuf::try_map);
     let window = memory.as_ref().ok().map(Allocation::window);
     let open = window.as_ref().and_then(|window| window.as_ref().ok());
@@ -52,7 +54,7 @@ fn device(device: &Device) -> CudaDeviceProbe {
     }
 }
 
-/// The paths that a window did not take, with the reason for each.
+/// The window paths that were not available, each with its reason.
 fn refused(window: &Window) -> Vec<String> {
     let each = window.refused().iter();
     each.map(|refusal| format!("{}: {}", refusal.path, refusal.why.reason())).collect()

@@ -1,4 +1,4 @@
-//! Tries what the host's kernel offers: UDP with offloads, and anonymous shareable memory.
+//! Probes of the kernel: UDP with offloads, and memfds.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -15,12 +15,12 @@ use warpwire::link::{FlowId, Link, Udp};
 const SEGMENT: usize = 1000;
 const SEGMENTS: usize = 8;
 
-/// Loopback delivers at once; this only bounds the wait on a machine that drops what was sent.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// Loopback delivers immediately; this bounds the wait on a machine that drops the datagrams.
+const TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Makes an anonymous file, writes to it and reads it back.
+/// Creates a memfd, writes to it and reads it back.
 pub(super) fn memfd() -> Outcome {
-    let try_it = || -> io::Result<bool> {
+    let probe = || -> io::Result<bool> {
         let fd = rustix::fs::memfd_create("warpwire-doctor", rustix::fs::MemfdFlags::CLOEXEC)?;
         let mut file = File::from(fd);
         let mut read = [0; 8];
@@ -29,9 +29,9 @@ pub(super) fn memfd() -> Outcome {
         file.read_exact(&mut read)?;
         Ok(&read == b"warpwire")
     };
-    match try_it() {
+    match probe() {
         Ok(true) => Outcome::Worked,
-        Ok(false) => Outcome::failed("what was written did not read back"),
+        Ok(false) => Outcome::failed("the bytes read differ from the bytes written"),
         Err(source) => Outcome::failed(source.to_string()),
     }
 }
@@ -57,7 +57,7 @@ fn try_udp() -> Result<UdpProbe> {
     let gso = match sender.offloads().segmentation {
         Err(why) => Outcome::failed(why),
         Ok(()) if whole => Outcome::Worked,
-        Ok(()) => Outcome::failed("the burst was sent and did not arrive whole"),
+        Ok(()) => Outcome::failed("the burst was sent, but did not arrive completely"),
     };
     let gro = match receiver.offloads().coalescing {
         Err(why) => Outcome::failed(why),
@@ -65,12 +65,13 @@ fn try_udp() -> Result<UdpProbe> {
         Ok(()) if gso != Outcome::Worked => {
             Outcome::not_tried("needs a segmented burst to receive")
         }
-        Ok(()) => Outcome::failed("the kernel accepts UDP_GRO, yet returned datagrams one by one"),
+        Ok(()) => Outcome::failed("the kernel accepts UDP_GRO, but returned single datagrams"),
     };
     Ok(UdpProbe { loopback: Outcome::Worked, gso, gro })
 }
 
-/// Sends so many packets, and receives until all have come or patience runs out; whether all came.
+/// Sends `count` packets, and receives until all have arrived or the timeout has passed. Returns
+/// whether all arrived.
 fn exchange(sender: &mut Udp, flow: FlowId, receiver: &mut Udp, count: usize) -> Result<bool> {
     for _ in 0..count {
         if let Ok(packet) = sender.reserve(flow, SEGMENT) {
@@ -79,22 +80,22 @@ fn exchange(sender: &mut Udp, flow: FlowId, receiver: &mut Udp, count: usize) ->
         }
     }
     sender.flush()?;
-    let deadline = Instant::now() + PATIENCE;
-    let mut came = 0;
-    while came < count && Instant::now() < deadline {
-        came += receiver.receive(&mut |_| ())?;
-        if came < count {
+    let deadline = Instant::now() + TIMEOUT;
+    let mut received = 0;
+    while received < count && Instant::now() < deadline {
+        received += receiver.receive(&mut |_| ())?;
+        if received < count {
             wait_readable(receiver, deadline)?;
         }
     }
-    Ok(came == count)
+    Ok(received == count)
 }
 
 fn wait_readable(link: &Udp, deadline: Instant) -> Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     let (Some(fd), Ok(timeout)) = (link.wait_fd(), Timespec::try_from(left)) else { return Ok(()) };
     match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
-        // A signal is no answer; the caller's loop ends by the clock.
+        // After a signal the caller's loop waits again, until its deadline.
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(errno) => Err(Error::os("wait for a datagram", &errno.into())),
     }

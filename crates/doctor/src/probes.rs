@@ -1,4 +1,4 @@
-//! What was tried on a machine, and how it went; kept apart from the trying, so that it can be recorded.
+//! Results of the probes run on a machine, in a form that can be recorded as `probes.json`.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,44 +6,44 @@ use super::{probe_cuda, probe_host};
 use warpwire::error::{Error, Kind, Result};
 use warpwire::host::{PciAddress, System};
 
-/// Where a recorded machine keeps its probes.
+/// The file with the probe results of a recorded machine.
 const RECORDED: &str = "/probes.json";
 
-/// How an attempt went.
+/// The result of a probe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Outcome {
-    /// It worked.
+    /// The probe succeeded.
     Worked,
-    /// It was tried, and failed.
+    /// The probe failed.
     Failed {
-        /// The reason, as the library or the kernel gave it.
+        /// The reason reported by the library or the kernel.
         why: String,
     },
-    /// It was not tried.
+    /// The probe was not run.
     NotTried {
-        /// What stood in the way.
+        /// Why it was not run.
         why: String,
     },
 }
 
 impl Outcome {
-    /// An attempt that failed.
+    /// [`Failed`](Self::Failed) with this reason.
     pub fn failed(why: impl Into<String>) -> Self {
         Self::Failed { why: why.into() }
     }
 
-    /// An attempt that was not made.
+    /// [`NotTried`](Self::NotTried) with this reason.
     pub fn not_tried(why: impl Into<String>) -> Self {
         Self::NotTried { why: why.into() }
     }
 
-    /// Whether it worked.
+    /// Whether the probe succeeded.
     pub fn worked(&self) -> bool {
         *self == Self::Worked
     }
 
-    /// One clause for a sentence: `worked`, `failed (…)`, `was not tried (…)`.
+    /// A predicate for a sentence: `worked`, `failed (…)`, `was not tried (…)`.
     pub fn describe(&self) -> String {
         match self {
             Self::Worked => "worked".to_owned(),
@@ -59,7 +59,7 @@ impl Default for Outcome {
     }
 }
 
-/// All that was tried.
+/// The results of all probes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Probes {
@@ -67,53 +67,53 @@ pub struct Probes {
     pub cuda: CudaProbe,
     /// UDP over loopback.
     pub udp: UdpProbe,
-    /// Anonymous shareable memory, which the simulated GPU is made of.
+    /// `memfd_create`, on which the simulated GPU's memory is based.
     pub memfd: Outcome,
 }
 
-/// What the CUDA driver answered.
+/// Results of probing the CUDA driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CudaProbe {
-    /// Loading `libcuda.so.1` and finding its symbols; a failure names the library or symbol.
+    /// Loading `libcuda.so.1` and its symbols; a failure names the library or symbol.
     pub library: Outcome,
     /// `cuInit`.
     pub init: Outcome,
     /// `cuDriverGetVersion`: 13000 is 13.0.
     pub driver_api: Option<u32>,
-    /// Every device that CUDA lists.
+    /// All devices that CUDA lists.
     pub devices: Vec<CudaDeviceProbe>,
 }
 
-/// What one CUDA device said of itself, and what worked on it.
+/// Attributes of one CUDA device, and the results of probing it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CudaDeviceProbe {
-    /// CUDA's number for it.
+    /// CUDA device ordinal.
     pub ordinal: u32,
-    /// Its name.
+    /// Marketing name.
     pub name: String,
-    /// Where it sits.
+    /// PCI address.
     pub pci: Option<PciAddress>,
-    /// All of its memory, in bytes.
+    /// Total memory in bytes.
     pub total_memory: u64,
-    /// Attributes that CUDA reports.
+    /// Attributes reported by CUDA.
     pub attributes: CudaAttributes,
     /// Allocating 64 KiB.
     pub alloc_64k: Outcome,
-    /// Exporting that as a dma-buf.
+    /// Exporting the 64 KiB as a dma-buf.
     pub dmabuf_export: Outcome,
     /// Mapping the exported dma-buf with `mmap`.
     pub dmabuf_mmap: Outcome,
-    /// Opening a CPU window onto the 64 KiB, by any path.
+    /// Opening a CPU window to the 64 KiB, by any path.
     pub window: Outcome,
-    /// The path that the window took: `resource manager`.
+    /// The path that the window uses: `resource manager`.
     pub window_path: Option<String>,
-    /// The better paths, and why each was refused: `dma-buf mmap: …`.
+    /// The better paths, and why each is unavailable: `dma-buf mmap: …`.
     pub window_refused: Vec<String>,
 }
 
-/// Device attributes; `None` where the driver does not know the attribute.
+/// Device attributes; `None` if the driver does not know the attribute.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CudaAttributes {
@@ -127,9 +127,9 @@ pub struct CudaAttributes {
     pub flush_writes_options: Option<u32>,
     /// GPU_DIRECT_RDMA_WRITES_ORDERING: 0 none, 100 owner, 200 all devices.
     pub writes_ordering: Option<u32>,
-    /// CAN_USE_64_BIT_STREAM_MEM_OPS, of the second interface.
+    /// CAN_USE_64_BIT_STREAM_MEM_OPS (v2 API).
     pub stream_mem_ops_64_bit: Option<bool>,
-    /// CAN_USE_STREAM_WAIT_VALUE_NOR, of the second interface.
+    /// CAN_USE_STREAM_WAIT_VALUE_NOR (v2 API).
     pub stream_wait_value_nor: Option<bool>,
     /// HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
     pub posix_fd_handles: Option<bool>,
@@ -137,29 +137,29 @@ pub struct CudaAttributes {
     pub memory_pools: Option<bool>,
 }
 
-/// UDP over the IPv4 loopback.
+/// Results of probing UDP over the IPv4 loopback.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct UdpProbe {
-    /// Sending and receiving at all.
+    /// Sending and receiving a datagram.
     pub loopback: Outcome,
-    /// One send call that the kernel cuts into several datagrams (generic segmentation offload).
+    /// Generic segmentation offload: one send call for several datagrams.
     pub gso: Outcome,
-    /// One receive call that returns several datagrams (generic receive offload).
+    /// Generic receive offload: one receive call returns several datagrams.
     pub gro: Outcome,
 }
 
 impl Probes {
-    /// Tries everything on the running machine. Takes well under a second without a GPU.
+    /// Runs all probes on the running machine. Takes well under a second without a GPU.
     pub fn run() -> Self {
         Self { cuda: probe_cuda::probe(), udp: probe_host::udp(), memfd: probe_host::memfd() }
     }
 
-    /// Reads what was tried on a recorded machine, from `probes.json` at its root. Without that file,
-    /// nothing was tried.
+    /// Reads the results of a recorded machine from `probes.json` at its root. Without that file,
+    /// all probes count as not run.
     ///
     /// # Errors
-    /// If the file is not of the form that this type serializes to.
+    /// If the file does not deserialize to this type.
     pub fn recorded(system: &System) -> Result<Self> {
         let Some(text) = system.read(RECORDED) else {
             return Ok(Self::nothing_tried("recorded machine without probes.json"));
@@ -167,7 +167,7 @@ impl Probes {
         serde_json::from_str(&text).map_err(|source| {
             Error::new(Kind::Malformed, "read the recorded machine's probes.json")
                 .why(format!("line {}: {source}", source.line()))
-                .fix("correct that line, or delete the file to have nothing tried")
+                .fix("correct that line, or delete the file to go without probes")
         })
     }
 
@@ -182,12 +182,12 @@ impl Probes {
 }
 
 impl CudaProbe {
-    /// The devices on which memory could be allocated.
+    /// The devices on which memory can be allocated.
     pub fn working_devices(&self) -> impl Iterator<Item = &CudaDeviceProbe> {
         self.devices.iter().filter(|device| device.alloc_64k.worked())
     }
 
-    /// The driver's CUDA version, as people write it: `13.0`.
+    /// The driver's CUDA version: `13.0`.
     pub fn version(&self) -> Option<String> {
         let number = self.driver_api?;
         Some(format!("{}.{}", number / 1000, number % 1000 / 10))
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn probes_survive_being_written_and_read() {
+    fn probes_round_trip_through_json() {
         let mut probes = Probes::nothing_tried("a test");
         probes.cuda.library = Outcome::Worked;
         probes.cuda.driver_api = Some(13_010);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_recording_names_file_line_and_fix() {
+    fn the_error_for_a_malformed_recording_has_file_line_and_fix() {
         for (text, line) in [
             ("{\n\"memfd\": \"maybe\"}", "line 2"),
             ("{\"memfd\":\n", "line 1"),
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_probed() {
+    fn the_running_machine_can_be_probed() {
         let probes = Probes::run();
         assert!(probes.memfd.worked(), "{:?}", probes.memfd);
         assert!(probes.udp.loopback.worked(), "{:?}", probes.udp);

@@ -1,4 +1,4 @@
-//! RDMA hardware: what it is, whether it is up, and whether this user may open it.
+//! Checks of RDMA devices: identity, port state, device nodes and driver features.
 
 use super::{Check, Evidence, Group, some_of};
 use warpwire::host::{FileAccess, RdmaDevice, RdmaPort, System};
@@ -17,7 +17,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
             let mut checks = vec![identity(device), node(system, device)];
             checks.extend(device.ports.iter().flat_map(|port| port_checks(device, port)));
             if device.ports.is_empty() {
-                checks.push(GROUP.skip(format!("{} ports", device.name), "the kernel lists none"));
+                checks.push(GROUP.skip(format!("{} ports", device.name), "sysfs lists none"));
             }
             checks.push(dma_buf(device));
             checks.push(on_demand_paging(device));
@@ -27,7 +27,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
         .collect()
 }
 
-/// The hardware devices that this user can open and that have a port up.
+/// The hardware devices that this user can open and that have an active port.
 pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
     let devices = evidence.rdma.iter();
     devices.filter(|device| obstacle(&evidence.system, device).is_none()).collect()
@@ -37,7 +37,7 @@ pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
 pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
     let name = &device.name;
     if device.address.is_none() {
-        return Some(format!("{name} is no PCI device"));
+        return Some(format!("{name} is not a PCI device"));
     }
     let Some(node) = &device.uverbs else {
         return Some(format!("{name} has no uverbs device"));
@@ -47,7 +47,7 @@ pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
         FileAccess::ReadWrite => Some(format!("no port of {name} is active")),
         FileAccess::Missing => Some(format!("{node} ({name}) is missing")),
         FileAccess::Denied | FileAccess::ReadOnly => {
-            Some(format!("{node} ({name}) is closed to this user"))
+            Some(format!("{node} ({name}) is not accessible to this user"))
         }
     }
 }
@@ -75,12 +75,12 @@ fn node(system: &System, device: &RdmaDevice) -> Check {
         );
     };
     match system.access(node) {
-        FileAccess::ReadWrite => GROUP.pass(name, format!("{node} is open to this user")),
+        FileAccess::ReadWrite => GROUP.pass(name, format!("{node} is accessible to this user")),
         FileAccess::Missing => GROUP.fail(
             name,
             format!("{node} does not exist, although the kernel has the device"),
-            "start the container with `--device=/dev/infiniband` (Kubernetes: an RDMA device plugin); on a host, \
-             `sudo modprobe ib_uverbs`",
+            "start the container with `--device=/dev/infiniband` (Kubernetes: an RDMA device \
+             plugin); on a host, `sudo modprobe ib_uverbs`",
         ),
         FileAccess::Denied | FileAccess::ReadOnly => GROUP.fail(
             name,
@@ -110,7 +110,7 @@ fn port_checks(device: &RdmaDevice, port: &RdmaPort) -> Vec<Check> {
     vec![GROUP.pass(name, why), gids(device, port, layer)]
 }
 
-/// RoCE traffic needs an address of the routable kind; other links need any.
+/// RoCE needs a GID of type RoCE v2; other link layers accept any.
 fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
     let name = format!("{} port {} GIDs", device.name, port.number);
     let wanted = port
@@ -130,7 +130,7 @@ fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
     GROUP.warn(
         name,
         why,
-        format!("give the interface an address: `sudo ip addr add ADDRESS/24 dev {interface}`"),
+        format!("assign the interface an address: `sudo ip addr add ADDRESS/24 dev {interface}`"),
     )
 }
 
@@ -138,22 +138,22 @@ fn dma_buf(device: &RdmaDevice) -> Check {
     let name = format!("{} dma-buf registration", device.name);
     let driver = device.driver.as_deref().unwrap_or("not known");
     match device.supports_dma_buf_mr() {
-        Some(true) => GROUP.pass(name, format!("the {driver} driver implements it; not tried here")),
-        Some(false) if device.address.is_none() => GROUP.skip(
-            name,
-            format!("the {driver} driver is software and takes no GPU memory"),
-        ),
+        Some(true) => {
+            GROUP.pass(name, format!("the {driver} driver implements it; not tried here"))
+        }
+        Some(false) if device.address.is_none() => GROUP
+            .skip(name, format!("{driver} is a software driver, which does not accept GPU memory")),
         Some(false) => GROUP.warn(
             name,
             format!("the {driver} driver does not implement it"),
-            "use a NIC of the mlx5, efa, irdma, bnxt_re, mana or ionic driver, or `sudo modprobe nvidia-peermem`; \
-             otherwise data is staged",
+            "use a NIC of the mlx5, efa, irdma, bnxt_re, mana or ionic driver, or `sudo modprobe \
+             nvidia-peermem`; otherwise data is staged",
         ),
         None => GROUP.skip(name, "the device's driver is not known"),
     }
 }
 
-/// Whether streams and kernels could post to it themselves.
+/// Whether streams and kernels can post to the device directly.
 fn direct_queues(system: &System, device: &RdmaDevice) -> Check {
     let name = format!("{} direct queues", device.name);
     let driver = device.driver.as_deref().unwrap_or("not known");
@@ -161,18 +161,22 @@ fn direct_queues(system: &System, device: &RdmaDevice) -> Check {
         ("mlx5" | "mlx5_core", Some(library)) => GROUP.pass(
             name,
             format!(
-                "{library} tells where its queues lie; a GPU also needs its doorbell page, which CUDA must take as I/O \
-                 memory (not tried here)"
+                "{library} exposes its queues; a GPU also needs its doorbell page, which CUDA must \
+                 map as I/O memory (not tried here)"
             ),
         ),
         ("mlx5" | "mlx5_core", None) => GROUP.warn(
             name,
-            "libmlx5.so.1 is not installed, so nobody tells where its queues lie",
-            "install the provider: `sudo apt install ibverbs-providers`, or `sudo dnf install libibverbs`",
+            "libmlx5.so.1, which exposes its queues, is not installed",
+            "install the provider: `sudo apt install ibverbs-providers`, or `sudo dnf install \
+             libibverbs`",
         ),
         (driver, _) => GROUP.skip(
             name,
-            format!("the {driver} driver has no ConnectX queues; streams and kernels use the software HCA"),
+            format!(
+                "the {driver} driver has no ConnectX queues; streams and kernels use the software \
+                 HCA"
+            ),
         ),
     }
 }
@@ -183,7 +187,7 @@ fn on_demand_paging(device: &RdmaDevice) -> Check {
     match device.supports_odp() {
         Some(true) => GROUP.pass(
             name,
-            format!("the {driver} driver implements it; the firmware has the last word"),
+            format!("the {driver} driver implements it; the firmware must support it too"),
         ),
         Some(false) => GROUP.skip(
             name,

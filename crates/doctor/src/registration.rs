@@ -1,4 +1,4 @@
-//! GPU memory registered with a NIC: by dma-buf, by a peer-memory module, or not at all.
+//! Checks of GPU memory registration with a NIC: by dma-buf, by a peer-memory module, or staged.
 
 use super::rdma::usable_hardware;
 use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, Outcome};
@@ -6,19 +6,20 @@ use warpwire::host::System;
 
 const GROUP: Group = Group::Registration;
 
-/// Kernel modules that let `ibv_reg_mr` take GPU addresses.
+/// Kernel modules with which `ibv_reg_mr` accepts GPU addresses.
 const PEER_MEMORY_MODULES: [&str; 2] = ["nvidia_peermem", "nv_peer_mem"];
 
-/// What WRITES_ORDERING says when the GPU that owns the memory sees a NIC's writes in order.
+/// Value of `WRITES_ORDERING` from which on the GPU that owns the memory sees a NIC's writes in
+/// order.
 const ORDERED_FOR_OWNER: u32 = 100;
 
-/// How a NIC can be given GPU memory on this machine.
+/// How GPU memory can be registered with a NIC on this machine.
 pub(super) enum Path {
-    /// By dma-buf, on these devices.
+    /// By dma-buf, with these RDMA devices.
     DmaBuf(Vec<String>),
-    /// By a peer-memory module.
+    /// By this peer-memory module.
     PeerMemory(&'static str),
-    /// Not at all, for these reasons; data is staged through host memory.
+    /// It cannot, for these reasons; data is staged through host memory.
     Staged(Vec<String>),
 }
 
@@ -37,7 +38,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     checks
 }
 
-/// Which way registration goes, and why not a better one.
+/// The registration path, and why no better one is used.
 pub(super) fn path(evidence: &Evidence) -> Path {
     let mut missing = dma_buf_obstacles(evidence);
     if missing.is_empty() {
@@ -54,7 +55,7 @@ pub(super) fn path(evidence: &Evidence) -> Path {
     }
 }
 
-/// All that stands between GPU memory and registration by dma-buf.
+/// Everything that prevents registration of GPU memory by dma-buf.
 fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
     let system = &evidence.system;
     let mut missing = Vec::new();
@@ -78,7 +79,7 @@ fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
     }
     let hardware = usable_hardware(evidence);
     if !hardware.iter().any(|device| device.supports_dma_buf_mr() == Some(true)) {
-        missing.push("no usable RDMA device's driver takes dma-bufs".to_owned());
+        missing.push("no usable RDMA device's driver accepts dma-bufs".to_owned());
     }
     missing
 }
@@ -95,14 +96,15 @@ fn device_checks(device: &CudaDeviceProbe) -> Vec<Check> {
         attribute(
             label("GPUDirect RDMA"),
             attributes.gpu_direct_rdma_supported,
-            "CUDA says that a NIC may reach this device's memory",
+            "CUDA reports that a NIC may access this device's memory",
             "use a data-centre or professional GPU for GPUDirect RDMA; on this one, data is staged",
         ),
         attribute(
             label("GPUDirect RDMA with VMM"),
             attributes.gpu_direct_rdma_with_vmm_supported,
-            "memory made with cuMemCreate can be registered too",
-            "register memory from cuMemAlloc instead (PyTorch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
+            "memory from cuMemCreate can be registered too",
+            "register memory from cuMemAlloc instead (PyTorch: \
+             PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
         ),
         writes_ordering(label("order of a NIC's writes"), device),
     ]
@@ -116,7 +118,8 @@ fn dma_buf_export(device: &CudaDeviceProbe) -> Check {
         Outcome::Failed { why } => GROUP.warn(
             name,
             why,
-            "use the open kernel modules (nvidia-open) on Linux 5.12 or newer; or `sudo modprobe nvidia-peermem`",
+            "use the open kernel modules (nvidia-open) on Linux 5.12 or newer; \
+             or `sudo modprobe nvidia-peermem`",
         ),
     }
 }
@@ -124,7 +127,7 @@ fn dma_buf_export(device: &CudaDeviceProbe) -> Check {
 fn attribute(name: String, value: Option<bool>, yes: &str, fix: &str) -> Check {
     match value {
         Some(true) => GROUP.pass(name, yes),
-        Some(false) => GROUP.warn(name, "CUDA says that this device does not support it", fix),
+        Some(false) => GROUP.warn(name, "CUDA reports that this device does not support it", fix),
         None => GROUP.skip(name, "CUDA did not report the attribute"),
     }
 }
@@ -134,14 +137,14 @@ fn writes_ordering(name: String, device: &CudaDeviceProbe) -> Check {
     let host_flush = attributes.flush_writes_options.is_some_and(|bits| bits & 1 != 0);
     match attributes.writes_ordering {
         Some(order) if order >= ORDERED_FOR_OWNER => {
-            GROUP.pass(name, "kept for the GPU that owns the memory: no flush is needed")
+            GROUP.pass(name, "preserved for the GPU that owns the memory: no flush is needed")
         }
         Some(_) if host_flush => {
-            GROUP.pass(name, "not kept, and flushed with cuFlushGPUDirectRDMAWrites")
+            GROUP.pass(name, "not preserved; flushed with cuFlushGPUDirectRDMAWrites")
         }
         Some(_) => GROUP.warn(
             name,
-            "not kept, and CUDA offers no flush",
+            "not preserved, and CUDA offers no flush",
             "read from the memory through the NIC after a write, before using the data",
         ),
         None => GROUP.skip(name, "CUDA did not report the attribute"),
@@ -152,22 +155,23 @@ fn kernel(system: &System) -> Check {
     let name = "kernel version";
     match system.kernel() {
         Some(kernel) if kernel.at_least(5, 12) => {
-            GROUP.pass(name, format!("{}: dma-buf registration came with 5.12", kernel.release))
+            GROUP.pass(name, format!("{}: dma-buf registration needs 5.12", kernel.release))
         }
         Some(kernel) => GROUP.warn(
             name,
-            format!("{} is older than 5.12, which brought dma-buf registration", kernel.release),
+            format!("{} is older than 5.12, which dma-buf registration needs", kernel.release),
             "use Linux 5.12 or newer, or `sudo modprobe nvidia-peermem` with MLNX_OFED",
         ),
-        None => GROUP.skip(name, "/proc/sys/kernel/osrelease has no version in it"),
+        None => GROUP.skip(name, "/proc/sys/kernel/osrelease contains no version"),
     }
 }
 
 fn verbs_library(evidence: &Evidence) -> Check {
     let name = "libibverbs";
-    let fix = "install rdma-core 34 or newer (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`)";
+    let fix = "install rdma-core 34 or newer (Debian, Ubuntu: `sudo apt install libibverbs1 \
+               ibverbs-providers`)";
     let Some(library) = evidence.system.verbs_library() else {
-        let why = "libibverbs.so.1 is in none of the standard library folders";
+        let why = "libibverbs.so.1 is in none of the standard library directories";
         if evidence.rdma.is_empty() {
             return GROUP.skip(name, format!("{why}; there is no RDMA device that would need it"));
         }
@@ -177,11 +181,20 @@ fn verbs_library(evidence: &Evidence) -> Check {
     match (library.supports_dma_buf_mr(), library.rdma_core) {
         (Some(true), Some(release)) => GROUP.pass(
             name,
-            format!("rdma-core {release} by its file name ({path}); ibv_reg_dmabuf_mr came with 34"),
+            format!("rdma-core {release} by its file name ({path}); ibv_reg_dmabuf_mr needs 34"),
         ),
-        (Some(true), None) => GROUP.pass(name, format!("{path} has interface 1.12 or newer, and so ibv_reg_dmabuf_mr")),
-        (Some(false), _) => GROUP.warn(name, format!("{path} is older than interface 1.12 (rdma-core 34), which brought ibv_reg_dmabuf_mr"), fix),
-        (None, _) => GROUP.skip(name, format!("{path} is there; its file name does not tell its version")),
+        (Some(true), None) => GROUP.pass(
+            name,
+            format!("{path} has interface 1.12 or newer, which includes ibv_reg_dmabuf_mr"),
+        ),
+        (Some(false), _) => GROUP.warn(
+            name,
+            format!(
+                "{path} is older than interface 1.12 (rdma-core 34), which ibv_reg_dmabuf_mr needs"
+            ),
+            fix,
+        ),
+        (None, _) => GROUP.skip(name, format!("{path} is installed; its file name has no version")),
     }
 }
 
@@ -205,8 +218,9 @@ fn peer_memory(evidence: &Evidence) -> Check {
     GROUP.fail(
         name,
         format!("{why}, and dma-bufs cannot be registered: {}", obstacles.join("; ")),
-        "`sudo modprobe nvidia-peermem`; if it refuses with \"Invalid argument\", the RDMA drivers have no \
-         peer-memory support: install MLNX_OFED or DOCA-OFED and rebuild the NVIDIA modules",
+        "`sudo modprobe nvidia-peermem`; if it fails with \"Invalid argument\", the RDMA drivers \
+         have no peer-memory support: install MLNX_OFED or DOCA-OFED and rebuild the NVIDIA \
+         modules",
     )
 }
 
@@ -214,19 +228,22 @@ fn peer_mapping_override(evidence: &Evidence) -> Check {
     let system = &evidence.system;
     let name = "PeerMappingOverride";
     let hardware = usable_hardware(evidence);
-    let posting = hardware.iter().any(|device| device.driver.as_deref() == Some("mlx5"));
-    if !posting || system.nvidia_driver().is_none() {
-        return GROUP.skip(name, "it only matters to mapping a ConnectX doorbell page for a GPU");
+    let has_connectx = hardware.iter().any(|device| device.driver.as_deref() == Some("mlx5"));
+    if !has_connectx || system.nvidia_driver().is_none() {
+        return GROUP.skip(name, "only needed to map a ConnectX doorbell page for a GPU");
     }
     match system.nvidia_params().peer_mapping_override {
-        Some(true) => GROUP.pass(name, "set: ordinary users may map a NIC's doorbell page for the GPU"),
+        Some(true) => {
+            GROUP.pass(name, "set: unprivileged users may map a NIC's doorbell page for the GPU")
+        }
         Some(false) => GROUP.warn(
             name,
-            "not set: only root may map a NIC's doorbell page for the GPU; for others a CPU thread rings it",
+            "not set: only root may map a NIC's doorbell page for the GPU; for other users a CPU \
+             thread rings the doorbell",
             "`echo 'options nvidia NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' | sudo tee -a \
              /etc/modprobe.d/warpwire.conf`, then reload the nvidia module",
         ),
-        None => GROUP.skip(name, "/proc/driver/nvidia/params does not tell"),
+        None => GROUP.skip(name, "not in /proc/driver/nvidia/params"),
     }
 }
 
@@ -235,7 +252,7 @@ fn distances(evidence: &Evidence) -> Vec<Check> {
     let near: Vec<&BestNic> =
         evidence.topology.best.iter().filter(|best| is_rdma(&best.name)).collect();
     if near.is_empty() {
-        let why = "there is no pair of a GPU and an RDMA device to measure";
+        let why = "there is no GPU with an RDMA device";
         return vec![GROUP.skip("GPU to NIC distance", why)];
     }
     near.into_iter().map(distance).collect()
@@ -243,21 +260,26 @@ fn distances(evidence: &Evidence) -> Vec<Check> {
 
 fn distance(best: &BestNic) -> Check {
     let name = format!("{} to {}", best.gpu, best.name);
-    let letters = best.distance;
-    match letters {
+    let level = best.distance;
+    match level {
         Distance::Same | Distance::Pix | Distance::Pxb => GROUP.pass(
             name,
-            format!("{letters}: they share a root complex and a root port, so that traffic between them stays in PCIe switches"),
+            format!(
+                "{level}: they share a root port, so traffic between them stays in PCIe switches"
+            ),
         ),
         Distance::Phb => GROUP.warn(
             name,
-            "PHB: they share a root complex, which traffic between them must cross",
-            "put both below one PCIe switch, if the machine has one",
+            "PHB: they share a root complex, which traffic between them has to cross",
+            "move both below one PCIe switch, if the machine has one",
         ),
         Distance::Node | Distance::Sys => GROUP.warn(
             name,
-            format!("{letters}: they share no root complex; peer traffic between root complexes is slow or refused"),
-            "move the NIC or the GPU to a slot below the same PCIe switch, or let data be staged",
+            format!(
+                "{level}: they share no root complex; peer-to-peer traffic between root complexes \
+                 is slow or unsupported"
+            ),
+            "move the NIC or the GPU to a slot below the same PCIe switch, or use staging",
         ),
     }
 }

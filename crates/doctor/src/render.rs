@@ -1,4 +1,4 @@
-//! A report as text: one line per check, verdicts at the end.
+//! Renders a report as text: one line per check, then the verdicts.
 
 use std::fmt::Write;
 
@@ -12,8 +12,8 @@ const YELLOW: &str = "\x1b[33m";
 const GREY: &str = "\x1b[90m";
 
 impl Report {
-    /// The report for people: `PASS  what  — why  — fix`, group by group, then the verdicts.
-    /// With `colour`, statuses are coloured for a terminal.
+    /// The report as text: lines `PASS  name  — why  — fix`, ordered by group, then the verdicts.
+    /// With `colour`, statuses are coloured by ANSI escape sequences.
     pub fn to_text(&self, colour: bool) -> String {
         let paint = |text: &str, style: &str| {
             if colour { format!("{style}{text}{RESET}") } else { text.to_owned() }
@@ -41,7 +41,7 @@ impl Report {
     }
 }
 
-/// What, why and fix.
+/// Name, reason and fix, without control characters.
 fn one_line(check: &Check) -> String {
     let mut line = format!("{}  — {}", check.name, check.why);
     if let Some(fix) = &check.fix {
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_each_and_no_control_characters_from_files() {
+    fn each_check_is_one_line_without_control_characters() {
         assert_eq!(
             report().to_text(false),
             "GPU\nPASS  driver  — version 580\nFAIL  node  — miss [31ming here  — run it\n\
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn colour_is_only_there_if_asked_for() {
+    fn output_is_coloured_on_request_only() {
         assert!(report().to_text(true).contains("\x1b[32mPASS\x1b[0m"));
         assert!(!report().to_text(false).contains('\x1b'));
     }

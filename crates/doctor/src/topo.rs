@@ -1,4 +1,4 @@
-//! How far GPUs, NICs and processors are from each other, in `nvidia-smi topo -m`'s letters.
+//! PCIe and NUMA distances between GPUs, NICs and CPUs, in the notation of `nvidia-smi topo -m`.
 
 use std::fmt;
 
@@ -7,22 +7,22 @@ use serde::Serialize;
 use super::printable;
 use warpwire::host::{PciAddress, PciDevice, System};
 
-/// What lies between two PCI functions; nearer is less.
+/// The distance between two PCI functions, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Distance {
-    /// It is the same function.
+    /// The same function.
     #[serde(rename = "X")]
     Same,
-    /// At most a single PCIe switch.
+    /// Across at most a single PCIe switch.
     Pix,
-    /// Several PCIe switches, and no host bridge.
+    /// Across several PCIe switches, without a host bridge.
     Pxb,
-    /// A PCIe host bridge (the processor's root complex).
+    /// Across a PCIe host bridge (the CPU's root complex).
     Phb,
-    /// Different host bridges of one NUMA node.
+    /// Across host bridges within a NUMA node.
     Node,
-    /// The link between NUMA nodes; also where the nodes are not known.
+    /// Across the link between NUMA nodes, or the nodes are not known.
     Sys,
 }
 
@@ -42,15 +42,15 @@ impl fmt::Display for Distance {
 /// A GPU in the matrix.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TopologyGpu {
-    /// `GPU0`, in PCI order as `nvidia-smi` counts.
+    /// `GPU0`, numbered in PCI order as by `nvidia-smi`.
     pub label: String,
-    /// Its name, where the driver gives one.
+    /// Marketing name, if the driver reports one.
     pub model: Option<String>,
-    /// Where it sits.
+    /// PCI address.
     pub address: PciAddress,
-    /// The processors of its NUMA node.
+    /// The CPUs of its NUMA node: `0-15`.
     pub cpu_affinity: Option<String>,
-    /// Its NUMA node.
+    /// Its NUMA node, if known.
     pub numa_node: Option<u32>,
 }
 
@@ -59,43 +59,43 @@ pub struct TopologyGpu {
 pub struct TopologyNic {
     /// `NIC0`; RDMA devices come first.
     pub label: String,
-    /// The RDMA device's or the interface's name.
+    /// Name of the RDMA device or network interface.
     pub name: String,
-    /// Where it sits.
+    /// PCI address.
     pub address: PciAddress,
-    /// Whether it is an RDMA device and not a plain interface.
+    /// Whether it is an RDMA device rather than a plain interface.
     pub rdma: bool,
-    /// Whether it can carry traffic now.
+    /// Whether a port is active, or the interface is up.
     pub active: bool,
-    /// The processors of its NUMA node.
+    /// The CPUs of its NUMA node: `0-15`.
     pub cpu_affinity: Option<String>,
-    /// Its NUMA node.
+    /// Its NUMA node, if known.
     pub numa_node: Option<u32>,
 }
 
-/// A NUMA node's processors.
+/// The CPUs of a NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CpuNode {
-    /// The node's number.
+    /// Node number.
     pub node: u32,
-    /// Its processors: `0-15`.
+    /// CPU list: `0-15`.
     pub cpus: String,
 }
 
 /// The NIC that a GPU should use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BestNic {
-    /// `GPU0`.
+    /// Label of the GPU: `GPU0`.
     pub gpu: String,
-    /// `NIC0`.
+    /// Label of the NIC: `NIC0`.
     pub nic: String,
-    /// The NIC's own name.
+    /// Device or interface name of the NIC.
     pub name: String,
-    /// How far it is.
+    /// The distance between the two.
     pub distance: Distance,
 }
 
-/// A machine's GPUs, NICs and processors, and the distances between them.
+/// A machine's GPUs, NICs and CPUs, and the distances between them.
 ///
 /// ```
 /// use warpwire::host::System;
@@ -107,18 +107,18 @@ pub struct BestNic {
 pub struct Topology {
     /// GPUs, in PCI order.
     pub gpus: Vec<TopologyGpu>,
-    /// NICs: RDMA devices with a PCI function, then interfaces that no RDMA device covers.
+    /// NICs: RDMA devices with a PCI function, then the interfaces of other PCI functions.
     pub nics: Vec<TopologyNic>,
     /// NUMA nodes.
     pub cpus: Vec<CpuNode>,
-    /// Distances from each to each, GPUs first and NICs after them.
+    /// Matrix of distances; rows and columns are the GPUs followed by the NICs.
     pub distances: Vec<Vec<Distance>>,
     /// The best NIC for each GPU; empty if there is no NIC.
     pub best: Vec<BestNic>,
 }
 
 impl Topology {
-    /// Reads a machine's topology.
+    /// Reads a machine's topology from sysfs.
     pub fn read(system: &System) -> Self {
         let nodes = system.numa_nodes().into_iter();
         let cpus: Vec<CpuNode> =
@@ -132,30 +132,32 @@ impl Topology {
         };
         let gpu_addresses = topology.gpus.iter().map(|gpu| gpu.address);
         let nic_addresses = topology.nics.iter().map(|nic| nic.address);
-        let places: Vec<Place> =
-            gpu_addresses.chain(nic_addresses).map(|address| Place::of(system, address)).collect();
-        topology.distances = places
+        let functions: Vec<TreeNode> = gpu_addresses
+            .chain(nic_addresses)
+            .map(|address| TreeNode::of(system, address))
+            .collect();
+        topology.distances = functions
             .iter()
             .enumerate()
             .map(|(row, a)| {
                 let to = |(column, b)| {
                     if row == column { Distance::Same } else { a.distance(b) }
                 };
-                places.iter().enumerate().map(to).collect()
+                functions.iter().enumerate().map(to).collect()
             })
             .collect();
         topology.best = topology.choose_nics();
         topology
     }
 
-    /// The distance between a GPU and a NIC, by their places in [`Self::gpus`] and [`Self::nics`].
+    /// The distance between a GPU and a NIC, by their indexes in [`Self::gpus`] and [`Self::nics`].
     pub fn gpu_to_nic(&self, gpu: usize, nic: usize) -> Option<Distance> {
         let column = self.gpus.len().checked_add(nic)?;
         self.distances.get(gpu)?.get(column).copied()
     }
 
-    /// Gives each GPU the nearest NIC of the best sort there is; among equals, the one that the fewest
-    /// GPUs have so far, so that eight GPUs spread over eight NICs.
+    /// Assigns each GPU the nearest NIC of the best available kind; among equals, the one with the
+    /// fewest GPUs so far, so that eight GPUs are spread over eight NICs.
     fn choose_nics(&self) -> Vec<BestNic> {
         let mut users = vec![0_usize; self.nics.len()];
         let mut best = Vec::new();
@@ -164,13 +166,13 @@ impl Topology {
             let chosen = candidates
                 .filter_map(|(index, (nic, &nic_users))| {
                     let distance = self.gpu_to_nic(gpu_index, index)?;
-                    let sort = match (nic.active, nic.rdma) {
+                    let preference = match (nic.active, nic.rdma) {
                         (true, true) => 0,
                         (true, false) => 1,
                         (false, true) => 2,
                         (false, false) => 3,
                     };
-                    Some(((sort, distance, nic_users, index), nic))
+                    Some(((preference, distance, nic_users, index), nic))
                 })
                 .min_by_key(|(rank, _)| *rank);
             let Some(((_, distance, _, index), nic)) = chosen else {
@@ -258,13 +260,13 @@ fn affinity(
     (numa_node, cpus.filter(|cpus| !cpus.is_empty()))
 }
 
-/// Where a function hangs in the tree of buses.
-struct Place {
+/// The position of a function in the PCI tree.
+struct TreeNode {
     device: Option<PciDevice>,
     numa_node: Option<u32>,
 }
 
-impl Place {
+impl TreeNode {
     fn of(system: &System, address: PciAddress) -> Self {
         Self { device: system.pci_device(&address), numa_node: system.numa_node_of(&address) }
     }
@@ -284,8 +286,8 @@ impl Place {
     }
 }
 
-/// Two functions below one PCIe switch differ in the switch's downstream port only; every further
-/// bridge that only one of them has above it means a further switch between them.
+/// Two functions below one PCIe switch differ in the switch's downstream port only; each further
+/// bridge above only one of them is a further switch between them.
 fn below_one_host_bridge(a: &[PciAddress], b: &[PciAddress]) -> Distance {
     let shared = a.iter().zip(b).take_while(|(x, y)| x == y).count();
     let own = (a.len() - shared).max(b.len() - shared);
@@ -309,10 +311,10 @@ Legend:
   X    = Self
   SYS  = Across the link between NUMA nodes (or the nodes are not known)
   NODE = Across PCIe host bridges within a NUMA node
-  PHB  = Across a PCIe host bridge (the processor's root complex)
+  PHB  = Across a PCIe host bridge (the CPU's root complex)
   PXB  = Across several PCIe switches, without a host bridge
   PIX  = Across at most a single PCIe switch
-  NVLink is not shown: this matrix is of PCIe, read from /sys.
+  NVLink is not shown: the matrix shows PCIe, read from /sys.
 ";
 
 impl Topology {
@@ -358,11 +360,11 @@ impl Topology {
             writeln!(f, "\nNIC Legend:")?;
         }
         for nic in &self.nics {
-            let sort = if nic.rdma { "RDMA" } else { "plain interface" };
+            let kind = if nic.rdma { "RDMA" } else { "plain interface" };
             let state = if nic.active { "" } else { ", not active" };
             writeln!(
                 f,
-                "  {}: {} ({}, {sort}{state})",
+                "  {}: {} ({}, {kind}{state})",
                 nic.label,
                 printable(&nic.name),
                 nic.address
@@ -391,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn bridges_give_the_letters() {
+    fn distances_follow_from_the_bridges() {
         let gpu = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:00.0"]);
         let same_switch = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:01.0"]);
         let second_switch =
@@ -405,14 +407,14 @@ mod tests {
     }
 
     #[test]
-    fn unknown_places_are_far() {
-        let nowhere = |numa_node| Place { device: None, numa_node };
-        assert_eq!(nowhere(None).distance(&nowhere(None)), Distance::Sys);
-        assert_eq!(nowhere(Some(0)).distance(&nowhere(Some(1))), Distance::Sys);
-        assert_eq!(nowhere(Some(1)).distance(&nowhere(Some(1))), Distance::Node);
+    fn functions_with_unknown_bridges_are_compared_by_node() {
+        let unknown = |numa_node| TreeNode { device: None, numa_node };
+        assert_eq!(unknown(None).distance(&unknown(None)), Distance::Sys);
+        assert_eq!(unknown(Some(0)).distance(&unknown(Some(1))), Distance::Sys);
+        assert_eq!(unknown(Some(1)).distance(&unknown(Some(1))), Distance::Node);
     }
 
-    /// GPUs and NICs that are all equally far: the NICs must share the load.
+    /// GPUs and NICs at equal distances.
     fn equal(gpu_count: usize, nics: &[(bool, bool)]) -> Topology {
         let address: PciAddress = "0000:00:00.0".parse().unwrap();
         let total = gpu_count + nics.len();
@@ -446,14 +448,14 @@ mod tests {
     }
 
     #[test]
-    fn equal_nics_are_spread() {
+    fn gpus_are_spread_over_equal_nics() {
         let chosen = equal(8, &[(true, true); 8]).choose_nics();
         let names: Vec<_> = chosen.iter().map(|best| best.nic.as_str()).collect();
         assert_eq!(names, ["NIC0", "NIC1", "NIC2", "NIC3", "NIC4", "NIC5", "NIC6", "NIC7"]);
     }
 
     #[test]
-    fn rdma_that_works_is_preferred_and_no_nic_is_no_choice() {
+    fn active_rdma_devices_are_preferred() {
         let mixed = equal(1, &[(false, true), (true, false), (true, true)]);
         assert_eq!(mixed.choose_nics()[0].nic, "NIC2");
         assert!(equal(3, &[]).choose_nics().is_empty());

@@ -1,4 +1,5 @@
-//! Registration tried for real: every sort of memory on this machine, in every way, with data through it.
+//! Registration trials: registers each kind of memory on this machine in each way, and moves data
+//! through it.
 #![allow(unsafe_code)]
 
 use std::fmt::Write;
@@ -16,46 +17,46 @@ use warpwire::verbs::{
     WrOp,
 };
 
-/// How much memory is tried.
+/// Length of the registered memory, in bytes.
 const LEN: u64 = 1 << 20;
-/// Where in it data goes: on no boundary of anything.
+/// Offset of the data in it: deliberately unaligned.
 const AT: u64 = 4099;
 const DATA: usize = 100_003;
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// One way of registering one sort of memory, and what came of it.
+/// The result of registering one kind of memory in one way.
 #[derive(Clone, Debug, Serialize)]
 pub struct Trial {
-    /// Which memory.
+    /// The kind of memory: `host`, `cuda:0 plain`, …
     pub memory: String,
-    /// How it was named.
+    /// How it was registered: `handle`, `address`, `dma-buf, pinned`, …
     pub by: &'static str,
-    /// What came of it.
+    /// The result.
     #[serde(flatten)]
     pub outcome: TrialOutcome,
 }
 
-/// What came of a [`Trial`].
+/// The result of a [`Trial`].
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "outcome", rename_all = "lowercase")]
 pub enum TrialOutcome {
-    /// It was registered, and a write and a read went through it as they should.
+    /// The memory was registered, and an RDMA write and a read transferred the right data.
     Works {
-        /// How the memory is reached.
+        /// How the memory is accessed.
         path: String,
-        /// How long registering took, in microseconds.
+        /// Time to register, in microseconds.
         register_us: f64,
-        /// Why not in better ways.
+        /// Why no better path is used.
         why: Vec<String>,
     },
-    /// It was refused.
+    /// The registration or the transfer failed.
     Refused {
-        /// Why, and what to do.
+        /// The reason, and what to do.
         why: String,
     },
 }
 
-/// A way to name memory.
+/// How memory is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
     Handle,
@@ -87,14 +88,14 @@ impl By {
     }
 }
 
-/// Memory to try, and a way to look at it that has nothing to do with registration.
+/// The memory under test, which can be read without its registration.
 enum Subject {
     Host(HostMemory),
     Device(Allocation),
 }
 
-/// Tries to register every sort of memory that this machine has, in every way, and moves data through what is
-/// registered: from one software HCA to another of this process. Takes a second or so.
+/// Registers each kind of memory that this machine has, in each way, and moves data through it from
+/// one software HCA of this process to another. Takes about a second.
 ///
 /// ```
 /// use warpwire_doctor::{TrialOutcome, try_registrations};
@@ -107,7 +108,7 @@ pub fn try_registrations() -> Result<Vec<Trial>> {
     let bench = Bench::new()?;
     let mut trials = Vec::new();
     let mut all = |memory: &str, subject: &Result<Subject>| {
-        // What is found out once in a process, as the fastest copies are, is not to be part of a figure.
+        // Warm-up: excludes one-time costs of the process, such as measuring the fastest copies.
         if let Ok(subject) = subject {
             let _ = bench.register(subject, By::Handle);
         }
@@ -132,7 +133,7 @@ pub fn try_registrations() -> Result<Vec<Trial>> {
     Ok(trials)
 }
 
-/// Two devices that talk, of which the second has the memory that is tried.
+/// Two connected software HCAs; the second one registers the memory under test.
 struct Bench {
     near: Context,
     far: Context,
@@ -148,7 +149,7 @@ impl Bench {
         let hub = Hub::new();
         let open = |last: u8| Context::open(hub.endpoint(([10, 0, 0, last], 4791).into())?);
         let (near, far) = (open(1)?, open(2)?);
-        let (pd, far_pd) = (near.pd(), far.pd());
+        let (pd, far_pd) = (near.alloc_pd(), far.alloc_pd());
         let (cq, far_cq) = (near.create_cq(16)?, far.create_cq(16)?);
         let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
         let peer = far.create_qp(&far_pd, &far_cq, &far_cq, QpOptions::default())?;
@@ -176,7 +177,8 @@ impl Bench {
             },
         };
         match (subject, by) {
-            // SAFETY: the subject outlives the registration, and is only touched through views of shared memory.
+            // SAFETY: the subject outlives the registration, and is accessed through shared views
+            // only.
             (_, By::Address) => unsafe { context.register_address(pd, address, LEN, None, rights) },
             // SAFETY: as above.
             (_, By::OnDemand) => unsafe {
@@ -198,7 +200,7 @@ impl Bench {
         }
     }
 
-    /// Writes to it and reads it back, and looks whether all is where it should be.
+    /// Writes to the memory and reads it back by RDMA, and compares the data.
     fn exercise(&self, subject: &Subject, mr: &Mr) -> Result<()> {
         let sent: Vec<u8> = (0..DATA).map(|i| (i * 7 + i / 251) as u8).collect();
         let own = HostMemory::new(2 * DATA as u64)?;
@@ -212,7 +214,7 @@ impl Bench {
             Subject::Device(memory) => memory.read(AT, &mut seen)?,
         }
         let wrong = |what: &'static str| {
-            Error::new(Kind::DeviceLost, what).why("other bytes were found than were sent")
+            Error::new(Kind::DeviceLost, what).why("the data differs from what was sent")
         };
         if seen != sent {
             return Err(wrong("write to registered memory"));
@@ -226,16 +228,16 @@ impl Bench {
     fn finish(&self, request: SendRequest<'_>) -> Result<()> {
         self.qp.post_send(&[request])?;
         let failed = |why: String| Error::new(Kind::DeviceLost, "use registered memory").why(why);
-        let done = self.cq.next(PATIENCE)?;
+        let done = self.cq.wait_next(TIMEOUT)?;
         match done {
             Some(done) if done.is_success() => Ok(()),
-            Some(done) => Err(failed(format!("the work ended with {:?}", done.status))),
-            None => Err(failed("the work did not end".into())),
+            Some(done) => Err(failed(format!("the request completed with {:?}", done.status))),
+            None => Err(failed("the request did not complete in time".into())),
         }
     }
 }
 
-/// The trials as a table: what works first, then what does not, with the reasons.
+/// The trials as a table: successful ones first, then failed ones, with reasons.
 pub fn registrations_to_text(trials: &[Trial]) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.

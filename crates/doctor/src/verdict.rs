@@ -1,4 +1,4 @@
-//! What follows from the evidence, capability by capability.
+//! Verdicts: whether the machine has each capability, derived from the evidence.
 
 use serde::Serialize;
 
@@ -10,25 +10,25 @@ use warpwire::host::FileAccess;
 pub(super) const GPU: &str = "GPU";
 pub(super) const SIMULATED_GPU: &str = "simulated GPU";
 
-/// Whether the machine can do it.
+/// Whether the machine has a capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Answer {
-    /// It can.
+    /// It has.
     Yes,
-    /// It cannot.
+    /// It does not.
     No,
-    /// It can in part or by a slower way, or it is not known for sure.
+    /// In part, by a slower path, or not known for certain.
     Partly,
 }
 
-/// What the machine can do in one respect.
+/// Whether and how the machine has one capability.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Verdict {
-    /// `GPU`, `CPU windows`, `GPU memory registration`, `hardware RDMA`, `stream-ordered operations`,
-    /// `software RDMA over UDP`, `simulated GPU`.
+    /// `GPU`, `CPU windows`, `GPU memory registration`, `hardware RDMA`, `stream-ordered
+    /// operations`, `software RDMA over UDP`, `simulated GPU`.
     pub capability: String,
-    /// Whether it can.
+    /// Whether the machine has it.
     pub answer: Answer,
     /// How, or why not.
     pub text: String,
@@ -50,7 +50,7 @@ pub(super) fn all(evidence: &Evidence) -> Vec<Verdict> {
     ]
 }
 
-/// Why there is no CUDA device to work with; `None` if there is one.
+/// Why no CUDA device is usable; `None` if one is.
 fn no_cuda(evidence: &Evidence) -> Option<String> {
     let cuda = &evidence.probes.cuda;
     if cuda.working_devices().next().is_some() {
@@ -68,14 +68,14 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
     })
 }
 
-/// Why CUDA is known not to work; `None` if it works, or was not tried.
+/// Why CUDA does not work; `None` if it works or was not tried.
 fn broken_cuda(evidence: &Evidence) -> Option<String> {
     let tried = !matches!(evidence.probes.cuda.library, Outcome::NotTried { .. });
     no_cuda(evidence).filter(|_| tried)
 }
 
 fn gpu(evidence: &Evidence) -> Verdict {
-    let on_the_bus = evidence.gpus.len();
+    let on_pci = evidence.gpus.len();
     let cuda = &evidence.probes.cuda;
     match no_cuda(evidence) {
         None => {
@@ -83,26 +83,26 @@ fn gpu(evidence: &Evidence) -> Verdict {
             let names = counted(names.collect());
             let version = cuda.version().unwrap_or_else(|| "of unknown version".to_owned());
             let working = cuda.working_devices().count();
-            let rest = if working < on_the_bus {
-                format!(" ({working} of the {on_the_bus} on the PCI buses)")
+            let rest = if working < on_pci {
+                format!(" ({working} of the {on_pci} on the PCI buses)")
             } else {
                 String::new()
             };
             verdict(GPU, Answer::Yes, format!("{names} through CUDA {version}{rest}"))
         }
-        Some(_) if on_the_bus == 0 && cuda.devices.is_empty() => {
+        Some(_) if on_pci == 0 && cuda.devices.is_empty() => {
             verdict(GPU, Answer::No, "no CUDA device: there is no NVIDIA GPU on the PCI buses")
         }
         Some(why) if broken_cuda(evidence).is_none() => verdict(
             GPU,
             Answer::Partly,
-            format!("{on_the_bus} on the PCI buses, but CUDA is not known to work: {why}"),
+            format!("{on_pci} on the PCI buses, but CUDA is not known to work: {why}"),
         ),
         Some(why) => verdict(GPU, Answer::No, format!("no CUDA device: {why}")),
     }
 }
 
-/// `NVIDIA H200`, or `8 × NVIDIA H200`: equal names once.
+/// Joins names, equal ones with a count: `8 × NVIDIA H200`.
 fn counted(names: Vec<&str>) -> String {
     let mut shown: Vec<String> = Vec::new();
     for (index, name) in names.iter().enumerate() {
@@ -124,7 +124,7 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
         return verdict(
             capability,
             Answer::No,
-            "there is no GPU to map (the simulated GPU's memory always is)",
+            "there is no GPU to map (simulated GPU memory is always mapped)",
         );
     }
     if let Some(why) = broken_cuda(evidence) {
@@ -142,23 +142,24 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
             capability,
             Answer::Yes,
             format!(
-                "expected, through the resource manager's map call: {nodes} are open to this user"
+                "expected, through the resource manager's map call: {nodes} are accessible to this \
+                 user"
             ),
         ),
         Err(_) if system.access("/dev/gdrdrv") == FileAccess::ReadWrite => verdict(
             capability,
             Answer::Yes,
-            "expected, through /dev/gdrdrv, which is open to this user",
+            "expected, through /dev/gdrdrv, which is accessible to this user",
         ),
         Err(why) => verdict(
             capability,
             Answer::No,
-            format!("every copy is staged: {why}, and no other path is open"),
+            format!("every copy is staged: {why}, and no other path is available"),
         ),
     }
 }
 
-/// The verdict where windows were really tried.
+/// The verdict if opening a window was tried.
 fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
     let capability = "CPU windows";
     let without = evidence.probes.cuda.working_devices().filter(|other| !other.window.worked());
@@ -172,7 +173,7 @@ fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
                 false => verdict(
                     capability,
                     Answer::Partly,
-                    format!("through {path}, but not onto {}", some_of(&without)),
+                    format!("through {path}, but not for {}", some_of(&without)),
                 ),
             }
         }
@@ -209,7 +210,7 @@ fn registration(evidence: &Evidence) -> Verdict {
             capability,
             Answer::Yes,
             format!(
-                "expected, by dma-buf: export works, and the drivers of {} take dma-bufs",
+                "expected, by dma-buf: export works, and the drivers of {} accept dma-bufs",
                 some_of(&names)
             ),
         ),
@@ -226,7 +227,7 @@ fn registration(evidence: &Evidence) -> Verdict {
     }
 }
 
-/// The names of the RDMA hardware that can be used, or why there is none.
+/// The names of the usable RDMA devices, or why there are none.
 fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
     let system = &evidence.system;
     let devices = &evidence.rdma;
@@ -252,7 +253,7 @@ fn hardware_rdma(evidence: &Evidence) -> Verdict {
         Ok(names) => verdict(
             capability,
             Answer::Yes,
-            format!("expected, with {}: active, and open to this user", some_of(&names)),
+            format!("expected, with {}: active, and accessible to this user", some_of(&names)),
         ),
         Err(why) => verdict(capability, Answer::No, format!("because {why}")),
     }
@@ -303,7 +304,7 @@ fn software_rdma(evidence: &Evidence) -> Verdict {
 fn simulated_gpu(evidence: &Evidence) -> Verdict {
     match &evidence.probes.memfd {
         Outcome::Worked => {
-            verdict(SIMULATED_GPU, Answer::Yes, "its memory can be made (memfd_create worked)")
+            verdict(SIMULATED_GPU, Answer::Yes, "its memory can be created (memfd_create worked)")
         }
         Outcome::Failed { why } => {
             verdict(SIMULATED_GPU, Answer::No, format!("memfd_create failed: {why}"))

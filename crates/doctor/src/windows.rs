@@ -1,4 +1,4 @@
-//! CPU windows: mappings of GPU memory that the processor loads from and stores to.
+//! Checks of CPU windows: mappings of GPU memory for loads and stores by the CPU.
 
 use super::gpu::gpu_nodes;
 use super::{Check, CudaDeviceProbe, Evidence, Group, Outcome};
@@ -7,9 +7,9 @@ use warpwire::units;
 
 const GROUP: Group = Group::CpuWindows;
 
-/// The size of BAR1 where firmware does not let it grow.
+/// The size of BAR1 without Resizable BAR.
 const SMALL_BAR1: u64 = 256 << 20;
-/// The first driver branch whose dma-bufs can be mapped (CUDA 13.3).
+/// The first driver branch whose dma-bufs support `mmap` (CUDA 13.3).
 const FIRST_MAPPABLE_BRANCH: u32 = 610;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
@@ -28,7 +28,8 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 
 fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
     let name = format!("{} BAR1", gpu.address);
-    let fix = "switch on Above 4G Decoding and Resizable BAR in the firmware's set-up; for a VM, give it a large 64-bit PCI window";
+    let fix = "enable Above 4G Decoding and Resizable BAR in the firmware setup; for a VM, \
+               configure a large 64-bit PCI window";
     let Some(bar) = gpu.bar1() else {
         return GROUP.skip(name, "no prefetchable memory window in the device's `resource` file");
     };
@@ -42,26 +43,36 @@ fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
     match memory {
         Some(memory) if bar.size >= memory => {
             let memory = units::bytes(memory);
-            GROUP.pass(name, format!("{size}, for {memory} of memory: all of it fits at once"))
+            GROUP.pass(name, format!("{size}, for {memory} of memory: all of it can be mapped"))
         }
         Some(memory) => {
             let memory = units::bytes(memory);
-            GROUP.warn(name, format!("{size}, for {memory} of memory: only a part can be mapped or registered at once"), fix)
+            let why = format!(
+                "{size}, for {memory} of memory: only a part can be mapped or registered at a time"
+            );
+            GROUP.warn(name, why, fix)
         }
         None if bar.size <= SMALL_BAR1 => {
-            GROUP.warn(name, format!("{size}, less than any current GPU's memory: only a part can be mapped or registered at once"), fix)
+            let why = format!(
+                "{size}, less than any current GPU's memory: only a part can be mapped or \
+                 registered at a time"
+            );
+            GROUP.warn(name, why, fix)
         }
-        None => GROUP.skip(name, format!("{size}; not compared, since CUDA did not give the memory's size")),
+        None => GROUP.skip(
+            name,
+            format!("{size}; not compared, since CUDA did not report the memory's size"),
+        ),
     }
 }
 
-/// The real thing: a window onto scratch memory, by whatever path leads there.
+/// The result of opening a window to a scratch buffer, by any path.
 fn window(device: &CudaDeviceProbe) -> Check {
     let name = format!("cuda:{} CPU window", device.ordinal);
     match &device.window {
         Outcome::Worked => {
             let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
-            let why = format!("opened one onto 64 KiB, through {}", with_article(path));
+            let why = format!("opened one to 64 KiB, through {}", with_article(path));
             GROUP.pass(
                 name,
                 [vec![why], device.window_refused.clone()].concat().join("; not through "),
@@ -71,12 +82,13 @@ fn window(device: &CudaDeviceProbe) -> Check {
         Outcome::Failed { why } => GROUP.fail(
             name,
             why.clone(),
-            "open the nodes named below, or install gdrdrv-dkms; until then copies are staged",
+            "make the nodes listed below accessible, or install gdrdrv-dkms; until then copies are \
+             staged",
         ),
     }
 }
 
-/// `the resource manager`, `CUDA's dma-buf mmap`: a path's name in a sentence.
+/// A path's name in a sentence: `the resource manager`, `CUDA's dma-buf mmap`.
 pub(super) fn with_article(path: &str) -> String {
     match path {
         "resource manager" => format!("the {path}"),
@@ -85,7 +97,7 @@ pub(super) fn with_article(path: &str) -> String {
     }
 }
 
-/// The first device whose window was really tried, if any: one that worked before one that did not.
+/// The first device on which opening a window worked, or else the first on which it failed.
 pub(super) fn tried(evidence: &Evidence) -> Option<&CudaDeviceProbe> {
     let devices = &evidence.probes.cuda.devices;
     let failed = |device: &&CudaDeviceProbe| matches!(device.window, Outcome::Failed { .. });
@@ -98,18 +110,24 @@ fn dma_buf_mmap(evidence: &Evidence, device: &CudaDeviceProbe) -> Check {
     match &device.dmabuf_mmap {
         Outcome::Worked => GROUP.pass(name, "mapped an exported dma-buf"),
         Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } if driver.is_some_and(|d| d.major >= FIRST_MAPPABLE_BRANCH) => GROUP.warn(
-            name,
-            format!("this driver should map dma-bufs, yet: {why}"),
-            "see `sudo dmesg | grep -i nvrm`; until then the next path is taken",
-        ),
-        Outcome::Failed { why } => {
-            GROUP.skip(name, format!("{why}: drivers before R{FIRST_MAPPABLE_BRANCH} do not offer it; the next path is taken"))
+        Outcome::Failed { why } if driver.is_some_and(|d| d.major >= FIRST_MAPPABLE_BRANCH) => {
+            GROUP.warn(
+                name,
+                format!("this driver should map dma-bufs, but failed: {why}"),
+                "see `sudo dmesg | grep -i nvrm`; until then the next path is used",
+            )
         }
+        Outcome::Failed { why } => GROUP.skip(
+            name,
+            format!(
+                "{why}: not supported by drivers before R{FIRST_MAPPABLE_BRANCH}; the next path \
+                 is used"
+            ),
+        ),
     }
 }
 
-/// Whether the resource manager's nodes are open to this user; the reason, where they are not.
+/// The resource manager's device nodes, if accessible to this user; otherwise the reason.
 pub(super) fn resource_manager(system: &System) -> Result<String, String> {
     let control = "/dev/nvidiactl";
     if system.access(control) != FileAccess::ReadWrite {
@@ -127,9 +145,9 @@ pub(super) fn resource_manager(system: &System) -> Result<String, String> {
 fn describe(access: FileAccess) -> &'static str {
     match access {
         FileAccess::Missing => "missing",
-        FileAccess::Denied => "closed to this user",
+        FileAccess::Denied => "not accessible to this user",
         FileAccess::ReadOnly => "read-only for this user",
-        FileAccess::ReadWrite => "open to this user",
+        FileAccess::ReadWrite => "accessible to this user",
     }
 }
 
@@ -139,14 +157,19 @@ fn resource_manager_check(evidence: &Evidence) -> Check {
     let tried = devices.iter().any(|device| device.window_path.as_deref() == Some(name));
     match resource_manager(&evidence.system) {
         Ok(nodes) => {
-            let tried = if tried { "it mapped some" } else { "not tried here" };
-            GROUP.pass(name, format!("{nodes} are open to this user, who may then ask the driver to map memory; {tried}"))
+            let tried = if tried { "a mapping worked" } else { "not tried here" };
+            GROUP.pass(
+                name,
+                format!(
+                    "{nodes} are accessible to this user, so the driver can map memory; {tried}"
+                ),
+            )
         }
         Err(why) => GROUP.fail(
             name,
             why,
-            "make the nodes with `sudo nvidia-modprobe -u -c 0` and open them with `sudo chmod 666 /dev/nvidia*`; \
-             in a container: `--gpus all`",
+            "create the nodes with `sudo nvidia-modprobe -u -c 0`, and make them accessible with \
+             `sudo chmod 666 /dev/nvidia*`; in a container: `--gpus all`",
         ),
     }
 }
@@ -158,16 +181,26 @@ fn gdrdrv(evidence: &Evidence) -> Check {
     let other_path = resource_manager(system).is_ok()
         || devices.iter().any(|device| device.dmabuf_mmap.worked() || device.window.worked());
     match system.access(name) {
-        FileAccess::ReadWrite => GROUP.pass(name, "gdrcopy's kernel module is there and open to this user"),
+        FileAccess::ReadWrite => {
+            GROUP.pass(name, "gdrcopy's kernel module is loaded and accessible to this user")
+        }
         found if other_path => {
             let found = describe(found);
-            GROUP.skip(name, format!("gdrcopy's device node is {found}, and not needed: another path is open"))
+            GROUP.skip(
+                name,
+                format!(
+                    "gdrcopy's device node is {found}, and not needed: another path is available"
+                ),
+            )
         }
         FileAccess::Missing => GROUP.warn(
             name,
-            "gdrcopy's device node is missing, and no other path to a CPU window is open",
-            "open the NVIDIA device nodes (see above), or install gdrdrv-dkms and `sudo modprobe gdrdrv`",
+            "gdrcopy's device node is missing, and no other path to a CPU window is available",
+            "make the NVIDIA device nodes accessible (see above), or install gdrdrv-dkms and \
+             `sudo modprobe gdrdrv`",
         ),
-        found => GROUP.warn(name, format!("it is {}", describe(found)), "`sudo chmod 666 /dev/gdrdrv`"),
+        found => {
+            GROUP.warn(name, format!("it is {}", describe(found)), "`sudo chmod 666 /dev/gdrdrv`")
+        }
     }
 }

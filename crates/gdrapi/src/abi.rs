@@ -3,48 +3,48 @@
 use std::ffi::{c_uint, c_ulong};
 use std::mem::offset_of;
 
-/// The version that both the library and "the driver" answer: clients compare both with what they need
-/// (NCCL wants 2.1, the GIN plug-in for EFA 2.5, NVSHMEM the version that it was built with).
+/// The version reported for both the library and the driver: clients compare both with what they
+/// need (NCCL wants 2.1, the GIN plug-in for EFA 2.5, NVSHMEM the version that it was built with).
 pub const VERSION: (i32, i32) = (2, 6);
 
-/// The unit in which pinned ranges are reported.
+/// The page size in bytes that pinned ranges are rounded to.
 pub const GPU_PAGE: u64 = 1 << 16;
 
-/// What stands behind `gdr_t`; there is nothing to be seen in it.
+/// The opaque type behind `gdr_t`.
 #[repr(C)]
 pub struct Gdr {
     _opaque: [u8; 0],
 }
 
-/// `gdr_t`: a number in the shape of a pointer.
+/// `gdr_t`: a session handle in the form of a pointer; never dereferenced.
 pub type Session = *mut Gdr;
 
 /// `gdr_mh_t`: a pinned range.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// The number.
+    /// The handle value; 0 is never valid.
     pub h: c_ulong,
 }
 
 /// `gdr_pin_flags_t`.
 pub mod pin {
-    /// However the platform maps device memory.
+    /// The platform's default mapping of device memory.
     pub const DEFAULT: u32 = 0;
-    /// Through PCIe although there is a coherent link.
+    /// Through PCIe even if there is a coherent link.
     pub const FORCE_PCIE: u32 = 1;
 }
 
-/// `gdr_map_flags_t`: a choice of one, not bits.
+/// `gdr_map_flags_t`: one choice, not a bit mask.
 pub mod map {
     use std::ffi::c_int;
-    /// Whatever the platform offers.
+    /// The mapping type of the platform.
     pub const DEFAULT: c_int = 0;
-    /// Write-combining, or nothing.
+    /// Require write-combining.
     pub const WRITE_COMBINING: c_int = 1;
-    /// Cached, or nothing.
+    /// Require cached.
     pub const CACHED: c_int = 2;
-    /// As device registers, or nothing.
+    /// Require a device mapping, as for registers.
     pub const DEVICE: c_int = 3;
 }
 
@@ -57,44 +57,44 @@ pub mod mapping {
     pub const WRITE_COMBINING: c_uint = 1;
     /// Cached.
     pub const CACHED: c_uint = 2;
-    /// As device registers.
+    /// Device mapping, as for registers.
     pub const DEVICE: c_uint = 3;
 }
 
 /// `gdr_attr_t`.
 pub mod attribute {
     use std::ffi::c_uint;
-    /// Whether memory stays when it is freed while pinned.
+    /// Whether memory that is freed while pinned stays mapped.
     pub const USE_PERSISTENT_MAPPING: c_uint = 1;
-    /// Whether a pin may insist on PCIe.
+    /// Whether a pin may require PCIe.
     pub const SUPPORT_PIN_FLAG_FORCE_PCIE: c_uint = 2;
-    /// Whether there is no gdrdrv behind the library.
+    /// Whether the library works without gdrdrv.
     pub const USING_DMA_BUF_MMAP: c_uint = 3;
 }
 
-/// `gdr_info_v1_t`: what the symbol `gdr_get_info` fills in.
+/// `gdr_info_v1_t`: the structure that the symbol `gdr_get_info` fills in.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Info {
-    /// The device address that the mapping begins with.
+    /// The device address at which the mapping begins, page-aligned.
     pub va: u64,
-    /// How many bytes from there are spoken of.
+    /// The length of the mapping in bytes, a multiple of the page size.
     pub mapped_size: u64,
-    /// The unit of both.
+    /// The page size in bytes.
     pub page_size: u32,
-    /// No longer measured.
+    /// Unused, 0.
     pub tm_cycles: u64,
-    /// No longer measured.
+    /// Unused, 0.
     pub cycles_per_ms: u32,
-    /// C's one-bit fields: bit 0 "mapped", bit 1 "write-combining".
+    /// C's one-bit fields: bit 0 is `mapped`, bit 1 is `wc_mapping`.
     pub bits: c_uint,
 }
 
-/// `gdr_info_v2_t`: the same, and the mapping type.
+/// `gdr_info_v2_t`: version 1 and the mapping type.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InfoV2 {
-    /// What version 1 has.
+    /// The fields of version 1.
     pub first: Info,
     /// One of [`mapping`].
     pub mapping_type: c_uint,

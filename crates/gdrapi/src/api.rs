@@ -1,6 +1,6 @@
-//! The exported functions: pointers are checked here, and nothing unwinds into C.
+//! The exported functions: they check pointers, and never unwind into C.
 //!
-//! Each returns 0 or a positive errno value, and on failure leaves what its pointers lead to as it was.
+//! Each returns 0 or a positive errno value, and does not write to its output pointers on failure.
 //! All may be called from any thread at any time, on one session or several.
 #![allow(unsafe_code)]
 
@@ -13,15 +13,15 @@ use crate::errno::Result;
 use crate::log::{self, Level};
 use crate::session;
 
-/// Runs one call. A panic, which is a defect of ours, becomes `EIO`.
+/// Runs one call. A panic, which is a defect of this library, becomes `EIO`.
 pub(crate) fn guard(call: impl FnOnce() -> Result<()>) -> c_int {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => 0,
         Ok(Err(errno)) => errno,
         Err(payload) => {
-            // Dropping what a panic carries may panic.
+            // Dropping a panic payload may panic.
             std::mem::forget(payload);
-            log::line(Level::Error, || "a call failed inside; please report it");
+            log::line(Level::Error, || "internal error (a panic); please report it");
             libc::EIO
         }
     }
@@ -35,7 +35,7 @@ fn number(session: Session) -> u64 {
     session.addr() as u64
 }
 
-/// Opens a session; null if no device memory of this machine can be mapped.
+/// Opens a session; null if device memory cannot be mapped on this machine.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_open() -> Session {
     let mut opened = std::ptr::null_mut();
@@ -46,13 +46,13 @@ pub extern "C" fn gdr_open() -> Session {
     opened
 }
 
-/// Closes a session: waits for calls on it, and unpins everything that it has pinned.
+/// Closes a session: waits for calls in progress, and unpins all memory that it has pinned.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_close(g: Session) -> c_int {
     guard(|| session::close(number(g)))
 }
 
-/// Pins device memory; the tokens are ignored, as gdrcopy has ignored them since persistent mappings.
+/// Pins device memory; the tokens are ignored, as in gdrcopy since persistent mappings.
 ///
 /// # Safety
 /// `handle` is null or valid for a write; the memory stays allocated during the call.
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn gdr_pin_buffer(
     _va_space: u32,
     handle: *mut Handle,
 ) -> c_int {
-    // SAFETY: the caller's promise is the same.
+    // SAFETY: guaranteed by the caller.
     unsafe { gdr_pin_buffer_v2(g, addr, size, pin::DEFAULT, handle) }
 }
 
@@ -84,19 +84,19 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
     guard(|| {
         let out = out(handle)?;
         let h = session::pin(number(g), addr, size as u64, flags)?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(Handle { h }) };
         Ok(())
     })
 }
 
-/// Unpins, mapped or not; the handle names nothing from then on.
+/// Unpins, mapped or not; the handle is invalid from then on.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_unpin_buffer(g: Session, handle: Handle) -> c_int {
     guard(|| session::unpin(number(g), handle.h))
 }
 
-/// Says that the memory's owner has not taken it away: flag 0.
+/// Whether the memory was freed by its owner: always 0.
 ///
 /// # Safety
 /// `flag` is null or valid for a write.
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn gdr_get_callback_flag(
     guard(|| {
         let out = out(flag)?;
         let value = session::callback_flag(number(g), handle.h)?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(value) };
         Ok(())
     })
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn gdr_get_info(g: Session, handle: Handle, info: *mut Inf
     guard(|| {
         let out = out(info)?;
         let value = session::info(number(g), handle.h)?.first;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(value) };
         Ok(())
     })
@@ -139,13 +139,13 @@ pub unsafe extern "C" fn gdr_get_info_v2(g: Session, handle: Handle, info: *mut 
     guard(|| {
         let out = out(info)?;
         let value = session::info(number(g), handle.h)?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(value) };
         Ok(())
     })
 }
 
-/// Maps a pin, in whichever way the platform does.
+/// Maps a pin with the platform's default type.
 ///
 /// # Safety
 /// `va` is null or valid for a write.
@@ -156,11 +156,11 @@ pub unsafe extern "C" fn gdr_map(
     va: *mut *mut c_void,
     size: usize,
 ) -> c_int {
-    // SAFETY: the caller's promise is the same.
+    // SAFETY: guaranteed by the caller.
     unsafe { gdr_map_v2(g, handle, va, size, map::DEFAULT) }
 }
 
-/// Maps a pin: the pointer stands for `info.va`.
+/// Maps a pin: the pointer corresponds to `info.va`.
 ///
 /// # Safety
 /// `va` is null or valid for a write.
@@ -175,19 +175,19 @@ pub unsafe extern "C" fn gdr_map_v2(
     guard(|| {
         let out = out(va)?;
         let base = session::map(number(g), handle.h, size as u64, flags)?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(std::ptr::with_exposed_provenance_mut(base)) };
         Ok(())
     })
 }
 
-/// Takes a mapping back.
+/// Unmaps a pin.
 #[unsafe(no_mangle)]
 pub extern "C" fn gdr_unmap(g: Session, handle: Handle, va: *mut c_void, size: usize) -> c_int {
     guard(|| session::unmap(number(g), handle.h, va.addr(), size as u64))
 }
 
-/// Copies to a mapping, and puts it on its way to the device.
+/// Copies to a mapping, and flushes write-combining buffers towards the device.
 ///
 /// # Safety
 /// `h_ptr` is null or valid for reads of `size` bytes, and does not overlap the mapping.
@@ -200,7 +200,7 @@ pub unsafe extern "C" fn gdr_copy_to_mapping(
 ) -> c_int {
     guard(|| {
         session::copy(handle.h, map_d_ptr.addr(), size, h_ptr.is_null(), |window, offset| {
-            // SAFETY: the caller's promise; not null, and no longer than a window.
+            // SAFETY: guaranteed by the caller; not null, and not longer than a window.
             let from = unsafe { std::slice::from_raw_parts(h_ptr.cast(), size) };
             window.write(offset, from)
         })
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn gdr_copy_from_mapping(
 ) -> c_int {
     guard(|| {
         session::copy(handle.h, map_d_ptr.addr(), size, h_ptr.is_null(), |window, offset| {
-            // SAFETY: the caller's promise; not null, and no longer than a window.
+            // SAFETY: guaranteed by the caller; not null, and not longer than a window.
             let into = unsafe { std::slice::from_raw_parts_mut(h_ptr.cast(), size) };
             window.read(offset, into)
         })
@@ -235,13 +235,13 @@ pub unsafe extern "C" fn gdr_copy_from_mapping(
 pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut c_int) {
     for (pointer, value) in [(major, abi::VERSION.0), (minor, abi::VERSION.1)] {
         if let Some(out) = NonNull::new(pointer) {
-            // SAFETY: the caller's promise; not null.
+            // SAFETY: guaranteed by the caller; not null.
             unsafe { out.write(value) };
         }
     }
 }
 
-/// The version of the driver that is not there, for those who ask: 2.6.
+/// The version of the emulated driver, for clients that query it: 2.6.
 ///
 /// # Safety
 /// Both pointers are null or valid for a write.
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn gdr_driver_get_version(
     guard(|| {
         let (to_major, to_minor) = (out(major)?, out(minor)?);
         let version = session::driver_version(number(g))?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { to_major.write(version.0) };
         // SAFETY: as above.
         unsafe { to_minor.write(version.1) };
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn gdr_driver_get_version(
     })
 }
 
-/// An attribute of the library on this machine.
+/// The value of a library attribute on this machine.
 ///
 /// # Safety
 /// `v` is null or valid for a write.
@@ -271,13 +271,13 @@ pub unsafe extern "C" fn gdr_get_attribute(g: Session, attr: c_uint, v: *mut c_i
     guard(|| {
         let out = out(v)?;
         let value = session::attribute(number(g), attr)?;
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(value) };
         Ok(())
     })
 }
 
-/// The name of a mapping type. It stays valid for good.
+/// The name of a mapping type, a static string.
 ///
 /// # Safety
 /// `pstr` is null or valid for a write.
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
             mapping::DEVICE => c"Device",
             _ => return Err(libc::EINVAL),
         };
-        // SAFETY: the caller's promise; not null.
+        // SAFETY: guaranteed by the caller; not null.
         unsafe { out.write(name.as_ptr()) };
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! Errors as C sees them: positive errno values.
+//! Errors as positive errno values.
 
 use std::ffi::c_int;
 
@@ -7,10 +7,10 @@ use warpwire::error::{Error, Kind};
 /// A positive errno value.
 pub(crate) type Errno = c_int;
 
-/// What every function here returns.
+/// The result of the internal functions.
 pub(crate) type Result<T> = std::result::Result<T, Errno>;
 
-/// The value that says most of what an error says.
+/// The errno value closest to an error.
 pub(crate) fn of(error: &Error) -> Errno {
     match error.kind() {
         Kind::OutOfMemory => libc::ENOMEM,
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_is_a_positive_errno() {
+    fn every_kind_maps_to_a_positive_errno() {
         let of = |kind| of(&Error::new(kind, "x"));
         assert_eq!(of(Kind::NotDeviceMemory), libc::EINVAL);
         assert_eq!(of(Kind::OutOfMemory), libc::ENOMEM);

@@ -1,12 +1,13 @@
-//! Which part of a pinned range exists, and a window onto it.
+//! Determines the part of a pinned range that exists, and opens a window onto it.
 //!
-//! gdrcopy's kernel module pins GPU pages of 64 KiB whoever owns what lies in them, so clients round as they
-//! like: UCX and libfabric pin from the page below a buffer to the page above, libfabric a whole page
-//! too many where the buffer ends with one. CUDA knows allocations, not pages. So a pinned range may
-//! pass its owner's allocation. Where small allocations share a piece of device memory, the window shows the
-//! whole pages inside that piece. Elsewhere it may pass by less than a page before the allocation, and by a page
-//! behind it; the window shows what is there. Should another allocation lie in the part that is left out,
-//! nobody can say which of the two the client means, and the pin is refused.
+//! gdrcopy's kernel module pins GPU pages of 64 KiB regardless of allocation boundaries, so clients
+//! round freely: UCX and libfabric pin from the page below a buffer to the page above, libfabric
+//! one page too many if the buffer ends at a page boundary. CUDA knows allocations, not pages, so a
+//! pinned range may exceed its allocation. Where small allocations share a block of device memory,
+//! the window covers the whole pages inside that block. Otherwise the range may begin less than a
+//! page before the allocation and end at most a page behind it; the window covers the part that
+//! exists. If another allocation is in the omitted part, it is ambiguous which of the two the
+//! client means, and the pin is rejected.
 #![allow(unsafe_code)]
 
 use warpwire::Error;
@@ -15,7 +16,7 @@ use warpwire::mem::{self, Allocation, Backend, Device, DeviceAddr, Window, Windo
 
 use crate::abi::GPU_PAGE;
 
-/// CUDA's allocations begin at multiples of this.
+/// CUDA allocations start at multiples of this.
 const ALLOC_GRANULARITY: u64 = 256;
 
 /// A range of device addresses.
@@ -26,7 +27,7 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// The range that a client pins, unless it is empty or passes the end of the address space.
+    /// The range that a client pins; `None` if it is empty or exceeds the address space.
     pub(crate) fn new(address: u64, size: u64) -> Option<Self> {
         let end = address.checked_add(size)?;
         (size > 0).then_some(Self { start: address, end })
@@ -36,46 +37,47 @@ impl Span {
         self.end - self.start
     }
 
-    /// The GPU pages around it.
+    /// The range rounded out to whole GPU pages.
     pub(crate) fn pages(self) -> Option<Self> {
         let end = self.end.checked_next_multiple_of(GPU_PAGE)?;
         Some(Self { start: self.start - self.start % GPU_PAGE, end })
     }
 }
 
-/// Opens a window onto what exists of `wanted`, and tells the device.
+/// Opens a window onto the part of `wanted` that exists; returns the device as well.
 pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Error> {
     let options = WindowOptions::from_env()?;
     let (device, anchor) = owner(wanted, simulator)?;
-    let refusal = match borrow(&device, wanted) {
+    let rejection = match borrow(&device, wanted) {
         Ok(memory) => match window(&memory, &options) {
             Ok(window) => return Ok((window, device)),
-            Err(refusal) => refusal,
+            Err(rejection) => rejection,
         },
-        Err(refusal) => {
+        Err(rejection) => {
             let found = mapped_extent(&device, anchor, wanted);
-            // Small allocations share pages: then all of the pages are shown, as the module would.
+            // Small allocations share pages: then the window covers whole pages, as the kernel
+            // module does.
             let around =
                 borrow(&device, found)?.window_around(DeviceAddr::new(wanted.start), wanted.len());
             if let Ok(window) = around {
                 return Ok((window, device));
             }
-            check_gap_unowned(wanted, found, refusal)?;
+            check_gap_unowned(wanted, found, rejection)?;
             return Ok((window(&borrow(&device, found)?, &options)?, device));
         }
     };
-    // libfabric's page too many may belong to the object behind, which no window spans with this one.
+    // libfabric's extra page may belong to the next object, and no window spans two objects.
     let shorter = Span { start: wanted.start, end: wanted.end.saturating_sub(GPU_PAGE) };
     if !wanted.end.is_multiple_of(GPU_PAGE) || shorter.end <= anchor {
-        return Err(refusal);
+        return Err(rejection);
     }
     let opened = borrow(&device, shorter).and_then(|memory| window(&memory, &options));
-    opened.map(|window| (window, device)).map_err(|_| refusal)
+    opened.map(|window| (window, device)).map_err(|_| rejection)
 }
 
-/// The device, and the first address in the first page of the range that is memory.
+/// The device, and the first address within the first page of the range that is device memory.
 fn owner(wanted: Span, simulator: bool) -> Result<(Device, u64), Error> {
-    let mut refusal = None;
+    let mut rejection = None;
     let later = (wanted.start + 1).next_multiple_of(ALLOC_GRANULARITY)
         ..wanted.end.min(wanted.start + GPU_PAGE);
     for at in std::iter::once(wanted.start).chain(later.step_by(ALLOC_GRANULARITY as usize)) {
@@ -88,22 +90,22 @@ fn owner(wanted: Span, simulator: bool) -> Result<(Device, u64), Error> {
             }
             Ok(device) => return Ok((device, at)),
             Err(error) if error.kind() == &Kind::NotDeviceMemory => {
-                refusal = refusal.or(Some(error));
+                rejection = rejection.or(Some(error));
             }
-            // The simulator does not know it, and there is no CUDA to ask.
+            // The simulator does not know the address, and CUDA is absent.
             Err(error) if simulator && error.kind() == &Kind::Unavailable => {}
-            // No other address would be answered differently.
+            // Any other address would get the same answer.
             Err(error) => return Err(error),
         }
     }
-    Err(refusal.unwrap_or_else(|| {
-        Error::new(Kind::NotDeviceMemory, "pin memory").why("no device has memory there")
+    Err(rejection.unwrap_or_else(|| {
+        Error::new(Kind::NotDeviceMemory, "pin memory").why("no device has memory at this address")
     }))
 }
 
 fn borrow(device: &Device, span: Span) -> Result<Allocation, Error> {
-    // SAFETY: the borrow ends before the call that pins does, and C's rule for that call is that the
-    // memory stays allocated during it. What is left then is a window, which keeps it alive by itself.
+    // SAFETY: the borrow ends before the pinning call returns, and the C API requires the memory to
+    // stay allocated during that call. The window, which outlives it, keeps the memory alive.
     unsafe { device.borrow(DeviceAddr::new(span.start), span.len()) }
 }
 
@@ -111,8 +113,8 @@ fn window(memory: &Allocation, options: &WindowOptions) -> Result<Window, Error>
     memory.window_with(0, memory.len(), options)
 }
 
-/// The memory around `anchor` without a gap, inside `wanted`: found by halving, since a driver is quick to
-/// say whether a range is all memory, and does not say how far it goes.
+/// The contiguous memory around `anchor` inside `wanted`, by binary search: a driver quickly
+/// reports whether a range is all memory, but not how far the memory extends.
 fn mapped_extent(device: &Device, anchor: u64, wanted: Span) -> Span {
     let exists = |start, end| borrow(device, Span { start, end }).is_ok();
     let (mut from, mut good) = (wanted.start, anchor);
@@ -129,10 +131,11 @@ fn mapped_extent(device: &Device, anchor: u64, wanted: Span) -> Span {
     Span { start, end: good }
 }
 
-/// Refuses to leave out more than a client's rounding explains, or what may be what it wanted.
-fn check_gap_unowned(wanted: Span, found: Span, refusal: Error) -> Result<(), Error> {
+/// Rejects a pin whose omitted part exceeds what a client's rounding explains, or contains another
+/// allocation.
+fn check_gap_unowned(wanted: Span, found: Span, rejection: Error) -> Result<(), Error> {
     if found.start - wanted.start >= GPU_PAGE || wanted.end - found.end > GPU_PAGE {
-        return Err(refusal);
+        return Err(rejection);
     }
     let before = (wanted.start.next_multiple_of(ALLOC_GRANULARITY)..found.start)
         .step_by(ALLOC_GRANULARITY as usize);
@@ -143,10 +146,11 @@ fn check_gap_unowned(wanted: Span, found: Span, refusal: Error) -> Result<(), Er
         None => Ok(()),
         Some(at) => Err(Error::new(Kind::Unsupported, "pin memory")
             .why(format!(
-                "the pages of {:#x} hold an allocation at {:#x}, another at {at:#x} and a gap between them",
+                "the pages of {:#x} hold an allocation at {:#x}, another at {at:#x} and a gap \
+                 between them",
                 wanted.start, found.start
             ))
-            .fix("pin the buffer itself, not the pages around it, or allocate 64 KiB and more")),
+            .fix("pin the buffer itself, not the pages around it, or allocate at least 64 KiB")),
     }
 }
 
@@ -172,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_the_memory_by_a_rounding_is_left_out() {
+    fn a_rounded_range_is_clipped_to_the_memory() {
         let (_gpu, memory) = memory(1000);
         let start = memory.address().raw();
         for (from, size) in [(0, 1000), (0, 65_536), (-512, 1512), (-65_280, 2 * 65_536), (999, 1)]
@@ -185,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_it_further_is_refused() {
+    fn a_range_beyond_rounding_is_rejected() {
         let (_gpu, memory) = memory(1000);
         let start = memory.address().raw();
         for (from, size) in [(0, 1000 + 65_537), (-65_536, 66_000), (1000, 1), (-70_000, 80_000)] {
@@ -195,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn simulated_memory_is_no_memory_unless_asked_for() {
+    fn simulated_memory_is_rejected_unless_enabled() {
         let (_gpu, memory) = memory(64);
         let wanted = Span::new(memory.address().raw(), 64).unwrap();
         assert_eq!(open(wanted, false).unwrap_err().kind(), &Kind::NotDeviceMemory);

@@ -1,10 +1,10 @@
-//! `GDRCOPY_ENABLE_LOGGING` and `GDRCOPY_LOG_LEVEL`: lines on stderr, for people.
+//! Log lines on stderr, controlled by `GDRCOPY_ENABLE_LOGGING` and `GDRCOPY_LOG_LEVEL`.
 
 use std::fmt::Display;
 use std::io::Write;
 use std::sync::OnceLock;
 
-/// How much a line matters; the numbers are those of `GDRCOPY_LOG_LEVEL`.
+/// Log levels; the numbers are those of `GDRCOPY_LOG_LEVEL`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
     Debug = 1,
@@ -13,18 +13,18 @@ pub(crate) enum Level {
     Error = 4,
 }
 
-/// The least level that is written; `None`: nothing is.
+/// The minimum level that is logged; `None` if logging is off.
 fn threshold() -> Option<i64> {
     static THRESHOLD: OnceLock<Option<i64>> = OnceLock::new();
     *THRESHOLD.get_or_init(|| {
         std::env::var_os("GDRCOPY_ENABLE_LOGGING")?;
         let level = std::env::var("GDRCOPY_LOG_LEVEL").ok();
-        // Text that is no number counts as 0, as C's atoi has it.
+        // Text that is not a number counts as 0, as with C's atoi.
         Some(level.map_or(Level::Error as i64, |text| text.trim().parse().unwrap_or(0)))
     })
 }
 
-/// Writes one line, if its level is asked for; the text is made only then.
+/// Writes one line if its level is enabled; the text is formatted only then.
 pub(crate) fn line<T: Display>(level: Level, text: impl FnOnce() -> T) {
     if threshold().is_some_and(|threshold| level as i64 >= threshold) {
         let name = match level {
@@ -34,7 +34,7 @@ pub(crate) fn line<T: Display>(level: Level, text: impl FnOnce() -> T) {
             Level::Error => "error",
         };
         let line = format!("gdrapi (warpwire) {name}: {}\n", text());
-        // Nobody can be told that stderr is closed.
+        // A failure cannot be reported anywhere: stderr is closed.
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 }

@@ -1,4 +1,4 @@
-//! What a session and a pin are, and what each call on them means.
+//! Sessions and pins, and the semantics of each call on them.
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -14,25 +14,25 @@ use crate::log::{self, Level};
 use crate::process::Process;
 use crate::sim;
 
-/// What `gdr_open` gives: pins that are undone together.
+/// The object behind `gdr_open`: a set of pins that are released together.
 pub(crate) struct Session {
-    /// Whether it takes simulated memory.
+    /// Whether simulated memory is accepted.
     simulator: bool,
     pins: Mutex<BTreeSet<u64>>,
-    /// The devices of its pins: opened once, so that what was proved about their memory stays proved.
+    /// The devices of its pins, kept open so that their memory is validated only once.
     devices: Mutex<Vec<Device>>,
 }
 
-/// A range of device memory that is held, and that may be mapped.
+/// A pinned range of device memory, which may be mapped.
 ///
-/// The window is opened when the memory is pinned and goes when it is unpinned: between the two the memory
-/// stays, whatever its owner does. Mapping it hands out the pointer.
+/// The window is opened when the memory is pinned and dropped when it is unpinned: in between the
+/// memory stays valid, even if its owner frees it. Mapping returns the pointer.
 pub(crate) struct Pin {
     session: u64,
     wanted: Span,
     pages: Span,
     window: Window,
-    /// How many bytes from the base copies may reach; 0 while it is not mapped.
+    /// Number of bytes from the base that copies may access; 0 while not mapped.
     mapped: AtomicU64,
 }
 
@@ -42,7 +42,7 @@ fn session(number: u64) -> Result<ReadGuard<Session>> {
     Process::get().sessions.get(number).ok_or_else(|| {
         log::line(
             Level::Error,
-            || "no such session in this process: was it closed, or a parent's?",
+            || "no such session in this process: it was closed, or belongs to the parent",
         );
         libc::EINVAL
     })
@@ -50,16 +50,23 @@ fn session(number: u64) -> Result<ReadGuard<Session>> {
 
 fn pinned(handle: u64) -> Result<ReadGuard<Pin>> {
     Process::get().pins.get(handle).ok_or_else(|| {
-        log::line(Level::Error, || "no such memory handle in this process: was it unpinned?");
+        log::line(
+            Level::Error,
+            || "no such memory handle in this process: it may have been unpinned",
+        );
         libc::EINVAL
     })
 }
 
-/// The pin, if it is one of that session's.
+/// The pin, if it belongs to this session.
 fn session_pin(number: u64, handle: u64) -> Result<ReadGuard<Pin>> {
     drop(session(number)?);
     let pin = pinned(handle)?;
-    if pin.session == number { Ok(pin) } else { Err(invalid("the handle is another session's")) }
+    if pin.session == number {
+        Ok(pin)
+    } else {
+        Err(invalid("the handle belongs to another session"))
+    }
 }
 
 #[cold]
@@ -74,7 +81,7 @@ fn failed(error: &warpwire::Error) -> errno::Errno {
     errno::of(error)
 }
 
-/// A new session, if this machine has device memory that could be mapped.
+/// Opens a session, if device memory can be mapped on this machine.
 pub(crate) fn open() -> Result<u64> {
     let simulator = sim::is_on();
     if !simulator {
@@ -85,11 +92,11 @@ pub(crate) fn open() -> Result<u64> {
     Process::get().sessions.insert(fresh).ok_or(libc::ENOMEM)
 }
 
-/// Clients take an open session for a promise that pins work (NCCL gives up when one fails): so where no
-/// path can lead to device memory, there is no session. Trying a window would say it surely, but it
-/// would put a context onto a GPU that the client may not mean to use.
+/// Clients expect pins to work once a session is open (NCCL gives up if one fails): so if there is
+/// no path to device memory, opening a session fails. Opening a window would be a reliable test,
+/// but it would create a context on a GPU that the client may not use.
 fn check_paths() -> Result<()> {
-    /// CUDA 13.3 is the first whose dma-bufs can be mapped.
+    /// CUDA 13.3 is the first version whose dma-bufs can be mapped.
     const MAPPABLE: (u32, u32) = (13, 3);
     let usable = |path| std::fs::File::options().read(true).write(true).open(path).is_ok();
     let mappable = cuda::driver_version().is_ok_and(|version| version >= MAPPABLE);
@@ -103,7 +110,7 @@ fn check_paths() -> Result<()> {
     Err(libc::ENODEV)
 }
 
-/// Ends a session: waits for the calls on it, then unpins all that it has.
+/// Closes a session: waits for calls in progress, then unpins all of its memory.
 pub(crate) fn close(number: u64) -> Result<()> {
     let process = Process::get();
     let ended = process.sessions.remove(number).ok_or_else(|| invalid("no such session"))?;
@@ -118,13 +125,13 @@ pub(crate) fn pin(number: u64, address: u64, size: u64, flags: u32) -> Result<u6
     let session = session(number)?;
     match flags {
         pin::DEFAULT => {}
-        pin::FORCE_PCIE => return Err(invalid("pins that insist on PCIe are not offered")),
+        pin::FORCE_PCIE => return Err(invalid("pins that require PCIe are not supported")),
         _ => return Err(invalid("unknown pin flags")),
     }
     let wanted = Span::new(address, size);
     let pages = wanted.and_then(Span::pages);
     let Some((wanted, pages)) = wanted.zip(pages) else {
-        return Err(invalid("the range is empty or passes the end of the address space"));
+        return Err(invalid("the range is empty or exceeds the address space"));
     };
     let opened = extent::open(wanted, session.simulator);
     let (window, device) = opened.map_err(|error| failed(&error))?;
@@ -140,7 +147,7 @@ pub(crate) fn pin(number: u64, address: u64, size: u64, flags: u32) -> Result<u6
     Ok(handle)
 }
 
-/// Unpins: waits for copies through the handle, then takes the window away, mapped or not.
+/// Unpins: waits for copies through the handle, then drops the window, even if it is mapped.
 pub(crate) fn unpin(number: u64, handle: u64) -> Result<()> {
     let session = session(number)?;
     if !session.pins.lock().remove(&handle) {
@@ -151,7 +158,7 @@ pub(crate) fn unpin(number: u64, handle: u64) -> Result<()> {
     Ok(())
 }
 
-/// Hands out the pointer that stands for the first address of the pin's pages.
+/// Returns the pointer that corresponds to the first address of the pin's pages.
 pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<usize> {
     let pin = session_pin(number, handle)?;
     let wanted = match flags {
@@ -166,10 +173,11 @@ pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<u
         return Err(libc::EAGAIN);
     }
     if size == 0 || size > pin.pages.len() {
-        return Err(invalid("the size to map is zero or more than was pinned"));
+        return Err(invalid("the size to map is zero or exceeds the pinned pages"));
     }
     if wanted.is_some_and(|wanted| wanted != pin.window.mapping()) {
-        // gdrcopy's answer without its kernel module, where a type is fixed by the platform too.
+        // The same answer as gdrcopy without its kernel module, where the platform determines the
+        // type too.
         let offered = pin.window.mapping();
         log::line(Level::Error, || format!("this platform maps device memory as {offered}"));
         return Err(libc::EINVAL);
@@ -181,7 +189,7 @@ pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<u
     Ok(pin.base())
 }
 
-/// Takes the pointer back.
+/// Invalidates the pointer.
 pub(crate) fn unmap(number: u64, handle: u64, base: usize, size: u64) -> Result<()> {
     let pin = session_pin(number, handle)?;
     let mapped = pin.mapped.load(Ordering::Acquire);
@@ -189,46 +197,46 @@ pub(crate) fn unmap(number: u64, handle: u64, base: usize, size: u64) -> Result<
         return Err(invalid("the memory is not mapped"));
     }
     if base != pin.base() || size == 0 || pin.mapped_len(size) > mapped {
-        return Err(invalid("that is not what was mapped"));
+        return Err(invalid("pointer or size do not match the mapping"));
     }
-    // Of two threads that unmap, one does.
+    // If two threads unmap at the same time, one succeeds.
     let first = pin.mapped.compare_exchange(mapped, 0, Ordering::AcqRel, Ordering::Acquire);
     first.map(|_| ()).map_err(|_| libc::EINVAL)
 }
 
-/// What there is to know about a pin.
+/// Describes a pin.
 pub(crate) fn info(number: u64, handle: u64) -> Result<InfoV2> {
     Ok(session_pin(number, handle)?.info())
 }
 
-/// Whether the owner's free took the memory away: it never does.
+/// Whether the owner's free invalidated the memory: it never does.
 pub(crate) fn callback_flag(number: u64, handle: u64) -> Result<c_int> {
     session_pin(number, handle).map(|_| 0)
 }
 
-/// What sort of library this is.
+/// The value of a library attribute.
 pub(crate) fn attribute(number: u64, attr: std::ffi::c_uint) -> Result<c_int> {
     drop(session(number)?);
     match attr {
         // Pinned memory outlives its free.
         attribute::USE_PERSISTENT_MAPPING => Ok(1),
         attribute::SUPPORT_PIN_FLAG_FORCE_PCIE => Ok(0),
-        // "There is no gdrdrv behind this library" is what clients read into it, and it is true whichever
-        // path a window takes. NCCL 2.32 then does not ask for the driver's version, and gdrcopy's own
-        // tests leave out those that copy the session's structure and hand its descriptor around.
-        // Clients that do ask for the version, whatever this says (NCCL up to 2.30, NVSHMEM), get one.
+        // Clients read this as "no gdrdrv behind the library", which is true for every kind of
+        // window. NCCL 2.32 then does not query the driver's version, and gdrcopy's own tests skip
+        // those that copy the session's structure and pass its descriptor around. Clients that
+        // query the version anyway (NCCL up to 2.30, NVSHMEM) get one.
         attribute::USING_DMA_BUF_MMAP => Ok(1),
         _ => Err(invalid("unknown attribute")),
     }
 }
 
-/// The version of a driver that could do what this library does.
+/// The version of the driver that this library emulates.
 pub(crate) fn driver_version(number: u64) -> Result<(c_int, c_int)> {
     session(number).map(|_| abi::VERSION)
 }
 
-/// Runs `copy` with the window and the offset in it that `size` bytes at `pointer` are, unless the host's
-/// side is a null pointer.
+/// Calls `copy` with the window and the offset of the `size` bytes at `pointer` in it, unless the
+/// host pointer is null.
 pub(crate) fn copy(
     handle: u64,
     pointer: usize,
@@ -247,28 +255,28 @@ pub(crate) fn copy(
     let offset = pin.offset(pointer, size as u64, mapped);
     let offset = offset.ok_or_else(|| invalid("the range is not inside the mapping"))?;
     if host_is_null {
-        return Err(invalid("the host's side is a null pointer"));
+        return Err(invalid("the host pointer is null"));
     }
     copy(&pin.window, offset).map_err(|error| failed(&error))
 }
 
 impl Pin {
-    /// The pointer that stands for `pages.start`. What lies below the window there is not mapped, and need
-    /// not exist; the wanted range begins at the right distance from it.
+    /// The pointer that corresponds to `pages.start`. The part below the window is not mapped and
+    /// need not exist; the pinned range is at the correct distance from it.
     fn base(&self) -> usize {
         let before = self.window.address().raw() - self.pages.start;
         self.window.as_ptr().addr().get().wrapping_sub(before as usize)
     }
 
-    /// How far from the base a mapping of `size` bytes goes: whole CPU pages, counted from the pinned address,
-    /// so that clients need not add what that lies above its page.
+    /// The length of a mapping of `size` bytes, from the base: whole CPU pages, counted from the
+    /// pinned address, so that clients need not add its offset in its page.
     fn mapped_len(&self, size: u64) -> u64 {
         const CPU_PAGE: u64 = 4096;
         let size = (self.wanted.start - self.pages.start).saturating_add(size);
         size.checked_next_multiple_of(CPU_PAGE).unwrap_or(u64::MAX).min(self.pages.len())
     }
 
-    /// Where in the window a range is that begins with `pointer`; the window checks its end.
+    /// The offset in the window of a range that begins at `pointer`; `None` if it is outside.
     fn offset(&self, pointer: usize, size: u64, mapped: u64) -> Option<u64> {
         let at = pointer.wrapping_sub(self.base()) as u64;
         if at.checked_add(size)? > mapped {

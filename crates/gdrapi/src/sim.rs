@@ -1,5 +1,5 @@
-//! Helpers by which C tests have simulated device memory. No header declares them, and they do nothing
-//! unless `WARPWIRE_GDRAPI_SIM=1` is set.
+//! Simulated device memory for C tests. No header declares these functions, and they fail unless
+//! `WARPWIRE_GDRAPI_SIM=1` is set.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_ulong, c_void};
@@ -10,10 +10,10 @@ use crate::api::guard;
 use crate::errno::{self, Result};
 use crate::process::Process;
 
-/// The environment variable that lets the library take simulated device addresses.
+/// The environment variable that makes the library accept simulated device addresses.
 pub const ENV_VAR: &str = "WARPWIRE_GDRAPI_SIM";
 
-/// Whether simulated device addresses are taken.
+/// Whether simulated device addresses are accepted.
 pub(crate) fn is_on() -> bool {
     std::env::var_os(ENV_VAR).is_some_and(|value| value == "1")
 }
@@ -29,7 +29,7 @@ fn allocate(size: u64) -> Result<u64> {
     Ok(address)
 }
 
-/// The allocation that holds `address`, and where in it that is.
+/// The allocation that contains `address`, and the offset in it.
 fn find(address: u64) -> Result<(Allocation, u64)> {
     if !is_on() {
         return Err(libc::ENOTSUP);
@@ -47,7 +47,7 @@ unsafe fn bytes<'a>(pointer: *const c_void, size: usize) -> Result<&'a [u8]> {
     if pointer.is_null() || isize::try_from(size).is_err() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: the caller's promise; not null, and no longer than a slice may be.
+    // SAFETY: guaranteed by the caller; not null, and not longer than a slice may be.
     Ok(unsafe { std::slice::from_raw_parts(pointer.cast(), size) })
 }
 
@@ -59,11 +59,11 @@ unsafe fn bytes_mut<'a>(pointer: *mut c_void, size: usize) -> Result<&'a mut [u8
     if pointer.is_null() || isize::try_from(size).is_err() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: the caller's promise; not null, and no longer than a slice may be.
+    // SAFETY: guaranteed by the caller; not null, and not longer than a slice may be.
     Ok(unsafe { std::slice::from_raw_parts_mut(pointer.cast(), size) })
 }
 
-/// Allocates simulated device memory; 0 if it cannot.
+/// Allocates simulated device memory; returns 0 on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_sim_alloc(size: usize) -> c_ulong {
     let mut address = 0;
@@ -74,7 +74,7 @@ pub extern "C" fn warpwire_sim_alloc(size: usize) -> c_ulong {
     address
 }
 
-/// Frees it, by the address that `warpwire_sim_alloc` gave.
+/// Frees memory by the address that `warpwire_sim_alloc` returned.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_sim_free(address: c_ulong) -> c_int {
     guard(|| {
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn warpwire_sim_read(
 ) -> c_int {
     guard(|| {
         let (memory, offset) = find(address)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let into = unsafe { bytes_mut(into, size) }?;
         memory.read(offset, into).map_err(|error| errno::of(&error))
     })
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn warpwire_sim_write(
 ) -> c_int {
     guard(|| {
         let (memory, offset) = find(address)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let from = unsafe { bytes(from, size) }?;
         memory.write(offset, from).map_err(|error| errno::of(&error))
     })

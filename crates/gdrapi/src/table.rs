@@ -1,20 +1,20 @@
-//! Handles: an index and a generation in 64 bits, so that a stale or invented one is found out.
+//! Handles: an index and a generation in 64 bits, so that stale and forged handles are detected.
 //!
-//! A slot never moves, and has a lock of its own: a lookup takes no other, so that copies through different
-//! handles share nothing, and removing an object waits for those who use that object alone.
+//! A slot never moves and has its own lock: a lookup takes no other one, so copies through
+//! different handles share nothing, and removing an object waits only for the users of that object.
 
 use std::sync::OnceLock;
 
 use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 
-/// Slots of the first chunk; each chunk after it has twice as many as the one before.
+/// Slots of the first chunk; each further chunk has twice as many as the one before.
 const FIRST: u32 = 64;
-/// 64 × (2²⁰ − 1) slots: more than a process has mappings.
+/// 64 × (2²⁰ − 1) slots: more than a process can have mappings.
 const CHUNKS: usize = 20;
 const SLOTS: u32 = FIRST * ((1 << CHUNKS) - 1);
 
 struct Slot<T> {
-    /// Part of the handle; another with each object. Never 0, so that no handle is.
+    /// Part of the handle; changes with each object. Never 0, so no handle is 0.
     generation: u32,
     value: Option<T>,
 }
@@ -27,12 +27,12 @@ struct Vacant {
     unused: u32,
 }
 
-/// Objects that C programs name by number.
+/// Objects that C programs refer to by handle.
 pub(crate) struct Table<T> {
     chunks: [OnceLock<Chunk<T>>; CHUNKS],
     vacant: Mutex<Vacant>,
-    /// The first generation of every slot: another in each process, so that a child's handles are not
-    /// taken for its parent's.
+    /// The first generation of every slot: differs between processes, so that a child's handles are
+    /// not mistaken for its parent's.
     salt: u32,
 }
 
@@ -45,7 +45,7 @@ impl<T> Table<T> {
         }
     }
 
-    /// Gives the object a number; none if there are no more.
+    /// Inserts an object and returns its handle; `None` if the table is full.
     pub(crate) fn insert(&self, value: T) -> Option<u64> {
         let index = {
             let mut vacant = self.vacant.lock();
@@ -68,7 +68,7 @@ impl<T> Table<T> {
         Some(u64::from(slot.generation) << 32 | u64::from(index))
     }
 
-    /// The object of that number. It stays while the guard lives.
+    /// The object of a handle, kept alive by the guard.
     pub(crate) fn get(&self, handle: u64) -> Option<MappedRwLockReadGuard<'_, T>> {
         let slot = self.slot(handle)?.read();
         if u64::from(slot.generation) != handle >> 32 {
@@ -77,7 +77,7 @@ impl<T> Table<T> {
         RwLockReadGuard::try_map(slot, |slot| slot.value.as_ref()).ok()
     }
 
-    /// Takes the object away, once nobody uses it. Its number is not used again.
+    /// Removes an object once it is no longer in use. Its handle becomes invalid.
     pub(crate) fn remove(&self, handle: u64) -> Option<T> {
         let taken = {
             let mut slot = self.slot(handle)?.write();
@@ -98,7 +98,7 @@ impl<T> Table<T> {
     }
 }
 
-/// In which chunk a slot is, and where in it.
+/// The chunk of a slot, and the offset in it.
 fn locate(index: u32) -> Option<(usize, usize)> {
     if index >= SLOTS {
         return None;
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_follow_each_other_without_gaps() {
+    fn slot_numbers_have_no_gaps() {
         assert_eq!(locate(0), Some((0, 0)));
         assert_eq!(locate(63), Some((0, 63)));
         assert_eq!(locate(64), Some((1, 0)));
@@ -125,21 +125,21 @@ mod tests {
     }
 
     #[test]
-    fn a_number_names_one_object_only() {
+    fn a_handle_refers_to_one_object_only() {
         let table = Table::new(7);
         let first = table.insert("a").unwrap();
         assert_eq!(table.get(first).as_deref(), Some(&"a"));
         assert_eq!(table.remove(first), Some("a"));
         assert_eq!(table.remove(first), None);
         let second = table.insert("b").unwrap();
-        assert_eq!(first as u32, second as u32, "the slot is used again");
+        assert_eq!(first as u32, second as u32, "the slot is reused");
         assert!(table.get(first).is_none());
         assert!(table.remove(first).is_none());
         assert_eq!(table.get(second).as_deref(), Some(&"b"));
     }
 
     #[test]
-    fn invented_numbers_name_nothing() {
+    fn forged_handles_are_rejected() {
         let table = Table::new(1);
         let known = table.insert(()).unwrap();
         for handle in

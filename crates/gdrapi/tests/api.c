@@ -1,12 +1,12 @@
 /*
- * Every call of gdrapi.h, with good and with bad input, as a C program sees them.
+ * Every call of gdrapi.h, with valid and invalid input, from C.
  *
  *   api sim      on the simulated GPU (needs WARPWIRE_GDRAPI_SIM=1)
  *   api cuda     on the first NVIDIA GPU
- *   api absent   where there is neither: gdr_open gives NULL
- *   api speed    what small copies cost, on the memory that there is
+ *   api absent   without either: gdr_open returns NULL
+ *   api speed    measures the cost of small copies
  *
- * Ends with 0 and a line that says how much was checked, or with 1 at the first thing that is wrong.
+ * Exits with 0 and a line with the number of checks, or with 1 at the first failed check.
  */
 #include "gdrapi.h"
 
@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The function of the old name, which the header's macro hides, and its layout. */
+/* The old function, which the header's macro hides, and its structure. */
 #undef gdr_get_info
 typedef struct {
     uint64_t va, mapped_size;
@@ -52,7 +52,7 @@ static void check(int good, const char *what, int line) {
 }
 #define CHECK(what) check(!!(what), #what, __LINE__)
 
-/* ---- where device memory comes from ---- */
+/* ---- device memory ---- */
 
 static unsigned long (*device_alloc)(size_t size);
 static int (*device_free)(unsigned long address);
@@ -82,7 +82,7 @@ static int cuda_read(unsigned long address, void *into, size_t size) {
 }
 static int cuda_write(unsigned long address, const void *from, size_t size) {
     cu_set_current(cu_context);
-    /* A small copy may still be on its way when the driver returns from it. */
+    /* A small copy may still be in flight when the driver call returns. */
     int failed = cu_write(address, from, size);
     return failed ? failed : cu_synchronize();
 }
@@ -103,12 +103,14 @@ static void use_cuda(void) {
         exit(1);
     }
     int (*init)(unsigned) = (int (*)(unsigned))symbol(library, "cuInit");
-    int (*retain)(void **, int) = (int (*)(void **, int))symbol(library, "cuDevicePrimaryCtxRetain");
+    int (*retain)(void **, int) =
+        (int (*)(void **, int))symbol(library, "cuDevicePrimaryCtxRetain");
     cu_set_current = (int (*)(void *))symbol(library, "cuCtxSetCurrent");
     cu_alloc = (int (*)(unsigned long long *, size_t))symbol(library, "cuMemAlloc_v2");
     cu_free = (int (*)(unsigned long long))symbol(library, "cuMemFree_v2");
     cu_read = (int (*)(void *, unsigned long long, size_t))symbol(library, "cuMemcpyDtoH_v2");
-    cu_write = (int (*)(unsigned long long, const void *, size_t))symbol(library, "cuMemcpyHtoD_v2");
+    cu_write =
+        (int (*)(unsigned long long, const void *, size_t))symbol(library, "cuMemcpyHtoD_v2");
     cu_synchronize = (int (*)(void))symbol(library, "cuCtxSynchronize");
     CHECK(init(0) == 0);
     CHECK(retain(&cu_context, 0) == 0);
@@ -121,7 +123,7 @@ static void use_simulator(void) {
     device_read = warpwire_sim_read, device_write = warpwire_sim_write;
 }
 
-/* ---- small things ---- */
+/* ---- helpers ---- */
 
 static unsigned char pattern(size_t at, unsigned seed) {
     return (unsigned char)((at * 2654435761u >> 7) + seed);
@@ -129,7 +131,7 @@ static unsigned char pattern(size_t at, unsigned seed) {
 
 static const gdr_mh_t NO_HANDLE = {0};
 
-static gdr_mh_t invented(gdr_mh_t handle, unsigned long difference) {
+static gdr_mh_t forged(gdr_mh_t handle, unsigned long difference) {
     gdr_mh_t other = {handle.h + difference};
     return other;
 }
@@ -140,7 +142,7 @@ static void on_fault(int signal) {
     siglongjmp(after_fault, signal);
 }
 
-/* Whether a load from there faults. */
+/* Whether a load from this address faults. */
 static int faults(const volatile void *pointer) {
     struct sigaction action, segv, bus;
     memset(&action, 0, sizeof action);
@@ -189,7 +191,7 @@ static void test_layout(void) {
     CHECK(GDR_MAP_FLAG_REQ_WC_MAPPING == 1 && GDR_MAP_FLAG_REQ_DEVICE_MAPPING == 3);
 }
 
-static void test_questions(void) {
+static void test_queries(void) {
     int major = 0, minor = 0, value = -1;
     gdr_runtime_get_version(&major, &minor);
     CHECK(major == GDR_API_MAJOR_VERSION && minor == GDR_API_MINOR_VERSION);
@@ -225,7 +227,7 @@ static void test_questions(void) {
     CHECK(gdr_get_attribute(g, GDR_ATTR_USING_DMA_BUF_MMAP, &value) == EINVAL);
 }
 
-static void test_life(void) {
+static void test_lifecycle(void) {
     const size_t size = 4 * GPU_PAGE_SIZE;
     unsigned long d = device_alloc(size);
     CHECK(d && d % 256 == 0);
@@ -256,7 +258,7 @@ static void test_life(void) {
     CHECK(info.wc_mapping == (info.mapping_type == GDR_MAPPING_TYPE_WC));
     CHECK(gdr_get_info(g, mh, &old) == 0 && old.mapped && old.wc_mapping == info.wc_mapping);
 
-    /* The pointer can be followed: words, both ways, and atomics. */
+    /* The pointer can be dereferenced: words in both directions, and atomics. */
     volatile uint32_t *words = (volatile uint32_t *)((char *)map + (d - info.va));
     uint32_t seen = 0, value = 0xfeedf00d;
     words[0] = 0x12345678;
@@ -316,7 +318,7 @@ static void test_copies(void) {
     CHECK(gdr_copy_from_mapping(mh, host, at, (size_t)-1) == EINVAL);
     CHECK(gdr_copy_from_mapping(mh, host, at + 1, (size_t)-1) == EINVAL);
     CHECK(gdr_copy_to_mapping(NO_HANDLE, at, host, 4) == EINVAL);
-    CHECK(gdr_copy_to_mapping(invented(mh, 1UL << 32), at, host, 4) == EINVAL);
+    CHECK(gdr_copy_to_mapping(forged(mh, 1UL << 32), at, host, 4) == EINVAL);
     CHECK(gdr_unmap(g, mh, map, SIZE) == 0);
     CHECK(gdr_copy_to_mapping(mh, at, host, 4) == EINVAL);
     CHECK(gdr_copy_from_mapping(mh, host, at, 4) == EINVAL);
@@ -354,13 +356,13 @@ static void test_bad_pins(void) {
     CHECK(gdr_get_info_v2(g, mine, NULL) == EINVAL);
     CHECK(gdr_get_info(g, mine, NULL) == EINVAL);
     CHECK(gdr_get_callback_flag(other, mine, &flag) == EINVAL);
-    gdr_mh_t odd[] = {NO_HANDLE, {1}, {~0UL}, {(unsigned long)ordinary}, invented(mine, 1),
-                      invented(mine, 1UL << 32), {(unsigned long)g}};
-    for (unsigned i = 0; i < sizeof odd / sizeof *odd; ++i) {
-        CHECK(gdr_unpin_buffer(g, odd[i]) == EINVAL);
-        CHECK(gdr_map(g, odd[i], &map, 64) == EINVAL);
-        CHECK(gdr_unmap(g, odd[i], ordinary, 64) == EINVAL);
-        CHECK(gdr_get_info_v2(g, odd[i], &info) == EINVAL);
+    gdr_mh_t bad[] = {NO_HANDLE, {1}, {~0UL}, {(unsigned long)ordinary}, forged(mine, 1),
+                      forged(mine, 1UL << 32), {(unsigned long)g}};
+    for (unsigned i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        CHECK(gdr_unpin_buffer(g, bad[i]) == EINVAL);
+        CHECK(gdr_map(g, bad[i], &map, 64) == EINVAL);
+        CHECK(gdr_unmap(g, bad[i], ordinary, 64) == EINVAL);
+        CHECK(gdr_get_info_v2(g, bad[i], &info) == EINVAL);
     }
     CHECK(gdr_unpin_buffer(g, mine) == 0);
     CHECK(gdr_unpin_buffer(g, mine) == EINVAL);
@@ -390,7 +392,7 @@ static void test_bad_maps(void) {
     CHECK(gdr_map(NULL, mh, &map, size) == EINVAL);
     CHECK(map == NULL);
 
-    /* One of the mapping types is what the platform has; the others are refused. */
+    /* The platform has one mapping type; the others are rejected. */
     int offered = 0;
     for (int type = GDR_MAP_FLAG_REQ_WC_MAPPING; type <= GDR_MAP_FLAG_REQ_DEVICE_MAPPING; ++type) {
         int outcome = gdr_map_v2(g, mh, &map, size, type);
@@ -414,13 +416,13 @@ static void test_bad_maps(void) {
     CHECK(gdr_unmap(g, mh, map, 4097) == EINVAL);
     CHECK(gdr_unmap(g, mh, map, 4096) == 0);
     CHECK(gdr_unmap(g, mh, map, 4096) == EINVAL);
-    CHECK(gdr_map(g, mh, &map, size) == 0); /* and again */
-    CHECK(gdr_unpin_buffer(g, mh) == 0);    /* while it is mapped */
+    CHECK(gdr_map(g, mh, &map, size) == 0); /* once more */
+    CHECK(gdr_unpin_buffer(g, mh) == 0);    /* while mapped */
     CHECK(faults(map));
     CHECK(gdr_close(g) == 0 && device_free(d) == 0);
 }
 
-/* What clients pin: any address, and ranges that they have rounded past the allocation. */
+/* Ranges as clients pin them: any address, rounded beyond the allocation. */
 static void test_rounding(void) {
     const size_t length = 4 * 1024 * 1024 + 1000;
     unsigned long d = device_alloc(length);
@@ -445,7 +447,8 @@ static void test_rounding(void) {
         CHECK(gdr_pin_buffer(g, cases[i].from, cases[i].pinned, 0, 0, &mh) == 0);
         CHECK(gdr_get_info_v2(g, mh, &info) == 0);
         CHECK(info.va == (cases[i].from & GPU_PAGE_MASK));
-        CHECK(info.mapped_size == ((cases[i].from + cases[i].pinned + GPU_PAGE_OFFSET) & GPU_PAGE_MASK) - info.va);
+        CHECK(info.mapped_size ==
+              ((cases[i].from + cases[i].pinned + GPU_PAGE_OFFSET) & GPU_PAGE_MASK) - info.va);
         CHECK(gdr_map(g, mh, &map, cases[i].mapped) == 0);
         CHECK(gdr_map(g, mh, &map, cases[i].mapped) == EAGAIN);
         volatile unsigned char *at = (unsigned char *)map + (cases[i].touch - info.va);
@@ -463,7 +466,7 @@ static void test_rounding(void) {
     CHECK(gdr_close(g) == 0 && device_free(d) == 0);
 }
 
-/* The page below an allocation, as UCX and libfabric pin it; the simulator leaves that page empty. */
+/* The page below an allocation, as UCX and libfabric pin it; it is unmapped in the simulator. */
 static void test_rounding_down(void) {
     unsigned long d = device_alloc(1000);
     gdr_t g = gdr_open();
@@ -484,8 +487,8 @@ static void test_rounding_down(void) {
     CHECK(gdr_close(g) == 0 && device_free(d) == 0);
 }
 
-/* Small buffers in one page, pinned as whole pages: what clients that round do. CUDA only: simulated memory
- * shares no pages. */
+/* Small buffers in one page, pinned as whole pages by clients that round. CUDA only: simulated
+ * allocations share no pages. */
 static void test_shared_pages(void) {
     enum { COUNT = 4 };
     unsigned long d[COUNT], first = -1UL, last = 0;
@@ -497,7 +500,7 @@ static void test_shared_pages(void) {
     unsigned long start = first & GPU_PAGE_MASK;
     size_t size = ((last + 100 + GPU_PAGE_SIZE - 1) & GPU_PAGE_MASK) - start;
     if (size > 2u << 20) {
-        printf("skipped: shared pages (small buffers lie far apart here)\n");
+        printf("skipped: shared pages (small buffers are far apart here)\n");
         return;
     }
     gdr_t g = gdr_open();
@@ -536,7 +539,7 @@ static void test_free_while_mapped(void) {
     char *at = (char *)map_a + (a - info.va);
     CHECK(gdr_copy_to_mapping(first, at, &value, 4) == 0);
     CHECK(device_free(a) == 0);
-    CHECK(*(volatile uint32_t *)at == value); /* pinned memory stays */
+    CHECK(*(volatile uint32_t *)at == value); /* pinned memory stays valid */
     CHECK(gdr_copy_from_mapping(first, &seen, at, 4) == 0 && seen == value);
     CHECK(gdr_get_callback_flag(g, first, &flag) == 0 && flag == 0);
     CHECK(gdr_get_info_v2(g, second, &info) == 0);
@@ -545,7 +548,7 @@ static void test_free_while_mapped(void) {
     CHECK(device_read(b, &seen, 4) == 0 && seen == value);
     CHECK(gdr_unmap(g, first, map_a, size) == 0 && gdr_unpin_buffer(g, first) == 0);
     CHECK(faults(map_a));
-    CHECK(gdr_close(g) == 0); /* with a mapping left */
+    CHECK(gdr_close(g) == 0); /* while mapped */
     CHECK(faults(at));
     CHECK(gdr_copy_to_mapping(second, at, &value, 4) == EINVAL);
     CHECK(device_free(b) == 0);
@@ -561,7 +564,7 @@ static int run_in_child(int (*body)(void *), void *argument) {
     return status;
 }
 
-struct parents {
+struct parent_state {
     gdr_t g;
     gdr_mh_t mh;
     char *map;
@@ -570,7 +573,7 @@ struct parents {
 };
 
 static int child_uses_handles(void *argument) {
-    struct parents *p = argument;
+    struct parent_state *p = argument;
     gdr_info_t info;
     gdr_mh_t mh;
     void *map;
@@ -587,8 +590,8 @@ static int child_uses_handles(void *argument) {
     return 0;
 }
 
-static int child_starts_afresh(void *argument) {
-    struct parents *p = argument;
+static int child_starts_empty(void *argument) {
+    struct parent_state *p = argument;
     unsigned long d = device_alloc(4096);
     gdr_t g = gdr_open();
     gdr_mh_t mh;
@@ -604,7 +607,8 @@ static int child_starts_afresh(void *argument) {
 }
 
 static void test_fork(int simulated) {
-    struct parents p = {gdr_open(), NO_HANDLE, NULL, device_alloc(GPU_PAGE_SIZE), GPU_PAGE_SIZE};
+    struct parent_state p = {gdr_open(), NO_HANDLE, NULL, device_alloc(GPU_PAGE_SIZE),
+                             GPU_PAGE_SIZE};
     uint32_t value = 0x600dd00d, seen = 0;
     void *map;
     gdr_info_t info;
@@ -614,8 +618,8 @@ static void test_fork(int simulated) {
     p.map = (char *)map + (p.device - info.va);
     CHECK(gdr_copy_to_mapping(p.mh, p.map, &value, 4) == 0);
     CHECK(run_in_child(child_uses_handles, &p) == 0);
-    if (simulated) /* CUDA does not work in a child at all */
-        CHECK(run_in_child(child_starts_afresh, &p) == 0);
+    if (simulated) /* CUDA does not work in a forked child */
+        CHECK(run_in_child(child_starts_empty, &p) == 0);
     CHECK(gdr_copy_from_mapping(p.mh, &seen, p.map, 4) == 0 && seen == value);
     CHECK(gdr_close(p.g) == 0 && device_free(p.device) == 0);
 }
@@ -682,8 +686,9 @@ static void test_threads(void) {
     for (int i = 0; i < THREADS; ++i)
         pthread_join(threads[i], NULL);
 
-    /* Closing under threads that copy. */
-    CHECK(gdr_pin_buffer(g, d, GPU_PAGE_SIZE, 0, 0, &mh) == 0 && gdr_map(g, mh, &map, GPU_PAGE_SIZE) == 0);
+    /* Close while threads copy. */
+    CHECK(gdr_pin_buffer(g, d, GPU_PAGE_SIZE, 0, 0, &mh) == 0 &&
+          gdr_map(g, mh, &map, GPU_PAGE_SIZE) == 0);
     CHECK(gdr_get_info_v2(g, mh, &info) == 0);
     for (int i = 0; i < THREADS; ++i) {
         struct shared s = {g, mh, (char *)map + (d - info.va), d, 0, i};
@@ -691,8 +696,8 @@ static void test_threads(void) {
         CHECK(pthread_create(&threads[i], NULL, copy_until_closed, &shared[i]) == 0);
     }
     usleep(50000);
-    /* Children of a process whose threads are inside the library. */
-    struct parents p = {g, mh, shared[0].map, d, GPU_PAGE_SIZE};
+    /* Fork while threads are inside the library. */
+    struct parent_state p = {g, mh, shared[0].map, d, GPU_PAGE_SIZE};
     for (int i = 0; i < 10; ++i)
         CHECK(run_in_child(child_uses_handles, &p) == 0);
     CHECK(gdr_close(g) == 0);
@@ -715,7 +720,7 @@ static void test_leaks(void) {
         CHECK(gdr_pin_buffer(g, 64, 64, 0, 0, &mh) == EINVAL);
         CHECK(gdr_close(g) == 0);
     }
-    /* CUDA has some of its own, which come and go; a leak would be 200. */
+    /* CUDA opens and closes some of its own; a leak would be 200. */
     CHECK(count_open_files() <= files + 8);
     CHECK(count_mappings() <= mappings + 8);
     CHECK(device_free(d) == 0);
@@ -739,7 +744,7 @@ static double now(void) {
     return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
 }
 
-/* What a call costs: the mean over many, in microseconds. */
+/* Measures the mean cost of a call in microseconds. */
 static void measure(void) {
     static char host[65536];
     unsigned long d = device_alloc(sizeof host);
@@ -765,7 +770,8 @@ static void measure(void) {
         start = now();
         for (int i = 0; i < reads; ++i)
             gdr_copy_from_mapping(mh, host, at, size);
-        printf("%6zu bytes  to mapping %8.3f us  from mapping %8.3f us\n", size, write, (now() - start) / reads);
+        printf("%6zu bytes  to mapping %8.3f us  from mapping %8.3f us\n", size, write,
+               (now() - start) / reads);
     }
     start = now();
     CHECK(gdr_unpin_buffer(g, mh) == 0);
@@ -790,8 +796,8 @@ int main(int argc, char **argv) {
         return 0;
     }
     test_layout();
-    test_questions();
-    test_life();
+    test_queries();
+    test_lifecycle();
     test_copies();
     test_bad_pins();
     test_bad_maps();

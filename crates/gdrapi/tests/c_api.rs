@@ -1,4 +1,4 @@
-//! The library as C programs have it: installed, linked against, loaded.
+//! The library as C programs use it: installed, linked, loaded.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fs;
@@ -32,14 +32,14 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// The library that cargo has just built for this very test: beside the test's own binary.
+/// The library that cargo has just built for this test, next to the test binary.
 fn library() -> PathBuf {
     let library_dir = std::env::current_exe().unwrap().with_file_name("libgdrapi.so");
     assert!(library_dir.is_file(), "cargo built no {}", library_dir.display());
     library_dir
 }
 
-/// A prefix with the library installed, made once.
+/// A prefix with the library installed, created once.
 fn prefix() -> &'static Path {
     static PREFIX: OnceLock<PathBuf> = OnceLock::new();
     PREFIX.get_or_init(|| {
@@ -52,13 +52,13 @@ fn prefix() -> &'static Path {
 }
 
 fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = command.output().expect("it starts");
+    let Output { status, stdout, stderr } = command.output().expect("the command starts");
     let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
     assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
     stdout.into_owned()
 }
 
-/// `api.c`, compiled against what is installed.
+/// `api.c`, compiled against the installed library.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -111,7 +111,7 @@ fn no_session_without_a_gpu() {
 }
 
 #[test]
-fn it_speaks_when_asked_to() {
+fn logging_is_off_unless_enabled() {
     let output_text = |command: &mut Command| {
         let output = command.output().unwrap();
         assert!(output.status.success());
@@ -161,7 +161,7 @@ fn exactly_the_interface_is_exported() {
 }
 
 #[test]
-fn what_is_installed_is_found() {
+fn the_installed_files_are_complete() {
     let prefix = prefix();
     let link = |name: &str| fs::read_link(prefix.join("lib").join(name)).unwrap();
     assert_eq!(link("libgdrapi.so"), Path::new("libgdrapi.so.2"));
@@ -171,14 +171,14 @@ fn what_is_installed_is_found() {
     let pc = fs::read_to_string(prefix.join("lib/pkgconfig/gdrapi.pc")).unwrap();
     assert!(pc.contains(&format!("prefix={}\n", prefix.display())), "{pc}");
     assert!(pc.contains("Version: 2.6.0") && pc.contains("-lgdrapi"), "{pc}");
-    // What a program that is linked with -lgdrapi asks the loader for.
+    // The soname that a program linked with -lgdrapi requests from the loader.
     let needed = ok(Command::new("readelf").arg("-d").arg(program()));
     assert!(needed.contains("[libgdrapi.so.2]"), "{needed}");
     let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));
     assert!(dynamic.contains("soname: [libgdrapi.so.2]"), "{dynamic}");
     assert!(dynamic.contains("NODELETE"), "{dynamic}");
 
-    // Again, over what is there; and without a folder, or with a library that is not there.
+    // Installing again over existing files works; a missing folder argument or library fails.
     let script = root().join("tools/install-gdrapi");
     let other = tempfile::tempdir().unwrap();
     for _ in 0..2 {

@@ -1,4 +1,8 @@
-//! Packets in a second through a requester and a responder, on one core: `cargo bench -p warpwire-proto --bench qp`.
+//! Packets per second through a requester and a responder, on one core.
+//!
+//! ```text
+//! cargo bench -p warpwire-proto --bench qp
+//! ```
 #![allow(missing_docs)]
 
 use divan::counter::ItemsCount;
@@ -14,7 +18,7 @@ fn main() {
 
 const PACKETS: u64 = 4096;
 
-/// The row of `WORK`, the MTU and the depth of the queue.
+/// Row of `WORK`, MTU, and send queue depth.
 const CASES: [(usize, u32, u32); 9] = [
     (0, 256, 64),
     (0, 4096, 1),

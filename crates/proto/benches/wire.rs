@@ -1,4 +1,4 @@
-//! Packets per second on one core: headers and ICRC, written and read, and the CRC alone.
+//! Packets per second on one core: encoding and decoding of headers and ICRC, and the CRC alone.
 //!
 //! ```text
 //! cargo bench -p warpwire-proto
@@ -13,7 +13,7 @@ use warpwire_proto::wire::icrc::{self, Crc32, Portable};
 use warpwire_proto::wire::packet::{ICRC_LEN, build};
 use warpwire_proto::wire::{Extension, Headers, IpRepr, Opcode, Packet, Reth, UDP_PORT, UdpRepr};
 
-/// With the processor's carry-less multiplication, where it has one.
+/// CRC with the processor's carry-less multiplication, if it has one.
 struct SimdCrc32;
 
 impl Crc32 for SimdCrc32 {
@@ -57,7 +57,7 @@ fn packet(payload: usize) -> Vec<u8> {
     bytes
 }
 
-/// Writes all headers and the ICRC around a payload that is in its place already.
+/// Writes all headers and the ICRC around a payload that is already in the buffer.
 #[divan::bench(types = [Portable, SimdCrc32], args = PAYLOADS)]
 fn encode<C: Crc32>(bencher: Bencher, payload: usize) {
     let (headers, mut ip, mut udp) = (headers(), ip(), UDP);
@@ -75,7 +75,7 @@ fn encode<C: Crc32>(bencher: Bencher, payload: usize) {
     });
 }
 
-/// Checks a packet, its ICRC included, and reads its headers.
+/// Checks a packet including its ICRC, and parses its headers.
 #[divan::bench(types = [Portable, SimdCrc32], args = PAYLOADS)]
 fn decode<C: Crc32>(bencher: Bencher, payload: usize) {
     let bytes = packet(payload);

@@ -1,4 +1,4 @@
-//! Writes one packet of every sort, over IPv4 and IPv6, into a capture that Wireshark opens.
+//! Writes one packet of every kind, over IPv4 and IPv6, into a pcap file for Wireshark.
 //!
 //! ```text
 //! cargo run -p warpwire-proto --example 01_capture -- /tmp/all.pcap && tshark -r /tmp/all.pcap
@@ -51,13 +51,13 @@ fn main() -> Result<()> {
     file.flush()
 }
 
-/// Every opcode with its headers, and payloads of all paddings.
+/// Every opcode with its headers, and payloads with every pad length.
 fn samples() -> Vec<(Opcode, Extension, Vec<u8>)> {
     let reth = Reth { address: 0x7f00_0000_1000, rkey: 0x1234, len: 4096 };
     let ack = |syndrome| Aeth { syndrome, msn: 5 };
     let deth = Deth { qkey: 0x8001_0000, source_qp: 0x77 };
     let atomic = AtomicEth { address: 0x7f00_0000_2000, rkey: 9, swap_or_add: 3, compare: 4 };
-    // Not shorter than what dissectors look for in the payloads of sends.
+    // Long enough for the heuristics that dissectors apply to payloads of sends.
     let bytes = |len: u8| (0..len).map(|at| at ^ 0xa5).collect::<Vec<u8>>();
     vec![
         (Opcode::SendFirst, Extension::None, bytes(128)),

@@ -1,7 +1,7 @@
-//! One thing done many times, for `tools/instructions` to count what it costs.
+//! Runs one operation many times, so that `tools/instructions` can count its instructions.
 //!
 //! ```text
-//! 90_count                    the names of the things
+//! 90_count                    lists the names
 //! 90_count "encode headers" 1000
 //! ```
 
@@ -15,8 +15,8 @@ use pump::{Pump, WORK, len_of};
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Reth, Syndrome, Transport};
 
-/// A name, and what does it that many times: the difference between two counts is the cost, so that what
-/// is prepared before the loop does not matter. Every pass handles one packet.
+/// Name, and function that runs it `count` times. The cost is the difference between two counts, so
+/// that setup before the loop does not matter. Every pass handles one packet.
 type Row = (&'static str, fn(usize));
 
 const ROWS: &[Row] = &[
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The packets of a large write and its answer; each has 1024 bytes of payload, or none.
+/// The packets of a large write and its ACK, with 1024 bytes of payload or none.
 fn transfer() -> [(Headers, usize); 4] {
     let reth = Reth { address: 0x7f00_0000_1000, rkey: 0x1234, len: 3072 };
     let aeth = Aeth { syndrome: Syndrome::ACK, msn: 5 };
@@ -75,14 +75,15 @@ fn decode_headers(count: usize) {
     });
     for bytes in packets.iter().cycle().take(count) {
         if let Ok(view) = Transport::new_checked(black_box(bytes)) {
-            // By reference: a value would be copied first.
+            // By reference, to avoid measuring a copy.
             black_box(&view.headers());
             black_box(&view.payload_range());
         }
     }
 }
 
-/// Both ends of a connection: posting, sending, receiving, acknowledging, completing; everything but bytes.
+/// Both ends of a connection: posting, sending, receiving, acknowledging, completing; everything
+/// except payload bytes.
 fn pump(row: usize, count: usize) {
     let (_, op, packets) = WORK[row];
     let (forward, reverse) = Pump::new(1024, 64).run(op, len_of(op, packets, 1024), count as u64);

@@ -1,16 +1,16 @@
-//! Warpwire's protocol half, sans-IO: no clock, no socket, no thread, no allocation once
-//! a queue pair is connected.
+//! The RoCEv2 protocol, sans-IO: no clock, no socket, no thread, and no allocation once a queue
+//! pair is connected.
 //!
-//! Everything that happens on the wire is decided here, from three inputs (packets, time, posted work)
-//! and told in three outputs (packets, deadlines, events), so that a whole lossy network runs in one
-//! thread from one seed. This crate imports nothing.
+//! All protocol decisions are made here, from three inputs (packets, time, posted work) to three
+//! outputs (packets, deadlines, events), so that a whole lossy network can be simulated in one
+//! thread from one seed. This crate has no dependencies.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`psn`] | 24-bit packet sequence numbers and their circular order |
 //! | [`time`] | the integer clock that callers pass in |
-//! | [`wire`] | RoCEv2 packets as bytes and as what they mean |
-//! | [`qp`] | the queue pair: reliable connected, and datagram |
+//! | [`wire`] | RoCEv2 packets: parsing, building, ICRC |
+//! | [`qp`] | the queue pair: reliable connected (RC), and datagram (UD) |
 #![no_std]
 #![forbid(unsafe_code)]
 

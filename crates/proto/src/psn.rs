@@ -1,8 +1,8 @@
-//! Packet sequence numbers: 24 bits, compared on a circle.
+//! Packet sequence numbers: 24 bits, compared modulo 2^24.
 //!
-//! A receiver sorts every packet into *expected*, *duplicate* (behind) or *gap* (ahead) by the signed
-//! distance from the number that it expects. Half of the circle is behind, half ahead, so a window of
-//! outstanding packets must stay under 2^23.
+//! A receiver classifies every packet as *expected*, *duplicate* (behind) or *gap* (ahead) by its
+//! signed distance from the expected number. Half of the circle is behind, half ahead, so fewer
+//! than 2^23 packets may be outstanding.
 
 use core::fmt;
 
@@ -12,7 +12,8 @@ const MASK: u32 = (1 << BITS) - 1;
 
 /// A 24-bit packet sequence number.
 ///
-/// It has no [`Ord`]: on a circle "less than" is not transitive. Ask for the [distance](Psn::distance_from).
+/// It has no [`Ord`]: in circular arithmetic "less than" is not transitive. Use the
+/// [distance](Psn::distance_from).
 ///
 /// ```
 /// use warpwire_proto::Psn;
@@ -25,7 +26,7 @@ const MASK: u32 = (1 << BITS) - 1;
 pub struct Psn(u32);
 
 impl Psn {
-    /// The number with the low 24 bits of `value`; the upper 8 share their word with other fields on the wire.
+    /// The low 24 bits of `value`; on the wire the upper 8 belong to other fields.
     pub const fn new(value: u32) -> Self {
         Self(value & MASK)
     }
@@ -35,28 +36,29 @@ impl Psn {
         self.0
     }
 
-    /// The following number; after 0xffffff comes 0.
+    /// The next number; 0xffffff is followed by 0.
     #[must_use]
     pub const fn next(self) -> Self {
         self.add(1)
     }
 
-    /// The number before; before 0 comes 0xffffff.
+    /// The previous number; 0 is preceded by 0xffffff.
     #[must_use]
     pub const fn previous(self) -> Self {
         self.add(MASK)
     }
 
-    /// The number `count` packets further on.
+    /// The number `count` packets later.
     #[must_use]
     pub const fn add(self, count: u32) -> Self {
         Self::new(self.0.wrapping_add(count))
     }
 
-    /// How far `self` lies ahead of `other` (negative: behind), by the shorter way round:
-    /// between -2^23 and 2^23 - 1.
+    /// The signed distance from `other` to `self` (negative: `self` is behind), the shorter way
+    /// round: between -2^23 and 2^23 - 1.
     pub const fn distance_from(self, other: Self) -> i32 {
-        // Move the 24-bit difference to the top of the word, so that the arithmetic shift extends its sign.
+        // Move the 24-bit difference to the top of the word, so that the arithmetic shift extends
+        // its sign.
         ((self.0.wrapping_sub(other.0) << (32 - BITS)) as i32) >> (32 - BITS)
     }
 }

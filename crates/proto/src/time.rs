@@ -1,12 +1,12 @@
-//! The clock that callers pass in: nanoseconds since a moment of their choice.
+//! The clock that callers pass in: nanoseconds since an arbitrary epoch.
 
 use core::ops::{Add, Sub};
 use core::time::Duration;
 
-/// A moment, in nanoseconds since the caller's own beginning.
+/// A point in time, in nanoseconds since the caller's epoch.
 ///
-/// The protocol never reads a clock; tests run in virtual time, an engine passes its monotonic one.
-/// Arithmetic saturates: the end of time is a valid "never".
+/// The protocol never reads a clock; tests run in virtual time, an engine passes its monotonic
+/// clock. Arithmetic saturates, so that [`Instant::NEVER`] stays in the future.
 ///
 /// ```
 /// use core::time::Duration;
@@ -19,15 +19,15 @@ use core::time::Duration;
 pub struct Instant(u64);
 
 impl Instant {
-    /// A moment that no clock reaches.
+    /// A time that no clock reaches.
     pub const NEVER: Self = Self(u64::MAX);
 
-    /// The moment `nanos` nanoseconds after the beginning.
+    /// The time `nanos` nanoseconds after the epoch.
     pub const fn from_nanos(nanos: u64) -> Self {
         Self(nanos)
     }
 
-    /// Nanoseconds since the beginning.
+    /// Nanoseconds since the epoch.
     pub const fn as_nanos(self) -> u64 {
         self.0
     }

@@ -1,10 +1,11 @@
-//! What a queue pair takes.
+//! Memory footprint of a queue pair.
 
 use warpwire_proto::qp::{Mtu, Options, Qp, Ud};
 
 #[test]
-fn memory_is_what_was_asked_for() {
-    // What stands in docs/protocol.md: a queue pair's fixed part, and what each work in its queue adds.
+fn footprint_matches_the_documentation() {
+    // The figures of docs/protocol.md: a queue pair's fixed part, and the bytes per send queue
+    // entry.
     let one = Qp::new(1, Options { send_depth: 1, ..Options::default() });
     let many = Qp::new(1, Options { send_depth: 1024, ..Options::default() });
     let each = (many.footprint() - one.footprint()) / 1023;

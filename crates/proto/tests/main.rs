@@ -1,4 +1,5 @@
-//! The protocol: packets, the queue pair one situation at a time, and whole networks from one seed.
+//! Protocol tests: packet formats, directed tests of the queue pair, and seeded network
+//! simulations.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod directed;

@@ -1,4 +1,4 @@
-//! Defects that a reading of the queue pair found, one test each: they stay mended.
+//! Regression tests of the queue pair, one per defect.
 
 use warpwire_proto::qp::*;
 use warpwire_proto::wire::{
@@ -6,7 +6,7 @@ use warpwire_proto::wire::{
 };
 use warpwire_proto::{Instant, Psn};
 
-/// Says yes, but for what a test sets.
+/// A host that answers `Ready` unless a test sets something else.
 struct TestHost {
     receive: bool,
     fetch: fn(Source) -> HostStatus,
@@ -82,7 +82,7 @@ fn connected_qp(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
     qp
 }
 
-/// Headers that live as long as the test: there are few.
+/// Leaks the headers, which is fine in a test.
 fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> RxPacket<'static> {
     let headers =
         Headers { ack_request: true, ..Headers::new(opcode, 0x11, Psn::new(psn), extension) };
@@ -97,22 +97,23 @@ fn reth(len: u32) -> Extension {
 const AT: Remote = Remote { address: 0x1000, key: 1 };
 
 #[test]
-fn rnr_nak_with_progress_refills_before_it_judges() {
+fn rnr_nak_with_progress_resets_the_retries_first() {
     let mut qp = connected_qp(Options::default(), 7, 1, 4);
     let mut h = TestHost::default();
     for id in 0..2 {
         qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
-    qp.handle_packet(t(1), &ack(0, Syndrome::RnrNak(1)), &mut h).unwrap(); // the one try
+    qp.handle_packet(t(1), &ack(0, Syndrome::RnrNak(1)), &mut h).unwrap(); // uses the only retry
     while qp.poll_transmit(t(100), &mut h).is_some() {}
-    // Message 0 was taken; its acknowledgement rides in the RNR NAK for message 1: the first for it.
+    // Message 0 was accepted. Its ACK is piggy-backed on the RNR NAK for message 1, the first for
+    // that message.
     qp.handle_packet(t(101), &ack(1, Syndrome::RnrNak(1)), &mut h).unwrap();
     assert_eq!(qp.state(), State::Rts);
 }
 
 #[test]
-fn sequence_nak_with_progress_refills_before_it_judges() {
+fn sequence_nak_with_progress_resets_the_retries_first() {
     let mut qp = connected_qp(Options::default(), 1, 7, 4);
     let mut h = TestHost::default();
     for id in 0..3 {
@@ -123,11 +124,11 @@ fn sequence_nak_with_progress_refills_before_it_judges() {
     qp.handle_timeout(late);
     while qp.poll_transmit(late, &mut h).is_some() {}
     qp.handle_packet(late, &ack(2, Syndrome::Nak(Nak::Sequence)), &mut h).unwrap();
-    assert_eq!(qp.state(), State::Rts, "two messages were acknowledged: progress");
+    assert_eq!(qp.state(), State::Rts, "two messages were acknowledged, which is progress");
 }
 
 #[test]
-fn read_without_rd_atomic_ends() {
+fn read_without_rd_atomic_completes() {
     let mut qp = connected_qp(Options::default(), 7, 7, 0);
     let mut h = TestHost::default();
     if qp.post(SendWr::new(0, WrOp::Read(AT), 8)).is_ok() {
@@ -135,20 +136,20 @@ fn read_without_rd_atomic_ends() {
             qp.poll_transmit(t(0), &mut h).is_some()
                 || qp.poll_event().is_some()
                 || qp.poll_timeout(t(0)) != Instant::NEVER,
-            "hangs for ever"
+            "hangs forever"
         );
     }
 }
 
 #[test]
-fn last_words_behind_paced_read_data_have_a_wake_up() {
+fn a_final_nak_behind_paced_read_data_has_a_deadline() {
     let mut qp =
         connected_qp(Options { line_rate: Some(1_000_000_000), ..Options::default() }, 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
     let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
     qp.handle_packet(t(0), &cnp, &mut h).unwrap();
-    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // data; now the pace is closed
+    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // data; now pacing blocks
     let bad = Extension::Reth(Reth { address: 0, rkey: 666, len: 8 });
     qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 4, bad, 8), &mut h).unwrap();
     assert_eq!(qp.state(), State::Err);
@@ -159,7 +160,7 @@ fn last_words_behind_paced_read_data_have_a_wake_up() {
 }
 
 #[test]
-fn a_marked_cnp_begets_no_cnp() {
+fn a_marked_cnp_causes_no_cnp() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost::default();
     let mut cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
@@ -169,21 +170,21 @@ fn a_marked_cnp_begets_no_cnp() {
 }
 
 #[test]
-fn no_bare_ack_bears_the_number_of_a_read() {
+fn no_bare_ack_has_the_psn_of_a_read() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h).unwrap();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 1, reth(8), 0), &mut h).unwrap();
     while qp.poll_transmit(t(0), &mut h).is_some() {} // all lost
-    // The peer's timer: WRITE again, READ to follow.
+    // The peer's timer expires: it repeats the WRITE, and the READ follows.
     let _ = qp.handle_packet(t(9), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h);
-    let answer = qp.poll_transmit(t(9), &mut h).unwrap();
-    assert_eq!(answer.headers.opcode, Opcode::Acknowledge);
-    assert_eq!(answer.headers.psn, Psn::new(0), "rxe completes its READ at psn 1 without data");
+    let response = qp.poll_transmit(t(9), &mut h).unwrap();
+    assert_eq!(response.headers.opcode, Opcode::Acknowledge);
+    assert_eq!(response.headers.psn, Psn::new(0), "rxe completes its READ at psn 1 without data");
 }
 
 #[test]
-fn changing_max_dest_rd_atomic_in_sqd_keeps_promised_answers() {
+fn changing_max_dest_rd_atomic_in_sqd_keeps_pending_responses() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h).unwrap();
@@ -208,12 +209,12 @@ fn an_atomic_result_without_a_page_pauses() {
     let _ = qp.handle_packet(t(1), &packet(Opcode::AtomicAcknowledge, 0, result, 0), &mut h);
     assert!(
         qp.poll_transmit(t(1), &mut h).is_none(),
-        "asked again at once, at the rate of the round trip"
+        "requested again immediately, once per round trip"
     );
 }
 
 #[test]
-fn our_own_page_fault_does_not_count_as_a_silent_peer() {
+fn a_local_page_fault_does_not_count_as_an_unresponsive_peer() {
     let mut qp = connected_qp(Options::default(), 0, 7, 4);
     let stuck: fn(Source) -> HostStatus = |from| match from {
         Source::SendWr { offset, .. } if offset >= 512 => HostStatus::Retry,
@@ -222,7 +223,7 @@ fn our_own_page_fault_does_not_count_as_a_silent_peer() {
     let mut h = TestHost { fetch: stuck, ..TestHost::default() };
     qp.post(SendWr::new(0, WrOp::Write(AT), 1024)).unwrap();
     while let Some(sent) = qp.poll_transmit(t(0), &mut h) {
-        assert!(!sent.headers.ack_request); // the peer has no reason to answer
+        assert!(!sent.headers.ack_request); // the peer has no reason to respond
     }
     let deadline = qp.poll_timeout(t(0));
     if deadline != Instant::NEVER {
@@ -232,7 +233,7 @@ fn our_own_page_fault_does_not_count_as_a_silent_peer() {
 }
 
 #[test]
-fn a_repeated_nak_does_not_cost_all_tries() {
+fn a_repeated_nak_does_not_use_up_all_retries() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost::default();
     for id in 0..20 {
@@ -240,7 +241,7 @@ fn a_repeated_nak_does_not_cost_all_tries() {
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     for turn in 0..8 {
-        // The network repeats one NAK; between two copies one packet goes again.
+        // The network duplicates one NAK; between two copies one packet is retransmitted.
         qp.handle_packet(t(turn), &ack(0, Syndrome::Nak(Nak::Sequence)), &mut h).unwrap();
         qp.poll_transmit(t(turn), &mut h);
     }
@@ -257,26 +258,26 @@ fn an_atomic_with_payload_is_invalid() {
 }
 
 #[test]
-fn an_untaken_receipt_does_not_stop_writes() {
+fn an_untaken_receive_completion_does_not_stop_writes() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::SendOnly, 0, Extension::None, 8), &mut h).unwrap();
     let write = qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 1, reth(8), 8), &mut h);
-    assert_eq!(write, Ok(()), "a WRITE needs no place for a receipt");
+    assert_eq!(write, Ok(()), "a WRITE needs no receive completion");
 }
 
 #[test]
-fn a_lost_packet_after_rnr_is_told() {
+fn a_lost_packet_after_an_rnr_nak_causes_a_nak() {
     let mut qp = connected_qp(Options::default(), 7, 7, 4);
     let mut h = TestHost { receive: false, ..TestHost::default() };
     let send = |psn| packet(Opcode::SendOnly, psn, Extension::None, 8);
     let _ = qp.handle_packet(t(0), &send(0), &mut h);
     assert!(qp.poll_transmit(t(0), &mut h).is_some()); // RNR NAK
     h.receive = true;
-    // Packet 1 was on its way, and is passed over in silence.
+    // Packet 1 was in flight, and is dropped silently.
     let _ = qp.handle_packet(t(1), &send(1), &mut h);
     assert!(qp.poll_transmit(t(1), &mut h).is_none());
-    // The peer waits, goes back; packet 0 is lost, 1 comes.
+    // The peer waits and goes back; packet 0 is lost, packet 1 arrives.
     let _ = qp.handle_packet(t(50), &send(1), &mut h);
     assert!(qp.poll_transmit(t(50), &mut h).is_some(), "no NAK: the peer must time out");
 }

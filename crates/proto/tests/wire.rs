@@ -1,4 +1,4 @@
-//! Packets: known vectors, round trips, and bytes that are no packets.
+//! Packet formats: known vectors, round trips, and malformed bytes.
 
 use std::net::IpAddr;
 
@@ -36,7 +36,7 @@ fn built(ip: IpRepr, headers: &Headers, payload: &[u8]) -> Vec<u8> {
     buffer[..len].to_vec()
 }
 
-/// Both directions: what we build is the vector, and the vector reads as what we built it from.
+/// Building from the parts gives the vector, and parsing the vector gives the parts.
 fn check_vector(vector: &str, ip: IpRepr, headers: &Headers, payload: &[u8]) {
     let vector = unhex(vector);
     assert_eq!(built(ip, headers, payload), vector);
@@ -93,7 +93,7 @@ fn known_packets() {
 }
 
 #[test]
-fn the_identification_counts_and_the_hop_limit_does_not() {
+fn the_icrc_covers_the_identification_but_not_the_hop_limit() {
     let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
     let (here, there) = ("192.0.2.1", "192.0.2.2");
     let crc = |ip| built(ip, &headers, b"same").split_off(20 + 8 + 12 + 4);
@@ -114,7 +114,7 @@ fn packets_print_in_one_line() {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn malformed_packets_are_rejected_with_the_reason() {
     let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
     let good = built(ip("192.0.2.1", "192.0.2.2"), &headers, b"four");
     let corrupt = |at: usize, value: u8| {
@@ -128,18 +128,18 @@ fn what_is_wrong_is_named() {
     assert_eq!(corrupt(25, 0xff), Malformed::Udp);
     assert_eq!(corrupt(28, 0x42), Malformed::Opcode);
     assert_eq!(corrupt(29, 0x01), Malformed::Version);
-    assert_eq!(corrupt(28, 0x13), Malformed::Short); // an atomic's headers do not fit
+    assert_eq!(corrupt(28, 0x13), Malformed::Short); // too short for an atomic's headers
     let mut flipped = good.clone();
     flipped[42] ^= 1;
     assert!(!Packet::new_checked(&flipped).unwrap().has_valid_icrc::<Portable>());
     let mut headers = headers;
     assert_eq!(headers.emit(&mut [0; 19], 4), None, "too short a buffer");
     headers.extension = Extension::Imm(1);
-    assert_eq!(headers.emit(&mut [0; 64], 4), None, "not the opcode's extension");
+    assert_eq!(headers.emit(&mut [0; 64], 4), None, "an extension of another opcode");
 }
 
 #[test]
-fn addresses_of_two_versions_go_over_ipv6() {
+fn addresses_of_two_versions_use_ipv6() {
     let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
     for (from, to) in [("192.0.2.1", "2001:db8::2"), ("2001:db8::2", "192.0.2.1")] {
         let bytes = built(ip(from, to), &headers, b"four");
@@ -151,18 +151,18 @@ fn addresses_of_two_versions_go_over_ipv6() {
 }
 
 #[test]
-fn lengths_that_no_header_holds_are_refused() {
+fn lengths_that_do_not_fit_a_header_are_rejected() {
     let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
-    let longest = |ip: IpRepr, len: usize| {
+    let build_len = |ip: IpRepr, len: usize| {
         let mut buffer = vec![0; 70_000];
         build::<Portable>(&mut buffer, ip, UDP, &headers, &vec![7; len])
     };
-    // 65535 less the headers, rounded down to a multiple of 4; only IPv4 counts its own header.
+    // 65535 minus the headers, rounded down to a multiple of 4; only IPv4 counts its own header.
     let (four, six) = (65_488, 65_508);
-    assert_eq!(longest(ip("192.0.2.1", "192.0.2.2"), four), Some(four + 20 + 8 + 12 + 4));
-    assert_eq!(longest(ip("192.0.2.1", "192.0.2.2"), four + 1), None);
-    assert_eq!(longest(ip("::1", "::2"), six), Some(six + 40 + 8 + 12 + 4));
-    assert_eq!(longest(ip("::1", "::2"), six + 1), None);
+    assert_eq!(build_len(ip("192.0.2.1", "192.0.2.2"), four), Some(four + 20 + 8 + 12 + 4));
+    assert_eq!(build_len(ip("192.0.2.1", "192.0.2.2"), four + 1), None);
+    assert_eq!(build_len(ip("::1", "::2"), six), Some(six + 40 + 8 + 12 + 4));
+    assert_eq!(build_len(ip("::1", "::2"), six + 1), None);
     for payload in usize::MAX - 20..=usize::MAX {
         assert_eq!(headers.emit(&mut [0; 64], payload), None);
         assert!(headers.wire_len(payload) > isize::MAX as usize);
@@ -214,7 +214,7 @@ fn extension(opcode: Opcode, a: u64, b: u64, c: u32) -> Extension {
 
 proptest! {
     #[test]
-    fn every_packet_comes_back(
+    fn every_packet_round_trips(
         opcode in prop::sample::select(Opcode::all().collect::<Vec<_>>()),
         (a, b, c, flags) in any::<(u64, u64, u32, u8)>(),
         (v6, from, to, class, id) in any::<(bool, u128, u128, u8, u16)>(),
@@ -238,7 +238,7 @@ proptest! {
             payload_len: 0,
         };
         let mut bytes = built(ip, &headers, &payload);
-        bytes.extend_from_slice(&[0; 7]); // an Ethernet frame's padding
+        bytes.extend_from_slice(&[0; 7]); // Ethernet padding
         let packet = Packet::new_checked(&bytes).unwrap();
         prop_assert_eq!(packet.transport().headers(), headers);
         prop_assert_eq!(packet.transport().payload(), &payload[..]);
@@ -248,7 +248,10 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), first in 0_u8..3) {
+    fn arbitrary_bytes_do_not_panic(
+        bytes in prop::collection::vec(any::<u8>(), 0..200),
+        first in 0_u8..3,
+    ) {
         let mut bytes = bytes;
         if let Some(byte) = bytes.first_mut() && first > 0 {
             *byte = if first == 1 { 0x45 } else { 0x60 };

@@ -1,4 +1,4 @@
-//! Counting allocations.
+//! Counts allocations per thread and per process.
 #![allow(unsafe_code)] // an allocator is unsafe to write
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -11,8 +11,8 @@ thread_local! {
     static THREAD: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The system's allocator with counters. A test binary that counts has
-/// `#[global_allocator] static ALLOCATOR: CountingAllocator = CountingAllocator;`.
+/// The system allocator with counters. A test binary enables it with `#[global_allocator] static
+/// ALLOCATOR: CountingAllocator = CountingAllocator;`.
 pub struct CountingAllocator;
 
 impl CountingAllocator {
@@ -21,34 +21,35 @@ impl CountingAllocator {
         THREAD.with(Cell::get)
     }
 
-    /// Allocations of the whole process so far. Use it in a process that runs one test at a time.
+    /// Allocations of the whole process so far. Meaningful only in a process that runs one test at
+    /// a time.
     pub fn process_allocations() -> u64 {
         PROCESS.load(Ordering::Relaxed)
     }
 
     fn count() {
         PROCESS.fetch_add(1, Ordering::Relaxed);
-        // A thread that is being torn down has no counter any more.
+        // The counter of a thread that is being torn down is gone.
         let _ = THREAD.try_with(|count| count.set(count.get() + 1));
     }
 }
 
-// SAFETY: every call is passed on unchanged; counting allocates nothing.
+// SAFETY: every call is forwarded unchanged; counting does not allocate.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::count();
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller's guarantees are those that `System` requires.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller's guarantees are those that `System` requires.
         unsafe { System.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, len: usize) -> *mut u8 {
         Self::count();
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller's guarantees are those that `System` requires.
         unsafe { System.realloc(at, layout, len) }
     }
 }

@@ -1,17 +1,17 @@
-//! Deadlines for tests, on machines of any speed and load.
+//! Deadlines for tests on machines of any speed and load.
 
 use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
-/// Children inherit what their parent measured.
+/// Set for child processes, so that they do not measure again.
 const ENV_VAR: &str = "WARPWIRE_SLOWDOWN";
-/// Iterations of the loop that is timed, and what one of them takes on an idle server CPU of 2020.
+/// Iterations of the timed loop, and the time of one on an idle server CPU of 2020.
 const ITERATIONS: u64 = 10_000_000;
 const REFERENCE: Duration = Duration::from_nanos(2);
 
-/// How much longer than on an idle machine of our own a thread takes here for the same work: 1 or
-/// more. Measured once per process tree with all cores busy (some 20 ms of CPU time per core):
-/// other processes count by the wall-clock time that they take away, an emulator by its speed.
+/// The factor, at least 1, by which a thread is slower here than on an idle reference machine.
+/// Measured once per process tree with all cores busy (some 20 ms of CPU time per core): load from
+/// other processes counts by the wall-clock time that it takes, an emulator by its speed.
 fn slowdown() -> f64 {
     static MEASURED: OnceLock<f64> = OnceLock::new();
     *MEASURED.get_or_init(|| {
@@ -20,24 +20,25 @@ fn slowdown() -> f64 {
     })
 }
 
-/// The variable that tells a child process what was measured here.
+/// The variable that passes the measured factor to a child process.
 pub(crate) fn inherit() -> (&'static str, String) {
     (ENV_VAR, slowdown().to_string())
 }
 
-/// How long a thread that spins for a moment and then sleeps takes to answer another one here and
-/// now: the lower quartile of 40 rounds. A test that judges wake-ups compares with it, and does not judge where it is long: then
-/// other processes have the cores.
+/// The current wake-up latency of a thread that spins for a moment and then sleeps: the lower
+/// quartile of 40 rounds. A test of wake-up times compares with it, and skips the comparison if it
+/// is long: then other processes occupy the cores.
 pub fn wakeup_time() -> Duration {
     const ROUNDS: usize = 40;
-    // The scheduler lets those wait who used the processor: so does who polls before it sleeps.
+    // The scheduler deprioritizes threads that used the CPU; polling before sleeping reproduces
+    // that.
     let wait = |from: &mpsc::Receiver<()>| {
         let start = Instant::now();
         loop {
             match from.try_recv() {
                 Err(mpsc::TryRecvError::Empty) if start.elapsed() < Duration::from_micros(50) => {}
                 Err(mpsc::TryRecvError::Empty) => return from.recv().is_ok(),
-                ended => return ended.is_ok(),
+                result => return result.is_ok(),
             }
         }
     };
@@ -84,14 +85,14 @@ fn time_loop() -> Duration {
     start.elapsed()
 }
 
-/// `time`, as it would be on an idle machine, for this one: the limit after which a test calls a
-/// wait hopeless. Not for waits that a test expects to run out.
+/// Scales `time`, a duration on an idle machine, to this machine: the limit after which a test
+/// gives up a wait. Not for waits that a test expects to time out.
 pub fn deadline(time: Duration) -> Duration {
     time.mul_f64(slowdown())
 }
 
-/// Waits for a condition, for at most 30 s of an idle machine's time; `what` names it if it never
-/// holds.
+/// Waits until a condition holds, for at most 30 s on an idle machine; `what` names it in the panic
+/// message.
 #[track_caller]
 pub fn until(what: &str, holds: impl FnMut() -> bool) {
     until_within(deadline(Duration::from_secs(30)), what, holds);
@@ -101,7 +102,7 @@ pub fn until(what: &str, holds: impl FnMut() -> bool) {
 fn until_within(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < limit, "after {limit:?} still not: {what}");
+        assert!(start.elapsed() < limit, "timed out after {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -117,18 +118,18 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "after 5ms still not: pigs fly")]
-    fn a_wait_in_vain_names_its_condition() {
+    #[should_panic(expected = "timed out after 5ms: pigs fly")]
+    fn a_timeout_names_its_condition() {
         until_within(Duration::from_millis(5), "pigs fly", || false);
     }
 
     #[test]
-    fn a_wait_ends_when_its_condition_holds() {
-        let mut looks = 0;
-        until("three looks", || {
-            looks += 1;
-            looks == 3
+    fn until_returns_when_the_condition_holds() {
+        let mut polls = 0;
+        until("three polls", || {
+            polls += 1;
+            polls == 3
         });
-        assert_eq!(looks, 3);
+        assert_eq!(polls, 3);
     }
 }

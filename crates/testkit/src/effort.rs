@@ -1,13 +1,14 @@
-//! How much a run of the tests should try.
+//! How thoroughly a run tests.
 
-/// The three loops. `WARPWIRE_EFFORT` names one; without it, it is [`Quick`](Self::Quick).
+/// The three levels. `WARPWIRE_EFFORT` selects one; the default is [`Quick`](Self::Quick).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Effort {
-    /// `cargo test`: each suite on one backend, a few hundred seeds, no storms.
+    /// `cargo test`: each suite on one backend, a few hundred seeds, no stress tests.
     Quick,
-    /// `./ci.sh`: each suite on every backend, 2000 seeds, short storms. A change must pass it.
+    /// `./ci.sh`: each suite on every backend, 2000 seeds, short stress tests. Required for a
+    /// change.
     Change,
-    /// `./ci.sh full`: 10 000 seeds and more, long storms and soaks.
+    /// `./ci.sh full`: 10 000 seeds and more, long stress and soak tests.
     Full,
 }
 
@@ -18,7 +19,7 @@ impl Effort {
             Err(_) | Ok("" | "quick") => Self::Quick,
             Ok("change") => Self::Change,
             Ok("full") => Self::Full,
-            Ok(other) => panic!("WARPWIRE_EFFORT is quick, change or full, not {other:?}"),
+            Ok(other) => panic!("WARPWIRE_EFFORT must be quick, change or full, not {other:?}"),
         }
     }
 
@@ -27,8 +28,8 @@ impl Effort {
         values[Self::current() as usize]
     }
 
-    /// The value for this run: `[quick, change, full]`. A variable of the environment wins: a
-    /// number in `WARPWIRE_SEEDS`, say.
+    /// The value for this run: `[quick, change, full]`, unless an environment variable
+    /// (`WARPWIRE_SEEDS`, for example) overrides it with a number.
     pub fn pick(variable: &str, values: [u64; 3]) -> u64 {
         match std::env::var(variable) {
             Ok(text) => text.parse().unwrap_or_else(|_| panic!("{variable}={text}: not a number")),

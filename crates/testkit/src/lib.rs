@@ -1,15 +1,15 @@
-//! The harness that all of Warpwire's tests share.
+//! The test harness of the workspace.
 //!
-//! | need | here |
+//! | need | item |
 //! |---|---|
-//! | one list of cases, run on every backend that is present | [`Suite`], [`Collector`], [`cases!`] |
-//! | how much a run should try: the inner loop, a change, everything | [`Effort`] |
-//! | something absent: `skipped: why`, or a failure if required | [`Collector::backend`], [`skip`] |
-//! | a deadline that holds on a busy machine too | [`deadline`], [`until`] |
-//! | seeds, one of which can be replayed | [`for_each_seed`], [`Rng`] |
+//! | one list of cases for every backend that is present | [`Suite`], [`Collector`], [`cases!`] |
+//! | thoroughness of a run: inner loop, a change, everything | [`Effort`] |
+//! | a missing backend: `skipped: why`, or a failure | [`Collector::backend`], [`skip`] |
+//! | deadlines that hold on a busy machine too | [`deadline`], [`until`] |
+//! | seeds that can be replayed individually | [`for_each_seed`], [`Rng`] |
 //! | a second process that runs part of a test | [`Role`], [`Process`] |
-//! | device code that only tests have | [`ptx()`] |
-//! | allocations of a thread, or of the process | [`CountingAllocator`] |
+//! | device code for tests only | [`ptx()`] |
+//! | allocation counts of a thread or of the process | [`CountingAllocator`] |
 //!
 //! Everything here may panic: it runs inside tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

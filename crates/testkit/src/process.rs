@@ -1,4 +1,4 @@
-//! Tests with more than one process.
+//! Tests with several processes.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, ExitStatus};
@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use crate::clock::{self, until};
 
-/// Says what a child does: the suite, then words for its role.
+/// The role of a child process: the suite, then the arguments of its `role` function.
 const ENV_VAR: &str = "WARPWIRE_TEST_ROLE";
 
-/// Part of a test that runs in a process of its own: this same program, which
-/// [`run`](crate::run) hands over to the suite's `role` function.
+/// Part of a test that runs in a separate process: the same program, in which [`run`](crate::run)
+/// calls the suite's `role` function.
 #[derive(Clone, Debug)]
 pub struct Role {
     suite: &'static str,
@@ -18,12 +18,12 @@ pub struct Role {
 }
 
 impl Role {
-    /// Words for the role function of a suite.
+    /// A role of a suite, with arguments for its `role` function.
     pub fn new(suite: &'static str, args: impl Into<String>) -> Self {
         Self { suite, args: args.into() }
     }
 
-    /// The command that plays it.
+    /// The command that runs this role.
     pub fn command(&self) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let (variable, slowdown) = clock::inherit();
@@ -34,7 +34,7 @@ impl Role {
         command
     }
 
-    /// The command that plays it after a line of shell: a limit that is set, say.
+    /// The command that runs this role after a line of shell, for example one that sets a limit.
     pub fn command_after(&self, line: &str) -> Command {
         let program = self.command();
         let mut command = Command::new("sh");
@@ -43,7 +43,7 @@ impl Role {
         command
     }
 
-    /// The role that this process was started for: its suite and its words.
+    /// The suite and the arguments of the role that this process was started for.
     pub(crate) fn current() -> Option<(String, String)> {
         let text = std::env::var(ENV_VAR).ok()?;
         let (suite, args) = text.split_once(' ').unwrap_or((&text, ""));
@@ -51,10 +51,10 @@ impl Role {
     }
 }
 
-/// A child process that is killed when this is dropped.
+/// A child process, killed on drop.
 #[derive(Debug)]
 pub struct Process {
-    /// The process itself.
+    /// The process handle.
     pub child: Child,
     out: Option<BufReader<ChildStdout>>,
 }
@@ -67,28 +67,28 @@ impl Process {
         Self { child, out }
     }
 
-    /// The next line that it prints, trimmed; empty if it has ended. Its output must be piped.
+    /// The next line of its standard output, trimmed; empty at the end. The output must be piped.
     pub fn line(&mut self) -> String {
         let mut line = String::new();
         self.out.as_mut().expect("its output is piped").read_line(&mut line).unwrap();
         line.trim().to_owned()
     }
 
-    /// Kills it, waits for its end, and returns when that was.
+    /// Kills the process, waits for its exit, and returns the time of that.
     pub fn kill(&mut self) -> Instant {
         let _ = self.child.kill();
         let _ = self.child.wait();
         Instant::now()
     }
 
-    /// Its exit status, once it has ended by itself.
+    /// Waits for the process to exit on its own, and returns its exit status.
     pub fn wait(&mut self) -> ExitStatus {
         let mut status = None;
-        until("the process ends", || {
+        until("the process exits", || {
             status = self.child.try_wait().unwrap();
             status.is_some()
         });
-        status.expect("it has ended")
+        status.expect("it has exited")
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_ends_with_its_handle() {
+    fn a_process_is_killed_on_drop() {
         let process = Process::start(Command::new("sleep").arg("1000"));
         let folder = format!("/proc/{}", process.child.id());
         assert!(std::path::Path::new(&folder).exists());

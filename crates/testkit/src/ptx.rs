@@ -1,29 +1,29 @@
-//! PTX of kernels that only tests have. It is not in git: `tools/ptx --tests` makes it.
+//! PTX of kernels that only tests use. It is not in git: `tools/ptx --tests` builds it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// Names the folder with the PTX.
+/// The variable that names the folder with the PTX.
 const ENV_VAR: &str = "WARPWIRE_TEST_PTX";
 const TOOL: &str = "tools/ptx";
 
-/// The PTX of `crates/warpwire/tests/NAME.cu`, or why there is none and what to do then.
+/// The PTX of `crates/warpwire/tests/NAME.cu`, or the reason why there is none and what to do.
 ///
-/// It lies in the folder that `WARPWIRE_TEST_PTX` names, else in `ptx` beside the test binary,
-/// where `tools/stage` puts it, else in `.cache/ptx-tests` of the workspace. There it is made if it
-/// is absent or its sources have changed, which may download a compiler: to be called where there
-/// is a GPU. Anywhere else PTX that is not of the sources at hand is an error.
+/// The PTX is searched for in the folder that `WARPWIRE_TEST_PTX` names, in `ptx` beside the test
+/// binary, where `tools/stage` puts it, and in `.cache/ptx-tests` of the workspace. In the latter
+/// it is built if it is missing or outdated, which may download a compiler: call this only if there
+/// is a GPU. In the others, PTX that does not match the sources is an error.
 pub fn ptx(name: &str) -> Result<String, String> {
     Store::find().get(name)
 }
 
-/// Where PTX is kept.
+/// A folder with PTX.
 struct Store {
     folder: PathBuf,
-    /// Whether it came from elsewhere, and is not ours to write to.
-    carried: bool,
-    /// The workspace; on a machine that was given binaries only, there is none.
+    /// Whether the PTX was built elsewhere; then this process does not write to the folder.
+    prebuilt: bool,
+    /// The workspace; it does not exist on a machine that has binaries only.
     root: PathBuf,
 }
 
@@ -35,37 +35,37 @@ impl Store {
             let folder = env::current_exe().ok()?.parent()?.join("ptx");
             folder.is_dir().then_some(folder)
         };
-        let carried = env::var_os(ENV_VAR).map(PathBuf::from).or_else(staged);
-        let folder = carried.clone().unwrap_or_else(|| root.join(".cache/ptx-tests"));
-        Self { folder, carried: carried.is_some(), root }
+        let prebuilt = env::var_os(ENV_VAR).map(PathBuf::from).or_else(staged);
+        let folder = prebuilt.clone().unwrap_or_else(|| root.join(".cache/ptx-tests"));
+        Self { folder, prebuilt: prebuilt.is_some(), root }
     }
 
     fn get(&self, name: &str) -> Result<String, String> {
         let found = self.read(name);
-        if found.is_ok() || self.carried || !self.has_sources() {
+        if found.is_ok() || self.prebuilt || !self.has_sources() {
             return found;
         }
-        let said = self.make();
-        self.read(name).map_err(|why| format!("{why} (which now said: {said})"))
+        let tool_output = self.make();
+        self.read(name).map_err(|why| format!("{why} (its output: {tool_output})"))
     }
 
     fn read(&self, name: &str) -> Result<String, String> {
         let path = self.folder.join(format!("{name}.ptx"));
         let text = fs::read_to_string(&path).map_err(|why| why.to_string());
         text.and_then(|text| self.check(&text).map(|()| text)).map_err(|why| {
-            let again = if self.carried { ", then tools/stage or a copy by hand" } else { "" };
-            format!("{}: {why}; run tools/ptx --tests{again}", path.display())
+            let then_stage = if self.prebuilt { ", then tools/stage, or copy it" } else { "" };
+            format!("{}: {why}; run tools/ptx --tests{then_stage}", path.display())
         })
     }
 
-    /// Compares the sources, if they are here, with what the first lines say of them.
+    /// Compares the sources, if they exist, with the checksums in the first lines.
     fn check(&self, text: &str) -> Result<(), String> {
         let mut sources = text.lines().map_while(|line| line.strip_prefix("// from ")).peekable();
         if sources.peek().is_none() {
-            return Err("it does not say what it was made from".into());
+            return Err("it does not list its sources".into());
         }
         match sources.find(|line| self.has_sources() && !self.is_unchanged(line)) {
-            Some(line) => Err(format!("a source has changed since it was made ({line})")),
+            Some(line) => Err(format!("a source has changed since it was built ({line})")),
             None => Ok(()),
         }
     }
@@ -80,16 +80,16 @@ impl Store {
         self.root.join(TOOL).is_file()
     }
 
-    /// Runs the tool, and returns the last line that it says.
+    /// Runs the tool and returns the last line of its output.
     fn make(&self) -> String {
-        eprintln!("making the PTX of tests: {TOOL} --tests");
+        eprintln!("building the PTX of tests: {TOOL} --tests");
         let output = match Command::new(self.root.join(TOOL)).arg("--tests").output() {
             Ok(output) => output,
             Err(why) => return why.to_string(),
         };
-        let said = [output.stdout, output.stderr].concat();
-        let said = String::from_utf8_lossy(&said);
-        said.lines().last().unwrap_or_default().to_owned()
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text);
+        text.lines().last().unwrap_or_default().to_owned()
     }
 }
 
@@ -101,7 +101,7 @@ mod tests {
 
     const SOURCE: &str = "tests/a.cu";
 
-    /// A workspace with a source, and a tool of these lines.
+    /// A workspace with one source, and a tool with this script.
     fn workspace(tool: &str) -> (tempfile::TempDir, Store) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_owned();
@@ -112,7 +112,7 @@ mod tests {
         let path = root.join(TOOL);
         fs::write(&path, format!("#!/bin/sh\ncd \"$(dirname \"$0\")/..\"\n{tool}")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-        let store = Store { folder: root.join("made"), carried: false, root };
+        let store = Store { folder: root.join("made"), prebuilt: false, root };
         (folder, store)
     }
 
@@ -120,7 +120,7 @@ mod tests {
         fs::write(store.folder.join("a.ptx"), text).unwrap();
     }
 
-    /// As `zlib.crc32` has it, which the tool uses.
+    /// CRC-32 as `zlib.crc32`, which the tool uses, computes it.
     const FRESH: &str = "// from cbf43926 tests/a.cu\n\n.version 8.2\n";
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_and_stale_ptx_is_made() {
+    fn missing_and_outdated_ptx_is_built() {
         let (_folder, store) = workspace(
             "test $1 = --tests && printf '// from cbf43926 tests/a.cu\\nnew' > made/a.ptx",
         );
@@ -143,29 +143,29 @@ mod tests {
     }
 
     #[test]
-    fn what_the_tool_said_is_told() {
+    fn the_tool_output_is_reported() {
         let (_folder, store) = workspace("echo one; echo 'skipped: no network'");
         let why = store.get("a").unwrap_err();
-        assert!(why.contains("run tools/ptx --tests (which now said: skipped: no net"), "{why}");
+        assert!(why.contains("run tools/ptx --tests (its output: skipped: no net"), "{why}");
         fs::remove_file(store.root.join(TOOL)).unwrap();
         let why = store.get("a").unwrap_err();
         assert!(why.ends_with("run tools/ptx --tests"), "{why}");
     }
 
     #[test]
-    fn carried_ptx_is_taken_or_refused_but_never_made() {
+    fn prebuilt_ptx_is_used_or_rejected_but_never_built() {
         let (_folder, store) = workspace("touch ran");
-        let store = Store { carried: true, ..store };
+        let store = Store { prebuilt: true, ..store };
         assert!(store.get("a").unwrap_err().contains("tools/stage"));
         put(&store, FRESH);
         assert_eq!(store.get("a").unwrap(), FRESH);
         fs::write(store.root.join(SOURCE), "12345678").unwrap();
         let why = store.get("a").unwrap_err();
-        assert!(why.contains("has changed since it was made (cbf43926 tests/a.cu)"), "{why}");
+        assert!(why.contains("has changed since it was built (cbf43926 tests/a.cu)"), "{why}");
         fs::remove_file(store.root.join(SOURCE)).unwrap();
-        assert!(store.get("a").is_err(), "the source is gone, and the tool is not");
+        assert!(store.get("a").is_err(), "the source is missing, but the tool exists");
         assert!(!store.root.join("ran").exists());
-        // Where there are no sources there is nothing to compare with.
+        // Without sources there is nothing to compare with.
         fs::remove_file(store.root.join(TOOL)).unwrap();
         assert_eq!(store.get("a").unwrap(), FRESH);
     }

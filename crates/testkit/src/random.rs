@@ -1,14 +1,14 @@
-//! Numbers from a seed, and tests that run for many of them.
+//! Seeded random numbers, and tests that run for many seeds.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// A small generator (xorshift64*): the same numbers from the same seed on every machine.
+/// A small generator (xorshift64*): the same sequence for the same seed on every machine.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// Any seed will do, 0 too.
+    /// Any seed is valid, including 0.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
@@ -27,8 +27,8 @@ impl Rng {
     }
 }
 
-/// Runs a test for each seed, or for the one in `WARPWIRE_SEED` alone. A failure says which it was
-/// and how to replay it.
+/// Runs a test for each seed, or only for the one in `WARPWIRE_SEED`. A failure prints the seed and
+/// how to replay it.
 pub fn for_each_seed(seeds: Range<u64>, mut run: impl FnMut(u64)) {
     let only = std::env::var("WARPWIRE_SEED").ok().map(|seed| {
         seed.parse::<u64>().unwrap_or_else(|_| panic!("WARPWIRE_SEED={seed}: not a number"))
@@ -43,7 +43,7 @@ pub fn for_each_seed(seeds: Range<u64>, mut run: impl FnMut(u64)) {
     }
 }
 
-/// Asserts that bytes are equal; names the first that is not, and does not print megabytes.
+/// Asserts that bytes are equal; reports the first difference instead of printing megabytes.
 #[track_caller]
 pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "length of {what}");
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_repeat_and_stay_below() {
+    fn numbers_are_reproducible_and_bounded() {
         let draw = |seed| {
             let mut rng = Rng::new(seed);
             [(); 50].map(|()| rng.below(10))
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "it: byte 1 of 3 is 0x2, not 0x9")]
-    fn the_first_wrong_byte_is_named() {
+    fn the_first_difference_is_reported() {
         assert_same(&[1, 2, 3], &[1, 9, 9], "it");
     }
 }

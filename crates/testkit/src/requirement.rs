@@ -1,6 +1,6 @@
-//! What a machine lacks: said in a line, or a failure where `WARPWIRE_REQUIRE` asks for it.
+//! Missing requirements of a test: a log line, or a failure if `WARPWIRE_REQUIRE` lists them.
 
-/// Whether `WARPWIRE_REQUIRE` (a comma-separated list) names this.
+/// Whether `WARPWIRE_REQUIRE` (a comma-separated list) contains this name.
 pub(crate) fn required(name: &str) -> bool {
     let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
     list.split(',').any(|entry| entry.trim() == name)
@@ -9,12 +9,12 @@ pub(crate) fn required(name: &str) -> bool {
 /// The panic payload of [`skip`].
 pub(crate) struct Skipped(pub String);
 
-/// Leaves a case that cannot run on this backend; the runner prints `skipped: CASE: why`.
+/// Skips the current case on this backend; the runner prints `skipped: CASE: why`.
 pub fn skip(why: &str) -> ! {
     std::panic::resume_unwind(Box::new(Skipped(why.to_owned())))
 }
 
-/// Whether a panic's payload is one of [`skip`]: not a failure.
+/// Whether a panic payload is from [`skip`], and not a failure.
 pub fn is_skip(payload: &(dyn std::any::Any + Send)) -> bool {
     payload.is::<Skipped>()
 }

@@ -11,16 +11,16 @@ use crate::process::Role;
 use crate::requirement::{Skipped, required};
 use crate::{Effort, clock};
 
-/// Names the suite that a process runs; without it, it starts one process for each.
+/// Names the suite that a process runs; if unset, the process starts a child for each suite.
 const ENV_VAR: &str = "WARPWIRE_TEST_SUITE";
 
-/// One behaviour, to be tried on backends whose fixture is an `F`.
+/// One behaviour, tested on backends with a fixture of type `F`.
 pub struct Case<F: 'static> {
-    /// The function's name.
+    /// The name of the test function.
     pub name: &'static str,
-    /// The least effort at which it runs.
+    /// The minimum effort at which it runs.
     pub effort: Effort,
-    /// The test: it panics if the behaviour is not there.
+    /// The test; it panics on failure.
     pub run: fn(&F),
 }
 
@@ -30,9 +30,8 @@ pub struct Case<F: 'static> {
 /// cases!(Fixture; CASES: writes, reads; change: a_storm; full: a_long_storm);
 /// ```
 ///
-/// makes `pub const CASES: &[Case<Fixture>]`; `cases!(CASES: a, b)` is for functions without a
-/// fixture. Those behind `change:` and `full:` run from that
-/// [`Effort`] on.
+/// defines `pub const CASES: &[Case<Fixture>]`; `cases!(CASES: a, b)` is for functions without a
+/// fixture. Cases after `change:` and `full:` run from that [`Effort`] on.
 #[macro_export]
 macro_rules! cases {
     ($list:ident: $($name:ident),* $(,)?) => {
@@ -56,19 +55,19 @@ macro_rules! cases {
     };
 }
 
-/// A group of cases with a process of its own.
+/// A group of cases that runs in a process of its own.
 pub struct Suite {
-    /// The first part of its cases' names.
+    /// The first part of the names of its cases.
     pub name: &'static str,
-    /// Variables that must be set before the process starts; what is set already stays.
+    /// Environment variables for the process; those already set are kept.
     pub env: &'static [(&'static str, &'static str)],
-    /// Finds the backends that are present, and adds the cases for each.
+    /// Detects the backends that are present, and adds the cases for each.
     pub collect: fn(&mut Collector),
-    /// What a [`Role`] of this suite does.
+    /// The entry point of a [`Role`] of this suite, with its arguments.
     pub role: fn(&str),
 }
 
-/// Takes the cases of one suite.
+/// Collects the cases of one suite.
 pub struct Collector {
     suite: &'static str,
     effort: Effort,
@@ -82,12 +81,12 @@ impl Collector {
         self.effort
     }
 
-    /// Has cases run one after the other: they share something that only one can have.
+    /// Runs the cases one after the other, because they share an exclusive resource.
     pub fn run_serially(&mut self) {
         self.serial = true;
     }
 
-    /// A backend, if it is present. If not, that is said; if it is required, a case fails.
+    /// The backend, if it is present. If not, prints why; if it is required, adds a failing case.
     pub fn backend<T>(&mut self, name: &str, found: Result<T, impl Display>) -> Option<T> {
         let why = match found {
             Ok(backend) => return Some(backend),
@@ -96,15 +95,15 @@ impl Collector {
         // To stderr: test runners read the list of tests from stdout.
         eprintln!("skipped: {}: {name}: {why}", self.suite);
         if required(name) {
-            let text = format!("WARPWIRE_REQUIRE asks for {name}: {why}");
+            let text = format!("WARPWIRE_REQUIRE lists {name}: {why}");
             let fail = move || Err(Failed::from(text));
             self.trials.push(Trial::test(format!("{}::{name}::is_present", self.suite), fail));
         }
         None
     }
 
-    /// Adds those cases that this effort wants. Their names are `SUITE::PREFIX::CASE`; `run` makes
-    /// the fixture and calls the case.
+    /// Adds the cases that run at this effort, named `SUITE::PREFIX::CASE`; `run` creates the
+    /// fixture and calls the case.
     pub fn add<F>(
         &mut self,
         prefix: &str,
@@ -125,26 +124,26 @@ impl Collector {
     }
 }
 
-/// Runs a case, unless it finds that it cannot. `WARPWIRE_TIMES=0.5` prints the time of each case
-/// that takes half a second or more.
+/// Runs a case and handles a skip. `WARPWIRE_TIMES=0.5` prints the duration of each case that takes
+/// half a second or more.
 fn run_one(name: &str, run: impl FnOnce()) {
     let start = Instant::now();
-    let ended = catch_unwind(AssertUnwindSafe(run));
+    let result = catch_unwind(AssertUnwindSafe(run));
     let threshold = std::env::var("WARPWIRE_TIMES").ok().and_then(|text| text.parse().ok());
     if threshold
         .is_some_and(|threshold_secs| start.elapsed() >= Duration::from_secs_f64(threshold_secs))
     {
         eprintln!("{:6.2} s  {name}", start.elapsed().as_secs_f64());
     }
-    match ended.map_err(|payload| payload.downcast::<Skipped>()) {
+    match result.map_err(|payload| payload.downcast::<Skipped>()) {
         Ok(()) => {}
         Err(Ok(skipped)) => eprintln!("skipped: {name}: {}", skipped.0),
         Err(Err(payload)) => resume_unwind(payload),
     }
 }
 
-/// The `main` of a test binary: runs each suite in a process of its own, so that what one changes
-/// (environment, descriptors, hooks, a crash) no other one meets.
+/// The `main` of a test binary: runs each suite in a process of its own, so that its side effects
+/// (environment, descriptors, hooks, a crash) do not affect others.
 pub fn run(suites: &[Suite]) -> ExitCode {
     let find = |name: &str| {
         let found = suites.iter().find(|suite| suite.name == name);
@@ -195,7 +194,7 @@ fn run_suite(suite: &Suite, mut arguments: Arguments) -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// Whether a suite can have cases that the command line asks for: `verbs::udp4` is for one alone.
+/// Whether a suite may contain cases that match the command line: `verbs::udp4` matches one suite.
 fn may_match(arguments: &Arguments, suites: &[Suite], suite: &str) -> bool {
     let filter = arguments.filter.as_deref().unwrap_or_default();
     match filter.split_once("::") {

@@ -1,4 +1,4 @@
-//! Moves a megabyte from one GPU to another and back to the host, and checks it.
+//! Copies a megabyte from one GPU to another and from there to the host, and checks it.
 //!
 //! ```text
 //! cargo run --release --example 01_move -p warpwire
@@ -12,10 +12,10 @@ use warpwire_apps::pattern;
 
 fn main() -> Result<()> {
     let found = mem::discover();
-    let near = &found.devices[0]; // CUDA first; the simulated GPU is always there
+    let near = &found.devices[0]; // CUDA devices come first; a simulated GPU always exists
     let far = found.devices.get(1).filter(|far| far.info().backend == near.info().backend);
     let far = far.unwrap_or(near);
-    println!("from {near:?} to {far:?}");
+    println!("copy from {near:?} to {far:?}");
 
     let len = 1 << 20;
     let (from, to, host) = (near.alloc(len)?, far.alloc(len)?, near.alloc_pinned(len)?);
@@ -28,6 +28,6 @@ fn main() -> Result<()> {
     let (mut found, mut wanted) = (vec![0; len as usize], vec![0; len as usize]);
     host.read(0, &mut found)?;
     pattern::fill_bytes(&mut wanted, 42, 0);
-    println!("{}", if found == wanted { "the bytes arrived" } else { "the bytes are wrong" });
+    println!("{}", if found == wanted { "the data is correct" } else { "the data is WRONG" });
     Ok(())
 }

@@ -1,4 +1,4 @@
-"""Hands PyTorch tensors' memory to Warpwire, which writes a pattern into it; PyTorch checks the pattern.
+"""Passes the memory of PyTorch tensors to Warpwire, which writes a pattern; PyTorch checks it.
 
 python3 02_foreign_pointer.py lib02_foreign_pointer.so [PYTORCH_CUDA_ALLOC_CONF]
 """
@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-if len(sys.argv) == 3:  # which allocator PyTorch uses must be known before it is imported
+if len(sys.argv) == 3:  # PyTorch reads its allocator settings when it is imported
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[2]
 import numpy
 import torch
@@ -27,7 +27,7 @@ def pattern(seed, count):
 
 
 count, skip = 100_000, 12_345
-neighbours = [torch.ones(1000 + i, device="cuda") for i in range(20)]  # so that tensors share pieces
+neighbours = [torch.ones(1000 + i, device="cuda") for i in range(20)]  # share allocator blocks
 tensor = torch.zeros(count + 2 * skip, dtype=torch.int64, device="cuda")
 inner = tensor[skip : skip + count]
 
@@ -35,17 +35,17 @@ for seed, stamp in (7, by_kernel), (8, by_cpu):
     tensor.zero_()
     torch.cuda.synchronize()
     assert stamp(0, inner.data_ptr(), count * 8, seed) == 0
-    found = (tensor + 0).cpu().numpy().view(numpy.uint64)  # read by a kernel of PyTorch's
-    assert (found[skip : skip + count] == pattern(seed, count)).all(), "the pattern is not there"
-    assert not found[:skip].any() and not found[skip + count :].any(), "the neighbours were touched"
+    found = (tensor + 0).cpu().numpy().view(numpy.uint64)  # read by a PyTorch kernel
+    assert (found[skip : skip + count] == pattern(seed, count)).all(), "the pattern is wrong"
+    assert not found[:skip].any() and not found[skip + count :].any(), "bytes outside were written"
 
-# At an odd offset: bytes 3.. of a small tensor.
+# At an unaligned offset: bytes 3.. of a small tensor.
 small = torch.zeros(5000, dtype=torch.uint8, device="cuda")
 torch.cuda.synchronize()
 assert by_cpu(0, small.data_ptr() + 3, 4000, 9) == 0
 found = (small + 0).cpu().numpy()
 assert (found[3:4003] == pattern(9, 500).view(numpy.uint8)).all() and not found[4003:].any()
-assert all((n == 1).all() for n in neighbours), "the neighbours were touched"
+assert all((n == 1).all() for n in neighbours), "other tensors were written"
 
 host = torch.zeros(count, dtype=torch.int64)
 for stamp in by_kernel, by_cpu:

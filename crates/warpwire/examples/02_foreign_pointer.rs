@@ -1,11 +1,12 @@
-//! Uses memory that another library allocated: built as a C library, loaded by `02_foreign_pointer.py`,
-//! which hands it the address of a PyTorch tensor.
+//! Uses memory that another library allocated. Built as a C library; `02_foreign_pointer.py` loads
+//! it and passes it the address of a PyTorch tensor.
 //!
 //! ```text
 //! cargo build --release --example 02_foreign_pointer -p warpwire
-//! python3 crates/warpwire/examples/02_foreign_pointer.py target/release/examples/lib02_foreign_pointer.so
+//! cd crates/warpwire/examples
+//! python3 02_foreign_pointer.py ../../../target/release/examples/lib02_foreign_pointer.so
 //! ```
-#![allow(unsafe_code)] // its one function has a C name
+#![allow(unsafe_code)] // for `no_mangle` and for borrowing memory
 
 use std::time::Duration;
 
@@ -13,21 +14,21 @@ use warpwire::Result;
 use warpwire::mem::{Allocation, DeviceAddr, cuda};
 use warpwire_apps::pattern::{self, Pattern};
 
-/// Fills `len` bytes of device memory at `address` with the pattern of `seed`, by a kernel on a stream of
-/// its own. Returns 0, or -1 and says why on standard error.
+/// Fills `len` bytes of device memory at `address` with the pattern of `seed`, by a kernel on a new
+/// stream. Returns 0, or -1 after printing the error to standard error.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_stamp(device: u32, address: u64, len: u64, seed: u64) -> i32 {
     report(borrow(device, address, len).and_then(|memory| stamp(&memory, seed)))
 }
 
-/// The same by the CPU, through a window.
+/// The same by the CPU, through a window (a CPU mapping of the device memory).
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_stamp_by_cpu(device: u32, address: u64, len: u64, seed: u64) -> i32 {
     report(borrow(device, address, len).and_then(|memory| stamp_by_cpu(&memory, seed)))
 }
 
 fn borrow(device: u32, address: u64, len: u64) -> Result<Allocation> {
-    // SAFETY: the caller keeps the memory for the length of the call, as C callers do.
+    // SAFETY: the C caller keeps the memory allocated for the duration of the call.
     unsafe { cuda::device(device)?.borrow(DeviceAddr::new(address), len) }
 }
 

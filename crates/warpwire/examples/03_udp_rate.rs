@@ -1,11 +1,12 @@
-//! How fast the UDP link is over this machine's loopback interface, with and without each offload.
+//! Measures the UDP link over the loopback interface, with and without each offload.
 //!
 //! ```console
 //! $ cargo run --release --example 03_udp_rate
 //! ```
 //!
-//! One thread sends and receives in turn, so that the figures are the cost of both sides on one core. Of several short
-//! runs the best counts: others use this machine too.
+//! One thread alternates between sending and receiving, so the figures are the cost of both sides
+//! on one core. Each figure is the best of several short runs, to exclude interference by other
+//! processes.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ const RUN_TIME: Duration = Duration::from_millis(40);
 fn main() -> warpwire::Result<()> {
     println!(
         "{:32} {:>6} {:>12} {:>8} {:>7} {:>8}",
-        "link", "bytes", "packets/s", "GB/s", "ratio", "8 B rtt"
+        "link", "bytes", "packets/s", "GB/s", "ratio", "min rtt"
     );
     for len in [64, 1064, 4140] {
         let mut base = None;
@@ -39,7 +40,7 @@ fn main() -> warpwire::Result<()> {
         let hub = Hub::new();
         let mut one = hub.endpoint("10.0.0.1:1".parse().unwrap())?;
         let mut two = hub.endpoint("10.0.0.2:1".parse().unwrap())?;
-        report("loopback (memory)", len, &mut base, &mut one, &mut two)?;
+        report("hub (in memory)", len, &mut base, &mut one, &mut two)?;
         println!();
     }
     Ok(())
@@ -92,6 +93,7 @@ fn stream(
     Ok(count as f64 / start.elapsed().as_secs_f64())
 }
 
+/// Time of a 40-byte packet and a 20-byte answer.
 fn round_trip(
     one: &mut dyn Link,
     forward: FlowId,

@@ -1,13 +1,15 @@
-//! How fast packets go between two processes of this machine: through shared memory, and through UDP beside it.
+//! Measures packets between two processes of one machine: over shared memory, and over UDP for
+//! comparison.
 //!
 //! ```console
 //! $ cargo run --release --example 05_shm_rate
 //! $ cargo run --release --example 05_shm_rate -- shm ring=4MiB
 //! ```
 //!
-//! The program starts itself a second time. Both sides look for packets all the time, as an engine does under load; the
-//! sender copies each packet from a buffer of its own and the receiver copies it to one, as an engine does with its
-//! memory. Of several short runs the best counts: others use this machine too.
+//! The program starts itself a second time. Both sides poll, as an engine does under load. The
+//! sender copies each packet from a buffer and the receiver copies it to one, as an engine does
+//! with registered memory. Each figure is the best of several short runs, to exclude interference
+//! by other processes.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::net::SocketAddr;
@@ -19,7 +21,7 @@ use warpwire::link::{Auto, FlowId, Link, ReserveError, Shm, Udp, shm, udp};
 const RUNS: usize = 20;
 const RUN_TIME: Duration = Duration::from_millis(30);
 
-// What the first byte of a packet asks for.
+// The first byte of a packet.
 const ECHO: u8 = 1;
 const DATA: u8 = 2;
 const CREDIT: u8 = 3;
@@ -52,7 +54,7 @@ fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
     })
 }
 
-/// The other process: sends back what asks for it, and room for what was taken.
+/// The other process: returns ECHO packets, and credits for DATA packets.
 fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
     let mut link = bind(kind, options)?;
     let flow = link.open(peer, 0)?;
@@ -86,7 +88,7 @@ fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
             idle = 0;
             continue;
         }
-        // Whoever started us may be gone without a word; the clock is asked seldom.
+        // Exit if the parent process is gone. The clock is read only once per 65536 idle polls.
         idle += 1;
         if idle == 1 {
             last = Instant::now();
@@ -115,12 +117,12 @@ fn measure(kind: &str, options: &str) -> warpwire::Result<()> {
 fn measure_with(link: &mut dyn Link, child: &mut Child) -> warpwire::Result<()> {
     let mut peer = None;
     while peer.is_none() {
-        assert!(child.try_wait().unwrap().is_none(), "the other process has ended");
+        assert!(child.try_wait().unwrap().is_none(), "the other process has exited");
         link.receive(&mut |frame| peer = Some(frame.from))?;
     }
     let flow = link.open(peer.unwrap(), 0)?;
     println!("{}", link.flow_path(flow));
-    println!("{:>8} {:>14} {:>12} {:>8}", "bytes", "half trip", "packets/s", "GB/s");
+    println!("{:>8} {:>14} {:>12} {:>8}", "bytes", "latency", "packets/s", "GB/s");
     for len in [40, 64, 1024, 4096, 65_536] {
         let len = len.min(link.max_packet_to(flow));
         let (mut half, mut rate) = (Duration::MAX, 0.0_f64);
@@ -138,7 +140,7 @@ fn measure_with(link: &mut dyn Link, child: &mut Child) -> warpwire::Result<()> 
 }
 
 fn round_trip(link: &mut dyn Link, flow: FlowId, len: usize) -> warpwire::Result<Duration> {
-    // Few enough that some runs of both processes are not interrupted.
+    // Few enough that in some runs neither process is preempted.
     const ROUNDS: u32 = 500;
     let packet = vec![ECHO; len];
     let start = Instant::now();
@@ -150,7 +152,7 @@ fn round_trip(link: &mut dyn Link, flow: FlowId, len: usize) -> warpwire::Result
     Ok(start.elapsed() / ROUNDS)
 }
 
-/// Packets per second, with as many on their way as fit into half a megabyte.
+/// Packets per second, with up to 512 KiB in flight.
 fn stream(
     link: &mut dyn Link,
     flow: FlowId,
@@ -179,8 +181,8 @@ fn stream(
         if received > 0 {
             last = Instant::now();
         } else if last.elapsed() > Duration::from_millis(200) {
-            // UDP may lose packets, and with them their credit.
-            assert!(child.try_wait().unwrap().is_none(), "the other process has ended");
+            // UDP may lose packets, and their credits with them.
+            assert!(child.try_wait().unwrap().is_none(), "the other process has exited");
             taken = sent;
         }
     }
@@ -190,7 +192,7 @@ fn stream(
 fn put(link: &mut dyn Link, flow: FlowId, packet: &[u8]) {
     loop {
         match link.reserve(flow, packet.len()) {
-            Ok(room) => break room.copy_from_slice(packet),
+            Ok(space) => break space.copy_from_slice(packet),
             Err(ReserveError::Full) => drop(link.flush()),
             Err(other) => panic!("{other}"),
         }

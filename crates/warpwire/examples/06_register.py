@@ -1,4 +1,4 @@
-"""Registers PyTorch tensors in every way and moves data through them; then frees one under its registration.
+"""Registers PyTorch tensors in every way and accesses them by RDMA; then frees registered ones.
 
 python3 06_register.py lib06_register.so [PYTORCH_CUDA_ALLOC_CONF]
 """
@@ -22,7 +22,7 @@ for size in (5000, 3 << 20, 50 << 20):
     for how, name in enumerate(["address", "dma-buf, pinned", "dma-buf, may move", "staged"]):
         tensor = torch.zeros(size, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        print(f"{size} bytes by {name}", flush=True)
+        print(f"{size} bytes, registered by {name}", flush=True)
         number = library.warpwire_register(tensor.data_ptr() + 3, size - 3, how)
         if number < 0:
             continue
@@ -35,7 +35,7 @@ for size in (5000, 3 << 20, 50 << 20):
         print("  verified by PyTorch" if good else f"  WRONG ({done})", flush=True)
         failed += not good
 
-print("freed under its registration", flush=True)
+print("tensors freed while registered", flush=True)
 for how in (0, 2):
     tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -47,6 +47,6 @@ for how in (0, 2):
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     gone = library.warpwire_check(number, 0, 4096, 2)
-    print("  a clean error" if gone == 2 else f"  NO ERROR ({gone})", flush=True)
+    print("  failed, as expected" if gone == 2 else f"  NO ERROR ({gone})", flush=True)
     failed += gone != 2
 sys.exit(1 if failed else 0)

@@ -1,11 +1,12 @@
-//! Registers memory that another library allocated, and moves data through it: built as a C library, loaded by
-//! `06_register.py`, which hands it addresses of PyTorch tensors.
+//! Registers memory that another library allocated, and accesses it by RDMA. Built as a C library;
+//! `06_register.py` loads it and passes it addresses of PyTorch tensors.
 //!
 //! ```text
 //! cargo build --release --example 06_register -p warpwire
-//! python3 crates/warpwire/examples/06_register.py target/release/examples/lib06_register.so
+//! cd crates/warpwire/examples
+//! python3 06_register.py ../../../target/release/examples/lib06_register.so
 //! ```
-#![allow(unsafe_code)] // its functions have C names
+#![allow(unsafe_code)] // for `no_mangle` and for registering by address
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, AttachMode, Context, Cq, Mr, Pd, Qp, QpOptions, SendRequest, WrOp};
 use warpwire::{Error, Result};
 
-/// Two devices of this process: the second has the tensors.
+/// Two devices of this process; `far` registers the tensors.
 struct Pair {
     near: Context,
     far: Context,
@@ -32,7 +33,7 @@ impl Pair {
         let hub = Hub::new();
         let open = |last: u8| Context::open(hub.endpoint(([10, 0, 0, last], 4791).into())?);
         let (near, far) = (open(1)?, open(2)?);
-        let pds = [near.pd(), far.pd()];
+        let pds = [near.alloc_pd(), far.alloc_pd()];
         let cqs = [near.create_cq(16)?, far.create_cq(16)?];
         let qp = near.create_qp(&pds[0], &cqs[0], &cqs[0], QpOptions::default())?;
         let peer = far.create_qp(&pds[1], &cqs[1], &cqs[1], QpOptions::default())?;
@@ -41,20 +42,21 @@ impl Pair {
         Ok(Self { near, far, pds, cqs, qps: [qp, peer] })
     }
 
-    /// Does one thing to the peer's memory; `Some` is how it failed.
+    /// Posts a request and waits for its completion. Returns `Some` with the status if it failed.
     fn run(&self, request: SendRequest<'_>) -> Result<Option<String>> {
         self.qps[0].post_send(&[request])?;
-        let done = self.cqs[0].next(Duration::from_secs(10))?;
+        let done = self.cqs[0].wait_next(Duration::from_secs(10))?;
         Ok(match done {
             Some(done) if done.is_success() => None,
             Some(done) => Some(format!("{:?}", done.status)),
-            None => Some("no end".into()),
+            None => Some("no completion within 10 s".into()),
         })
     }
 }
 
-/// Registers `len` bytes at `address`: by the address, by a dma-buf (`kind` 1 pinned, 2 movable), or staged (3). Prints
-/// the path and why there is no better one. Returns a number for the functions below, or -1.
+/// Registers `len` bytes at `address`: by address (`kind` 0), as a dma-buf (1 pinned, 2 movable) or
+/// staged (3). Prints the access path and why there is no better one. Returns a number for
+/// `warpwire_check`, or -1.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_register(address: u64, len: u64, kind: i32) -> i64 {
     report(register(address, len, kind))
@@ -65,7 +67,8 @@ fn register(address: u64, len: u64, kind: i32) -> Result<i64> {
     let (far, pd) = (&pair.far, &pair.pds[1]);
     let device_addr = DeviceAddr::new(address);
     let mr = match kind {
-        // SAFETY: the caller says when the tensor goes; uses after that are found out, which is what it is about.
+        // SAFETY: the caller keeps the tensor. It frees one early on purpose, to show that later
+        // accesses fail.
         0 => unsafe { far.register_address(pd, address, len, None, Access::ALL) }?,
         3 => {
             // SAFETY: as above.
@@ -83,26 +86,26 @@ fn register(address: u64, len: u64, kind: i32) -> Result<i64> {
             far.register_dmabuf(pd, (&buffer).into(), None, Access::ALL, attach)?
         }
     };
-    println!("  {} registered by {}", mr.path(), mr.registered_by());
+    println!("  access path: {}; registered by {}", mr.path(), mr.registered_by());
     for why in mr.why() {
         println!("    {why}");
     }
-    let mut registered = REGISTERED.lock().map_err(|_| verbs_error("a lock is poisoned"))?;
+    let mut registered = REGISTERED.lock().map_err(|_| check_error("a lock is poisoned"))?;
     registered.push((pair, mr));
     Ok(registered.len() as i64 - 1)
 }
 
-/// Writes `len` bytes of value `value` at `offset`, by RDMA, and reads them back. Returns 0 if they are the same, 1 if
-/// not, 2 if the work failed, which is said.
+/// Writes `len` bytes of `value` at `offset` by RDMA and reads them back. Returns 0 if they are
+/// equal, 1 if not, 2 if a work request failed; the status is printed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_check(number: i64, offset: u64, len: u32, value: u8) -> i64 {
     report(check(number, offset, len, value))
 }
 
 fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
-    let registered = REGISTERED.lock().map_err(|_| verbs_error("a lock is poisoned"))?;
+    let registered = REGISTERED.lock().map_err(|_| check_error("a lock is poisoned"))?;
     let (pair, mr) =
-        registered.get(number as usize).ok_or_else(|| verbs_error("no such number"))?;
+        registered.get(number as usize).ok_or_else(|| check_error("no such number"))?;
     let local_memory = HostMemory::new(2 * u64::from(len))?;
     local_memory.bytes().fill(0, u64::from(len), &[value])?;
     let local = pair.near.register(&pair.pds[0], local_memory.clone(), Access::LOCAL_WRITE)?;
@@ -112,7 +115,7 @@ fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
     for request in [write.with(&[local.sge(0, len)]), read.with(&[local.sge(u64::from(len), len)])]
     {
         if let Some(failed) = pair.run(request)? {
-            println!("  the work ended with {failed}");
+            println!("  the work request failed: {failed}");
             return Ok(2);
         }
     }
@@ -121,7 +124,7 @@ fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
     Ok(i64::from(back.iter().any(|byte| *byte != value)))
 }
 
-fn verbs_error(why: &'static str) -> Error {
+fn check_error(why: &'static str) -> Error {
     Error::new(warpwire::error::Kind::InvalidArgument, "check a registration").why(why)
 }
 

@@ -1,11 +1,12 @@
-//! What registering costs, from 4 KiB to 64 GiB of reserved memory: it must not depend on the size.
+//! Measures registration of 4 KiB to 64 GiB of reserved memory: its cost must not depend on the
+//! size.
 //!
 //! ```text
 //! cargo run --release --example 07_register_time -p warpwire
 //! ```
-//! Each figure is the best of several rounds, in microseconds; the last column compares the largest registration with
-//! the smallest.
-#![allow(unsafe_code)] // it registers memory by its address
+//! Each figure is the best of 200 rounds, in microseconds. The last line has the ratios of the
+//! longest range to the shortest.
+#![allow(unsafe_code)] // to register memory by its address
 
 use std::time::Instant;
 
@@ -16,7 +17,7 @@ use warpwire::{Result, units};
 const SIZES: [u64; 7] = [4 << 10, 64 << 10, 1 << 20, 64 << 20, 1 << 30, 8 << 30, 64 << 30];
 const ROUNDS: usize = 200;
 
-/// The best time of an act, in microseconds.
+/// The shortest time of an operation, in microseconds.
 fn best<T>(mut operation: impl FnMut() -> Result<T>) -> Result<f64> {
     let mut fastest = f64::INFINITY;
     for _ in 0..ROUNDS {
@@ -35,12 +36,12 @@ fn main() -> Result<()> {
     let max_len = SIZES[SIZES.len() - 1];
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice; nobody touches it.
+    // SAFETY: a new mapping at an address chosen by the kernel; it is never accessed.
     let base = unsafe { mmap_anonymous(std::ptr::null_mut(), max_len as usize, protection, flags) }
         .map_err(|error| warpwire::Error::os("reserve 64 GiB of addresses", &error.into()))?;
     let at = base.addr() as u64;
     let by = |len, access| -> Result<SoftMr> {
-        // SAFETY: mapped until the end of this function, and touched by nobody.
+        // SAFETY: mapped until the end of this function, and never accessed.
         unsafe { registry.register_address(&pd, at, len, None, access) }
     };
     let cache = |watch| {
@@ -54,7 +55,7 @@ fn main() -> Result<()> {
 
     println!(
         "{:>8} {:>10} {:>10} {:>10} {:>14} {:>14}",
-        "size", "handle", "address", "on demand", "cache, watched", "cache, asked"
+        "size", "handle", "address", "on demand", "cache, watched", "cache, queried"
     );
     let mut rows = Vec::new();
     for len in SIZES {
@@ -81,9 +82,9 @@ fn main() -> Result<()> {
     }
     let ratio = |column: usize| rows[rows.len() - 1][column] / rows[0][column];
     let ratios: Vec<_> = (0..5).map(|column| format!("{:.2}", ratio(column))).collect();
-    println!("largest to smallest: {}", ratios.join(", "));
+    println!("64 GiB relative to 4 KiB: {}", ratios.join(", "));
     drop((watched, unwatched));
-    // SAFETY: mapped above, and no registration of it is left.
+    // SAFETY: mapped above, and no longer registered.
     unsafe { munmap(base, max_len as usize) }
         .map_err(|error| warpwire::Error::os("unmap memory", &error.into()))
 }

@@ -1,10 +1,10 @@
-//! What a write costs from post to completion where the peer's memory is mapped: one thread, two devices over shared
-//! memory, one write at a time.
+//! Measures a write from post to completion over direct access, where the peer's memory is mapped:
+//! one thread, two devices on a shared-memory link, one write at a time.
 //!
 //! ```console
-//! $ cargo run --release -p warpwire --example 08_direct            # 8 bytes, a million times
+//! $ cargo run --release -p warpwire --example 08_direct        # 8 bytes, a million times
 //! $ cargo run --release -p warpwire --example 08_direct 65536 20000
-//! $ cargo run --release -p warpwire --example 08_direct 65536 20000 64   # to 64 bytes into a page, from a page's beginning
+//! $ cargo run --release -p warpwire --example 08_direct 65536 20000 64    # target offset 64
 //! $ valgrind --tool=callgrind target/release/examples/08_direct 8 100000
 //! ```
 #![allow(missing_docs)]
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let size: u32 = words.next().map_or(Ok(8), |word| word.parse())?;
     let count: u64 = words.next().map_or(Ok(1_000_000), |word| word.parse())?;
-    let ahead: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
+    let offset: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
     let open = || -> Result<Context, warpwire::Error> {
         let link = Shm::bind(([127, 0, 0, 1], 0).into(), shm::Options::default())?;
         Context::open_with(
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         )
     };
     let (near, far) = (open()?, open()?);
-    let (pd, their_pd) = (near.pd(), far.pd());
+    let (pd, their_pd) = (near.alloc_pd(), far.alloc_pd());
     let (cq, their_cq) = (near.create_cq(64)?, far.create_cq(64)?);
     let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
     let peer = far.create_qp(&their_pd, &their_cq, &their_cq, QpOptions::default())?;
@@ -38,11 +38,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     peer.connect(&qp.endpoint())?;
     let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let from = near.register(&pd, HostMemory::new(size.max(8).into())?, rights)?;
-    let room = ahead + u64::from(size.max(8));
-    let to = far.register(&their_pd, HostMemory::new(room)?, rights)?;
+    let target_len = offset + u64::from(size.max(8));
+    let to = far.register(&their_pd, HostMemory::new(target_len)?, rights)?;
 
     let (bytes, range) = ([7; 64], [from.sge(0, size)]);
-    let request = SendRequest::new(1, WrOp::Write(to.remote(ahead)));
+    let request = SendRequest::new(1, WrOp::Write(to.remote(offset)));
     let request = match size {
         0..=64 => request.inline(&bytes[..size as usize]),
         _ => request.with(&range),
@@ -69,7 +69,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let direct = near.stats().direct.operations - before;
     let rate = f64::from(size) / each;
     println!(
-        "{size} bytes: {each:.1} ns from post to completion ({rate:.2} GB/s), {direct} of {count} direct"
+        "{size} bytes: {each:.1} ns from post to completion ({rate:.2} GB/s), \
+         {direct} of {count} by direct access"
     );
     println!("{}", qp.path()?);
     Ok(())

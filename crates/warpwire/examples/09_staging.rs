@@ -1,15 +1,17 @@
-//! Which sizes serve memory best that is reached through pinned memory? A search, in one process, on any device.
+//! Searches for the best staging options of a device: device memory without a window is staged
+//! (copied through pinned memory), in chunks whose sizes can be tuned.
 //!
 //! ```console
 //! $ cargo run --release -p warpwire --example 09_staging -- cuda:0
 //! $ cargo run --release -p warpwire --example 09_staging -- sim:0 0.05
 //! ```
 //!
-//! Two software devices, memory of one GPU on both sides, all of it staged. First halves and steps are tried, by the rate
-//! of long messages; then, with the best of them, up to which length one call with ordinary memory is better, in
-//! each direction, by the time of short ones. Figures are ratios against the sizes that are set now: more than 1 is faster.
-//! Each is the best of several rounds that take turns, because machines have other work too. What is found is set for a
-//! program by `WARPWIRE_STAGING`.
+//! Two software HCAs in one process, with staged memory of one GPU on both sides. First, values of
+//! `half` and `step` are compared by the throughput of long messages. Then, with the best of them,
+//! values of `small` (writes) and `reads`, below which one copy from or to pageable memory is
+//! faster, are compared by the latency of short messages. Figures are ratios to the current
+//! options: more than 1 is faster. Each is the best of several interleaved rounds, to exclude
+//! interference by other processes. The result can be set with `WARPWIRE_STAGING`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,15 +27,15 @@ use warpwire::verbs::{
 use warpwire::{Error, Result, error::Kind};
 
 const KIB: u64 = 1 << 10;
-const MAX_PART: u64 = 4 << 20;
+const MAX_LEN: u64 = 4 << 20;
 const ROUNDS: usize = 3;
-/// Messages under way at a time, where the rate counts.
+/// Messages in flight when throughput is measured.
 const DEPTH: u64 = 8;
-/// Less than this is no reason to change anything.
+/// The minimum improvement for which options are changed.
 const SIGNIFICANT_RATIO: f64 = 1.02;
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What is measured: how many bytes, whether they are read, and how many messages are under way.
+/// A measured load: message length in bytes, read or write, messages in flight.
 #[derive(Clone, Copy)]
 struct Load {
     name: &'static str,
@@ -50,7 +52,7 @@ const LONG: [Load; 4] = [
     load("write 1 MiB", 1024 * KIB, false, DEPTH),
     load("read 1 MiB", 1024 * KIB, true, DEPTH),
     load("write 64 KiB", 64 * KIB, false, DEPTH),
-    load("write 4 MiB", MAX_PART, false, 2),
+    load("write 4 MiB", MAX_LEN, false, 2),
 ];
 const SHORT_WRITES: [Load; 4] = [
     load("write 8 B", 8, false, 1),
@@ -75,24 +77,27 @@ fn main() -> Result<()> {
     let time = seconds.map(Duration::from_secs_f64).ok_or_else(|| {
         Error::new(Kind::InvalidArgument, "read the time of a measurement")
             .why("it is not a number of seconds between 0.001 and 60")
-            .fix("write for instance: 09_staging cuda:0 0.05")
+            .fix("for instance: 09_staging cuda:0 0.05")
     })?;
     let now = StagingOptions::from_env()?;
-    println!("{} ({}), now {now}", device.label(), device.info().name);
+    println!("{} ({}), current options: {now}", device.label(), device.info().name);
     let search = Search { device, time, now };
 
     let halves = [128, 256, 512, 1024, 2048].map(|half| half * KIB);
     let steps = [16, 32, 64, 128, 256, 512].map(|step| step * KIB);
     let pairs = halves.into_iter().flat_map(|half| steps.map(|step| (half, step)));
-    let parts = pairs.filter(|(half, step)| step <= half);
-    let parts =
-        parts.map(|(half, step)| StagingOptions { half, step, small: now.small.min(half), ..now });
-    let best = search.table("halves and steps", &LONG, parts.collect())?;
+    let options = pairs.filter(|(half, step)| step <= half).map(|(half, step)| StagingOptions {
+        half,
+        step,
+        small: now.small.min(half),
+        ..now
+    });
+    let best = search.table("half and step", &LONG, options.collect())?;
 
     let smalls = [0, 64, 1024, 4096, 8192, 16384, 32768, 65536].into_iter();
     let smalls =
         smalls.filter(|small| *small <= best.half).map(|small| StagingOptions { small, ..best });
-    let best = search.table("small writes", &SHORT_WRITES, smalls.collect())?;
+    let best = search.table("small (writes)", &SHORT_WRITES, smalls.collect())?;
 
     let reads = [1, 1024, 4096, 16384, 32768, 65536, 131_072].into_iter();
     let best = search.table(
@@ -100,7 +105,7 @@ fn main() -> Result<()> {
         &SHORT_READS,
         reads.map(|reads| StagingOptions { reads, ..best }).collect(),
     )?;
-    println!("\nthe best: WARPWIRE_STAGING={best}");
+    println!("\nbest options: WARPWIRE_STAGING={best}");
     Ok(())
 }
 
@@ -111,7 +116,7 @@ struct Search {
 }
 
 impl Search {
-    /// Tries all of these, prints a line for each, and returns the best.
+    /// Measures all of these options, prints a line for each, and returns the best.
     fn table(
         &self,
         title: &str,
@@ -145,25 +150,25 @@ impl Search {
                 best = (mean, *staging);
             }
         }
-        print!("now:");
+        print!("current options:");
         for (load, rate) in loads.iter().zip(&rates[0]) {
             match load.depth {
                 1 => print!("  {} {:.1} µs", load.name, 1e6 / rate),
                 _ => print!("  {} {:.0} MiB/s", load.name, rate * load.len as f64 / 1048576.0),
             }
         }
-        println!("\nbest of these: {} ({:.3} of now)", best.1, best.0);
+        println!("\nbest of these: {} ({:.3} times the current rate)", best.1, best.0);
         Ok(best.1)
     }
 }
 
-/// Two devices with staged memory, connected.
+/// Two connected devices with staged memory.
 struct Bench {
     near: Mr,
     far: Mr,
     qp: Qp,
     cq: Cq,
-    /// Answers, on a thread of its own.
+    /// The responder, whose engine has a thread of its own.
     _peer: (Context, Qp, Cq),
 }
 
@@ -177,8 +182,8 @@ impl Bench {
         let spin = ProgressMode::Thread { spin: Duration::from_millis(5), core: None };
         let (ours, theirs) = (open(1, ProgressMode::Manual)?, open(2, spin)?);
         let end = |context: &Context| {
-            let pd = context.pd();
-            let memory = MemorySource::from(device.alloc(MAX_PART)?.whole()?).with_staging(staging);
+            let pd = context.alloc_pd();
+            let memory = MemorySource::from(device.alloc(MAX_LEN)?.whole()?).with_staging(staging);
             let mr = context.register(&pd, memory, Access::ALL)?;
             let cq = context.create_cq(64)?;
             let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
@@ -190,7 +195,7 @@ impl Bench {
         Ok(Self { near, far, qp, cq, _peer: (theirs, peer_qp, peer_cq) })
     }
 
-    /// Messages a second, for about that long.
+    /// Messages per second, measured for about `time`.
     fn rate(&self, load: Load, time: Duration) -> Result<f64> {
         let data = [self.near.sge(0, load.len as u32)];
         let remote = self.far.remote(0);
@@ -205,7 +210,7 @@ impl Bench {
             self.wait(load.name)?;
             ended += 1;
             if warm == 0 && start.elapsed() > time / 5 {
-                // What was made at the first use does not count.
+                // The warm-up, which creates what exists once, does not count.
                 (warm, start) = (ended, Instant::now());
             }
             if warm > 0 && ended > warm && start.elapsed() >= time {
@@ -219,7 +224,7 @@ impl Bench {
         }
     }
 
-    /// Waits for the end of a message, without sleep: the time of waking up is not what is looked for.
+    /// Waits for a completion by polling, so that the wake-up time is not measured.
     fn wait(&self, name: &str) -> Result<()> {
         let mut one = [Completion::EMPTY];
         let start = Instant::now();
@@ -231,15 +236,15 @@ impl Bench {
                 return match one[0].is_success() {
                     true => Ok(()),
                     false => Err(Error::new(Kind::StreamFailed, format!("measure {name}"))
-                        .why(format!("a message ended with {:?}", one[0].status))
-                        .fix("look at the device: warpwire doctor")),
+                        .why(format!("a work request failed: {:?}", one[0].status))
+                        .fix("check the device with `warpwire doctor`")),
                 };
             }
-            // Where there are fewer cores than work, the peer may wait for this one.
+            // With fewer cores than threads, the responder may need this core.
             std::thread::yield_now();
             if start.elapsed() > TIMEOUT {
                 return Err(Error::new(Kind::Timeout, format!("measure {name}"))
-                    .why(format!("no message ended in {TIMEOUT:?}")));
+                    .why(format!("no completion within {TIMEOUT:?}")));
             }
         }
     }

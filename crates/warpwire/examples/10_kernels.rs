@@ -1,15 +1,16 @@
-//! Kernels that post verbs, on a real GPU: every call between two processes, a million operations from a thousand threads,
-//! a put's round trip beside a raw relay's, graphs that are replayed.
+//! Kernels that post verbs, on a real GPU: every call between two processes, a million operations
+//! by a thousand threads, the round trip of a put compared with a relay without HCA, replayed
+//! graphs.
 //!
 //! ```console
-//! $ 10_kernels                 # cuda:0; prints a line for each part: PASS, FAIL or skipped, and figures
-//! $ 10_kernels sim:0           # the simulated GPU, with scaled_rounds rounds
-//! $ 10_kernels cuda:0 latency  # one part alone
+//! $ 10_kernels                 # cuda:0; a line for each part: PASS, FAIL or skipped, and figures
+//! $ 10_kernels sim:0           # the simulated GPU, with fewer rounds
+//! $ 10_kernels cuda:0 latency  # one part only
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
 
 #[path = "../tests/kernels"]
-#[allow(dead_code)] // it is the tests' own
+#[allow(dead_code)] // shared with the tests
 mod kernels {
     pub mod calls;
     pub mod fixture;
@@ -85,9 +86,9 @@ fn scaled_rounds(fixture: &Fixture, on_cuda: u64, on_sim: u64) -> u64 {
     if fixture.backend == Backend::Cuda { on_cuda } else { on_sim }
 }
 
-/// Engines that do not fall asleep while this runs.
+/// Devices whose engine threads spin for the whole measurement.
 fn spinning_contexts(fixture: &Fixture, test_link: TestLink) -> [Context; 2] {
-    // The simulated GPU needs the processors itself.
+    // The simulated GPU needs the CPU cores itself.
     let spin = Duration::from_millis(scaled_rounds(fixture, 2000, 1));
     let progress_mode = ProgressMode::Thread { spin, core: None };
     test_link.ends().map(|link| {
@@ -99,31 +100,32 @@ fn deep_options(fixture: &Fixture) -> KernelQpOptions {
     KernelQpOptions { send_depth: 1024, ..fixture.options() }
 }
 
-/// A put's round trip between two kernels, beside that of a relay that is nothing but a thread which copies words.
+/// Round trip of a put between two kernels, compared with a relay: a CPU thread that copies words.
 fn latency(fixture: &Fixture) -> Result<String, String> {
     let rounds = scaled_rounds(fixture, 20_000, 50);
     let best = |times: [Result<f64, String>; 3]| -> Result<f64, String> {
         times.into_iter().try_fold(f64::MAX, |best, time| Ok(best.min(time?)))
     };
     let baseline = best([(); 3].map(|()| relay(fixture, rounds)))?;
-    println!("     relay of words, no HCA: {baseline:.2} µs round trip");
+    println!("     relay without HCA: {baseline:.2} µs round trip");
     let mut best_ratio = f64::MAX;
     for (name, test_link, shared) in [
         ("one engine", TestLink::Loopback, true),
         ("two engines, loopback", TestLink::Loopback, false),
         ("two engines, shm", TestLink::Shm, false),
     ] {
-        for (single_poster, poster_mode) in [(true, "a thread alone"), (false, "as if shared")] {
+        for (single_poster, poster_mode) in [(true, "single poster"), (false, "shared")] {
             let options = KernelQpOptions { single_poster, ..deep_options(fixture) };
             let time = best([(); 3].map(|()| ping(fixture, rounds, test_link, shared, &options)))?;
             let ratio = time / baseline;
             println!(
-                "     put, wait: {name}, {poster_mode}: {time:.2} µs round trip, {ratio:.2} × the relay"
+                "     put and wait, {name}, {poster_mode}: {time:.2} µs round trip, \
+                 {ratio:.2} × the relay"
             );
             best_ratio = best_ratio.min(ratio);
         }
     }
-    let text = format!("{best_ratio:.2} × the relay at best (wanted: 1.5 at most)");
+    let text = format!("at best {best_ratio:.2} × the relay (limit: 1.5)");
     if fixture.backend == Backend::Sim || best_ratio <= 1.5 { Ok(text) } else { Err(text) }
 }
 
@@ -153,7 +155,7 @@ fn ping(
     for end in &ends {
         end.qp.check().map_err(|why| why.to_string())?;
         if end.word() != rounds {
-            return Err(format!("a word ends at {} instead of {rounds}", end.word()));
+            return Err(format!("a counter is {} instead of {rounds}", end.word()));
         }
     }
     Ok(time.as_secs_f64() * 1e6 / rounds as f64)
@@ -196,7 +198,7 @@ fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
             let launch = launch.value(words.address().raw() + side * 4096).keep_alive(&region);
             let launch = launch.value(test_timeout().as_nanos() as u64 / 2);
             let launch = launch.value(words.address().raw() + 8192 + side * 8);
-            // SAFETY: the kernel touches the bells and words that the launch keeps.
+            // SAFETY: the kernel accesses only the doorbells and words that the launch keeps alive.
             unsafe { streams[side as usize].launch(launch) }.unwrap();
         }
         let done = streams.iter().try_for_each(|stream| stream.synchronize(test_timeout()));
@@ -218,7 +220,7 @@ fn storm_by_warps(fixture: &Fixture) -> Result<String, String> {
     storm_in(fixture, 1)
 }
 
-/// A million operations by 1024 threads that share 8 queue pairs: none is lost, none comes twice.
+/// A million operations by 1024 threads that share 8 queue pairs: none is lost or executed twice.
 fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
     const PAIRS: usize = 8;
     let (grid, threads, rounds) = match fixture.backend {
@@ -243,7 +245,8 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
     launch = launch.value(PAIRS as u64).value(rounds).value(mode);
     launch = launch.region(&table.region(2048, 8).unwrap());
     let start = Instant::now();
-    // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
+    // SAFETY: the kernel accesses the handles and lists in the table, whose endpoints outlive the
+    // stream's work.
     unsafe { stream.launch(launch) }.unwrap();
     stream.synchronize(test_timeout() * 3).map_err(|why| why.to_string())?;
     let time = start.elapsed();
@@ -275,7 +278,7 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
     ))
 }
 
-/// Two graphs that answer each other, 10 000 times.
+/// Two graphs that play ping-pong, replayed 10 000 times.
 fn graphs(fixture: &Fixture) -> Result<String, String> {
     let rounds = scaled_rounds(fixture, 10_000, 500);
     let [a, b] =
@@ -312,23 +315,23 @@ fn graphs(fixture: &Fixture) -> Result<String, String> {
     let time = start.elapsed();
     a.qp.check().and(b.qp.check()).map_err(|why| why.to_string())?;
     if (a.word(), b.word()) != (rounds, rounds) || a.read(4096, 1024) != sent {
-        return Err(format!("the words end at {} and {} of {rounds}", a.word(), b.word()));
+        return Err(format!("the counters are {} and {} of {rounds}", a.word(), b.word()));
     }
     let each = time.as_secs_f64() * 1e6 / rounds as f64;
-    Ok(format!("{rounds} replays of two graphs that answer each other, {each:.1} µs each"))
+    Ok(format!("{rounds} replays of two ping-pong graphs, {each:.1} µs each"))
 }
 
-/// What the two processes tell each other.
-type RemoteWords = (QpEndpoint, [u64; 4]);
+/// What the two processes exchange: the endpoint, and address and rkey of buffer and counter.
+type ConnectionData = (QpEndpoint, [u64; 4]);
 
-fn exchange_endpoints(end: &Endpoint) -> RemoteWords {
+fn connection_data(end: &Endpoint) -> ConnectionData {
     let (there, word) = (end.mr.remote(0), end.mr.remote(WORD));
     (end.qp.endpoint(), [there.address, there.rkey.into(), word.address, word.rkey.into()])
 }
 
 fn connect_peer(end: &Endpoint, bootstrap: &mut Bootstrap) -> warpwire::Result<()> {
-    let (endpoint, [there, rkey, word, word_rkey]): RemoteWords =
-        bootstrap.swap(&exchange_endpoints(end))?;
+    let (endpoint, [there, rkey, word, word_rkey]): ConnectionData =
+        bootstrap.swap(&connection_data(end))?;
     end.qp.connect(&endpoint)?;
     end.write_params(
         Remote { address: there, rkey: rkey as u32 },
@@ -337,7 +340,7 @@ fn connect_peer(end: &Endpoint, bootstrap: &mut Bootstrap) -> warpwire::Result<(
     Ok(())
 }
 
-fn alone(fixture: &Fixture) -> Endpoint {
+fn open_endpoint(fixture: &Fixture) -> Endpoint {
     let link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
     let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(50), core: None };
     let context =
@@ -345,7 +348,7 @@ fn alone(fixture: &Fixture) -> Endpoint {
     Endpoint::new(context, &fixture.gpu, deep_options(fixture))
 }
 
-/// Every call, from a kernel of this process to one of another, which share the GPU by turns.
+/// Every call, from a kernel of this process to one of another; the processes time-slice the GPU.
 fn processes(fixture: &Fixture) -> Result<String, String> {
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|why| why.to_string())?;
     let address = listener.local_addr().map_err(|why| why.to_string())?.to_string();
@@ -365,21 +368,21 @@ fn processes(fixture: &Fixture) -> Result<String, String> {
 
 fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<String> {
     let mut bootstrap = Bootstrap::accept(listener, test_timeout())?;
-    let a = alone(fixture);
+    let a = open_endpoint(fixture);
     connect_peer(&a, &mut bootstrap)?;
     a.memory.write(0, &bytes(8192, 1))?;
-    bootstrap.swap(&"its kernel has begun".to_owned())?;
+    bootstrap.swap(&"waiting for the peer's kernel".to_owned())?;
     let (stream, start) = (fixture.gpu.stream()?, Instant::now());
     a.start(&stream, &fixture.kernel("calls_active"), 256, &[2]);
     stream.synchronize(test_timeout())?;
     let time = start.elapsed();
     let results: [i64; 15] = a.results();
-    bootstrap.swap(&"ours is done".to_owned())?;
-    bootstrap.swap(&"both have looked".to_owned())?;
+    bootstrap.swap(&"kernel finished".to_owned())?;
+    bootstrap.swap(&"results checked".to_owned())?;
     a.qp.check()?;
     assert_eq!(results, [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, -0x101, -0x105]);
     assert_eq!(a.read(16384, 4096), bytes(4096, 2));
-    Ok(format!("every call, by a block of 256 threads, verified by both, in {time:.2?}"))
+    Ok(format!("every call, by a block of 256 threads, verified on both sides, in {time:.2?}"))
 }
 
 fn child(label: &str, address: &str) -> ExitCode {
@@ -387,20 +390,20 @@ fn child(label: &str, address: &str) -> ExitCode {
         let gpu = mem::open(label)?;
         let fixture = Fixture::new(gpu.info().backend, TestLink::Loopback);
         let mut bootstrap = Bootstrap::connect(address, test_timeout())?;
-        let b = alone(&fixture);
+        let b = open_endpoint(&fixture);
         b.memory.write(16384, &bytes(4096, 2))?;
         connect_peer(&b, &mut bootstrap)?;
         let stream = fixture.gpu.stream()?;
         b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
-        bootstrap.swap(&"ours has begun".to_owned())?;
+        bootstrap.swap(&"kernel started".to_owned())?;
         stream.synchronize(test_timeout())?;
-        bootstrap.swap(&"its kernel is done".to_owned())?;
+        bootstrap.swap(&"kernel finished".to_owned())?;
         let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
         assert_eq!(b.results(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
         assert_eq!((b.word(), b.read(16, 4080)), (99, bytes(8192, 1)[16..4096].to_vec()));
         assert!(b.memory.len() > LEN);
         b.qp.check()?;
-        bootstrap.swap(&"both have looked".to_owned()).map(drop)
+        bootstrap.swap(&"results checked".to_owned()).map(drop)
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,60 +1,61 @@
-//! One error style for the whole house: what failed, on what, why, and what to do about it.
+//! The crate's error type: what failed, on which object, why, and what to do about it.
 //!
 //! Programs match on [`Error::kind`]; people read the text, which is one line:
 //!
 //! ```text
-//! cannot allocate 200 GiB on cuda:0: the device has 139.1 GiB in all; ask for less, or use another GPU
+//! cannot allocate 200 GiB on cuda:0: the device has 139.1 GiB in all; allocate less
 //! ```
 
 use std::borrow::Cow;
 use std::fmt;
+use std::sync::Arc;
 
 /// The result of every fallible call in this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What sort of failure an [`Error`] is: for programs to match on.
+/// The cause of an [`Error`], for programs to match on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kind {
-    /// A parameter makes no sense by itself (a zero length, an unknown option).
+    /// A parameter is invalid regardless of the state (a zero length, an unknown option).
     InvalidArgument,
-    /// A range does not lie inside the object that it refers to.
+    /// A range exceeds the object that it refers to.
     OutOfRange,
-    /// An address or offset lacks the alignment that the operation needs.
+    /// An address or offset is not aligned as the operation requires.
     Misaligned,
-    /// The device, or the host, has no memory left for the request.
+    /// The device or the host has not enough memory.
     OutOfMemory,
     /// The address is not memory of this device.
     NotDeviceMemory,
-    /// The object has been freed, or went away underneath its users.
+    /// The object has been freed or revoked while in use.
     Freed,
     /// The object is in use; the same call may succeed later.
     Busy,
-    /// A library, symbol, device node or file that the call needs is not on this machine.
+    /// A library, symbol, device node or file is missing on this machine.
     Unavailable,
-    /// This device, driver or platform cannot do it.
+    /// This device, driver or platform does not support it.
     Unsupported,
-    /// The time given ran out; the work goes on.
+    /// The timeout expired; the work continues.
     Timeout,
-    /// Work queued earlier failed; the stream takes no more.
+    /// Work queued earlier on the stream failed; the stream accepts no more.
     StreamFailed,
     /// The whole device context is lost.
     DeviceLost,
-    /// A handle from another process no longer names what it named.
+    /// A handle from another process refers to an object that no longer exists.
     Stale,
-    /// A peer has died, has left, or does not answer.
+    /// A peer has died, has disconnected, or does not answer.
     PeerLost,
-    /// The operating system refuses this user.
+    /// The operating system denied permission.
     PermissionDenied,
-    /// Text from outside (a file, a variable, a handle) does not have the form that it must have.
+    /// Input (a file, a variable, a handle) has the wrong format.
     Malformed,
-    /// The operating system failed a call, with this errno.
+    /// A system call failed with this errno.
     Os(i32),
-    /// The CUDA driver failed a call, with this CUresult.
+    /// A CUDA driver call failed with this `CUresult`.
     Cuda(i32),
 }
 
-/// A failure: what was tried, on what, why it failed, and what to do.
+/// A failure: what was attempted, on which object, why it failed, and what to do.
 ///
 /// ```
 /// use warpwire::{Error, error::Kind};
@@ -78,6 +79,7 @@ struct Detail {
     on: Option<Cow<'static, str>>,
     why: Cow<'static, str>,
     fix: Option<Cow<'static, str>>,
+    source: Option<Arc<std::io::Error>>,
 }
 
 impl Error {
@@ -90,10 +92,12 @@ impl Error {
             on: None,
             why: Cow::Borrowed(""),
             fix: None,
+            source: None,
         }))
     }
 
-    /// An error from a failed system call.
+    /// An error from a failed system call; its text becomes the reason, its errno the kind, and it is
+    /// the [source](std::error::Error::source).
     #[cold]
     pub fn os(what: impl Into<Cow<'static, str>>, source: &std::io::Error) -> Self {
         let kind = match (source.kind(), source.raw_os_error()) {
@@ -103,43 +107,50 @@ impl Error {
             (_, Some(errno)) => Kind::Os(errno),
             (_, None) => Kind::Malformed,
         };
-        Self::new(kind, what).why(source.to_string())
+        let mut error = Self::new(kind, what).why(source.to_string());
+        // `io::Error` cannot be cloned.
+        let copy = match source.raw_os_error() {
+            Some(errno) => std::io::Error::from_raw_os_error(errno),
+            None => std::io::Error::new(source.kind(), source.to_string()),
+        };
+        error.0.source = Some(Arc::new(copy));
+        error
     }
 
-    /// Names the object that the attempt was made on (a device, a stream, a file).
+    /// Sets the object that the attempt was made on (a device, a stream, a file).
     #[must_use]
     pub fn on(mut self, object: impl Into<Cow<'static, str>>) -> Self {
         self.0.on = Some(object.into());
         self
     }
 
-    /// Says what was tried, in the words of a caller who knows better.
+    /// Replaces the description of the attempt, for callers that know the operation's purpose.
     #[must_use]
     pub fn during(mut self, what: impl Into<Cow<'static, str>>) -> Self {
         self.0.what = what.into();
         self
     }
 
-    /// Says why it failed.
+    /// Sets the reason.
     #[must_use]
     pub fn why(mut self, reason: impl Into<Cow<'static, str>>) -> Self {
         self.0.why = reason.into();
         self
     }
 
-    /// Says what the reader can do.
+    /// Sets the advice: what the reader can do.
     #[must_use]
     pub fn fix(mut self, advice: impl Into<Cow<'static, str>>) -> Self {
         self.0.fix = Some(advice.into());
         self
     }
 
-    /// The sort of failure.
+    /// The cause, for programs to match on.
     pub fn kind(&self) -> &Kind {
         &self.0.kind
     }
 
-    /// Whether it is a shortage that may be over by itself: the same call may succeed a moment later.
+    /// Whether it is a shortage that may pass: the same call may succeed a moment later.
     ///
     /// ```
     /// use warpwire::{Error, error::Kind};
@@ -147,9 +158,9 @@ impl Error {
     /// assert!(!Error::new(Kind::Freed, "open a window").is_transient());
     /// ```
     pub fn is_transient(&self) -> bool {
-        // Too many open files, here or in all; interrupted; for now.
+        // Too many open files, in the process or on the machine; interrupted; try again.
         const TRANSIENT_ERRNOS: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::EINTR, libc::EAGAIN];
-        // CUDA: not ready, the system is not ready, the operating system failed a call.
+        // CUDA_ERROR_NOT_READY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_ERROR_OPERATING_SYSTEM.
         const TRANSIENT_CUDA_RESULTS: [i32; 3] = [600, 802, 304];
         match self.kind() {
             Kind::OutOfMemory | Kind::Busy => true,
@@ -159,12 +170,12 @@ impl Error {
         }
     }
 
-    /// Why it failed, without what was tried.
+    /// The reason, without the attempt.
     pub fn reason(&self) -> &str {
         &self.0.why
     }
 
-    /// What to do about it, where that is known.
+    /// The advice, if there is any.
     pub fn advice(&self) -> Option<&str> {
         self.0.fix.as_deref()
     }
@@ -193,14 +204,18 @@ impl fmt::Debug for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_ref().map(|source| &**source as _)
+    }
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_result_stays_one_word() {
+    fn result_is_one_word() {
         assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
     }
 
@@ -211,10 +226,19 @@ mod tests {
     }
 
     #[test]
-    fn system_errors_keep_their_meaning() {
+    fn os_errors_map_to_kinds() {
         let missing = std::io::Error::from_raw_os_error(2);
         assert_eq!(Error::os("open x", &missing).kind(), &Kind::Unavailable);
         let odd = std::io::Error::from_raw_os_error(22);
         assert_eq!(Error::os("open x", &odd).kind(), &Kind::Os(22));
+    }
+
+    #[test]
+    fn system_call_errors_are_sources() {
+        use std::error::Error as _;
+        let error = Error::os("open x", &std::io::Error::from_raw_os_error(22));
+        let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+        assert_eq!(source.and_then(std::io::Error::raw_os_error), Some(22));
+        assert!(Error::new(Kind::Busy, "free memory").source().is_none());
     }
 }

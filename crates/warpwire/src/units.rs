@@ -1,4 +1,4 @@
-//! Sizes, rates and durations as people write them: `64KiB`, `2 GiB`, `50us`.
+//! Formatting and parsing of sizes, rates and durations: `64KiB`, `2 GiB`, `50us`.
 
 use std::time::Duration;
 
@@ -7,7 +7,8 @@ use crate::error::{Error, Kind, Result};
 const SIZES: [(&str, u64); 5] =
     [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
-/// A byte count in the largest binary unit that gives at least one: `1.5 MiB`, `64 KiB`, `17 B`.
+/// Formats a byte count in the largest binary unit that gives at least one: `1.5 MiB`, `64 KiB`,
+/// `17 B`.
 ///
 /// ```
 /// assert_eq!(warpwire::units::bytes(65_536), "64 KiB");
@@ -21,7 +22,7 @@ pub fn bytes(count: u64) -> String {
     format!("{:.1} {name}", count as f64 / unit as f64)
 }
 
-/// A rate in decimal gigabytes per second, as network and memory rates are quoted.
+/// Formats a rate in decimal gigabytes per second, as network and memory rates are quoted.
 ///
 /// ```
 /// use std::time::Duration;
@@ -32,8 +33,8 @@ pub fn rate(byte_count: u64, elapsed: Duration) -> String {
     format!("{:.2} GB/s", byte_count as f64 / seconds / 1e9)
 }
 
-/// Reads a byte count: a whole number with an optional unit (`B`, `K`, `KiB`, `M`, `MiB`, `G`, `GiB`,
-/// `T`, `TiB`, in any case; all binary).
+/// Parses a byte count: a whole number with an optional unit (`B`, `K`, `KiB`, `M`, `MiB`, `G`,
+/// `GiB`, `T`, `TiB`, in any case; all binary).
 ///
 /// ```
 /// assert_eq!(warpwire::units::parse_bytes("64KiB").unwrap(), 65_536);
@@ -52,7 +53,7 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
         .ok_or_else(|| malformed(text, "a size", "64KiB, 2GiB or 4096"))
 }
 
-/// Reads a duration: a whole number with a unit (`ns`, `us`, `ms`, `s`).
+/// Parses a duration: a whole number with a unit (`ns`, `us`, `ms`, `s`).
 ///
 /// ```
 /// use std::time::Duration;
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_and_print() {
+    fn sizes_parse_and_format() {
         for (text, value) in
             [("0", 0), ("17", 17), ("4k", 4096), ("2 GiB", 2 << 30), ("1TiB", 1 << 40)]
         {
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_an_example() {
+    fn malformed_input_is_rejected_with_an_example() {
         for text in ["", "KiB", "-1", "1.5GiB", "99999999999999999999", "16777216TiB", "3 x"] {
             let error = parse_bytes(text).unwrap_err();
             assert!(error.to_string().contains("64KiB"), "{error}");

@@ -1,7 +1,7 @@
-//! After warm-up nothing is allocated for a post, a packet or a poll, however the memory was named.
+//! After warm-up, no post, packet or poll allocates, with every kind of registered memory.
 //!
-//! One case at a time: they count every allocation of the process.
-#![allow(unsafe_code)] // registering by address is
+//! The cases run one at a time, because they count the allocations of the whole process.
+#![allow(unsafe_code)] // to register memory by its address
 
 #[path = "../../proto/benches/pump/mod.rs"]
 mod pump;
@@ -19,7 +19,7 @@ use warpwire::verbs::{
 
 pub const SUITE: Suite = Suite { name: "allocations", env: &[], collect, role: |_| {} };
 
-cases!(CASES: nothing_is_allocated_on_the_way, no_packet_allocates, the_counter_counts);
+cases!(CASES: the_data_path_does_not_allocate, the_protocol_does_not_allocate, the_counter_counts);
 
 fn collect(suite: &mut Collector) {
     suite.run_serially();
@@ -36,14 +36,14 @@ enum MemKind {
     DmaBuf(AttachMode),
 }
 
-/// What a registration by address needs to stay.
+/// Owns the memory, which must outlive a registration by address.
 type KeepAlive = Box<dyn std::any::Any>;
 
 const LEN: u64 = 1 << 18;
 
 fn register(context: &Context, pd: &Pd, mem_kind: MemKind) -> (Mr, KeepAlive) {
     let by_address = |address: u64, access| {
-        // SAFETY: the memory is kept beside the registration, and only copied.
+        // SAFETY: the memory is kept alive beside the registration, and is only copied.
         unsafe { context.register_address(pd, address, LEN, None, access) }.unwrap()
     };
     let host = HostMemory::new(LEN).unwrap();
@@ -74,7 +74,8 @@ fn register(context: &Context, pd: &Pd, mem_kind: MemKind) -> (Mr, KeepAlive) {
     }
 }
 
-/// Two devices, and two connections between them: one with receives of its own, one with shared ones.
+/// Two devices with two connections between them: one with its own receive queue, one with a
+/// shared receive queue.
 struct Pair {
     contexts: [Context; 2],
     cqs: [Cq; 2],
@@ -90,7 +91,7 @@ struct Pair {
 impl Pair {
     fn new(mem_kind: MemKind, links: [Box<dyn Link>; 2]) -> Self {
         let contexts = links.map(|link| Context::open_with(link, inline()).unwrap());
-        let pds = [contexts[0].pd(), contexts[1].pd()];
+        let pds = [contexts[0].alloc_pd(), contexts[1].alloc_pd()];
         let cqs = [&contexts[0], &contexts[1]].map(|context| context.create_cq(512).unwrap());
         let srq = contexts[1].create_srq(&pds[1], SrqOptions::default()).unwrap();
         let qp =
@@ -109,7 +110,7 @@ impl Pair {
         Self { contexts, cqs, own, shared, srq, near, far, mem_kind, _keep }
     }
 
-    /// A piece of work of every sort, on both connections.
+    /// Posts one work request of every kind on both connections and polls for all completions.
     fn round(&self) {
         let large = [self.near.sge(0, 100_000)];
         let word = [self.near.sge(0, 8)];
@@ -119,7 +120,7 @@ impl Pair {
         self.own[1].post_receive(&[receive; 3]).unwrap();
         self.srq.post_receive(&[receive; 3]).unwrap();
         let at = self.far.remote(0);
-        // The kernel, which copies memory on demand, has no atomics for that.
+        // On-demand memory is copied by the kernel, which offers no atomics.
         let word_op = match self.mem_kind {
             MemKind::OnDemand => WrOp::Read(at),
             _ => WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }),
@@ -167,7 +168,7 @@ impl Datagrams {
     fn new() -> Self {
         let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
         let context = Context::open_with(link, inline()).unwrap();
-        let (pd, cq) = (context.pd(), context.create_cq(512).unwrap());
+        let (pd, cq) = (context.alloc_pd(), context.create_cq(512).unwrap());
         let srq = context.create_srq(&pd, SrqOptions::default()).unwrap();
         let options =
             QpOptions { service: Service::Ud, srq: Some(srq.clone()), ..QpOptions::default() };
@@ -194,8 +195,8 @@ impl Datagrams {
     }
 }
 
-/// By packets, and without; one after the other, as the count is the process's.
-fn nothing_is_allocated_on_the_way() {
+/// With packets and with direct access; one after the other, because the counter is per process.
+fn the_data_path_does_not_allocate() {
     for mem_kind in [
         MemKind::Handle,
         MemKind::Address,
@@ -210,7 +211,7 @@ fn nothing_is_allocated_on_the_way() {
         let pair = Pair::new(mem_kind, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
         rounds(&pair, mem_kind, 10_000, 0);
         if mem_kind == MemKind::DmaBuf(AttachMode::Dynamic) {
-            assert_eq!(pair.near.faults().faults, 1, "it is found once");
+            assert_eq!(pair.near.faults().faults, 1, "memory is mapped by one fault");
         }
     }
     let options = shm::Options { control_poll_interval: 8, ..shm::Options::default() };
@@ -255,9 +256,9 @@ fn datagram_rounds() {
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }
 
-/// Invariant 5 of the protocol: once connected, a queue pair allocates nothing, whatever work goes through it. It stands
-/// here because an allocator is unsafe code, of which the protocol crate has none.
-fn no_packet_allocates() {
+/// Invariant 5 of the protocol: once connected, a queue pair allocates nothing, for any operation.
+/// The test is here because the counting allocator is unsafe code, which the protocol crate bans.
+fn the_protocol_does_not_allocate() {
     for (name, op, packets) in WORK {
         let mut pump = Pump::new(1024, 64);
         let before = CountingAllocator::thread_allocations();

@@ -1,5 +1,5 @@
-//! Tests of single things: the layering of the sources, models of the lock-free parts that loom
-//! runs in every order, queues written past the verbs.
+//! Single tests: the layering of the sources, loom models of the lock-free parts, and queues that
+//! are written directly (direct verbs).
 
 mod direct_queues;
 mod layering;

@@ -1,5 +1,6 @@
-//! Work written past the verbs, in ConnectX's format: into the software HCA's queues, which carry it out, and into what libmlx5
-//! would tell of a queue pair, where its bytes are compared with those that a real device is known to take.
+//! Direct verbs: WQEs written in ConnectX format. They go into the software HCA's queues, which
+//! execute them, and into a queue pair as libmlx5 describes it (`struct mlx5dv_qp`), where the
+//! bytes are compared with the WQEs that rdma-core writes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
 
 use std::sync::Arc;
@@ -16,11 +17,11 @@ use warpwire::verbs::{
 const NUMBER: u32 = 0x123;
 const RECORD: u64 = 0;
 const SEND: u64 = 4096;
-const BLOCKS: u32 = 64;
-const RECEIVE: u64 = SEND + BLOCKS as u64 * 64;
+const WQEBBS: u32 = 64;
+const RECEIVE: u64 = SEND + WQEBBS as u64 * 64;
 const DOORBELL: u64 = RECEIVE + 4096 + 0x800;
 
-/// `struct mlx5dv_qp`, with these values at the places that the header has them at.
+/// `struct mlx5dv_qp` with these values at the offsets of `mlx5dv.h`.
 fn image(base: u64, send: (u32, u32), size: u32) -> [u8; 96] {
     let mut image = [0; 96];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -37,8 +38,8 @@ fn image(base: u64, send: (u32, u32), size: u32) -> [u8; 96] {
 }
 
 fn recorded(memory: &HostMemory) -> DirectQp {
-    let image = image(memory.address(), (BLOCKS, 64), 256);
-    // SAFETY: its pointers lead into memory that goes along.
+    let image = image(memory.address(), (WQEBBS, 64), 256);
+    // SAFETY: the pointers in the image are into `memory`, which the queue pair keeps alive.
     unsafe { ibv::recorded_qp(&image, NUMBER, Arc::new(memory.clone())) }.unwrap()
 }
 
@@ -50,7 +51,7 @@ fn bytes(memory: &HostMemory, at: u64, len: usize) -> String {
 }
 
 #[test]
-fn entries_are_those_that_connectx_takes() {
+fn wqes_have_the_connectx_format() {
     let memory = HostMemory::new(64 << 10).unwrap();
     let queues = DirectQueues::recorded(recorded(&memory));
     assert_eq!((queues.send_wqebbs, queues.receive_entries, queues.receive_stride), (64, 64, 32));
@@ -63,7 +64,7 @@ fn entries_are_those_that_connectx_takes() {
     let add = WrOp::Atomic(remote(0x7f00_0000_2000), Atomic::FetchAdd { add: 7 });
     assert_eq!(poster.push(&write).unwrap(), 5);
     assert_eq!(poster.push(&SendRequest::new(2, add).with(&into)).unwrap(), 6);
-    // The vectors of rdma-core: a write of 256 bytes at block 5, a fetch-and-add of 7 at block 6.
+    // As rdma-core writes them: a write of 256 bytes in WQEBB 5, a fetch-and-add of 7 in WQEBB 6.
     assert_eq!(
         bytes(&memory, SEND + 5 * 64, 48),
         "00000508 00012303 00000008 00000000 00007f00 00001000 00001234 00000000 \
@@ -74,7 +75,8 @@ fn entries_are_those_that_connectx_takes() {
         "00000612 00012304 00000008 00000000 00007f00 00002000 00001234 00000000 \
          00000000 00000007 00000000 00000000 00000008 00005678 00007fee 00003000"
     );
-    // Nothing is told before it is rung; then the record's second word, and the doorbell as kernels write it.
+    // Nothing is written before the doorbell is rung; then the producer index goes to the second
+    // word of the doorbell record, and with the QP number to the doorbell register.
     assert_eq!(bytes(&memory, RECORD, 8), "00000000 00000000");
     poster.ring();
     assert_eq!(bytes(&memory, RECORD, 8), "00000000 00000007");
@@ -82,16 +84,16 @@ fn entries_are_those_that_connectx_takes() {
 }
 
 #[test]
-fn a_queue_that_is_full_says_so() {
+fn a_full_queue_is_busy() {
     let memory = HostMemory::new(64 << 10).unwrap();
     let mut poster = Poster::new(DirectQueues::recorded(recorded(&memory)), 0);
     let request = SendRequest::new(1, WrOp::Nop);
-    for block in 0..u64::from(BLOCKS) {
-        assert_eq!(poster.push(&request).unwrap(), block);
+    for index in 0..u64::from(WQEBBS) {
+        assert_eq!(poster.push(&request).unwrap(), index);
     }
     assert_eq!(poster.push(&request).unwrap_err().kind(), &Kind::Busy);
     poster.free_up_to(2);
-    assert_eq!(poster.push(&request).unwrap(), u64::from(BLOCKS));
+    assert_eq!(poster.push(&request).unwrap(), u64::from(WQEBBS));
     assert_eq!(
         poster.push(&SendRequest::new(1, WrOp::Send).inline(&[0; 2000])).unwrap_err().kind(),
         &Kind::InvalidArgument
@@ -99,29 +101,29 @@ fn a_queue_that_is_full_says_so() {
 }
 
 #[test]
-fn objects_that_make_no_sense_are_refused() {
+fn invalid_objects_are_refused() {
     let memory = HostMemory::new(64 << 10).unwrap();
-    for (send, says) in
+    for (send, expected) in
         [((63, 64), "63 times 64"), ((64, 32), "64 times 32"), ((0, 64), "0 times 64")]
     {
         let image = image(memory.address(), send, 256);
-        // SAFETY: its pointers lead into memory that goes along.
+        // SAFETY: the pointers in the image are into `memory`, which the queue pair keeps alive.
         let refused = unsafe { ibv::recorded_qp(&image, NUMBER, Arc::new(memory.clone())) };
         let text = refused.unwrap_err().to_string();
-        assert!(text.contains(says) && text.contains("libibverbs instead"), "{text}");
+        assert!(text.contains(expected) && text.contains("libibverbs instead"), "{text}");
     }
-    // SAFETY: it has no pointers at all.
+    // SAFETY: the image has null pointers only, and is refused.
     let refused = unsafe { ibv::recorded_cq(&[0; 48], Arc::new(())) };
     assert!(refused.unwrap_err().to_string().contains("0 times 0"));
 }
 
-/// The same poster, and a device that carries the work out.
+/// The same poster on a device that executes the work.
 #[test]
-fn the_software_hca_takes_the_same_entries() {
+fn the_software_hca_executes_the_same_wqes() {
     let hub = Hub::new();
     let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"]
         .map(|at| Context::open(hub.endpoint(at.parse().unwrap()).unwrap()).unwrap());
-    let (pd, there) = (a.pd(), b.pd());
+    let (pd, there) = (a.alloc_pd(), b.alloc_pd());
     let (cq, their_cq) = (a.create_cq(16).unwrap(), b.create_cq(16).unwrap());
     let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default()).unwrap();
@@ -138,10 +140,10 @@ fn the_software_hca_takes_the_same_entries() {
         poster.push(&write).unwrap();
     }
     poster.ring();
-    // A doorbell that is rung past the verbs wakes nobody.
+    // Writing the doorbell directly does not wake an idle engine.
     a.soft().unwrap().ring(qp.number());
     for _ in 0..3 {
-        assert!(cq.next(Duration::from_secs(10)).unwrap().expect("it ends").is_success());
+        assert!(cq.wait_next(Duration::from_secs(10)).unwrap().expect("completion").is_success());
     }
     let mut found = [0; 14];
     to.bytes().read(200, &mut found).unwrap();

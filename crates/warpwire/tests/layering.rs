@@ -1,9 +1,10 @@
-//! The rules of the house: imports point down, unsafe code stays in its rooms, files stay small.
+//! Rules that the compiler does not check: imports point down, unsafe code stays in listed files,
+//! files stay small, comments and Markdown fit 100 columns.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Modules that every room may use.
+/// Modules that every module may use.
 const COMMON: [&str; 2] = ["error", "units"];
 
 /// The only files that may lift the ban on unsafe code.
@@ -41,10 +42,10 @@ const UNSAFE_FILES: &[&str] = &[
     "verbs/mod.rs",
 ];
 
-/// The same for the crates beside the library that may have unsafe code, each below its `src`.
-const UNSAFE_FENCES_BESIDE: &[(&str, &[&str])] = &[
+/// The same for the other crates that may have unsafe code; paths are relative to their `src`.
+const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("doctor", &["trial.rs"]),
-    // Each of these starts kernels of its own.
+    // Each of these launches its own kernels.
     (
         "apps",
         &[
@@ -59,24 +60,33 @@ const UNSAFE_FENCES_BESIDE: &[(&str, &[&str])] = &[
 ];
 
 const MAX_FILE_LINES: usize = 800;
+const MAX_COLUMNS: usize = 100;
 
 fn workspace() -> PathBuf {
-    // Staged binaries run where there are no sources; then there is nothing to check.
+    // Staged binaries run on machines without the sources; then there is nothing to check.
     PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or(".")).join("../..")
 }
 
-fn sources(folder: &Path) -> Vec<(String, String)> {
+/// Files below a folder with one of these extensions: path and text.
+fn files(folder: &Path, extensions: &[&str]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let Ok(entries) = fs::read_dir(folder) else { return found };
     for entry in entries.flatten() {
         let path = entry.path();
         if path.is_dir() {
-            found.extend(sources(&path));
-        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            found.extend(files(&path, extensions));
+        } else if path
+            .extension()
+            .is_some_and(|found| extensions.iter().any(|known| found == *known))
+        {
             found.push((path.display().to_string(), fs::read_to_string(&path).unwrap()));
         }
     }
     found
+}
+
+fn sources(folder: &Path) -> Vec<(String, String)> {
+    files(folder, &["rs"])
 }
 
 /// The sources of a crate, each with its path below `src`.
@@ -91,10 +101,10 @@ fn library() -> Vec<(String, String)> {
     crate_sources("warpwire")
 }
 
-/// The rooms from the table in `lib.rs`, top first; rooms on one line stand side by side.
+/// The layers of the table in `lib.rs`, top first; modules on one line are side by side.
 fn layers(lib: &str) -> Vec<Vec<String>> {
     let table = lib.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
-    let lines = table.expect("lib.rs opens with the table of rooms").lines();
+    let lines = table.expect("lib.rs has the table of layers").lines();
     let names = |line: &str| -> Vec<String> {
         let words = line.trim_start_matches("//! ").split("  ").next().unwrap_or_default();
         words
@@ -119,12 +129,12 @@ fn imports(text: &str) -> Vec<String> {
     names.filter(|name| name.chars().next().is_some_and(char::is_lowercase)).collect()
 }
 
-/// What is wrong with the imports of one file, given its room.
+/// Imports of one file that do not point to a lower layer.
 fn upward_imports(layers: &[Vec<String>], module: &str, text: &str) -> Vec<String> {
     let level =
         |name: &str| layers.iter().position(|names| names.iter().any(|known| known == name));
     let Some(mine) = level(module) else {
-        return vec![format!("room {module:?} is not in the table")];
+        return vec![format!("module {module:?} is not in the table")];
     };
     let wrong = imports(text).into_iter().filter(|name| {
         let common = COMMON.contains(&name.as_str()) || name == module;
@@ -171,17 +181,17 @@ fn the_check_notices_an_upward_import() {
 }
 
 #[test]
-fn unsafe_code_stays_behind_its_fence() {
+fn unsafe_code_stays_in_listed_files() {
     let allows_unsafe = |text: &str| text.contains("allow(unsafe_code)");
     let mut outside = Vec::new();
-    for (package, fence) in [("warpwire", UNSAFE_FILES)].iter().chain(UNSAFE_FENCES_BESIDE) {
+    for (package, allowed) in [("warpwire", UNSAFE_FILES)].iter().chain(UNSAFE_FILES_OF_CRATES) {
         for (path, text) in crate_sources(package) {
-            if allows_unsafe(&text) && !fence.contains(&path.as_str()) {
+            if allows_unsafe(&text) && !allowed.contains(&path.as_str()) {
                 outside.push(format!("{package}: {path}"));
             }
         }
     }
-    assert!(outside.is_empty(), "{outside:?} lift the ban; add them to the fence or do without");
+    assert!(outside.is_empty(), "{outside:?} allow unsafe code: list them here or avoid it");
 }
 
 /// Cargo lets tests and examples of the library use the apps, and would let unit tests do so with a
@@ -204,6 +214,58 @@ fn files_stay_small() {
         .filter(|(lines, _)| *lines > MAX_FILE_LINES)
         .collect();
     assert!(long.is_empty(), "{long:?} have more than {MAX_FILE_LINES} lines");
+}
+
+/// Lines of comments that exceed the width. Links and quoted output cannot be wrapped.
+fn wide_comments(text: &str) -> Vec<usize> {
+    let is_wide = |line: &&str| line.chars().count() > MAX_COLUMNS;
+    let is_comment = |line: &str| line.starts_with("//") || line.starts_with('*');
+    let wide = text.lines().enumerate().filter(|(_, line)| {
+        is_wide(line) && is_comment(line.trim_start()) && !line.contains("://")
+    });
+    wide.map(|(number, _)| number + 1).collect()
+}
+
+/// Lines of Markdown that exceed the width: prose, not tables, code blocks or links.
+fn wide_markdown(text: &str) -> Vec<usize> {
+    let (mut wide, mut in_code) = (Vec::new(), false);
+    for (number, line) in text.lines().enumerate() {
+        in_code ^= line.trim_start().starts_with("```");
+        let can_wrap = !in_code && !line.starts_with('|') && !line.contains("](");
+        if can_wrap && line.chars().count() > MAX_COLUMNS {
+            wide.push(number + 1);
+        }
+    }
+    wide
+}
+
+#[test]
+fn comments_and_markdown_fit_the_width() {
+    let mut wide = Vec::new();
+    let code = ["rs", "cu", "cuh", "hpp", "cpp", "c", "h"];
+    for folder in ["crates", "include", "fuzz/src"] {
+        for (path, text) in files(&workspace().join(folder), &code) {
+            wide.extend(wide_comments(&text).into_iter().map(|line| format!("{path}:{line}")));
+        }
+    }
+    let mut pages = files(&workspace().join("docs"), &["md"]);
+    for name in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"] {
+        if let Ok(text) = fs::read_to_string(workspace().join(name)) {
+            pages.push((name.to_owned(), text));
+        }
+    }
+    for (path, text) in pages {
+        wide.extend(wide_markdown(&text).into_iter().map(|line| format!("{path}:{line}")));
+    }
+    assert!(wide.is_empty(), "wider than {MAX_COLUMNS} columns: {wide:#?}");
+}
+
+#[test]
+fn the_check_notices_wide_lines() {
+    let long = "x".repeat(MAX_COLUMNS);
+    assert_eq!(wide_comments(&format!("// {long}\nlet y = \"{long}\";\n    /// {long}")), [1, 3]);
+    assert_eq!(wide_comments(&format!("// see https://example.org/{long}")), Vec::<usize>::new());
+    assert_eq!(wide_markdown(&format!("{long}y\n```\n{long}y\n```\n| {long} |\n{long}y")), [1, 6]);
 }
 
 #[test]

@@ -1,14 +1,15 @@
-//! Access, invalidation and deregistration against each other, in every order that the memory model allows.
+//! Loom model: access, invalidation and deregistration of a memory region, concurrently.
 //!
-//! The library's own gates are compiled here once more, with loom's atomics, locks and cells in the place of the real
-//! ones. Loom runs each closure again and again until it has tried every interleaving.
+//! The library's `RevocableSlot` and `InvalidationLink` are compiled here a second time, with
+//! loom's atomics, locks and cells instead of the real ones. Loom runs each closure in every
+//! interleaving that the memory model allows.
 #![allow(clippy::unwrap_used, unsafe_code, dead_code)]
 
 mod sync {
-    //! The parts of `src/mr/sync.rs`, as the model checker has them.
+    //! `src/mr/sync.rs` with loom's primitives.
     pub(super) use loom::sync::atomic::{AtomicU64, Ordering};
 
-    pub(super) fn pause(_looks: u32) {
+    pub(super) fn pause(_spins: u32) {
         loom::thread::yield_now();
     }
 
@@ -32,12 +33,12 @@ mod sync {
         }
 
         pub(super) unsafe fn get(&self) -> Option<&T> {
-            // SAFETY: the caller's promise, which loom checks.
+            // SAFETY: the caller excludes concurrent writers; loom checks that.
             self.0.with(|value| unsafe { (*value).as_ref() })
         }
 
         pub(super) unsafe fn replace(&self, new: Option<T>) -> Option<T> {
-            // SAFETY: as above.
+            // SAFETY: the caller has exclusive access; loom checks that.
             self.0.with_mut(|value| unsafe { std::mem::replace(&mut *value, new) })
         }
     }
@@ -59,10 +60,11 @@ const GONE: u32 = 2;
 const ENDED: u32 = 3;
 const NEW: u32 = 4;
 
-/// Memory: those inside read it, who takes it away spoils it. Loom fails when the two meet.
+/// Memory that users inside the slot read, and that the thread which removes it overwrites. Loom
+/// fails the test when the two accesses race.
 struct Memory(UnsafeCell<u32>);
 
-// SAFETY: what the gate promises, and loom checks.
+// SAFETY: the slot orders all accesses; loom checks that.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -71,12 +73,12 @@ impl Memory {
     }
 
     fn touch(&self) {
-        // SAFETY: nobody spoils it meanwhile, which loom checks.
+        // SAFETY: no thread overwrites it during an access; loom checks that.
         assert_eq!(self.0.with(|value| unsafe { *value }), 7);
     }
 
     fn poison(self) {
-        // SAFETY: nobody touches it any more, which loom checks.
+        // SAFETY: it was removed from the slot, so no access is left; loom checks that.
         self.0.with_mut(|value| unsafe { *value = 0 });
     }
 }
@@ -104,20 +106,20 @@ fn access(slot: &Slot, label: u32) -> bool {
     }
 }
 
-/// What a client does whose memory goes away; says whether it was the one who took it.
+/// A memory client invalidates its memory. Returns whether this call removed the memory.
 fn invalidate(slot: &Slot) -> bool {
     let taken = slot.invalidation.revoke(|_| slot.revocable_slot.close(GONE));
     taken.map(Memory::poison).is_some()
 }
 
-/// What the registration's owner does.
+/// The owner deregisters. Returns whether this call removed the memory.
 fn deregister(slot: &Slot) -> bool {
     slot.invalidation.end();
     slot.revocable_slot.close(ENDED).map(Memory::poison).is_some()
 }
 
 #[test]
-fn memory_is_taken_once_and_never_under_a_user() {
+fn memory_is_removed_once_and_never_during_an_access() {
     loom::model(|| {
         let slot = registered();
         let user = thread::spawn({
@@ -130,31 +132,31 @@ fn memory_is_taken_once_and_never_under_a_user() {
             let slot = slot.clone();
             move || invalidate(&slot)
         });
-        let ended = deregister(&slot);
+        let deregistered = deregister(&slot);
         let invalidated = client.join().unwrap();
-        assert!(ended != invalidated, "taken once: {ended} {invalidated}");
+        assert!(deregistered != invalidated, "removed exactly once");
         user.join().unwrap();
         assert!(!access(&slot, LIVE));
     });
 }
 
 #[test]
-fn after_an_invalidation_returns_nobody_gets_in() {
+fn after_an_invalidation_no_access_succeeds() {
     loom::model(|| {
         let slot = registered();
         let clients: Vec<_> = (0..2)
             .map(|_| {
                 let slot = slot.clone();
                 thread::spawn(move || {
-                    let took = invalidate(&slot);
-                    // Whoever of the two did it: it is done when either returns.
+                    let removed = invalidate(&slot);
+                    // Whichever client removed it, the removal is complete when either returns.
                     assert!(!access(&slot, LIVE));
-                    took
+                    removed
                 })
             })
             .collect();
-        let took: Vec<_> = clients.into_iter().map(|client| client.join().unwrap()).collect();
-        assert_ne!(took[0], took[1]);
+        let removed: Vec<_> = clients.into_iter().map(|client| client.join().unwrap()).collect();
+        assert_ne!(removed[0], removed[1]);
         assert!(!deregister(&slot));
     });
 }
@@ -168,16 +170,16 @@ fn a_late_invalidation_never_hits_the_next_owner_of_the_slot() {
             move || invalidate(&slot)
         });
         deregister(&slot);
-        // The index is used again, with another tie.
+        // The slot is reused, with another invalidation link.
         assert!(slot.revocable_slot.open(NEW, Memory::new()).is_ok());
         assert!(access(&slot, NEW));
         client.join().unwrap();
-        assert!(access(&slot, NEW), "the newcomer was torn down");
+        assert!(access(&slot, NEW), "the slot's next owner lost its memory");
     });
 }
 
 #[test]
-fn memory_that_goes_before_its_key_is_published_gets_none() {
+fn memory_invalidated_before_its_key_is_published_gets_no_key() {
     loom::model(|| {
         let slot = Arc::new(Slot {
             revocable_slot: RevocableSlot::closed(0),
@@ -197,7 +199,7 @@ fn memory_that_goes_before_its_key_is_published_gets_none() {
 }
 
 #[test]
-fn an_invalidated_key_lets_peers_out_before_it_says_so() {
+fn relabelling_returns_after_the_last_access_by_a_peer() {
     loom::model(|| {
         let slot = registered();
         let peer = thread::spawn({
@@ -207,7 +209,7 @@ fn an_invalidated_key_lets_peers_out_before_it_says_so() {
             }
         });
         assert!(slot.revocable_slot.relabel_and_drain(LIVE, NEW));
-        // The peer is out: what only peers touch may be changed now.
+        // Peers have left: state that only peers access may be changed now.
         assert!(!access(&slot, LIVE) && access(&slot, NEW));
         peer.join().unwrap();
     });

@@ -1,11 +1,12 @@
-//! How things are taken back from those who use them without asking, in every order that the memory model allows.
+//! Loom model: revocation and the biased mutex built on it.
 //!
-//! The library's own doors, and the lock that stands on them, are compiled here once more, with loom's parts in the place of the real
-//! ones. Loom runs each closure again and again until it has tried every interleaving.
+//! `src/sync/revocation.rs` and `src/sync/biased.rs` are compiled here a second time, with loom's
+//! primitives instead of the real ones. Loom runs each closure in every interleaving that the
+//! memory model allows.
 #![allow(clippy::unwrap_used, unsafe_code, dead_code)]
 
 mod primitives {
-    //! The parts of `src/sync/primitives.rs`, as the model checker has them.
+    //! `src/sync/primitives.rs` with loom's primitives.
     use std::cell::{Cell, UnsafeCell};
 
     pub(super) use loom::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +14,7 @@ mod primitives {
     pub(super) const MIN_BIAS_STREAK: u32 = 1;
     pub(super) const MAX_BIAS_STREAK: u32 = 1;
 
-    /// The model knows no barrier that one side raises for both: here each has a fence.
+    /// Loom has no asymmetric fence (`membarrier`): here each side has a fence of its own.
     pub(super) fn light() {
         loom::sync::atomic::fence(Ordering::SeqCst);
     }
@@ -24,14 +25,14 @@ mod primitives {
 
     pub(super) fn prepare() {}
 
-    pub(super) fn pause(_looks: u32) {
+    pub(super) fn pause(_spins: u32) {
         loom::thread::yield_now();
     }
 
     loom::thread_local!(static NUMBER: Cell<u64> = Cell::new(1));
 
-    /// The threads of a test choose their numbers; the first has 1.
-    pub(super) fn call_this_thread(number: u64) {
+    /// Threads other than the first, which has number 1, call this before they lock.
+    pub(super) fn set_this_thread(number: u64) {
         NUMBER.with(|mine| mine.set(number));
     }
 
@@ -41,13 +42,13 @@ mod primitives {
 
     type Guard<'a> = loom::sync::MutexGuard<'a, ()>;
 
-    /// Loom's lock, with its guard put aside for whoever unlocks.
+    /// Loom's mutex without a scoped guard: the guard is stored until `unlock`.
     pub(super) struct RawLock {
         mutex: Box<loom::sync::Mutex<()>>,
         guard: UnsafeCell<Option<Guard<'static>>>,
     }
 
-    // SAFETY: the guard is touched by who has the lock.
+    // SAFETY: only the thread that holds the lock accesses the guard.
     unsafe impl Sync for RawLock {}
     // SAFETY: as above.
     unsafe impl Send for RawLock {}
@@ -58,9 +59,10 @@ mod primitives {
         }
 
         fn keep(&self, guard: Guard<'_>) {
-            // SAFETY: the mutex stays where it is, and outlives what is kept beside it: each test unlocks.
+            // SAFETY: the mutex is boxed, so it does not move, and it outlives the guard beside it:
+            // every test unlocks.
             let guard = unsafe { std::mem::transmute::<Guard<'_>, Guard<'static>>(guard) };
-            // SAFETY: who has the lock touches it.
+            // SAFETY: this thread holds the lock.
             unsafe { *self.guard.get() = Some(guard) };
         }
 
@@ -73,7 +75,7 @@ mod primitives {
         }
 
         pub(super) unsafe fn unlock(&self) {
-            // SAFETY: the caller has the lock.
+            // SAFETY: the caller holds the lock.
             drop(unsafe { (*self.guard.get()).take() });
         }
     }
@@ -86,13 +88,13 @@ mod primitives {
         }
 
         pub(super) unsafe fn get(&self) -> &T {
-            // SAFETY: the caller's promise, which loom checks.
+            // SAFETY: the caller excludes concurrent writers; loom checks that.
             self.0.with(|value| unsafe { &*value })
         }
 
         #[allow(clippy::mut_from_ref)]
         pub(super) unsafe fn get_mut(&self) -> &mut T {
-            // SAFETY: as above.
+            // SAFETY: the caller has exclusive access; loom checks that.
             self.0.with_mut(|value| unsafe { &mut *value })
         }
     }
@@ -107,7 +109,7 @@ use biased::BiasedMutex;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
-use primitives::{AtomicU64, Ordering, call_this_thread, heavy, light};
+use primitives::{AtomicU64, Ordering, heavy, light, set_this_thread};
 use revocation::{enter, leave, revoke, wait_for_exit};
 
 struct Shared {
@@ -125,9 +127,9 @@ impl Shared {
         })
     }
 
-    fn visit(&self, number: u64) {
+    fn access(&self, token: u64) {
         let announce = |announcement: &AtomicU64| {
-            announcement.store(number, Ordering::Release);
+            announcement.store(token, Ordering::Release);
             light();
         };
         let open = || self.states.iter().all(|state| state.load(Ordering::Acquire) == 1);
@@ -138,13 +140,13 @@ impl Shared {
     }
 }
 
-/// A visitor comes twice, while the owner takes one of two things back that it needs, and then has the memory for itself. The
-/// model fails when both are at the memory at once, or when one does not see what the other did before.
+/// A user accesses the memory twice, while the owner revokes one of the two permissions that the
+/// user needs and then accesses the memory itself. The model fails when two accesses race.
 fn race(revoked: usize, waits: bool) {
     loom::model(move || {
         let shared = Shared::new();
         let theirs = shared.clone();
-        let visits = thread::spawn(move || (1..=2).for_each(|number| theirs.visit(number)));
+        let user = thread::spawn(move || (1..=2).for_each(|token| theirs.access(token)));
         revoke(&shared.states[revoked], heavy);
         if waits {
             wait_for_exit(
@@ -157,17 +159,17 @@ fn race(revoked: usize, waits: bool) {
             );
         }
         shared.memory.with_mut(|_| ());
-        visits.join().unwrap();
+        user.join().unwrap();
     });
 }
 
 #[test]
-fn nobody_is_inside_what_was_taken_back_in_any_order_of_events() {
+fn no_user_is_inside_after_revocation() {
     race(0, true);
     race(1, true);
 }
 
-/// The model sees what is missing: without waiting, both are at the memory.
+/// The model detects a missing wait: user and owner then access the memory concurrently.
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn the_model_finds_an_owner_that_does_not_wait() {
@@ -175,31 +177,32 @@ fn the_model_finds_an_owner_that_does_not_wait() {
 }
 
 #[test]
-fn who_is_no_more_is_not_waited_for() {
+fn an_exited_user_is_not_waited_for() {
     loom::model(|| {
         let announcement = AtomicU64::new(9);
         let mut asked = 0;
         wait_for_exit(
             &announcement,
-            |visit| visit == 9,
+            |token| token == 9,
             || {
                 asked += 1;
                 asked < 10
             },
         );
         assert_eq!(asked, 10);
-        wait_for_exit(&announcement, |_| false, || panic!("nobody is there"));
+        wait_for_exit(&announcement, |_| false, || panic!("waits for an irrelevant access"));
     });
 }
 
-/// So many threads each come so often to a lock that makes whoever came last its owner; each finds it as the one before left
-/// it. Loom's own bound on how often threads are interrupted keeps three of them from taking a day.
-fn contend(threads: u64, rounds: u64, tries: bool) {
+/// `threads` threads each take the lock `rounds` times; every acquisition makes that thread the
+/// owner. The counter must not miss an increment. With three threads, loom's preemption bound of 2
+/// keeps the search short; without it, it takes about a day.
+fn contend(threads: u64, rounds: u64, try_only: bool) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = (threads > 2).then_some(2);
     model.check(move || {
         let lock = Arc::new(BiasedMutex::new(0_u64));
-        let add = move |lock: &BiasedMutex<u64>| match tries {
+        let add = move |lock: &BiasedMutex<u64>| match try_only {
             true => lock.try_lock().map_or(0, |mut held| {
                 *held += 1;
                 1
@@ -213,7 +216,7 @@ fn contend(threads: u64, rounds: u64, tries: bool) {
             .map(|number| {
                 let lock = lock.clone();
                 thread::spawn(move || {
-                    call_this_thread(number);
+                    set_this_thread(number);
                     (0..rounds).map(|_| add(&lock)).sum::<u64>()
                 })
             })
@@ -225,16 +228,17 @@ fn contend(threads: u64, rounds: u64, tries: bool) {
 }
 
 #[test]
-fn two_that_own_a_lock_in_turn_never_meet() {
-    // The second time in some seconds: not in the inner loop.
-    let times = testkit::Effort::choose([1, 2, 2]);
-    contend(2, times, false);
-    contend(2, times, true);
+fn two_alternating_owners_exclude_each_other() {
+    // Two rounds take seconds, so `quick` runs one.
+    let rounds = testkit::Effort::choose([1, 2, 2]);
+    contend(2, rounds, false);
+    contend(2, rounds, true);
 }
 
-/// One may lose the lock in the middle of coming in, and wake up when another has become its owner. (They do not wait: two that do
-/// take turns at that for ever in the model.)
+/// A preempted owner may lose the ownership while it enters, and resume after another thread has
+/// become the owner. With `try_lock` only: two threads that wait would yield to each other for ever
+/// in the model.
 #[test]
-fn three_that_own_a_lock_in_turn_never_meet() {
+fn three_alternating_owners_exclude_each_other() {
     contend(3, 2, true);
 }

@@ -1,15 +1,15 @@
-//! Programs that only tests have. Their PTX is made when a test on CUDA wants it.
+//! GPU programs that only the tests use. Their PTX is compiled when a test on CUDA needs it.
 
 use warpwire::Result;
 use warpwire::mem::{Backend, Device, Module, Program, cuda};
 
-/// Whether CUDA is there, and the PTX of these programs: what `Collector::backend` is told.
+/// Whether CUDA and the PTX of these programs are available, or why not; for `Collector::backend`.
 pub fn cuda_with(names: &[&str]) -> std::result::Result<(), String> {
     cuda::devices().map_err(|why| why.to_string())?;
     names.iter().try_for_each(|name| testkit::ptx(name).map(drop))
 }
 
-/// Loads a program. CUDA is given the PTX of that name; the simulated GPU needs none.
+/// Loads a program: on CUDA with the PTX of that name, on the simulated GPU without PTX.
 pub fn load(gpu: &Device, name: &str, program: Program) -> Result<Module> {
     match gpu.info().backend {
         Backend::Sim => gpu.load(&program),

@@ -1,23 +1,23 @@
-//! Every suite that runs one list of cases on several backends, each in a process of its own:
-//! `cargo test -p warpwire --test suites verbs::` runs one of them.
+//! The suites that run one list of cases on several backends, each suite in a process of its own.
+//! `cargo test -p warpwire --test suites verbs::` runs one suite.
 //!
-//! | suite | what, on which backends |
+//! | suite | subject: backends |
 //! |---|---|
-//! | `allocations` | what is posted, carried and polled without an allocation |
+//! | `allocations` | no allocation in post, packet and poll: handles, addresses, dma-bufs |
 //! | `conformance` | devices, memory, streams: the simulated GPU, CUDA |
-//! | `ibv` | RDMA devices through libibverbs: rxe in a guest |
+//! | `ibv` | RDMA devices through libibverbs: rxe in a virtual machine |
 //! | `kernels` | verbs inside kernels: simulated, CUDA, the header as C++ |
-//! | `mlx5` | streams and kernels on the queues of a ConnectX, which is a stand-in |
+//! | `mlx5` | streams and kernels on the queues of a ConnectX: a fake device |
 //! | `msg` | ranks and messages: every link, threads and processes |
-//! | `registration` | any memory under a key: host, simulated, CUDA |
-//! | `rxe` | the software HCA against Linux's soft-RoCE in a guest |
+//! | `registration` | registration of every kind of memory: host, simulated, CUDA |
+//! | `rxe` | interoperability with Linux's soft-RoCE (rxe): a virtual machine |
 //! | `sock` | sockets inside kernels: simulated, the header as C++, CUDA |
-//! | `stream` | verbs that streams order: every kind of queue, simulated, CUDA |
+//! | `stream` | verbs ordered by streams: every kind of queue, simulated, CUDA |
 //! | `verbs` | verbs: every link of the software HCA, RDMA devices |
-//! | `warp` | CPU programs' sockets of the family `warp`: every link |
+//! | `warp` | sockets of CPU programs (family `warp`): every link |
 //!
-//! What is absent prints `skipped: why`; `WARPWIRE_REQUIRE=cuda,…` makes that a failure.
-//! `WARPWIRE_EFFORT=quick|change|full` says how much to try.
+//! A backend that is not available prints `skipped: <reason>`; `WARPWIRE_REQUIRE=cuda,…` turns
+//! that into a failure. `WARPWIRE_EFFORT=quick|change|full` sets how thorough the tests are.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 mod allocations;

@@ -1,6 +1,6 @@
-//! Any bytes as what a peer says before a warp socket is connected, in any pieces.
+//! Fuzzes the handshake of a warp socket: arbitrary bytes from the peer, split arbitrarily.
 //!
-//! What must hold whatever comes: nothing panics, memory stays small, and what failed stays failed.
+//! Invariants: nothing panics, memory stays small, and a failed handshake stays failed.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -27,7 +27,7 @@ fuzz_target!(|bytes: &[u8]| {
         taken: remote_addr(16),
         window: None,
     };
-    let mut handshake = Handshake::new(&mine).expect("a hello in order");
+    let mut handshake = Handshake::new(&mine).expect("a valid hello");
     handshake.sent(usize::MAX);
     let mut failed = false;
     for piece in rest.chunks(usize::from(step).max(1)) {

@@ -1,7 +1,7 @@
-//! Any calls, and any packets, on a queue pair that has a well-behaved peer.
+//! Fuzzes a queue pair with a well-behaved peer: arbitrary calls and packets.
 //!
-//! The input is a script. What must hold whatever it says: nothing panics, each posted work ends once and in the
-//! order of posting, and memory stays as it was.
+//! The input is a script. Invariants: nothing panics, each posted request completes once and in
+//! order, and the memory footprint does not change.
 #![no_main]
 
 use std::collections::VecDeque;
@@ -10,18 +10,18 @@ use std::net::Ipv4Addr;
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::qp::{
-    Access, RxPacket, Atomic, QpAttributes, Event, Fence, Host, Mtu, WrOp, Options, PathAttributes, Qp, Receive,
-    Remote, Source, State, Status, Target, Transmit, HostStatus, SendWr,
+    Access, Atomic, Event, Fence, Host, HostStatus, Mtu, Options, PathAttributes, Qp, QpAttributes,
+    Receive, Remote, RxPacket, SendWr, Source, State, Status, Target, Transmit, WrOp,
 };
 use warpwire_proto::wire::{Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
 use warpwire_proto::{Instant, Psn};
 
 fuzz_target!(|bytes: &[u8]| {
-    // A script that ends in the middle of a call is still a script.
+    // A script may end in the middle of a call.
     let _ = run_script(&mut Unstructured::new(bytes));
 });
 
-/// A host that answers as the script says.
+/// A host whose answers come from the script.
 #[derive(Default)]
 struct ScriptedHost {
     answers: VecDeque<u8>,
@@ -41,7 +41,8 @@ impl ScriptedHost {
 impl Host for ScriptedHost {
     fn take_receive(&mut self) -> Option<Receive> {
         self.receives += 1;
-        (self.answer() == HostStatus::Ready).then_some(Receive { id: self.receives, capacity: 4096 })
+        (self.answer() == HostStatus::Ready)
+            .then_some(Receive { id: self.receives, capacity: 4096 })
     }
 
     fn may_access(&mut self, _: Access, _: Remote, _: u32) -> HostStatus {
@@ -49,7 +50,7 @@ impl Host for ScriptedHost {
     }
 
     fn place(&mut self, _: Target, len: u32) -> HostStatus {
-        assert!(len > 0 && len <= 4096, "a packet's payload");
+        assert!(len > 0 && len <= 4096, "an invalid payload length");
         self.answer()
     }
 
@@ -87,17 +88,24 @@ impl Endpoint {
     fn new(mine: u32, theirs: u32, options: Options, mtu: Mtu) -> Self {
         let mut qp = Qp::new(mine, options);
         for attr in steps(theirs, mtu) {
-            qp.modify(&attr).expect("the way to RTS");
+            qp.modify(&attr).expect("a transition towards RTS");
         }
         let footprint = qp.footprint();
-        Self { qp, host: ScriptedHost::default(), posted: 0, completed: 0, failed: false, footprint }
+        Self {
+            qp,
+            host: ScriptedHost::default(),
+            posted: 0,
+            completed: 0,
+            failed: false,
+            footprint,
+        }
     }
 
-    /// What must hold after each call.
+    /// Checks the invariants after each call.
     fn check(&mut self) {
         while let Some(event) = self.qp.poll_event() {
             let Event::Sent(completion) = event else { continue };
-            assert_eq!(completion.id, self.completed, "in the order of posting, once");
+            assert_eq!(completion.id, self.completed, "completions in order, one each");
             self.completed += 1;
             assert!(!self.failed || completion.status == Status::Flushed);
             self.failed |= completion.status != Status::Success;
@@ -106,7 +114,7 @@ impl Endpoint {
         assert_eq!(u64::from(self.qp.outstanding()), self.posted - self.completed);
         assert_eq!(self.qp.footprint(), self.footprint);
         if self.qp.state() == State::Err {
-            assert_eq!(self.completed, self.posted, "all is flushed");
+            assert_eq!(self.completed, self.posted, "unflushed work after a failure");
         }
     }
 
@@ -215,7 +223,7 @@ fn post(script: &mut Unstructured<'_>, endpoint: &mut Endpoint) -> Result<()> {
     Ok(())
 }
 
-/// Brings some packets of one end to the other, perhaps losing or repeating them.
+/// Delivers some packets of one end to the other; some are lost or duplicated.
 fn exchange(
     script: &mut Unstructured<'_>,
     endpoints: &mut [Endpoint; 2],
@@ -228,7 +236,7 @@ fn exchange(
         let len = packet.payload.map_or(0, |payload| payload.len);
         assert!(
             packet.headers.emit(&mut buffer, len as usize).is_some(),
-            "what is sent can be written"
+            "headers that cannot be encoded"
         );
         let link_fate = script.int_in_range(0..=9)?;
         let rx = RxPacket { headers: &packet.headers, payload_len: len, marked: link_fate == 8 };
@@ -244,13 +252,13 @@ fn modify(script: &mut Unstructured<'_>, endpoint: &mut Endpoint) -> Result<()> 
     let attr = QpAttributes::new(to[script.int_in_range(0..=4)?]);
     let before = endpoint.qp.state();
     if endpoint.qp.modify(&attr).is_err() {
-        assert_eq!(endpoint.qp.state(), before, "a step that is refused changes nothing");
+        assert_eq!(endpoint.qp.state(), before, "a rejected transition changed the state");
     }
     endpoint.check();
     Ok(())
 }
 
-/// A packet that nobody sent, with numbers near those in use.
+/// A forged packet with a PSN near those in use.
 fn forged(script: &mut Unstructured<'_>) -> Result<(Headers, u32)> {
     let reth = Reth {
         address: script.arbitrary()?,
@@ -274,7 +282,8 @@ fn forged(script: &mut Unstructured<'_>) -> Result<(Headers, u32)> {
         Extension::Deth(deth),
         Extension::Cnp,
     ];
-    // Opcode and extension need not fit: whoever calls without the parser is not to be harmed either.
+    // Opcode and extension need not match: callers that bypass the parser must not cause harm
+    // either.
     let opcodes: Vec<_> = Opcode::all().collect();
     let opcode = *script.choose(&opcodes)?;
     let psn = Psn::new(0xff_fff0).add(u32::from(script.arbitrary::<u8>()?)).add(0xff_ffe0);

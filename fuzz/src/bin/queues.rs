@@ -1,8 +1,8 @@
-//! Any bytes in queues, doorbells and records of the software HCA: connections, datagrams, shared receives.
+//! Fuzzes queues, doorbells and doorbell records of the software HCA: connections, datagrams, SRQs.
 //!
-//! The input is a script of stores and steps. What must hold whatever it says: nothing panics or hangs, memory that no
-//! key opens stays as it is, and the connection beside the abused ones works. Timers run by the clock, so that a
-//! replay may differ in when things happen, and in nothing else.
+//! The input is a script of stores and steps. Invariants: nothing panics or hangs, memory that no
+//! key gives access to does not change, and the bystander connection works. Timers use the real
+//! clock, so a replay may differ in timing, and in nothing else.
 #![no_main]
 
 use std::cell::RefCell;
@@ -15,8 +15,8 @@ use warpwire::link::Hub;
 use warpwire::mlx5::{AddressVector, DoorbellRecord};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AddressHandle, QpAttributes, Completion, Context, Cq, ProgressMode, Mr, WrOp, Pd, Qp, QpOptions,
-    ReceiveRequest, SendRequest, Service, Srq, SrqOptions, State,
+    Access, AddressHandle, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp, QpAttributes,
+    QpOptions, ReceiveRequest, SendRequest, Service, Srq, SrqOptions, State, WrOp,
 };
 
 const QKEY: u32 = 7;
@@ -30,7 +30,7 @@ fuzz_target!(|bytes: &[u8]| {
     HARNESS.with_borrow_mut(|harness| {
         let harness = harness.get_or_insert_with(Harness::new);
         harness.begin();
-        // A script that ends in the middle of a store is still a script.
+        // A script may end in the middle of a store.
         let _ = harness.run_script(&mut Unstructured::new(bytes));
         harness.end();
     });
@@ -40,7 +40,7 @@ struct Endpoint {
     context: Context,
     pd: Pd,
     mr: Mr,
-    /// Registered in another domain: no key of the abused ones opens it.
+    /// Registered in another protection domain: no key of the victims gives access to it.
     secret: (HostMemory, Mr),
 }
 
@@ -49,7 +49,7 @@ impl Endpoint {
         let link = hub.endpoint(address.parse().expect("an address")).expect("an endpoint");
         let options = HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() };
         let context = Context::open_with(link, options).expect("a device");
-        let (pd, other) = (context.pd(), context.pd());
+        let (pd, other) = (context.alloc_pd(), context.alloc_pd());
         let register = |pd| {
             let memory = HostMemory::new(LEN).expect("memory");
             let mr = context.register(pd, memory.clone(), Access::ALL).expect("a registration");
@@ -68,7 +68,7 @@ impl Endpoint {
 
 struct Harness {
     endpoints: [Endpoint; 2],
-    /// Two that are connected, the second with shared receives; and two for datagrams.
+    /// Two connected queue pairs, the second with an SRQ, and two UD queue pairs.
     victims: Vec<(Qp, Cq)>,
     bystanders: [(Qp, Cq); 2],
     srq: Srq,
@@ -85,7 +85,8 @@ fn connect(pair: [&Qp; 2]) {
 impl Harness {
     fn new() -> Self {
         let hub = Hub::new();
-        let endpoints = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| Endpoint::new(&hub, address));
+        let endpoints =
+            ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| Endpoint::new(&hub, address));
         let small = QpOptions {
             send_depth: 8,
             receive_depth: 8,
@@ -113,7 +114,7 @@ impl Harness {
         Self { endpoints, victims, bystanders, srq, handles }
     }
 
-    /// All that is abused begins anew, with queues that are empty.
+    /// Resets and reconnects the victims, with zeroed queues.
     fn begin(&self) {
         for (qp, _) in &self.victims {
             qp.modify(&QpAttributes::new(State::Reset)).expect("RESET");
@@ -130,10 +131,10 @@ impl Harness {
         let mut done = [Completion::EMPTY; 16];
         for _ in 0..count {
             for end in &self.endpoints {
-                end.context.hca().poll().expect("a device that works");
+                end.context.hca().poll().expect("a working device");
             }
             for (_, cq) in &self.victims {
-                cq.poll(&mut done).expect("a queue that works");
+                cq.poll(&mut done).expect("a working queue");
             }
         }
     }
@@ -171,7 +172,8 @@ impl Harness {
         Ok(())
     }
 
-    /// An entry of any bytes, in which some parts may be made right: nothing behind them would be reached else.
+    /// A WQE of arbitrary bytes, some fields of which may be made valid: otherwise the code behind
+    /// their checks would not be reached.
     fn entry(&self, script: &mut Unstructured<'_>, which: usize) -> Result<()> {
         let mut entry = [0; 256];
         let len = 16 * script.int_in_range(1..=16usize)?;
@@ -214,12 +216,12 @@ impl Harness {
         Ok(())
     }
 
-    /// What a program posts that means well.
+    /// Posts a valid receive and a valid send.
     fn post(&self, script: &mut Unstructured<'_>, which: usize) -> Result<()> {
         let (qp, mr) = (&self.victims[which].0, &self.endpoints[which % 2].mr);
         let data = [mr.sge(0, script.int_in_range(0..=512)?)];
         let receive = [ReceiveRequest { id: 1, data: &data }];
-        // Full queues, failed queue pairs: as it comes.
+        // Errors are expected: queues may be full, and queue pairs failed.
         let _ = match which {
             1 => self.srq.post_receive(&receive),
             _ => qp.post_receive(&receive),
@@ -235,21 +237,21 @@ impl Harness {
         Ok(())
     }
 
-    /// What must hold in the end.
+    /// Checks the invariants at the end.
     fn end(&self) {
         for end in &self.endpoints {
             let mut bytes = [0; LEN as usize];
             end.secret.0.bytes().read(0, &mut bytes).expect("memory");
-            assert!(bytes.iter().all(|byte| *byte == 0), "memory of another domain");
+            assert!(bytes.iter().all(|byte| *byte == 0), "memory of another domain changed");
         }
         let [(one, sends), (two, receives)] = &self.bystanders;
         two.post_receive(&[ReceiveRequest { id: 4, data: &[] }]).expect("a receive");
         one.post_send(&[SendRequest::new(5, WrOp::Send)]).expect("a message");
         for (cq, id) in [(sends, 5), (receives, 4)] {
             let (mut done, start) = ([Completion::EMPTY], Instant::now());
-            while cq.poll(&mut done).expect("a queue that works") == 0 {
+            while cq.poll(&mut done).expect("a working queue") == 0 {
                 self.step(1);
-                assert!(start.elapsed() < Duration::from_secs(5), "the one beside it hangs");
+                assert!(start.elapsed() < Duration::from_secs(5), "the bystander hangs");
             }
             assert!(done[0].is_success() && done[0].id == id, "{:?}", done[0]);
         }
@@ -257,7 +259,7 @@ impl Harness {
     }
 }
 
-/// Bytes of a receive queue, and how far it is filled.
+/// Writes bytes into a receive queue, and its producer index.
 fn receive(script: &mut Unstructured<'_>, memory: &QueueMemory, from: u64, end: u64) -> Result<()> {
     if end > from {
         let mut entry = [0; 32];

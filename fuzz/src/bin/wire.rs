@@ -1,4 +1,4 @@
-//! Any bytes as a packet, and any headers as bytes.
+//! Fuzzes packet parsing with arbitrary bytes, and encoding with arbitrary headers.
 #![no_main]
 
 use std::net::IpAddr;
@@ -21,11 +21,11 @@ fuzz_target!(|bytes: &[u8]| {
         check_round_trip(&packet.transport());
         check_rebuild(&packet);
     }
-    // Too few bytes for headers: nothing to try.
+    // Too few bytes for headers are no failure.
     let _ = any_headers(bytes);
 });
 
-/// What was read, written again, reads the same.
+/// Parsed headers, encoded again, parse to the same.
 fn check_round_trip(transport: &Transport<'_>) {
     let (headers, payload) = (transport.headers(), transport.payload());
     assert_eq!(headers.opcode, transport.opcode());
@@ -33,22 +33,23 @@ fn check_round_trip(transport: &Transport<'_>) {
     assert_eq!(headers.destination_qp, transport.destination_qp());
     let _ = (headers.to_string(), transport.icrc());
     let mut buffer = vec![0xee; headers.wire_len(payload.len())];
-    let at = headers.emit(&mut buffer, payload.len()).expect("what was read can be written");
+    let at = headers.emit(&mut buffer, payload.len()).expect("encodable headers");
     buffer[at..at + payload.len()].copy_from_slice(payload);
-    let again = Transport::new_checked(&buffer).expect("what was written can be read");
+    let again = Transport::new_checked(&buffer).expect("a parsable packet");
     assert_eq!(again.headers(), headers);
     assert_eq!(again.payload(), payload);
 }
 
-/// A whole packet built from what one says reads the same and has the right ICRC; a bit changed, it has not.
+/// A packet rebuilt from parsed parts parses to the same parts and has a valid ICRC; with a bit
+/// flipped, it has not.
 fn check_rebuild(packet: &Packet<'_>) {
     let (ip, udp, transport) = (packet.ip(), packet.udp(), packet.transport());
     let (headers, payload) = (transport.headers(), transport.payload());
     let _ = (packet.to_string(), packet.has_valid_icrc::<Portable>());
     let mut buffer = vec![0; 40 + 8 + headers.wire_len(payload.len())];
-    // The pad that is written may be longer than the one that was read, and then too long.
+    // The encoded pad may be longer than the parsed one, and the packet then too long.
     let Some(len) = build::<Portable>(&mut buffer, ip, udp, &headers, payload) else { return };
-    let again = Packet::new_checked(&buffer[..len]).expect("what was built can be read");
+    let again = Packet::new_checked(&buffer[..len]).expect("a parsable packet");
     assert_eq!(again.transport().headers(), headers);
     assert_eq!(again.transport().payload(), payload);
     assert_eq!((again.ip().source, again.ip().destination), (ip.source, ip.destination));
@@ -60,7 +61,7 @@ fn check_rebuild(packet: &Packet<'_>) {
     }
 }
 
-/// Headers from `bytes` by their fields, not by their layout.
+/// Builds headers field by field from `bytes`.
 fn any_headers(bytes: &[u8]) -> Result<()> {
     let mut any = Unstructured::new(bytes);
     let opcode = Opcode::from_byte(any.arbitrary()?);
@@ -89,26 +90,27 @@ fn any_headers(bytes: &[u8]) -> Result<()> {
         if headers.emit(&mut buffer, some).is_some() {
             taken += 1;
             let view = Transport::new_checked(&buffer[..headers.wire_len(some)]);
-            assert_eq!(view.expect("what was written can be read").headers(), headers);
+            assert_eq!(view.expect("a parsable packet").headers(), headers);
             check_whole_packet(ip, udp, &headers, &buffer[..some]);
         }
     }
-    // An opcode that is known takes its own extension and no other.
+    // A known opcode accepts exactly one extension.
     assert_eq!(taken, usize::from(!matches!(opcode, Opcode::Unknown(_))));
     Ok(())
 }
 
-/// A packet of these parts reads as them.
+/// A packet built from these parts parses to the same parts.
 fn check_whole_packet(ip: IpRepr, udp: UdpRepr, headers: &Headers, payload: &[u8]) {
     let mut buffer = [0; 256];
-    let len = build::<Portable>(&mut buffer, ip, udp, headers, payload).expect("there is room");
-    let packet = Packet::new_checked(&buffer[..len]).expect("what was built can be read");
+    let len = build::<Portable>(&mut buffer, ip, udp, headers, payload)
+        .expect("a packet that fits the buffer");
+    let packet = Packet::new_checked(&buffer[..len]).expect("a parsable packet");
     assert_eq!(packet.transport().headers(), *headers);
     assert_eq!(packet.transport().payload(), payload);
     assert!(packet.has_valid_icrc::<Portable>());
 }
 
-/// Addresses of either version, mixed ones too.
+/// Addresses of either IP version, also mixed.
 fn any_addresses(any: &mut Unstructured<'_>) -> Result<(IpRepr, UdpRepr)> {
     let mut address = || -> Result<IpAddr> {
         let v6: bool = any.arbitrary()?;
@@ -131,7 +133,7 @@ fn any_addresses(any: &mut Unstructured<'_>) -> Result<(IpRepr, UdpRepr)> {
     Ok((ip, UdpRepr { source_port, destination_port: UDP_PORT, payload_len: 0 }))
 }
 
-/// One of each sort, with values that the wire can hold.
+/// One extension of each kind, with values that the wire format can hold.
 fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 12]> {
     let reth = Reth { address: any.arbitrary()?, rkey: any.arbitrary()?, len: any.arbitrary()? };
     let syndrome = Syndrome::from_byte(any.arbitrary()?);

@@ -1,11 +1,11 @@
-// How work gets into a queue, and how its end is seen. Part of verbs.cuh, which includes it.
+// Posting work to a queue and polling its completion. Part of verbs.cuh.
 #ifndef WARPWIRE_DETAIL_QUEUE_CUH
 #define WARPWIRE_DETAIL_QUEUE_CUH
 
 namespace warpwire {
 namespace detail {
 
-// How long a wait still lasts. The clock is not read before it has waited for a moment.
+// Timeout of a wait. The clock is not read before the 16th poll.
 class Deadline {
   public:
     WARPWIRE_FN explicit Deadline(u64 limit) : limit_(limit), start_(0), polls_(0) {}
@@ -17,7 +17,7 @@ class Deadline {
         return now - start_ >= limit_;
     }
     WARPWIRE_FN Status status() const { return limit_ == 0 ? kNotReady : kTimeout; }
-    // Whether to stop waiting on this side, and why: kOk to go on. What changes seldom is looked at now and then.
+    // kOk to continue waiting, else why to stop. `closed` is checked every 16 polls.
     WARPWIRE_FN Status stop(const QueueCounters &counters) {
         bool over = has_expired();
         u32 closed = over || polls_ % 16 == 1 ? load_closed(&counters.closed) : 0;
@@ -30,7 +30,7 @@ class Deadline {
     u32 polls_;
 };
 
-// The parts of a queue that posting and waiting need, for either side.
+// The parts of a send or receive queue that posting and waiting need.
 struct Queue {
     QueueCounters *counters;
     u64 completions;
@@ -39,11 +39,11 @@ struct Queue {
 WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mask + 1, qp.flags}; }
 WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1, qp.flags}; }
 
-// How many entries are filled, without a gap.
+// Number of entries filled without a gap.
 WARPWIRE_FN u64 filled(const QueueCounters &counters) { return load_acquire(&counters.published) >> 1; }
 
-// Whether the completion of `number` lies in its place: kOk or its failure, and kNotReady if it does not. Whoever asks must
-// make sure that it is not a later one's, which `completed` tells.
+// Status of the completion of `number`: kOk, its failure, or kNotReady if it is not there. The
+// caller must check `completed` to rule out a completion of a later lap.
 WARPWIRE_FN Status poll_cqe(const Queue &queue, u64 number, ReceivedMessage *message = nullptr) {
     u64 at = queue.completions + (number & (queue.depth - 1)) * 64;
     u32 tail = system_load(reinterpret_cast<const u32 *>(at + 60));
@@ -62,7 +62,7 @@ WARPWIRE_FN Status poll_cqe(const Queue &queue, u64 number, ReceivedMessage *mes
     return kOk;
 }
 
-// How one ended of which `completed` says that it has.
+// Result of an operation that `completed` has passed.
 WARPWIRE_FN Status outcome(const QueueCounters &counters, u64 number) {
     u64 failure = load_acquire(&counters.failure);
     if (failure == kNoFailure || number < failure >> 8) return kOk;
@@ -70,8 +70,9 @@ WARPWIRE_FN Status outcome(const QueueCounters &counters, u64 number) {
     return static_cast<Status>(-static_cast<int>(failure & 0xff));
 }
 
-// The completion of `number` tells of a failure: finds the first that failed, which alone has the cause. All before it are
-// done, since completions come in order, and none of their places has been used again if `completed` has not passed them.
+// The completion of `number` is a failure: finds and records the first one, which has the cause.
+// Completions arrive in order, so all before it are there, and none of their slots is reused while
+// `completed` has not passed them.
 WARPWIRE_CALL void record_failure(const Queue &queue, u64 number) {
     for (u32 tries = 0; tries < 64; tries++) {
         u64 at = load_acquire(&queue.counters->completed);
@@ -83,11 +84,11 @@ WARPWIRE_CALL void record_failure(const Queue &queue, u64 number) {
             return;
         }
     }
-    // No consumer that keeps the order gets here; a failure must be known all the same.
+    // Unreachable if completions arrive in order; record a failure in any case.
     atomic_min(&queue.counters->failure, number << 8 | 0xff);
 }
 
-// Whether everything up to `number` is complete; if so, lets everybody know.
+// Whether everything up to `number` is complete; if so, advances `completed`.
 WARPWIRE_FN bool advance_completed(const Queue &queue, u64 number) {
     Status found = poll_cqe(queue, number);
     if (found == kNotReady) return false;
@@ -97,11 +98,12 @@ WARPWIRE_FN bool advance_completed(const Queue &queue, u64 number) {
     return true;
 }
 
-// Takes `count` entries in a row if there is room for them now, else kNotReady; *first is where they are, or would be.
+// Reserves `count` consecutive entries if there is room, else returns kNotReady; *first is their
+// number in both cases.
 WARPWIRE_FN Status try_reserve(const Queue &queue, u32 count, u64 *first) {
     QueueCounters &counters = *queue.counters;
     for (;;) {
-        // All at once, and the one that others' work hangs on last: loads that follow it wait for it.
+        // Issued together; the acquire load is last, because loads after it would wait for it.
         u64 at = load_relaxed(&counters.reserved), failure = load_relaxed(&counters.failure);
         u32 closed = load_closed(&counters.closed);
         u64 completed = load_acquire(&counters.completed);
@@ -114,11 +116,11 @@ WARPWIRE_FN Status try_reserve(const Queue &queue, u32 count, u64 *first) {
             return kOk;
         }
         if (compare_exchange(&counters.reserved, at, at + count) == at) return kOk;
-        backoff();  // another thread was quicker: somebody always gets on
+        backoff();  // another thread has made progress (lock-free)
     }
 }
 
-// The same, waiting for room. Nothing is taken if it fails.
+// As try_reserve, but waits for room. Nothing is reserved if it fails.
 WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
     QueueCounters &counters = *queue.counters;
     if (count > queue.depth) return kTooMany;
@@ -126,7 +128,7 @@ WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *fi
     for (;;) {
         Status status = try_reserve(queue, count, first);
         if (status != kNotReady) return status;
-        // Half a lap at once if it can be, so that few have to look.
+        // Advance by half a lap if possible, so that few threads have to poll.
         u64 needed = *first + count - queue.depth, half_lap = needed + queue.depth / 2;
         if (half_lap <= filled(counters) && advance_completed(queue, half_lap - 1)) continue;
         if (advance_completed(queue, needed - 1)) continue;
@@ -135,7 +137,7 @@ WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *fi
     }
 }
 
-// Waits until the entries before `first` are filled, and nobody rings.
+// Waits until the entries before `first` are published.
 WARPWIRE_FN Status wait_for_predecessors(QueueCounters &counters, u64 first) {
     Deadline deadline(WARPWIRE_FILL_TIMEOUT);
     while (load_acquire(&counters.published) != first << 1) {
@@ -148,7 +150,7 @@ WARPWIRE_FN Status wait_for_predecessors(QueueCounters &counters, u64 first) {
     return kOk;
 }
 
-// What posting needs of a queue pair, which never changes: loaded once, before a fence would keep loads waiting.
+// The constants that posting needs, loaded once, before a fence that would delay loads.
 struct Poster {
     u64 send_queue, dbrec, doorbell;
     u32 send_mask, number, flags;
@@ -165,15 +167,16 @@ WARPWIRE_FN void ring_doorbell(const Poster &qp, u64 until) {
     system_store(reinterpret_cast<u64 *>(qp.doorbell), bell);
 }
 
-// Tells the consumer of everything before `until`, where one thread posts at a time.
+// Publishes everything before `until`, for a single poster.
 WARPWIRE_FN void publish_single_poster(Qp &qp, const Poster &poster, u64 until) {
     system_fence();
     ring_doorbell(poster, until);
     store_after_fence(&qp.send.published, until << 1);
 }
 
-// Makes `count` entries from `first` on, which are filled, part of what is published, when those before them are. Says
-// whether this thread must ring; if not, the one that rings now will do it, since it looks again before it stops.
+// Publishes `count` filled entries from `first` on, after those before them. *rings: whether this
+// thread must ring the doorbell; if not, the thread that is ringing does, as it checks again before
+// it stops.
 WARPWIRE_FN Status publish_in_order(QueueCounters &counters, u64 first, u32 count, bool *rings) {
     const u64 rests = first << 1, ringing = rests | 1, mine = (first + count) << 1 | 1;
     Deadline deadline(WARPWIRE_FILL_TIMEOUT);
@@ -193,7 +196,7 @@ WARPWIRE_FN Status publish_in_order(QueueCounters &counters, u64 first, u32 coun
     }
 }
 
-// Tells the consumer of entries that are filled. One thread rings for all that are ready.
+// Publishes filled entries. One thread rings the doorbell for all that are ready.
 WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
     QueueCounters &counters = qp.send;
     u64 until = first + count;
@@ -211,11 +214,11 @@ WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
         u64 seen = compare_exchange(&counters.published, until << 1 | 1, until << 1);
         if (seen == (until << 1 | 1)) return kOk;
         until = seen >> 1;
-        system_fence();  // entries of others
+        system_fence();  // orders the entries of other threads
     }
 }
 
-// An entry: segments of 16 bytes, the first of which is complete when its number is known.
+// A WQE of up to four 16-byte segments. Its control segment is completed when the number is known.
 struct Entry {
     u32 words[16];
     u32 opcode, segments;
@@ -236,7 +239,7 @@ WARPWIRE_FN Entry entry(u32 opcode, u32 imm = 0) {
     Entry e = {};
     e.opcode = opcode;
     e.segments = 1;
-    e.words[2] = 0x08000000u;  // byte 11: a completion, always
+    e.words[2] = 0x08000000u;  // byte 11: always signaled
     e.words[3] = big_endian(imm);
     return e;
 }
@@ -247,7 +250,7 @@ WARPWIRE_FN void add_segment(Entry &e, u32 a, u32 b, u32 c, u32 d) {
 WARPWIRE_FN u32 high(u64 v) { return big_endian(static_cast<u32>(v >> 32)); }
 WARPWIRE_FN u32 low(u64 v) { return big_endian(static_cast<u32>(v)); }
 WARPWIRE_FN void add_remote(Entry &e, Remote at) { add_segment(e, high(at.address), low(at.address), big_endian(at.rkey), 0); }
-// Consumers take a length of 0 for 2 GiB: a range of no bytes is left out.
+// The HCA reads a length of 0 as 2 GiB, so an empty data segment is left out.
 WARPWIRE_FN void add_local(Entry &e, Local at, u32 length) {
     if (length) add_segment(e, big_endian(length), big_endian(at.lkey), high(at.address), low(at.address));
 }
@@ -265,7 +268,7 @@ WARPWIRE_FN void write_entry(const Poster &qp, u64 number, const Entry &e) {
 
 WARPWIRE_FN Ticket refused(Status why) { return Ticket{0, why}; }
 
-// One operation of one or two entries, by one thread.
+// Posts one operation of one or two entries, by one thread.
 WARPWIRE_FN Ticket post_thread(Qp &qp, const Entry &a, const Entry *b, u64 timeout) {
     u64 first;
     u32 count = b ? 2 : 1;
@@ -277,7 +280,7 @@ WARPWIRE_FN Ticket post_thread(Qp &qp, const Entry &a, const Entry *b, u64 timeo
     return Ticket{first + count - 1, publish(qp, first, count)};
 }
 
-// The same for a group: what any of its threads wrote goes along, since they meet first.
+// As post_thread, for a group: the barrier orders what any of its threads wrote before the post.
 template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Entry *b, Group group, u64 timeout) {
     Ticket ticket = refused(kOk);
     group.sync();
@@ -287,7 +290,7 @@ template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Ent
     return ticket;
 }
 
-// One operation by each thread of the group, reserved and rung together.
+// Posts one operation per thread of the group, with one reservation and one doorbell.
 template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Entry *b, Each<Group> each, u64 timeout) {
     Group group = each.group;
     u32 per = b ? 2 : 1, count = per * group.size();
@@ -307,8 +310,8 @@ template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Ent
     return Ticket{number + per - 1, status};
 }
 
-// An operation that may be impossible: then nothing is posted. Threads that post together must all take part, or the others
-// would wait for them: those who cannot post what they should post nothing's entry.
+// Posts nothing if the operation does not fit. With each(…) all threads must take part, as the
+// others wait for them, so a thread whose operation does not fit posts a NOP.
 template <class Group>
 WARPWIRE_FN Ticket post_if(bool fits, Qp &qp, const Entry &a, const Entry *b, Group group, u64 timeout) {
     return fits ? post(qp, a, b, group, timeout) : refused(kTooLong);
@@ -321,7 +324,7 @@ WARPWIRE_FN Ticket post_if(bool fits, Qp &qp, const Entry &a, const Entry *b, Ea
     return ticket;
 }
 
-// A transfer in pieces that an entry can carry; the last has the operation, the others are `piece`.
+// A transfer, split into pieces of kMaxBytes; the last has the opcode `last`, the others `piece`.
 template <class Group>
 WARPWIRE_FN Ticket transfer(Qp &qp, u32 piece, u32 last, u32 imm, Remote remote, Local local, u64 length, const Entry *then,
                             Group group, u64 timeout) {
@@ -338,7 +341,7 @@ WARPWIRE_FN Ticket transfer(Qp &qp, u32 piece, u32 last, u32 imm, Remote remote,
     add_local(e, local, static_cast<u32>(length));
     return post(qp, e, then, group, timeout);
 }
-// Threads that post together must post alike: nothing is cut then.
+// With each(…) all threads must post the same number of entries, so nothing is split.
 template <class Group>
 WARPWIRE_FN Ticket transfer(Qp &qp, u32, u32 last, u32 imm, Remote remote, Local local, u64 length, const Entry *then,
                             Each<Group> each, u64 timeout) {
@@ -369,7 +372,8 @@ WARPWIRE_CALL Status wait_thread(const Queue &queue, Ticket ticket, u64 timeout)
         if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
         Status found = poll_cqe(queue, ticket.number);
         if (found != kNotReady) {
-            // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
+            // It is the operation's own completion only if `completed` has not passed it; otherwise
+            // it may be one of a later lap.
             if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
             if (found < 0) record_failure(queue, ticket.number);
             return found;
@@ -386,7 +390,7 @@ WARPWIRE_CALL Status wait_receive_thread(Qp &qp, Ticket ticket, ReceivedMessage 
     if (status != kOk) return status;
     ReceivedMessage found = {0, 0, 0};
     Status seen = poll_cqe(queue, ticket.number, &found);
-    // Its place is used again once the receive a lap later is posted.
+    // The slot is reused once the receive one lap later is posted.
     if (load_acquire(&queue.counters->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
     *message = found;
     return kOk;

@@ -1,5 +1,5 @@
-// What <warpwire/sock.cuh> is made of: words that the host changes, waiting, locks, rings. Functions named *_alone are
-// run by one thread of the group.
+// Implementation of <warpwire/sock.cuh>: memory accesses, waiting, locks, rings. Functions named
+// *_thread are run by one thread of the group.
 #ifndef WARPWIRE_DETAIL_SOCK_CUH
 #define WARPWIRE_DETAIL_SOCK_CUH
 
@@ -9,21 +9,24 @@ namespace detail {
 
 enum RequestOp : u32 { kSocket = 1, kBind, kListen, kConnect, kShutdown, kClose, kSetOption, kGetOption, kLocalName, kPeerName, kFail };
 
-constexpr u32 kUnlocked = 0, kLocked = 1, kSpanOut = 2, kSocketClosed = 3;                        // locks
-constexpr u32 kFlagNonBlocking = 1, kFlagShutSend = 2, kFlagShutReceive = 4, kFlagWarp = 8;  // flags of a desk
-constexpr u64 kGeneration = 0xffff;                                                 // of a state
+constexpr u32 kUnlocked = 0, kLocked = 1, kSpanOut = 2, kSocketClosed = 3;  // states of a lock
+// Flags of a device state.
+constexpr u32 kFlagNonBlocking = 1, kFlagShutSend = 2, kFlagShutReceive = 4, kFlagWarp = 8;
+constexpr u64 kGeneration = 0xffff;  // bits of the state word, as all that follow
 constexpr u32 kReceiveErrorAt = 16, kSendErrorAt = 24;
 constexpr u64 kIsDatagram = 1ull << 32, kListening = 1ull << 33, kConnecting = 1ull << 34, kConnected = 1ull << 35;
 constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37, kIsWarp = 1ull << 38, kResetOnClose = 1ull << 39;
-constexpr u64 kLongestDatagram = 65507;                // what UDP carries over IPv4
-constexpr u32 kFastPolls = 16;                        // at one word, before all others are looked at
-constexpr u64 kCloseTimeout = 10ull * 1000 * 1000 * 1000;  // how long close waits for calls of other groups
+constexpr u64 kLongestDatagram = 65507;  // maximum UDP payload over IPv4
+constexpr u32 kFastPolls = 16;           // polls of one word before all others are checked
+// How long close waits for calls of other groups.
+constexpr u64 kCloseTimeout = 10ull * 1000 * 1000 * 1000;
 
-// ------------------------------------------------------------------------------------------------------------------
-// Words that others change: the host (system), or other threads of this GPU (gpu).
+// -------------------------------------------------------------------------------------------------
+// Words that are written by the host (sys scope) or by other threads of this GPU (gpu scope).
 //
-// A load waits for the memory behind the caches, and what follows a `load_` waits for it; several `peek_`s in a row wait once.
-// So a call peeks at everything that needs no order among itself, then loads the one word that the next step hangs on.
+// A load goes to memory behind the caches, and everything after an acquire load waits for it, while
+// several relaxed loads in a row wait once. So a call first loads relaxed what needs no order among
+// itself, then acquires the one word that the next step depends on.
 
 #if WARPWIRE_CUDA
 WARPWIRE_FN u64 load_system(const u64 *p) {
@@ -36,7 +39,7 @@ WARPWIRE_FN u32 load_system(const u32 *p) {
     asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-// Behind it, everything that this thread knows of is seen by the host before what it stores next.
+// What this thread has seen or written before it is visible to the host before its next stores.
 WARPWIRE_FN void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 WARPWIRE_FN void store_system(u64 *p, u64 v) { asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 WARPWIRE_FN void store_system(u32 *p, u32 v) { asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -72,9 +75,9 @@ WARPWIRE_FN u32 load_gpu_relaxed(const u32 *p) {
     asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-// For who holds a lock: the next holder sees it, since freeing the lock comes behind it.
+// For the holder of a lock: the next holder sees the value, as the unlock is a release after it.
 WARPWIRE_FN void store_gpu_relaxed(u64 *p, u64 v) { asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-// Takes a lock if it is free, and gives what it was.
+// Takes a lock if it is free; returns the previous state.
 WARPWIRE_FN u32 try_lock(u32 *lock) {
     u32 seen;
     asm volatile("atom.acquire.gpu.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(lock) : "memory");
@@ -97,7 +100,7 @@ WARPWIRE_FN u64 clock_ns() {
 }
 WARPWIRE_FN void backoff() { __nanosleep(32); }
 #else
-// Tests let threads change places before each of these (WARPWIRE_YIELD_POINT).
+// Tests switch threads before each of these (WARPWIRE_YIELD_POINT).
 inline void yield_point() { WARPWIRE_YIELD_POINT(); }
 inline u64 load_system(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u32 load_system(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
@@ -129,8 +132,9 @@ inline u64 clock_ns() {
     auto now = std::chrono::steady_clock::now().time_since_epoch();
     return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
-// A thread that waits on the CPU. Beside busy processes each yield costs a time slice, while a thread that sleeps keeps
-// its claim to the processor: yields end with the first slow one, and sleeps grow with the wait.
+// Waiting on the CPU. Next to busy processes each yield costs a time slice, while a sleeping thread
+// keeps its claim to the processor: yielding ends with the first slow yield, and sleeps grow with
+// the wait.
 inline void backoff() {
     constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kMinSleep = 20000, kMaxSleep = 1000000;
     thread_local u64 last = 0, since = 0;
@@ -153,11 +157,11 @@ inline void backoff() {
 WARPWIRE_FN u64 min_u64(u64 a, u64 b) { return a < b ? a : b; }
 WARPWIRE_FN u64 footprint(u64 length) { return (sizeof(Record) + length + sizeof(Record) - 1) / sizeof(Record) * sizeof(Record); }
 
-// How a wait ends: with its time, or with the host.
+// Ends a wait on timeout, or when the host is gone.
 class Waiter {
   public:
     WARPWIRE_FN explicit Waiter(u64 limit) : limit_(limit), start_(0), last_count_(0), since_(0), polls_(0) {}
-    // 0 to look again, else why not.
+    // 0 to poll again, else a negated errno.
     WARPWIRE_CALL i64 step(const Table &table) {
         if (limit_ == 0) return -kEagain;
         backoff();
@@ -176,26 +180,26 @@ class Waiter {
     u32 polls_;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Finding a socket
 
 struct SocketRef {
     HostSocketState *host_state;
     DeviceCounters *device_counters;
     DeviceSocketState *device_state;
-    u32 generation;  // 0: there is no such socket
+    u32 generation;  // 0: no such socket
     int handle;
 };
 
 WARPWIRE_FN SocketRef find(const Table &table, int socket) {
     u32 index = static_cast<u32>(socket) & 0xffff, generation = static_cast<u32>(socket) >> 16, sockets = table.sockets;
-    u64 host_state = table.host_state, device_counters = table.device_counters, device_states = table.device_states;  // all at once
+    u64 host_state = table.host_state, device_counters = table.device_counters, device_states = table.device_states;
     if (socket < 0 || index >= sockets || generation == 0) return SocketRef{nullptr, nullptr, nullptr, 0, socket};
     return SocketRef{reinterpret_cast<HostSocketState *>(host_state) + index, reinterpret_cast<DeviceCounters *>(device_counters) + index,
                  reinterpret_cast<DeviceSocketState *>(device_states) + index, generation, socket};
 }
 
-// Its state, or 0 if the handle is not open any more. Counters that are read later are not older than the state.
+// The state word, or 0 if the handle is not open. Counters loaded later are at least as new.
 WARPWIRE_FN u64 load_state(const SocketRef &ref) {
     if (!ref.generation || load_gpu(&ref.device_state->generation) != ref.generation) return 0;
     u64 state = load_system(&ref.host_state->state);
@@ -211,7 +215,7 @@ WARPWIRE_FN u64 wait_limit(const SocketRef &ref, const u64 *timeout) {
     return wait_limit(flags, load_gpu(timeout));
 }
 
-// All that a call wants to know of a socket before it has a lock: hints, but for the state, which is as in `load_state`.
+// What a call loads before it takes a lock: hints, except the state, which is as in `load_state`.
 struct StateSnapshot {
     u64 state, sent, consumed, wait_limit;
     u32 flags;
@@ -243,18 +247,18 @@ WARPWIRE_CALL void init_device_state(const Table &table, int socket) {
     store_gpu(&device_state->generation, static_cast<u32>(socket) >> 16);
 }
 
-// What a call knows of a direction whose lock it has.
+// What a call knows about a direction whose lock it holds.
 struct HeldRing {
-    u64 local_count, remote_count;    // the counter that only the holder changes, and the other end's
+    u64 local_count, remote_count;    // written by the holder of the lock, and by the other end
     u64 ring, size;
-    u64 reported;        // of receiving in the family `warp`
+    u64 reported;        // receiving on `warp` sockets
     u32 report_at, flags, qp_slot;
 };
 
-// Free bytes of the send ring; more than its size if the peer lies.
+// Free bytes of the send ring; more than its size if the peer's counter is impossible.
 WARPWIRE_FN u64 free_of(const HeldRing &held, u64 size) { return held.remote_count > held.local_count ? ~0ull : size - (held.local_count - held.remote_count); }
 
-// 1: the lock is ours. 0: another has it. Below 0: the socket is closed, or another by now.
+// 1: the lock is taken. 0: another group holds it. Negative: the socket is closed or was replaced.
 WARPWIRE_FN i64 lock_ring(const SocketRef &ref, u32 *lock, const u64 *local_count, const u64 *remote_count, HeldRing *held) {
     u32 before = try_lock(lock);
     if (before == kSocketClosed) return -kEbadf;
@@ -278,8 +282,8 @@ WARPWIRE_FN void change_flags(DeviceSocketState *device_state, u32 clear, u32 se
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// Asking the host
+// -------------------------------------------------------------------------------------------------
+// Requests to the host
 
 WARPWIRE_CALL i64 request_host(const Table &table, RequestOp op, int handle, u64 value, u32 option, Address address, Address *name) {
     if (load_system(&reinterpret_cast<const Heartbeat *>(table.heartbeat)->closed)) return -kEconnaborted;
@@ -357,7 +361,7 @@ WARPWIRE_CALL i64 shutdown_thread(const Table &table, int socket, ShutdownHow ho
     return 0;
 }
 
-// What was sent and read, for the host to count: where a request has an address.
+// Total bytes sent and read, for the host's statistics, in the place of a request's address.
 WARPWIRE_FN Address bytes_so_far(const SocketRef &ref) {
     Address bytes = no_address();
     u64 sent = load_gpu(&ref.device_state->sent), consumed = load_gpu(&ref.device_state->consumed);
@@ -373,7 +377,7 @@ WARPWIRE_CALL i64 close_thread(const Table &table, int socket) {
     for (u32 *lock : locks)
         if (load_gpu(lock) == kSpanOut) return -kEbusy;
     if (compare_exchange(&ref.device_state->generation, ref.generation, 0) != ref.generation) return -kEbadf;
-    // From here on no call begins; those that copy now are waited for.
+    // No call can begin from here on; wait for those that are copying.
     for (u32 *lock : locks) {
         Waiter waiter(kCloseTimeout);
         while (compare_exchange(lock, kUnlocked, kSocketClosed) != kUnlocked)
@@ -406,20 +410,20 @@ WARPWIRE_CALL i64 get_thread(const Table &table, int socket, SockOption option) 
     return request_host(table, kGetOption, socket, 0, option, no_address(), nullptr);
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Rings
 
-// What a group copies, with the lock of that direction held; nothing is held if `advance` is 0.
+// What a group copies, with the lock of that direction held; no lock is held if `advance` is 0.
 struct RingCopy {
-    i64 result;   // bytes, or the negative of an errno
+    i64 result;   // bytes, or a negated errno
     u64 ring;     // address
     u64 size;
     u64 at;       // counter of the first byte
-    u64 advance;  // what the counter grows by
+    u64 advance;  // increment of the counter
 };
 WARPWIRE_FN RingCopy no_copy(i64 result) { return RingCopy{result, 0, 0, 0, 0}; }
 
-// Gives all of a group what its first thread has.
+// Broadcasts the words of the first thread to the group.
 template <class Group, u32 kCount> WARPWIRE_FN void broadcast_all(Group group, u64 (&words)[kCount]) {
     for (u32 i = 0; i < kCount; i++) words[i] = group.broadcast(words[i]);
 }
@@ -446,12 +450,12 @@ template <class Group> WARPWIRE_FN RingSpan broadcast(Group group, RingSpan mine
 }
 
 #if WARPWIRE_CUDA
-// Rings are global memory that others write; a user's buffer may be any memory.
+// Rings are global memory that the host or the HCA writes; a user's buffer may be any memory.
 template <bool kFromRing, class Word> WARPWIRE_FN Word load_word(const Word *p) {
     if constexpr (kFromRing) return __ldcv(p);
     else return *p;
 }
-// By words of one width, to which both sides are aligned.
+// Copies words of one width; both sides are aligned to it.
 template <bool kFromRing, class Word, class Group> WARPWIRE_FN void copy_words(Group group, u8 *to, const u8 *from, u64 words) {
     Word *into = reinterpret_cast<Word *>(to);
     const Word *source = reinterpret_cast<const Word *>(from);
@@ -494,7 +498,7 @@ template <class Group> WARPWIRE_FN void copy_out(Group group, const RingCopy &ri
     copy<true>(group, into + first, reinterpret_cast<const u8 *>(ring_copy.ring), length - first);
 }
 
-// Why nothing can be sent on a socket, or 0.
+// Why nothing can be sent on a socket: a negated errno, or 0 if it can.
 WARPWIRE_FN i64 check_sendable(const StateSnapshot &snapshot) {
     u64 state = snapshot.state;
     if (!state) return -kEbadf;
@@ -503,7 +507,7 @@ WARPWIRE_FN i64 check_sendable(const StateSnapshot &snapshot) {
     return state & (kConnected | kConnecting | kIsDatagram) ? 0 : -kEnotconn;
 }
 
-// Waits for room, and takes the lock. A record that says to whom is written before a datagram.
+// Waits for room and takes the lock. For a datagram, writes the record with its destination.
 WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 length, const Address *to, HeldRing *held) {
     StateSnapshot snapshot = take_snapshot(ref, &DeviceSocketState::send_timeout);
     if (!snapshot.state) return no_copy(-kEbadf);
@@ -539,7 +543,7 @@ WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 
     }
 }
 
-// To the host, or to the peer by writing it there.
+// Publishes the bytes sent to the host, or, by RDMA, to the peer.
 WARPWIRE_FN void publish_sent(const Table &table, const SocketRef &ref, const HeldRing &held, u64 ring, u64 size, u64 sent) {
     store_gpu_relaxed(&ref.device_state->sent, sent);
     if (held.flags & kFlagWarp) {
@@ -572,7 +576,7 @@ WARPWIRE_CALL void end_receive(const Table &table, const SocketRef &ref, const H
     store_gpu(&ref.device_state->receive_lock, kUnlocked);
 }
 
-// Why nothing will come on a socket whose ring is empty: 0 at the end. -kEagain: something may.
+// What a receive on an empty ring returns: 0 at the end, -kEagain if data may still arrive.
 WARPWIRE_FN i64 why_empty(const StateSnapshot &snapshot, bool ended) {
     u64 state = snapshot.state;
     if (snapshot.flags & kFlagShutReceive) return 0;
@@ -581,7 +585,8 @@ WARPWIRE_FN i64 why_empty(const StateSnapshot &snapshot, bool ended) {
     return state & (kConnected | kConnecting | kIsDatagram) ? -kEagain : -kEnotconn;
 }
 
-// Waits for something to receive, and takes the lock: how much there is, 0 at the end (without the lock), or why not.
+// Waits for data and takes the lock. Returns the bytes available, 0 at the end (without the lock),
+// or a negated errno.
 WARPWIRE_CALL i64 lock_readable(const Table &table, const SocketRef &ref, const StateSnapshot &first, HeldRing *held) {
     StateSnapshot snapshot = first;
     for (Waiter waiter(snapshot.wait_limit);;) {
@@ -598,12 +603,12 @@ WARPWIRE_CALL i64 lock_readable(const Table &table, const SocketRef &ref, const 
                 u64 waiting = (held->remote_count & ~ended) - held->local_count;
                 if (waiting && (!ended || waiting <= held->size)) return static_cast<i64>(waiting);
                 store_gpu(&ref.device_state->receive_lock, kUnlocked);
-                if (waiting) return give_up(table, ref, kEproto);  // the peer lies
+                if (waiting) return give_up(table, ref, kEproto);  // an impossible counter
             }
         } else {
             i64 why = why_empty(snapshot, word & ended);
             if (why != -kEagain) return why;
-            // What is waited for comes by this word alone; all else changes seldom.
+            // Data is announced by this word only; everything else rarely changes.
             for (u32 i = 0; i < kFastPolls && snapshot.wait_limit; i++)
                 if (load_system(&host_state->received) != word) break;
         }
@@ -651,7 +656,7 @@ WARPWIRE_CALL i64 accept_thread(const Table &table, int listener, Address *from)
         if (locked < 0) return locked;
         if (locked) {
             Record record;
-            bool some = held.remote_count != held.local_count;  // another group may have been faster
+            bool some = held.remote_count != held.local_count;  // another group may be faster
             if (some) {
                 read_record(held, &record);
                 publish_consumed_to_host(ref, held.local_count + sizeof(Record));
@@ -668,7 +673,7 @@ WARPWIRE_CALL i64 accept_thread(const Table &table, int listener, Address *from)
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Spans
 
 WARPWIRE_FN RingSpan no_span(i64 why) { return RingSpan{nullptr, why}; }
@@ -687,7 +692,7 @@ WARPWIRE_CALL RingSpan borrow_thread(const Table &table, int socket, u64 max_len
     return RingSpan{reinterpret_cast<void *>(held.ring + offset), static_cast<i64>(length)};
 }
 
-// What is known of a direction whose span is out, for the one who has it.
+// The state of a direction whose span the caller holds.
 WARPWIRE_FN HeldRing held_span(const SocketRef &ref, const u64 *local_count, const u64 *remote_count) {
     HeldRing held;
     held.local_count = load_gpu_relaxed(local_count), held.reported = load_gpu_relaxed(&ref.device_state->reported);
@@ -730,7 +735,8 @@ WARPWIRE_CALL i64 commit_thread(const Table &table, int socket, u64 filled) {
     u64 ring = load_system_relaxed(&ref.host_state->send_ring), size = load_system_relaxed(&ref.host_state->send_size);
     HeldRing held = held_span(ref, &ref.device_state->sent, &ref.host_state->taken);
     u64 free = free_of(held, size);
-    if (free > size || held.flags & kFlagFin) {  // the peer reads no more, or lies; or it was told of the end, which is not taken back
+    // The peer reads no more, its counter is impossible, or FIN, with the final length, was posted.
+    if (free > size || held.flags & kFlagFin) {
         store_gpu(&ref.device_state->send_lock, kUnlocked);
         return free > size ? no_room(table, ref, held) : -kEpipe;
     }
@@ -740,9 +746,10 @@ WARPWIRE_CALL i64 commit_thread(const Table &table, int socket, u64 filled) {
     return 0;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
-// How full the rings seem to be: hints, since other groups use them meanwhile. What a peer says is judged by who has the lock.
+// Fill levels of the rings: hints, as other groups use them concurrently, and the peer's counters
+// are validated under the lock only.
 struct Levels {
     u64 waiting, free;
     bool ended;
@@ -754,7 +761,7 @@ WARPWIRE_FN Levels levels(const SocketRef &ref, const StateSnapshot &snapshot) {
     return Levels{min_u64((word ^ ended) - snapshot.consumed, receives), min_u64(sends - (snapshot.sent - taken), sends), ended != 0};
 }
 
-// Everything that there is to tell of a socket.
+// All current events of a socket.
 WARPWIRE_CALL u32 ready(const Table &table, int socket) {
     SocketRef ref = find(table, socket);
     StateSnapshot snapshot = take_snapshot(ref, &DeviceSocketState::receive_timeout);

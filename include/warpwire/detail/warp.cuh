@@ -1,7 +1,8 @@
-// The family `warp`: the caller itself writes into the peer's ring and words, by a queue pair of its own. Part of sock.cuh.
+// The `warp` family: the caller writes into the peer's ring and counters through its own queue
+// pair. Part of sock.cuh.
 //
-// What the peer's device writes here is two counters, `received` and `taken` of the inbox, and neither is believed: one that
-// cannot be true ends the connection.
+// The peer's HCA writes two counters here, `received` and `taken` of the host state, and neither is
+// trusted: an impossible value aborts the connection.
 #ifndef WARPWIRE_DETAIL_WARP_CUH
 #define WARPWIRE_DETAIL_WARP_CUH
 
@@ -9,12 +10,13 @@ namespace warpwire {
 namespace sock {
 namespace detail {
 
-constexpr u64 kFin = 1ull << 63;                              // in `received`: no more will come
-constexpr u64 kReadClosed = 1ull << 63;                               // in `taken`: no more will be read
-constexpr u64 kPostTimeout = 10ull * 1000 * 1000 * 1000;            // how long posting waits for others, and for room
-constexpr u32 kFlagFin = 16;                                  // flag of a desk: the peer was told of the end
+constexpr u64 kFin = 1ull << 63;         // in `received`: end of the stream
+constexpr u64 kReadClosed = 1ull << 63;  // in `taken`: the receiver reads no more
+// How long posting waits for other groups that post, and for room in the send queue.
+constexpr u64 kPostTimeout = 10ull * 1000 * 1000 * 1000;
+constexpr u32 kFlagFin = 16;  // flag of a device state: FIN was posted
 
-// Where the peer may be written to.
+// The peer's addresses and keys.
 struct PeerInfo {
     u64 ring, received, taken;
     u32 ring_key, received_key, taken_key, ring_size, send_key, qp_slot;
@@ -24,7 +26,7 @@ struct QpDescriptor {  // written by the host
     u64 constants[16];
     PeerInfo peer;
 };
-struct QpSlot {  // of kernels only, made from a wire line
+struct QpSlot {  // used by kernels only; initialised from a QpDescriptor
     Qp qp;
     PeerInfo peer;
 };
@@ -32,19 +34,20 @@ static_assert(sizeof(PeerInfo) == 64 && sizeof(QpDescriptor) == 192 && sizeof(Qp
 
 WARPWIRE_FN bool is_warp(u64 state) { return (state & (kIsWarp | kListening)) == kIsWarp; }
 
-// Has the host end a connection that is of no use.
+// Requests the host to abort the connection.
 WARPWIRE_CALL i64 give_up(const Table &table, const SocketRef &ref, i64 why) {
     i64 result = request_host(table, kFail, ref.handle, static_cast<u64>(why), 0, no_address(), nullptr);
     return result == -kEconnaborted ? result : -why;
 }
 
-// Why nothing fits into the peer's ring, for who holds the lock: it reads no more, or it lies.
+// Why nothing fits into the peer's ring: it reads no more, or its counter is impossible. The caller
+// holds the lock.
 WARPWIRE_CALL i64 no_room(const Table &table, const SocketRef &ref, const HeldRing &held) {
     bool read_closed = held.remote_count & kReadClosed && (held.remote_count & ~kReadClosed) <= held.local_count;
     return read_closed ? -kEpipe : give_up(table, ref, kEproto);
 }
 
-// Makes the berth, when it is first needed.
+// Initialises the QP slot, on first use.
 WARPWIRE_CALL QpSlot *init_qp_slot(const Table &table, const SocketRef &ref, const QpDescriptor *qp_descriptor) {
     u32 number = load_system(&qp_descriptor->peer.qp_slot);
     QpSlot *qp_slot = reinterpret_cast<QpSlot *>(table.qp_slots) + number;
@@ -58,21 +61,22 @@ WARPWIRE_CALL QpSlot *init_qp_slot(const Table &table, const SocketRef &ref, con
     store_gpu(&ref.device_state->qp_slot, number + 1);
     return qp_slot;
 }
-// The berth, if it is made.
+// The QP slot, or null if it is not initialised.
 WARPWIRE_FN QpSlot *qp_slot_of(const Table &table, const SocketRef &ref) {
     u32 number = load_gpu(&ref.device_state->qp_slot);
     return number ? reinterpret_cast<QpSlot *>(table.qp_slots) + (number - 1) : nullptr;
 }
 
-// What posting needs, when the lock for it is held and so many entries are taken.
+// The result of reserving entries, with the lock for posting held.
 struct PostReservation {
-    QpSlot *qp_slot;  // null if it cannot be, and then the connection has ended
+    QpSlot *qp_slot;  // null if it failed; then the connection was aborted
     u64 first;
     warpwire::detail::Poster poster;
     PeerInfo peer;
 };
 
-// The same where it takes longer: the berth is not made, or there is no room. The lock is held.
+// The slow path of begin_post: the QP slot is not initialised, or there is no room. The lock is
+// held.
 WARPWIRE_CALL PostReservation begin_slow_post(const Table &table, const SocketRef &ref, u32 count) {
     i64 why = kEnotconn;
     QpSlot *qp_slot = qp_slot_of(table, ref);
@@ -97,7 +101,8 @@ WARPWIRE_CALL PostReservation begin_slow_post(const Table &table, const SocketRe
     return PostReservation{nullptr, 0, {}, {}};
 }
 
-// Takes the lock for posting and so many entries. `qp_slot` is the desk's word as it was seen before.
+// Takes the lock for posting and reserves `count` entries. `qp_slot` is the word of the device
+// state, as loaded before.
 WARPWIRE_FN PostReservation begin_post(const Table &table, const SocketRef &ref, u32 qp_slot, u32 count) {
     Waiter waiter(kPostTimeout);
     while (try_lock(&ref.device_state->post_lock) != kUnlocked)
@@ -111,7 +116,7 @@ WARPWIRE_FN PostReservation begin_post(const Table &table, const SocketRef &ref,
     return begin_slow_post(table, ref, count);
 }
 
-// Rings for what was filled.
+// Rings the doorbell and releases the lock.
 WARPWIRE_FN void end_post(const SocketRef &ref, const PostReservation &post, u32 count) {
     warpwire::detail::publish_single_poster(post.qp_slot->qp, post.poster, post.first + count);
     store_gpu(&ref.device_state->post_lock, kUnlocked);
@@ -131,9 +136,9 @@ WARPWIRE_FN void write_word(const PostReservation &post, u64 number, u64 at, u32
     warpwire::detail::write_entry(post.poster, number, e);
 }
 
-// Sends what the ring holds from one counter to another, and says so.
+// Posts the bytes of the ring between two counters, then the new counter.
 WARPWIRE_CALL void post_sent(const Table &table, const SocketRef &ref, u32 qp_slot, u64 ring, u64 size, u64 from, u64 to) {
-    // The peer's ring is a multiple of ours: it ends where ours does, or not at all.
+    // The peer's ring size is a multiple of ours, so it wraps only where ours does.
     u64 wrap = min_u64(to, (from | (size - 1)) + 1);
     u32 count = wrap < to ? 3 : 2;
     PostReservation post = begin_post(table, ref, qp_slot, count);
@@ -144,7 +149,7 @@ WARPWIRE_CALL void post_sent(const Table &table, const SocketRef &ref, u32 qp_sl
     end_post(ref, post, count);
 }
 
-// Says that no more will come.
+// Posts FIN once.
 WARPWIRE_CALL void post_fin(const Table &table, const SocketRef &ref) {
     if (load_gpu(&ref.device_state->flags) & kFlagFin) return;
     change_flags(ref.device_state, 0, kFlagFin);
@@ -154,7 +159,7 @@ WARPWIRE_CALL void post_fin(const Table &table, const SocketRef &ref) {
     end_post(ref, post, 1);
 }
 
-// Tells the peer what was taken, by who holds the lock for receiving.
+// Posts the consumed count to the peer. The caller holds the lock for receiving.
 WARPWIRE_CALL void report(const Table &table, const SocketRef &ref, u32 qp_slot, u64 consumed) {
     store_gpu_relaxed(&ref.device_state->reported, consumed);
     PostReservation post = begin_post(table, ref, qp_slot, 1);
@@ -164,7 +169,7 @@ WARPWIRE_CALL void report(const Table &table, const SocketRef &ref, u32 qp_slot,
     end_post(ref, post, 1);
 }
 
-// Tells the peer that no more will come, once those who copy now are done. A span that is out is not waited for.
+// Posts FIN after groups that are copying have finished. Does not wait for a reserved span.
 WARPWIRE_CALL void end_sending(const Table &table, const SocketRef &ref) {
     Waiter waiter(kCloseTimeout);
     u32 before;
@@ -174,8 +179,8 @@ WARPWIRE_CALL void end_sending(const Table &table, const SocketRef &ref) {
     if (before == kUnlocked) store_gpu(&ref.device_state->send_lock, kUnlocked);
 }
 
-// Tells the peer that no more will be read, once those who copy now are done; the desk says so already. Who has a span tells it
-// with that.
+// Notifies the peer that no more will be read, after groups that are copying have finished. If a
+// span is borrowed, consume does it: the flag is set already.
 WARPWIRE_CALL void end_receiving(const Table &table, const SocketRef &ref) {
     Waiter waiter(kCloseTimeout);
     u32 before;
@@ -186,7 +191,7 @@ WARPWIRE_CALL void end_receiving(const Table &table, const SocketRef &ref) {
     store_gpu(&ref.device_state->receive_lock, kUnlocked);
 }
 
-// What close does before it asks the host: how many operations were posted.
+// Before the close request: posts FIN if needed; returns the number of work requests posted.
 WARPWIRE_CALL u64 finish_close(const Table &table, const SocketRef &ref, u64 state) {
     if (!is_warp(state) || !(state & kConnected)) return 0;
     if (!(state & kResetOnClose) && !send_error(state)) post_fin(table, ref);

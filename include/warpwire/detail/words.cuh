@@ -1,6 +1,7 @@
-// Words that others change, for CUDA and for the host. Part of verbs.cuh, which includes it.
+// Memory accesses with ordering and scope, for CUDA and for the CPU. Part of verbs.cuh.
 //
-// Counters are seen by the threads of one GPU; queues, doorbells and signals by the whole system.
+// Counters are shared by the threads of one GPU (gpu scope); queues, doorbells and signals are
+// shared with the HCA, the host and peers (sys scope).
 #ifndef WARPWIRE_DETAIL_WORDS_CUH
 #define WARPWIRE_DETAIL_WORDS_CUH
 
@@ -21,7 +22,7 @@ WARPWIRE_FN u64 load_acquire(const u64 *p) {
     asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-// The host writes this one.
+// Also written by the host: sys scope.
 WARPWIRE_FN u32 load_closed(const u32 *p) {
     u32 v;
     asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -30,11 +31,11 @@ WARPWIRE_FN u32 load_closed(const u32 *p) {
 WARPWIRE_FN void store_closed(u32 *p, u32 v) {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// For a value that only its present owner changes, behind a fence that was just made.
+// For a word that only its current owner writes, directly after a fence.
 WARPWIRE_FN void store_after_fence(u64 *p, u64 v) {
     asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// Puts `next` in place of `old`, and gives what was there.
+// Replaces `old` by `next`; returns the previous value.
 WARPWIRE_FN u64 compare_exchange(u64 *p, u64 old, u64 next) {
     u64 seen;
     asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
@@ -46,7 +47,7 @@ WARPWIRE_FN void atomic_max(u64 *p, u64 v) {
 WARPWIRE_FN void atomic_min(u64 *p, u64 v) {
     asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.min.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// Queues, doorbells and signals: others than this GPU read and write them.
+// Queues, doorbells and signals: sys scope.
 WARPWIRE_FN u32 system_load(const u32 *p) {
     u32 v;
     asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -58,7 +59,7 @@ WARPWIRE_FN u64 system_load(const u64 *p) {
     return v;
 }
 WARPWIRE_FN void system_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// Behind a system_fence.
+// Call system_fence first.
 WARPWIRE_FN void system_store(u32 *p, u32 v) { asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 WARPWIRE_FN void system_store(u64 *p, u64 v) { asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 WARPWIRE_FN void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
@@ -70,12 +71,12 @@ WARPWIRE_FN u64 clock_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
     return v;
 }
-// Lets others go first, where threads compete.
+// For contended atomics: lets other threads make progress.
 WARPWIRE_FN void backoff() { __nanosleep(64); }
-// Between two looks at a word that somebody outside will write.
+// Between two polls of a word that is written from outside this GPU.
 WARPWIRE_FN void spin_pause() {}
 #else
-// Tests let threads change places here.
+// Tests switch threads here.
 #ifndef WARPWIRE_YIELD_POINT
 #define WARPWIRE_YIELD_POINT()
 #endif
@@ -142,8 +143,9 @@ inline u64 clock_ns() {
     auto now = std::chrono::steady_clock::now().time_since_epoch();
     return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
-// A thread that waits on the CPU. Beside busy processes each yield costs a time slice, while a thread that sleeps keeps
-// its claim to the processor: yields end with the first slow one, and sleeps grow with the wait.
+// Waiting on the CPU. Next to busy processes each yield costs a time slice, while a sleeping thread
+// keeps its claim to the processor: yielding ends with the first slow yield, and sleeps grow with
+// the wait.
 inline void backoff() {
     constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kMinSleep = 20000, kMaxSleep = 1000000;
     thread_local u64 last = 0, since = 0;

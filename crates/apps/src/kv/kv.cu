@@ -1,9 +1,10 @@
-// A key-value server inside a kernel, speaking RESP (the protocol of Redis). Each block is a worker with connections of its
-// own; the store lies in device memory and is shared by all. Its twin for the simulated GPU stands in worker.rs and
-// store.rs; the layout, in mod.rs.
+// A key-value server inside a kernel, speaking RESP (the protocol of Redis). Each block is a worker
+// with its own connections; the store is in device memory and shared by all. worker.rs and store.rs
+// have the equivalents for the simulated GPU; mod.rs defines the layout.
 //
-// Rank 0 of a block decides; the block copies. What comes from the network is never believed: lengths are compared with
-// limits before anything is waited for, and whoever breaks a limit is told so and closed.
+// Rank 0 of a block decides; the whole block copies. Network input is not trusted: lengths are
+// compared with limits before the data is received, and exceeding a limit gets an error reply and
+// closes the connection.
 #include <warpwire/sock.cuh>
 
 #include "../serving.cuh"
@@ -16,8 +17,8 @@ namespace {
 
 // As in mod.rs.
 struct Setup {
-    u64 table, slots, locks, bucket_mask, slot_size, most_value, connections, connection_size;
-    u64 in_size, out_size, per_worker, workers, patience, control, most_clients, counts;
+    u64 table, slots, locks, bucket_mask, slot_size, max_value, connections, connection_size;
+    u64 in_size, out_size, per_worker, workers, idle_timeout, control, max_clients, counts;
     Address address;
     u64 more;
 };
@@ -30,34 +31,35 @@ struct Slot {
 struct Connection {
     int socket;
     u32 in_length, out_at, out_length, closing, unused;
-    u64 since;  // when something began that is not finished: half a command, or output that nobody takes
+    u64 since;  // when a partial command or unsent output was first seen
 };
 static_assert(sizeof(Setup) == 160 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
 
-constexpr u32 kSlotsPerBucket = 16, kMostKey = 112, kMostArguments = 64;
+constexpr u32 kSlotsPerBucket = 16, kMaxKey = 112, kMaxArguments = 64;
 constexpr u32 kVacant = 0, kText = 1, kNumber = 2;
-constexpr i64 kMostNumber = 999999999999999999;  // what may still be added to, on both sides of 0
-constexpr u64 kNap = 50ull * 1000 * 1000;
+constexpr i64 kMaxNumber = 999999999999999999;  // largest absolute value that can still be changed
+constexpr u64 kPollTimeout = 50ull * 1000 * 1000;
 
 struct Command {
     u32 count, used;
-    u32 at[kMostArguments], length[kMostArguments];
+    u32 at[kMaxArguments], length[kMaxArguments];
 };
 
 WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
 WARPWIRE_FN u8 *in_of(const Setup &, Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
 WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(setup, c) + setup.in_size; }
 WARPWIRE_FN u8 *key_of(Slot *slot) { return reinterpret_cast<u8 *>(slot + 1); }
-WARPWIRE_FN u8 *value_of(Slot *slot) { return key_of(slot) + kMostKey; }
-// Of a slot that is kNumber: a word instead of text.
+WARPWIRE_FN u8 *value_of(Slot *slot) { return key_of(slot) + kMaxKey; }
+// The integer of a slot that is kNumber, in place of the text.
 WARPWIRE_FN u64 *number_of(Slot *slot) { return reinterpret_cast<u64 *>(value_of(slot)); }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // RESP
 
 enum Parsed : int { kMore = 0, kWhole = 1, kBadCount = -1, kBadLength = -2, kBadType = -3 };
 
-// A decimal number up to "\r\n". The place behind it; 0 if it is not all there, ~0 if it is none.
+// Parses a decimal number up to "\r\n". Returns the position behind it; 0 if incomplete, ~0 if
+// malformed.
 WARPWIRE_CALL u32 number(const u8 *bytes, u32 at, u32 end, i64 *value) {
     bool negative = at < end && bytes[at] == '-';
     u32 begin = at + negative;
@@ -72,38 +74,38 @@ WARPWIRE_CALL u32 number(const u8 *bytes, u32 at, u32 end, i64 *value) {
     return at + 2;
 }
 
-// Words on one line, as people type them.
-WARPWIRE_CALL int parse_line(const u8 *bytes, u32 end, u32 most, Command *command) {
+// An inline command: arguments on one line, separated by spaces.
+WARPWIRE_CALL int parse_line(const u8 *bytes, u32 end, u32 max_length, Command *command) {
     u32 at = 0;
     command->count = 0;
     while (at < end && bytes[at] != '\n') {
         bool space = bytes[at] == ' ' || bytes[at] == '\r';
         bool begins = !space && (at == 0 || bytes[at - 1] == ' ');
-        if (begins && command->count == kMostArguments) return kBadCount;
+        if (begins && command->count == kMaxArguments) return kBadCount;
         if (begins) command->at[command->count] = at, command->length[command->count++] = 0;
         if (!space) command->length[command->count - 1]++;
         at++;
     }
     command->used = at + 1;
-    return at < end ? kWhole : end >= most ? kBadLength : kMore;
+    return at < end ? kWhole : end >= max_length ? kBadLength : kMore;
 }
 
-WARPWIRE_CALL int parse(const u8 *bytes, u32 end, u32 most_argument, u32 most, Command *command) {
+WARPWIRE_CALL int parse(const u8 *bytes, u32 end, u32 max_argument, u32 max_length, Command *command) {
     if (end == 0) return kMore;
-    if (bytes[0] != '*') return parse_line(bytes, end, most, command);
+    if (bytes[0] != '*') return parse_line(bytes, end, max_length, command);
     i64 value = 0;
     u32 at = number(bytes, 1, end, &value);
-    if (at == ~0u || (at && (value < 0 || value > kMostArguments))) return kBadCount;
+    if (at == ~0u || (at && (value < 0 || value > kMaxArguments))) return kBadCount;
     if (!at) return kMore;
     command->count = static_cast<u32>(value);
     for (u32 i = 0; i < command->count; i++) {
         if (at >= end) return kMore;
         if (bytes[at] != '$') return kBadType;
         at = number(bytes, at + 1, end, &value);
-        if (at == ~0u || (at && (value < 0 || value > most_argument))) return kBadLength;
+        if (at == ~0u || (at && (value < 0 || value > max_argument))) return kBadLength;
         if (!at) return kMore;
         command->at[i] = at, command->length[i] = static_cast<u32>(value);
-        if (at + value + 2 > most) return kBadLength;
+        if (at + value + 2 > max_length) return kBadLength;
         if (at + value + 2 > end) return kMore;
         if (bytes[at + value] != '\r' || bytes[at + value + 1] != '\n') return kBadLength;
         at += static_cast<u32>(value) + 2;
@@ -119,7 +121,7 @@ WARPWIRE_CALL bool is(const u8 *bytes, u32 length, const char *name) {
     return i == length && !name[i];
 }
 
-// Appends to the output; rank 0 alone.
+// Appends to the output; rank 0 only.
 struct Writer {
     u8 *bytes;
     u32 length;
@@ -139,9 +141,10 @@ struct Writer {
     WARPWIRE_CALL void head(char sort, i64 value) { bytes[length++] = static_cast<u8>(sort), decimal(value), text("\r\n"); }
 };
 
-// ------------------------------------------------------------------------------------------------------------------
-// The store: buckets of slots, a lock for each. Those who change nothing but numbers are readers: numbers are added to by
-// atomics, so that all who count at one key do so at the same time.
+// ------------------------------------------------------------------------------------------------
+// The store: buckets of slots, with a reader-writer lock per bucket. Increments of existing
+// integers take the read lock: they are atomic, so that several workers can count at one key
+// concurrently.
 
 WARPWIRE_CALL u32 hash_of(const u8 *key, u32 length) {
     u32 hash = 2166136261u;
@@ -154,7 +157,8 @@ WARPWIRE_FN Slot *slot_at(const Setup &setup, u32 hash, u32 i) {
     return reinterpret_cast<Slot *>(setup.slots + (bucket * kSlotsPerBucket + i) * setup.slot_size);
 }
 
-// A lock: kReader for each who reads, and one bit for who writes, or is the next to. Who waits only looks.
+// A lock word: kReader per reader, and one bit for the writer that holds it or waits for it.
+// Waiters only load it.
 constexpr u32 kWriter = 1, kReader = 2;
 
 #if WARPWIRE_CUDA
@@ -185,13 +189,14 @@ WARPWIRE_CALL void begin_writing(const Setup &setup, u32 hash) {
     u32 *lock = lock_of(setup, hash);
     while (set_bit(lock, kWriter) & kWriter)
         while (sock::detail::load_gpu(lock) & kWriter) sock::detail::backoff();
-    // From here on nobody begins to read.
+    // The bit keeps new readers out; wait for the current ones.
     while (sock::detail::load_gpu(lock) != kWriter) sock::detail::backoff();
 }
 WARPWIRE_FN void end_reading(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kReader); }
 WARPWIRE_FN void end_writing(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kWriter); }
 
-// The key's slot, or a free one if `make`, or none. By who reads, or writes if `make`.
+// The key's slot, or a free one if `make`, or none. Needs the read lock, or the write lock if
+// `make`.
 WARPWIRE_CALL Slot *slot_of(const Setup &setup, const u8 *key, u32 length, u32 hash, bool make) {
     Slot *vacant = nullptr;
     for (u32 i = 0; i < kSlotsPerBucket; i++) {
@@ -266,7 +271,7 @@ WARPWIRE_CALL u32 drop(const Setup &setup, const u8 *key, u32 key_length) {
     return slot != nullptr;
 }
 
-// A whole number of 64 bits in decimal; false if it is none.
+// Parses a decimal integer of at most 18 digits; false if malformed.
 WARPWIRE_CALL bool whole(const u8 *bytes, u32 length, i64 *value) {
     bool negative = length && bytes[0] == '-';
     if (length == negative || length > 18u + negative) return false;
@@ -279,11 +284,11 @@ WARPWIRE_CALL bool whole(const u8 *bytes, u32 length, i64 *value) {
     return true;
 }
 
-// Adds to a number, by who reads or writes; false if it is too large for that.
+// Adds to an integer, with the read or write lock; false if it is out of range.
 WARPWIRE_CALL bool add_to_number(Slot *slot, i64 by, i64 *sum) {
     i64 before = static_cast<i64>(count(number_of(slot), static_cast<u64>(by)));
     *sum = before + by;
-    if (before <= kMostNumber && before >= -kMostNumber) return true;
+    if (before <= kMaxNumber && before >= -kMaxNumber) return true;
     count(number_of(slot), static_cast<u64>(-by));
     return false;
 }
@@ -296,10 +301,10 @@ WARPWIRE_CALL void add(const Setup &setup, const u8 *key, u32 key_length, i64 by
     bool is_number = slot && slot->used == kNumber, good = is_number && add_to_number(slot, by, &value);
     end_reading(setup, hash);
     if (!is_number) {
-        // It is made one, if it can be.
+        // Convert the text to an integer, if possible.
         begin_writing(setup, hash);
         slot = slot_of(setup, key, key_length, hash, true);
-        is_number = slot && slot->used == kNumber;  // another was faster
+        is_number = slot && slot->used == kNumber;  // another worker may have done so already
         good = slot && (is_number || !slot->used || whole(value_of(slot), slot->value_length, &value));
         if (good && !is_number) {
             take_slot(setup, slot, key, key_length, hash);
@@ -313,15 +318,15 @@ WARPWIRE_CALL void add(const Setup &setup, const u8 *key, u32 key_length, i64 by
     else out->text(slot ? "-ERR value is not an integer or out of range\r\n" : "-OOM the store has no room for this key\r\n");
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Commands
 
-// What a reply may take at most.
+// Maximum length of the reply in bytes.
 WARPWIRE_FN u64 reply_room(const Setup &setup, const Command &command) {
-    return (setup.most_value + 32) * (command.count > 1 ? command.count : 1) + 128;
+    return (setup.max_value + 32) * (command.count > 1 ? command.count : 1) + 128;
 }
 
-// Executes a command; rank 0 alone. True if the connection ends after it.
+// Executes a command; rank 0 only. True if the connection is to be closed after it.
 WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &command, Writer *out) {
     if (command.count == 0) return false;
     const u8 *name = in + command.at[0], *first = in + command.at[1];
@@ -333,13 +338,13 @@ WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &comm
         return false;
     }
     for (u32 i = 1; keyed && i < command.count && !(named("SET") && i > 1); i++) {
-        if (command.length[i] <= kMostKey) continue;
+        if (command.length[i] <= kMaxKey) continue;
         out->text("-ERR the key is too long\r\n");
         return false;
     }
     if (named("GET")) get(setup, first, first_length, out);
     else if (named("SET") && command.count > 3) out->text("-ERR syntax error\r\n");
-    else if (named("SET") && command.length[2] > setup.most_value) out->text("-ERR the value is too long\r\n");
+    else if (named("SET") && command.length[2] > setup.max_value) out->text("-ERR the value is too long\r\n");
     else if (named("SET")) set(setup, first, first_length, in + command.at[2], command.length[2], out);
     else if (named("INCR") || named("DECR")) add(setup, first, first_length, named("INCR") ? 1 : -1, out);
     else if (named("DEL") || named("EXISTS")) {
@@ -364,25 +369,25 @@ WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &comm
     return named("QUIT");
 }
 
-WARPWIRE_CALL const char *complaint(int parsed) {
+WARPWIRE_CALL const char *error_reply(int parsed) {
     if (parsed == kBadCount) return "-ERR Protocol error: invalid multibulk length\r\n";
     if (parsed == kBadType) return "-ERR Protocol error: expected '$'\r\n";
     return "-ERR Protocol error: invalid bulk length\r\n";
 }
 
-// Executes what came in whole; rank 0 alone.
+// Executes all complete commands; rank 0 only.
 WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
     u8 *in = in_of(setup, c);
     Command command;
     Writer out = {out_of(setup, c), c->out_length};
-    u32 done = 0, most_argument = static_cast<u32>(setup.most_value > kMostKey ? setup.most_value : kMostKey);
+    u32 done = 0, max_argument = static_cast<u32>(setup.max_value > kMaxKey ? setup.max_value : kMaxKey);
     u64 executed = 0;
     while (!c->closing) {
-        int parsed = parse(in + done, c->in_length - done, most_argument, static_cast<u32>(setup.in_size), &command);
+        int parsed = parse(in + done, c->in_length - done, max_argument, static_cast<u32>(setup.in_size), &command);
         if (parsed == kMore) break;
         if (parsed != kWhole) {
             if (out.length + 128 > setup.out_size) break;
-            out.text(complaint(parsed));
+            out.text(error_reply(parsed));
             c->closing = 1;
             count(&counts_of(setup)->refused, 1);
             break;
@@ -392,7 +397,7 @@ WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
             if (out.length + 128 > setup.out_size) break;
             out.text("-ERR too many keys\r\n");
         } else {
-            if (out.length + needs > setup.out_size) break;  // first what is there must go
+            if (out.length + needs > setup.out_size) break;  // send the pending output first
             c->closing = execute(setup, in + done, command, &out);
         }
         executed++;
@@ -403,12 +408,12 @@ WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
     c->in_length -= done, c->out_length = out.length;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Workers
 
 template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
 
-// Sends what is in the output; false if the connection is done with.
+// Sends the pending output; false if the connection is to be closed.
 template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
     u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
     if (at < length) {
@@ -423,7 +428,7 @@ template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup 
     return !(empty && field(group, &c->closing));
 }
 
-// Takes what came, and answers it; false if the connection is done with.
+// Receives and executes commands; false if the connection is to be closed.
 template <class Group> WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Connection *c, bool readable, Group group) {
     u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
     u32 have = field(group, &c->in_length);
@@ -440,18 +445,19 @@ template <class Group> WARPWIRE_CALL bool converse(const Table &table, const Set
         bool busy = c->in_length || c->out_length;
         if (!busy) c->since = 0;
         else if (!c->since) c->since = now;
-        late = busy && now - c->since > setup.patience;
+        late = busy && now - c->since > setup.idle_timeout;
     }
     return !group.any(late);
 }
 
-// Takes a client, or turns it away if there are too many, or no place for it here; 1 if it was taken.
+// Admits a client, or rejects it if the server is full or this worker has no free slot; 1 if
+// admitted.
 template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
     static const char kFull[] = "-ERR max number of clients reached\r\n";
     sock::set(table, socket, kNonBlocking, 1, group);
     bool welcome = false;
     if (c && group.rank() == 0) {
-        welcome = count(&counts_of(setup)->clients, 1) < setup.most_clients;
+        welcome = count(&counts_of(setup)->clients, 1) < setup.max_clients;
         if (!welcome) count(&counts_of(setup)->clients, ~0ull);
     }
     if (!group.any(welcome)) {
@@ -479,12 +485,13 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     for (;;) {
         u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
         if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
-        // Whoever has no more than his share takes the next; all of them turn away what is too much.
-        bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
+        // Workers with no more than their share of clients accept the next one; if the server is
+        // full, all of them accept, to reject.
+        bool full = clients >= setup.max_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
         group.sync();
         for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
         if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
-        i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
+        i64 found = poll(table, list, mine + takes, takes ? kPollTimeout : kPollTimeout / 10, group);
         if (found < 0) return;
         bool arrived = takes && group.broadcast(list[mine].revents) != 0;
         for (u32 i = mine; i-- > 0;) {
@@ -492,14 +499,14 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
             Connection *c = at(i);
             bool open = events ? converse(table, setup, c, events & ~static_cast<u32>(kOut), group) : true;
             bool late = false;
-            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.patience;
+            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.idle_timeout;
             if (open && !group.any(late)) continue;
             close(table, c->socket, group);
             group.sync();
             if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
             mine--;
             if (i != mine) {
-                // The last one takes the place of the one that went, and its list entry with it.
+                // Move the last connection, and its list entry, to the free slot.
                 sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
                 if (group.rank() == 0) list[i] = list[mine];
             }

@@ -1,13 +1,16 @@
-//! A key-value server inside a kernel: it speaks RESP, so that `redis-cli` and `redis-benchmark` are its clients.
+//! A key-value server inside a kernel. It speaks RESP, so that `redis-cli` and `redis-benchmark`
+//! can be its clients.
 //!
-//! Each block is a worker with connections of its own. The store lies in device memory: buckets of 16 slots with a lock
-//! each, keys of up to 112 bytes, values of up to [`most_value`](KvOptions::most_value). It knows `GET`, `SET`, `DEL`,
-//! `EXISTS`, `INCR`, `DECR`, `MGET`, `PING`, `ECHO`, `DBSIZE` and `QUIT`, pipelined as the client likes, and answers what
-//! clients ask when they connect.
+//! Each block is a worker with its own connections. The store is a hash table in device memory:
+//! buckets of 16 slots with one lock each, keys of up to 112 bytes, values of up to
+//! [`max_value`](KvOptions::max_value) bytes. It implements `GET`, `SET`, `DEL`, `EXISTS`,
+//! `INCR`, `DECR`, `MGET`, `PING`, `ECHO`, `DBSIZE` and `QUIT`, pipelined or not, and the commands
+//! that clients send when they connect.
 //!
-//! Whoever sends what is no RESP, or lengths beyond the limits, or half a command and then nothing for
-//! [`patience`](KvOptions::patience), or takes no answers for as long, is closed, with an error where that can be said.
-//! Clients beyond [`clients`](KvOptions::clients) are told so and closed. Nobody else notices.
+//! The server closes connections that violate RESP or exceed a limit, after an error reply where
+//! possible, and those with a partial command, or unread replies, older than
+//! [`idle_timeout`](KvOptions::idle_timeout). Clients beyond [`clients`](KvOptions::clients) get an error
+//! reply and are closed. Other clients are not affected.
 
 mod resp;
 mod store;
@@ -23,22 +26,22 @@ use warpwire::mem::{DeviceAddr, Program};
 use warpwire::sock::SockHost;
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
-use crate::serving::{Memory, SOON, Server, check_numbers, read_setup, setup_bytes};
+use crate::serving::{KERNEL_TIMEOUT, Memory, Server, check_numbers, read_setup, setup_bytes};
 
 const KERNEL: &str = "kv_server";
-/// Threads of a worker's block.
+/// Threads per block.
 const THREADS: u32 = 64;
 const SLOTS_PER_BUCKET: u64 = 16;
-const MOST_KEY: u64 = 112;
-/// What a connection has beside its buffers, and its entry in the list of those that are polled.
+const MAX_KEY: u64 = 112;
+/// Size of a connection's state without its buffers, and of its poll list entry.
 const CONNECTION: u64 = 32;
 const POLLED: u64 = 8;
 
-/// Words of a slot, and what is in it.
+/// Byte offsets in a slot, and the values of `USED`.
 mod slot {
     pub(super) const VACANT: u32 = 0;
     pub(super) const TEXT: u32 = 1;
-    /// A number, as a word where text would be.
+    /// An integer, stored as a 64-bit word in place of the text.
     pub(super) const NUMBER: u32 = 2;
     pub(super) const USED: u64 = 0;
     pub(super) const HASH: u64 = 4;
@@ -47,12 +50,12 @@ mod slot {
     pub(super) const KEY: u64 = 16;
 }
 
-/// Words in pinned memory, for the host and the kernel.
+/// Byte offsets of the control words in pinned memory, shared by host and kernel.
 mod control {
     pub(super) use crate::serving::{CONTROL_LEN as LEN, STOP};
 }
 
-/// Counters in device memory.
+/// Byte offsets of the counters in device memory.
 mod counts {
     pub(super) const CLIENTS: u64 = 0;
     pub(super) const KEYS: u64 = 8;
@@ -62,33 +65,33 @@ mod counts {
     pub(super) const LEN: u64 = 40;
 }
 
-/// How large the server is.
+/// Options of a key-value server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvOptions {
-    /// Where it listens; port 0 lets the system choose.
+    /// The address to listen on; port 0 lets the system choose.
     pub address: SocketAddr,
-    /// How many blocks serve.
+    /// Number of blocks, 1 to 256.
     pub workers: u32,
-    /// How many clients there may be at a time.
+    /// Maximum number of simultaneous clients, 1 to 60000.
     pub clients: u32,
-    /// Buckets of 16 keys each, a power of two.
+    /// Number of buckets of 16 keys each, a power of two up to 2^24.
     pub buckets: u64,
-    /// The longest value.
-    pub most_value: u64,
-    /// How long half a command, or an answer that is not taken, is borne.
-    pub patience: Duration,
+    /// Maximum length of a value, 16 bytes to 1 MiB, a multiple of 16.
+    pub max_value: u64,
+    /// How long a partial command, or an unread reply, may stay before the connection is closed.
+    pub idle_timeout: Duration,
 }
 
 impl KvOptions {
-    /// A server of moderate size at an address.
+    /// The defaults: 4 workers, 128 clients, 4096 buckets, values up to 1 KiB, 10 s.
     pub fn at(address: SocketAddr) -> Self {
         Self {
             address,
             workers: 4,
             clients: 128,
             buckets: 4096,
-            most_value: 1024,
-            patience: Duration::from_secs(10),
+            max_value: 1024,
+            idle_timeout: Duration::from_secs(10),
         }
     }
 
@@ -103,15 +106,15 @@ impl KvOptions {
                 "ask for a power of two up to 2^24",
             );
         }
-        if !(16..=1 << 20).contains(&self.most_value) || !self.most_value.is_multiple_of(16) {
-            let why = format!("values of {} bytes", self.most_value);
+        if !(16..=1 << 20).contains(&self.max_value) || !self.max_value.is_multiple_of(16) {
+            let why = format!("values of {} bytes", self.max_value);
             return refuse(why, "ask for 16 bytes to 1 MiB, a multiple of 16");
         }
         Ok(())
     }
 }
 
-/// What kernels read: everything about the server. The same as in kv.cu.
+/// The kernels' argument block, as in kv.cu.
 #[derive(Clone, Copy, Debug, Default)]
 struct Setup {
     table: u64,
@@ -119,16 +122,16 @@ struct Setup {
     locks: u64,
     bucket_mask: u64,
     slot_size: u64,
-    most_value: u64,
+    max_value: u64,
     connections: u64,
     connection_size: u64,
     in_size: u64,
     out_size: u64,
     per_worker: u64,
     workers: u64,
-    patience: u64,
+    idle_timeout: u64,
     control: u64,
-    most_clients: u64,
+    max_clients: u64,
     counts: u64,
     address: [u8; ADDRESS_LEN],
 }
@@ -143,16 +146,16 @@ impl Setup {
             &mut self.locks,
             &mut self.bucket_mask,
             &mut self.slot_size,
-            &mut self.most_value,
+            &mut self.max_value,
             &mut self.connections,
             &mut self.connection_size,
             &mut self.in_size,
             &mut self.out_size,
             &mut self.per_worker,
             &mut self.workers,
-            &mut self.patience,
+            &mut self.idle_timeout,
             &mut self.control,
-            &mut self.most_clients,
+            &mut self.max_clients,
             &mut self.counts,
         ]
     }
@@ -169,22 +172,22 @@ impl Setup {
     }
 }
 
-/// What a server has done so far.
+/// Counters of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct KvStats {
-    /// Clients that are connected now.
+    /// Clients currently connected.
     pub clients: u64,
-    /// Keys that are stored.
+    /// Keys stored.
     pub keys: u64,
     /// Commands executed.
     pub commands: u64,
-    /// Connections closed for breaking the protocol or a limit.
+    /// Connections closed because of a protocol violation or an exceeded limit.
     pub refused: u64,
-    /// Connections that have ended.
+    /// Connections closed.
     pub closed: u64,
 }
 
-/// A key-value server at work. Dropping it ends it.
+/// A running key-value server. Dropping it stops it.
 ///
 /// ```
 /// use std::io::{Read, Write};
@@ -206,12 +209,12 @@ pub struct KvServer<'a> {
     serving: Server<'a>,
 }
 
-/// Lays out all memory of a server.
-fn lay(host: &SockHost, options: &KvOptions) -> Result<Memory> {
-    let slot_size = slot::KEY + MOST_KEY + options.most_value;
+/// Allocates and initializes all memory of a server.
+fn allocate(host: &SockHost, options: &KvOptions) -> Result<Memory> {
+    let slot_size = slot::KEY + MAX_KEY + options.max_value;
     let per_worker = u64::from(options.clients.div_ceil(options.workers)) + 1;
-    let in_size = (options.most_value * 2 + 4096).next_multiple_of(4096);
-    let out_size = (options.most_value * 16 + 8192).next_multiple_of(4096);
+    let in_size = (options.max_value * 2 + 4096).next_multiple_of(4096);
+    let out_size = (options.max_value * 16 + 8192).next_multiple_of(4096);
     let connection_size = CONNECTION + in_size + out_size;
     let workers = u64::from(options.workers);
     let slots = host.alloc(options.buckets * SLOTS_PER_BUCKET * slot_size)?;
@@ -223,33 +226,33 @@ fn lay(host: &SockHost, options: &KvOptions) -> Result<Memory> {
     for memory in [&slots, &locks, &counts] {
         stream.fill(&memory.whole()?, 0)?;
     }
-    stream.synchronize(SOON)?;
+    stream.synchronize(KERNEL_TIMEOUT)?;
     control.write(0, &[0; control::LEN as usize])?;
-    let told = Setup {
+    let values = Setup {
         table: host.table(),
         slots: host.address_of(&slots)?,
         locks: host.address_of(&locks)?,
         bucket_mask: options.buckets - 1,
         slot_size,
-        most_value: options.most_value,
+        max_value: options.max_value,
         connections: host.address_of(&connections)?,
         connection_size,
         in_size,
         out_size,
         per_worker,
         workers,
-        patience: options.patience.as_nanos() as u64,
+        idle_timeout: options.idle_timeout.as_nanos() as u64,
         control: host.address_of(&control)?,
-        most_clients: u64::from(options.clients),
+        max_clients: u64::from(options.clients),
         counts: host.address_of(&counts)?,
         address: address_bytes(Some(options.address)),
     };
-    setup.write(0, &told.bytes())?;
+    setup.write(0, &values.bytes())?;
     Ok(Memory { setup, control, counts, _others: [slots, locks, connections] })
 }
 
 impl<'a> KvServer<'a> {
-    /// Starts the kernel on the host's device, and returns when it listens.
+    /// Launches the kernel on the host's device, and returns when it listens.
     pub fn start(host: &'a SockHost, options: KvOptions) -> Result<Self> {
         options.check()?;
         let device = host.device();
@@ -257,15 +260,15 @@ impl<'a> KvServer<'a> {
             .ptx(include_str!("kv.ptx"))
             .block(KERNEL, worker::kv_block);
         let kernel = device.load(&program)?.kernel(KERNEL)?;
-        let memory = lay(host, &options)?;
+        let memory = allocate(host, &options)?;
         let blocks = (options.workers, THREADS);
         let serving = Server::start(host, &kernel, blocks, memory, options.address)?;
         Ok(Self { serving })
     }
 
-    /// Starts workers as threads of a host for
-    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the setup's address and the
-    /// worker's number. For tests of kv.cu as C++.
+    /// Runs the workers on threads of a host for
+    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the address of the setup and
+    /// the index of the worker. For tests of kv.cu as C++.
     #[doc(hidden)]
     pub fn start_on_threads(
         host: &'a SockHost,
@@ -273,24 +276,24 @@ impl<'a> KvServer<'a> {
         run: impl Fn(u64, u64) + Clone + Send + 'static,
     ) -> Result<Self> {
         options.check()?;
-        let memory = lay(host, &options)?;
+        let memory = allocate(host, &options)?;
         let (workers, asked) = (options.workers, options.address);
         let serving = Server::start_on_threads(host, workers, memory, asked, run)?;
         Ok(Self { serving })
     }
 
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.serving.address()
     }
 
-    /// What it has done.
+    /// The current counters.
     pub fn stats(&self) -> Result<KvStats> {
         let [clients, keys, commands, refused, closed] = self.serving.counts()?;
         Ok(KvStats { clients, keys, commands, refused, closed })
     }
 
-    /// Ends it: connections are closed, and the kernel returns.
+    /// Stops the server: closes all connections and waits for the kernel.
     pub fn stop(&self) -> Result<()> {
         self.serving.stop()
     }

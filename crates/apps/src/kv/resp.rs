@@ -1,18 +1,18 @@
-//! RESP, the protocol of Redis: finding a command in what has come so far, and writing replies.
+//! RESP, the protocol of Redis: parsing commands from received bytes, and writing replies.
 
 use std::ops::Range;
 
-/// The most words of a command.
-pub(super) const MOST_ARGUMENTS: usize = 64;
+/// Maximum number of arguments of a command, including its name.
+pub(super) const MAX_ARGUMENTS: usize = 64;
 
-/// What was found.
+/// The result of parsing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Parsed {
-    /// It is not all there yet.
+    /// The command is incomplete.
     More,
-    /// A command: its words, and how many bytes it took.
+    /// A complete command: the ranges of its arguments, and its length in bytes.
     Whole(Vec<Range<usize>>, usize),
-    /// It never will be one, because of this.
+    /// Malformed input, with the error reply.
     Bad(&'static str),
 }
 
@@ -20,7 +20,7 @@ const BAD_COUNT: Parsed = Parsed::Bad("-ERR Protocol error: invalid multibulk le
 const BAD_LENGTH: Parsed = Parsed::Bad("-ERR Protocol error: invalid bulk length\r\n");
 const BAD_TYPE: Parsed = Parsed::Bad("-ERR Protocol error: expected '$'\r\n");
 
-/// A decimal number up to the end of its line, and the place behind it.
+/// A decimal number up to the end of its line, and the position behind it.
 enum Number {
     More,
     Bad,
@@ -46,19 +46,20 @@ fn number(bytes: &[u8], at: usize) -> Number {
     }
 }
 
-/// Finds the first command. No word may be longer than `most_word`, no command longer than `most`.
-pub(super) fn parse(bytes: &[u8], most_word: usize, most: usize) -> Parsed {
+/// Parses the first command. No argument may be longer than `max_word`, no command longer than
+/// `max_len`.
+pub(super) fn parse(bytes: &[u8], max_word: usize, max_len: usize) -> Parsed {
     match bytes.first() {
         None => Parsed::More,
-        Some(b'*') => parse_array(bytes, most_word, most),
-        Some(_) => parse_line(bytes, most),
+        Some(b'*') => parse_array(bytes, max_word, max_len),
+        Some(_) => parse_line(bytes, max_len),
     }
 }
 
-fn parse_array(bytes: &[u8], most_word: usize, most: usize) -> Parsed {
+fn parse_array(bytes: &[u8], max_word: usize, max_len: usize) -> Parsed {
     let (count, mut at) = match number(bytes, 1) {
         Number::More => return Parsed::More,
-        Number::Found(count, at) if (0..=MOST_ARGUMENTS as i64).contains(&count) => (count, at),
+        Number::Found(count, at) if (0..=MAX_ARGUMENTS as i64).contains(&count) => (count, at),
         Number::Found(..) | Number::Bad => return BAD_COUNT,
     };
     let mut words = Vec::with_capacity(count as usize);
@@ -70,13 +71,13 @@ fn parse_array(bytes: &[u8], most_word: usize, most: usize) -> Parsed {
         }
         let (len, begin) = match number(bytes, at + 1) {
             Number::More => return Parsed::More,
-            Number::Found(len, begin) if (0..=most_word as i64).contains(&len) => {
+            Number::Found(len, begin) if (0..=max_word as i64).contains(&len) => {
                 (len as usize, begin)
             }
             Number::Found(..) | Number::Bad => return BAD_LENGTH,
         };
         let end = begin + len;
-        if end + 2 > most {
+        if end + 2 > max_len {
             return BAD_LENGTH;
         }
         if end + 2 > bytes.len() {
@@ -91,10 +92,10 @@ fn parse_array(bytes: &[u8], most_word: usize, most: usize) -> Parsed {
     Parsed::Whole(words, at)
 }
 
-/// Words on one line, as people type them.
-fn parse_line(bytes: &[u8], most: usize) -> Parsed {
+/// An inline command: arguments on one line, separated by spaces.
+fn parse_line(bytes: &[u8], max_len: usize) -> Parsed {
     let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
-        return if bytes.len() >= most { BAD_LENGTH } else { Parsed::More };
+        return if bytes.len() >= max_len { BAD_LENGTH } else { Parsed::More };
     };
     let mut words = Vec::new();
     let mut at = 0;
@@ -104,13 +105,13 @@ fn parse_line(bytes: &[u8], most: usize) -> Parsed {
         }
         at += word.len() + 1;
     }
-    if words.len() > MOST_ARGUMENTS {
+    if words.len() > MAX_ARGUMENTS {
         return BAD_COUNT;
     }
     Parsed::Whole(words, end + 1)
 }
 
-/// A string of a reply; `None` is written as nothing.
+/// A bulk string reply; `None` is a null bulk string.
 pub(super) fn put_string(out: &mut Vec<u8>, text: Option<&[u8]>) {
     match text {
         None => out.extend(b"$-1\r\n"),
@@ -122,7 +123,7 @@ pub(super) fn put_string(out: &mut Vec<u8>, text: Option<&[u8]>) {
     }
 }
 
-/// A number of a reply.
+/// An integer reply.
 pub(super) fn put_number(out: &mut Vec<u8>, value: i64) {
     out.extend(format!(":{value}\r\n").as_bytes());
 }
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_are_found() {
+    fn commands_are_parsed() {
         assert_eq!(words(b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n"), [&b"GET"[..], b"k"]);
         assert_eq!(words(b"*1\r\n$0\r\n\r\n"), [b""]);
         assert_eq!(words(b"SET  a b\r\n"), [&b"SET"[..], b"a", b"b"]);
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn every_beginning_of_a_command_wants_more() {
+    fn prefixes_of_a_command_are_incomplete() {
         let whole = b"*2\r\n$3\r\nGET\r\n$10\r\n0123456789\r\n";
         for len in 0..whole.len() {
             assert_eq!(parse(&whole[..len], 100, 1000), Parsed::More, "{len}");
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_input_is_named() {
+    fn malformed_input_is_rejected() {
         for (bytes, bad) in [
             (&b"*-1\r\n"[..], BAD_COUNT),
             (b"*65\r\n", BAD_COUNT),

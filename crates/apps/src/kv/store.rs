@@ -1,21 +1,22 @@
-//! The store as the simulated GPU's workers use it: buckets of slots in device memory, a lock for each bucket. Those who change
-//! nothing but numbers are readers: numbers are added to by atomics, so that all who count at one key do so at the same time.
+//! The store as used by the simulated GPU's workers: buckets of slots in device memory, with a
+//! reader-writer lock per bucket. Increments of existing integers take the read lock: they are
+//! atomic, so that several workers can count at one key concurrently.
 
 use warpwire::mem::DeviceAddr;
 use warpwire::mem::sim::{Block, KernelFault};
 
-use super::{MOST_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
+use super::{MAX_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
 
 type Result<T> = std::result::Result<T, KernelFault>;
 
-/// A lock: [`READER`] for each who reads, and one bit for who writes, or is the next to.
+/// A lock word: [`READER`] per reader, and one bit for the writer that holds it or waits for it.
 const WRITER: u32 = 1;
 const READER: u32 = 2;
-/// What may still be added to, on both sides of 0.
-const MOST_NUMBER: i64 = 999_999_999_999_999_999;
-const NO_NUMBER: &str = "-ERR value is not an integer or out of range\r\n";
+/// Largest absolute value that can still be incremented or decremented.
+const MAX_NUMBER: i64 = 999_999_999_999_999_999;
+const NOT_A_NUMBER: &str = "-ERR value is not an integer or out of range\r\n";
 
-/// The store, for one block.
+/// The store as seen by one block.
 pub(super) struct Store<'a> {
     pub(super) block: &'a Block<'a>,
     pub(super) setup: &'a Setup,
@@ -25,12 +26,12 @@ fn at(address: u64) -> DeviceAddr {
     DeviceAddr::new(address)
 }
 
-/// Where a number lies, instead of text.
+/// Address of a slot's integer, in place of the text.
 fn number_of(place: u64) -> DeviceAddr {
-    at(place + slot::KEY + MOST_KEY)
+    at(place + slot::KEY + MAX_KEY)
 }
 
-/// The same as in kv.cu.
+/// FNV-1a with a final shift, as in kv.cu.
 fn hash_of(key: &[u8]) -> u32 {
     let hash = key
         .iter()
@@ -43,7 +44,7 @@ impl Store<'_> {
         at(self.setup.locks + (u64::from(hash) & self.setup.bucket_mask) * 4)
     }
 
-    /// Does something while nobody writes to the key's bucket.
+    /// Runs `work` with the read lock of the key's bucket.
     fn reading<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (lock, block) = (self.lock_of(hash), self.block);
         block.spin_until(|| {
@@ -59,7 +60,7 @@ impl Store<'_> {
         outcome
     }
 
-    /// Does something while nobody else uses the key's bucket.
+    /// Runs `work` with the write lock of the key's bucket.
     fn writing<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (lock, block) = (self.lock_of(hash), self.block);
         block.spin_until(|| {
@@ -67,7 +68,7 @@ impl Store<'_> {
             let next = before | WRITER;
             Ok(before & WRITER == 0 && block.compare_exchange_u32(lock, before, next)? == before)
         })?;
-        // From here on nobody begins to read.
+        // The bit keeps new readers out; wait for the current ones.
         block.spin_until(|| Ok(block.load_u32(lock)? == WRITER))?;
         let outcome = work();
         block.fetch_add_u32(lock, WRITER.wrapping_neg())?;
@@ -78,8 +79,8 @@ impl Store<'_> {
         self.block.load_u32(at(slot + word))
     }
 
-    /// The key's slot, or a free one if `make`.
-    fn find(&self, key: &[u8], hash: u32, make: bool) -> Result<Option<u64>> {
+    /// The key's slot, or a free one if `create`.
+    fn find(&self, key: &[u8], hash: u32, create: bool) -> Result<Option<u64>> {
         let bucket = u64::from(hash) & self.setup.bucket_mask;
         let mut vacant = None;
         for number in 0..SLOTS_PER_BUCKET {
@@ -91,7 +92,7 @@ impl Store<'_> {
             }
             let same_head = self.word(place, slot::HASH)? == hash
                 && self.word(place, slot::KEY_LENGTH)? as usize == key.len();
-            let mut found = [0; MOST_KEY as usize];
+            let mut found = [0; MAX_KEY as usize];
             if same_head {
                 self.block.read(at(place + slot::KEY), &mut found[..key.len()])?;
             }
@@ -99,10 +100,10 @@ impl Store<'_> {
                 return Ok(Some(place));
             }
         }
-        Ok(vacant.filter(|_| make))
+        Ok(vacant.filter(|_| create))
     }
 
-    /// Makes a free slot the key's.
+    /// Assigns a free slot to the key; does nothing if it is in use.
     fn take(&self, place: u64, key: &[u8], hash: u32) -> Result<()> {
         if self.word(place, slot::USED)? != 0 {
             return Ok(());
@@ -121,17 +122,17 @@ impl Store<'_> {
             return Ok(number.to_string().into_bytes());
         }
         let mut value = vec![0; self.word(place, slot::VALUE_LENGTH)? as usize];
-        self.block.read(at(place + slot::KEY + MOST_KEY), &mut value)?;
+        self.block.read(at(place + slot::KEY + MAX_KEY), &mut value)?;
         Ok(value)
     }
 
-    /// False if there is no room.
+    /// False if the bucket is full.
     pub(super) fn set(&self, key: &[u8], value: &[u8]) -> Result<bool> {
         let hash = hash_of(key);
         self.writing(hash, || {
             let Some(place) = self.find(key, hash, true)? else { return Ok(false) };
             self.take(place, key, hash)?;
-            self.block.write(at(place + slot::KEY + MOST_KEY), value)?;
+            self.block.write(at(place + slot::KEY + MAX_KEY), value)?;
             self.block.store_u32(at(place + slot::VALUE_LENGTH), value.len() as u32)?;
             self.block.store_u32(at(place + slot::USED), slot::TEXT)?;
             Ok(true)
@@ -145,13 +146,12 @@ impl Store<'_> {
         })
     }
 
-    /// Whether the key is there.
     pub(super) fn exists(&self, key: &[u8]) -> Result<bool> {
         let hash = hash_of(key);
         self.reading(hash, || Ok(self.find(key, hash, false)?.is_some()))
     }
 
-    /// Whether the key was there; it is not any more.
+    /// Deletes a key; false if there was none.
     pub(super) fn drop_key(&self, key: &[u8]) -> Result<bool> {
         let hash = hash_of(key);
         self.writing(hash, || {
@@ -164,7 +164,7 @@ impl Store<'_> {
         })
     }
 
-    /// Adds to a number: the sum, or what to say instead.
+    /// Adds to an integer: returns the sum, or the error reply.
     pub(super) fn add(
         &self,
         key: &[u8],
@@ -180,7 +180,7 @@ impl Store<'_> {
         if let Some(sum) = added {
             return Ok(sum);
         }
-        // It is made a number, if it can be.
+        // Convert the text to an integer, if possible.
         self.writing(hash, || {
             let Some(place) = self.find(key, hash, true)? else {
                 return Ok(Err("-OOM the store has no room for this key\r\n"));
@@ -188,8 +188,8 @@ impl Store<'_> {
             let used = self.word(place, slot::USED)?;
             if used != slot::NUMBER {
                 let before =
-                    if used == slot::VACANT { Some(0) } else { whole(&self.value(place)?) };
-                let Some(before) = before else { return Ok(Err(NO_NUMBER)) };
+                    if used == slot::VACANT { Some(0) } else { parse_integer(&self.value(place)?) };
+                let Some(before) = before else { return Ok(Err(NOT_A_NUMBER)) };
                 self.take(place, key, hash)?;
                 self.block.store_u64(number_of(place), before as u64)?;
                 self.block.store_u32(at(place + slot::USED), slot::NUMBER)?;
@@ -198,17 +198,18 @@ impl Store<'_> {
         })
     }
 
-    /// The same for what is a number already, by who reads or writes.
+    /// As [`add`](Self::add), for a slot that holds an integer already. Needs the read or write
+    /// lock.
     fn add_to_number(&self, place: u64, by: i64) -> Result<std::result::Result<i64, &'static str>> {
         let before = self.block.fetch_add_u64(number_of(place), by as u64)? as i64;
-        if (-MOST_NUMBER..=MOST_NUMBER).contains(&before) {
+        if (-MAX_NUMBER..=MAX_NUMBER).contains(&before) {
             return Ok(Ok(before + by));
         }
         self.block.fetch_add_u64(number_of(place), by.wrapping_neg() as u64)?;
-        Ok(Err(NO_NUMBER))
+        Ok(Err(NOT_A_NUMBER))
     }
 
-    /// Adds to a counter, and gives what it was before.
+    /// Adds to a counter and returns the previous value.
     pub(super) fn count(&self, counter: u64, by: u64) -> Result<u64> {
         self.block.fetch_add_u64(at(self.setup.counts + counter), by)
     }
@@ -218,8 +219,8 @@ impl Store<'_> {
     }
 }
 
-/// A whole number of at most 18 digits.
-fn whole(text: &[u8]) -> Option<i64> {
+/// Parses a decimal integer of at most 18 digits.
+fn parse_integer(text: &[u8]) -> Option<i64> {
     let digits = text.strip_prefix(b"-").unwrap_or(text);
     if digits.is_empty() || digits.len() > 18 || !digits.iter().all(u8::is_ascii_digit) {
         return None;

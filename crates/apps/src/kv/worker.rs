@@ -1,4 +1,4 @@
-//! The workers of the simulated GPU: the twin of kv.cu.
+//! The workers for the simulated GPU: the equivalent of kv.cu.
 
 use std::time::{Duration, Instant};
 
@@ -9,19 +9,19 @@ use warpwire::sock::device::{
 };
 use warpwire::sock::layout::events;
 
-use super::resp::{self, MOST_ARGUMENTS, Parsed};
+use super::resp::{self, MAX_ARGUMENTS, Parsed};
 use super::store::Store;
-use super::{MOST_KEY, Setup, control, counts};
+use super::{MAX_KEY, Setup, control, counts};
 use crate::serving;
 
-const NAP: Duration = Duration::from_millis(50);
+const POLL_TIMEOUT: Duration = Duration::from_millis(50);
 
 struct Connection {
     socket: Sock,
     input: Vec<u8>,
     output: Vec<u8>,
     closing: bool,
-    /// When something began that is not finished: half a command, or output that nobody takes.
+    /// When a partial command or unsent output was first seen.
     since: Option<Instant>,
 }
 
@@ -33,7 +33,7 @@ struct Worker<'a> {
     connections: Vec<Connection>,
 }
 
-/// One worker, as a block function.
+/// One worker as a block function.
 pub(super) fn kv_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let mut worker = Worker {
@@ -44,7 +44,7 @@ pub(super) fn kv_block(block: &Block<'_>) -> Result<(), KernelFault> {
         connections: Vec::new(),
     };
     match worker.serve() {
-        // The host has ended, and so does this.
+        // A socket error means that the host has stopped; so does the worker.
         Ok(()) | Err(SockError::Errno(_)) => Ok(()),
         Err(SockError::KernelFault(fault)) => Err(fault),
     }
@@ -63,31 +63,33 @@ impl Worker<'_> {
         while self.block.load_u64(self.control(control::STOP))? == 0 {
             let (mine, clients) =
                 (self.connections.len() as u64, self.store.counter(counts::CLIENTS)?);
-            // Whoever has no more than his share takes the next; all of them turn away what is too much.
-            let full = clients >= self.setup.most_clients;
-            let takes =
+            // Workers with no more than their share of clients accept the next one; if the server
+            // is full, all of them accept, to reject.
+            let full = clients >= self.setup.max_clients;
+            let accepts =
                 full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
             let wanted = |connection: &Connection| {
                 let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
                 PollEntry::new(connection.socket, waits)
             };
             let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
-            if takes {
+            if accepts {
                 list.push(PollEntry::new(listener, events::IN));
             }
-            self.sockets.poll(&mut list, Some(if takes { NAP } else { NAP / 10 }))?;
-            let arrived = takes && list.pop().is_some_and(|polled| polled.revents != 0);
+            self.sockets
+                .poll(&mut list, Some(if accepts { POLL_TIMEOUT } else { POLL_TIMEOUT / 10 }))?;
+            let arrived = accepts && list.pop().is_some_and(|polled| polled.revents != 0);
             for (index, polled) in list.iter().enumerate().rev() {
-                if !self.converse(index, polled.revents)? {
-                    self.hang_up(index)?;
+                if !self.handle_events(index, polled.revents)? {
+                    self.close_connection(index)?;
                 }
             }
             if arrived {
-                self.take(listener)?;
+                self.accept(listener)?;
             }
         }
         while !self.connections.is_empty() {
-            self.hang_up(0)?;
+            self.close_connection(0)?;
         }
         if self.block.index() == 0 {
             self.sockets.close(listener)?;
@@ -95,27 +97,27 @@ impl Worker<'_> {
         Ok(())
     }
 
-    fn hang_up(&mut self, index: usize) -> SockResult<()> {
+    fn close_connection(&mut self, index: usize) -> SockResult<()> {
         let connection = self.connections.swap_remove(index);
         self.store.count(counts::CLIENTS, u64::MAX)?;
         self.store.count(counts::CLOSED, 1)?;
         self.sockets.close(connection.socket)
     }
 
-    /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many, or no place
-    /// for it here.
-    fn take(&mut self, listener: Sock) -> SockResult<()> {
+    /// Accepts a pending connection, unless another worker was faster; rejects it if the server is
+    /// full or this worker has no free slot.
+    fn accept(&mut self, listener: Sock) -> SockResult<()> {
         let socket = match self.sockets.accept(listener) {
             Ok((socket, _)) => socket,
             Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
             Err(failure) => return Err(failure),
         };
         self.sockets.set(socket, SockOption::NonBlocking, 1)?;
-        let has_place = (self.connections.len() as u64) < self.setup.per_worker;
+        let has_slot = (self.connections.len() as u64) < self.setup.per_worker;
         let before = self.store.count(counts::CLIENTS, 1)?;
-        if !has_place || before >= self.setup.most_clients {
+        if !has_slot || before >= self.setup.max_clients {
             self.store.count(counts::CLIENTS, u64::MAX)?;
-            // It may be gone already.
+            // The client may have disconnected already.
             let _ = self.sockets.send(socket, b"-ERR max number of clients reached\r\n");
             return self.sockets.close(socket);
         }
@@ -129,13 +131,13 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Takes what came, and answers it; false if the connection is done with.
-    fn converse(&mut self, index: usize, found: u16) -> SockResult<bool> {
+    /// Receives and executes commands; false if the connection is to be closed.
+    fn handle_events(&mut self, index: usize, found: u16) -> SockResult<bool> {
         let setup = self.setup;
         let connection = &mut self.connections[index];
-        let patience = Duration::from_nanos(setup.patience);
+        let idle_timeout = Duration::from_nanos(setup.idle_timeout);
         if found == 0 {
-            return Ok(connection.since.is_none_or(|since| since.elapsed() <= patience));
+            return Ok(connection.since.is_none_or(|since| since.elapsed() <= idle_timeout));
         }
         let have = connection.input.len();
         if found & !events::OUT != 0
@@ -152,7 +154,7 @@ impl Worker<'_> {
                 Err(fault) => return Err(fault),
             }
         }
-        digest(&self.store, connection)?;
+        execute_complete(&self.store, connection)?;
         if !connection.output.is_empty() {
             match self.sockets.send(connection.socket, &connection.output) {
                 Ok(sent) => drop(connection.output.drain(..sent)),
@@ -163,20 +165,20 @@ impl Worker<'_> {
         }
         let busy = !connection.input.is_empty() || !connection.output.is_empty();
         connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
-        let late = connection.since.is_some_and(|since| since.elapsed() > patience);
-        let said = connection.output.is_empty() && connection.closing;
-        Ok(!late && !said)
+        let late = connection.since.is_some_and(|since| since.elapsed() > idle_timeout);
+        let replied = connection.output.is_empty() && connection.closing;
+        Ok(!late && !replied)
     }
 }
 
-/// Executes what came in whole.
-fn digest(store: &Store<'_>, connection: &mut Connection) -> SockResult<()> {
+/// Executes all complete commands.
+fn execute_complete(store: &Store<'_>, connection: &mut Connection) -> SockResult<()> {
     let setup = store.setup;
-    let (most_word, most) = (setup.most_value.max(MOST_KEY) as usize, setup.in_size as usize);
+    let (max_word, max_len) = (setup.max_value.max(MAX_KEY) as usize, setup.in_size as usize);
     let (mut done, mut executed) = (0, 0);
     while !connection.closing {
         let has_room = |needs: u64| connection.output.len() as u64 + needs <= setup.out_size;
-        match resp::parse(&connection.input[done..], most_word, most) {
+        match resp::parse(&connection.input[done..], max_word, max_len) {
             Parsed::More => break,
             Parsed::Bad(_) if !has_room(128) => break,
             Parsed::Bad(why) => {
@@ -185,9 +187,9 @@ fn digest(store: &Store<'_>, connection: &mut Connection) -> SockResult<()> {
                 store.count(counts::REFUSED, 1)?;
             }
             Parsed::Whole(words, used) => {
-                let needs = (setup.most_value + 32) * words.len().max(1) as u64 + 128;
+                let needs = (setup.max_value + 32) * words.len().max(1) as u64 + 128;
                 if !has_room(needs.min(setup.out_size)) && !connection.output.is_empty() {
-                    break; // first what is there must go
+                    break; // send the pending output first
                 }
                 if needs > setup.out_size {
                     connection.output.extend(b"-ERR too many keys\r\n");
@@ -208,9 +210,9 @@ fn digest(store: &Store<'_>, connection: &mut Connection) -> SockResult<()> {
     Ok(())
 }
 
-/// Executes a command; true if the connection ends after it.
+/// Executes a command; true if the connection is to be closed after it.
 fn execute(store: &Store<'_>, words: &[&[u8]], out: &mut Vec<u8>) -> SockResult<bool> {
-    debug_assert!(words.len() <= MOST_ARGUMENTS);
+    debug_assert!(words.len() <= MAX_ARGUMENTS);
     let Some((name, rest)) = words.split_first() else { return Ok(false) };
     let name = name.to_ascii_uppercase();
     let keys = match &name[..] {
@@ -224,14 +226,14 @@ fn execute(store: &Store<'_>, words: &[&[u8]], out: &mut Vec<u8>) -> SockResult<
         out.extend(b"-ERR wrong number of arguments\r\n");
         return Ok(false);
     }
-    if keys.iter().any(|key| key.len() > MOST_KEY as usize) {
+    if keys.iter().any(|key| key.len() > MAX_KEY as usize) {
         out.extend(b"-ERR the key is too long\r\n");
         return Ok(false);
     }
     match (&name[..], rest) {
         (b"GET", [key, ..]) => resp::put_string(out, store.get(key)?.as_deref()),
         (b"SET", [_, _, _, ..]) => out.extend(b"-ERR syntax error\r\n"),
-        (b"SET", [_, value]) if value.len() as u64 > store.setup.most_value => {
+        (b"SET", [_, value]) if value.len() as u64 > store.setup.max_value => {
             out.extend(b"-ERR the value is too long\r\n");
         }
         (b"SET", [key, value]) => out.extend(match store.set(key, value)? {

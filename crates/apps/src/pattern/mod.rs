@@ -1,6 +1,6 @@
-//! A pattern that depends on a seed and on the position, written and checked by the device itself.
+//! A pattern that depends on a seed and on the position, written and verified by the device.
 //!
-//! With it, benchmarks and demonstrations verify what they moved without carrying it to the CPU.
+//! Benchmarks and demonstrations use it to verify transfers without copying the data to the CPU.
 
 use warpwire::error::{Error, Kind, Result};
 use warpwire::mem::sim::{Block, KernelFault};
@@ -9,7 +9,7 @@ use warpwire::mem::{Backend, Device, Kernel, Launch, Program, Region, Stream, Wo
 const FILL: &str = "pattern_fill";
 const CHECK: &str = "pattern_check";
 
-/// The pattern's kernels, loaded onto a device.
+/// The kernels, loaded onto a device.
 ///
 /// ```
 /// use std::time::Duration;
@@ -42,13 +42,14 @@ impl Pattern {
         Ok(Self { fill: module.kernel(FILL)?, check: module.kernel(CHECK)? })
     }
 
-    /// Fills `region`, whose address is a multiple of 8, with the pattern of `seed`.
+    /// Fills `region` with the pattern of `seed`. Its address must be a multiple of 8.
     pub fn fill(&self, stream: &Stream, region: &Region, seed: u64) -> Result<()> {
         let launch = prepare(&self.fill, region, seed)?;
         start(stream, launch)
     }
 
-    /// Adds to the 64-bit word `wrong` how many 8-byte words of `region` differ from the pattern of `seed`.
+    /// Adds the number of 8-byte words of `region` that differ from the pattern of `seed` to the
+    /// 64-bit word `wrong`.
     pub fn check(&self, stream: &Stream, region: &Region, seed: u64, wrong: &Word) -> Result<()> {
         if wrong.region().len() != 8 {
             return Err(Error::new(Kind::InvalidArgument, "check a pattern")
@@ -67,13 +68,13 @@ fn prepare(kernel: &Kernel, region: &Region, seed: u64) -> Result<Launch> {
             .why(format!("{} is not a multiple of 8", region.address())));
     }
     let threads = 256;
-    // Enough blocks to fill a large GPU, and no more than the work needs; the simulator's blocks are
-    // threads of the host, so it gets few.
-    let most = match kernel.device().info().backend {
+    // Enough blocks to fill a large GPU, but no more than the work needs. The simulator's blocks
+    // are host threads, so it gets few.
+    let max_blocks = match kernel.device().info().backend {
         Backend::Cuda => 1024,
         Backend::Sim => 2,
     };
-    let grid = region.len().div_ceil(8 * u64::from(threads)).clamp(1, most);
+    let grid = region.len().div_ceil(8 * u64::from(threads)).clamp(1, max_blocks);
     Ok(Launch::new(kernel)
         .grid(grid as u32)
         .threads(threads)
@@ -84,8 +85,8 @@ fn prepare(kernel: &Kernel, region: &Region, seed: u64) -> Result<Launch> {
 
 #[allow(unsafe_code)]
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: both kernels touch only the regions that they are given, within the lengths of those;
-    // the launch keeps them alive.
+    // SAFETY: both kernels access only the regions that they are given, within their lengths; the
+    // launch keeps them alive.
     unsafe { stream.launch(launch) }
 }
 
@@ -97,7 +98,7 @@ pub fn word(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills a buffer of the CPU with the part of the pattern that begins at byte `at`, a multiple of 8.
+/// Fills CPU memory with the pattern from byte `at` on, a multiple of 8.
 pub fn fill_bytes(buffer: &mut [u8], seed: u64, at: u64) {
     for (index, bytes) in buffer.chunks_mut(8).enumerate() {
         let pattern = word(seed, at / 8 + index as u64).to_le_bytes();
@@ -105,7 +106,7 @@ pub fn fill_bytes(buffer: &mut [u8], seed: u64, at: u64) {
     }
 }
 
-/// The piece of work that falls to one block: its words, a page at a time.
+/// Calls `page` with offset and length of each page that this block processes.
 fn each_page(
     block: &Block<'_>,
     mut page: impl FnMut(u64, usize) -> std::result::Result<(), KernelFault>,
@@ -153,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pattern_depends_on_seed_and_place() {
+    fn the_pattern_depends_on_seed_and_position() {
         let mut bytes = [0; 20];
         fill_bytes(&mut bytes, 1, 0);
         assert_eq!(bytes[..8], word(1, 0).to_le_bytes());

@@ -1,5 +1,5 @@
 // Fills memory with a pattern that depends on a seed and on the position, and checks it.
-// The same functions stand in mod.rs for the simulated GPU and for the CPU.
+// mod.rs has the same functions for the simulated GPU and for the CPU.
 
 typedef unsigned long long u64;
 

@@ -1,4 +1,4 @@
-//! A kernel that answers the CPU word by word, to measure how long a round trip takes.
+//! A kernel that answers the CPU, one word per round, to measure the round-trip time.
 
 use std::time::{Duration, Instant};
 
@@ -8,10 +8,10 @@ use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Stream, Word, W
 
 const NARROW: &str = "pingpong_32";
 const WIDE: &str = "pingpong_64";
-/// How long it waits for the CPU, in clock cycles: about ten seconds.
-const PATIENCE_CYCLES: u64 = 20_000_000_000;
+/// How long the kernel waits for the CPU, in clock cycles: about ten seconds.
+const TIMEOUT_CYCLES: u64 = 20_000_000_000;
 
-/// The answering kernels, loaded onto a device.
+/// The ping-pong kernels, loaded onto a device.
 ///
 /// ```
 /// use std::time::Duration;
@@ -25,7 +25,7 @@ const PATIENCE_CYCLES: u64 = 20_000_000_000;
 /// let (window, stream) = (memory.window().unwrap(), gpu.stream().unwrap());
 /// PingPong::load(&gpu).unwrap().start(&stream, &ask, &answer, 10).unwrap();
 /// for round in 1..=10 {
-///     window.bytes().store_u64(0, round).unwrap(); // on CUDA: window.write, which also sends it off
+///     window.bytes().store_u64(0, round).unwrap(); // on CUDA: window.write, which flushes
 ///     while answer.load().unwrap() < round {
 ///         std::hint::spin_loop();
 ///     }
@@ -54,11 +54,11 @@ impl PingPong {
         Ok(Self { narrow: module.kernel(NARROW)?, wide: module.kernel(WIDE)? })
     }
 
-    /// Starts a kernel that waits until the word `ask` has become 1, sets `answer` to 1, waits for 2, and
-    /// so on up to `rounds`. Both words are 0 before. It ends after the last round, or when the CPU has
-    /// not asked for about ten seconds.
+    /// Starts a kernel that waits until the word `ask` is 1, sets `answer` to 1, waits for 2, and
+    /// so on up to `rounds`. Both words must be 0 before. It ends after the last round, or when it
+    /// has waited for the CPU for about ten seconds.
     ///
-    /// The two words are of the same width, in device memory or in pinned memory.
+    /// The words must have the same width, and be in device or pinned memory.
     pub fn start(&self, stream: &Stream, ask: &Word, answer: &Word, rounds: u64) -> Result<()> {
         let failure = |why: &str| {
             Err(Error::new(Kind::InvalidArgument, "start a ping-pong")
@@ -66,27 +66,28 @@ impl PingPong {
                 .why(why.to_owned()))
         };
         if ask.width() != answer.width() {
-            return failure("the two words differ in width");
+            return failure("the words differ in width");
         }
         if ask.address() == answer.address() {
             return failure("the two words are the same");
         }
         if !ask.width().fits(rounds) {
-            return failure("the words cannot count that far");
+            return failure("the words are too narrow for that many rounds");
         }
         let kernel = if ask.width() == WordWidth::Bits32 { &self.narrow } else { &self.wide };
         let launch = Launch::new(kernel)
             .region(ask.region())
             .region(answer.region())
             .value(rounds)
-            .value(PATIENCE_CYCLES);
+            .value(TIMEOUT_CYCLES);
         start(stream, launch)
     }
 }
 
 #[allow(unsafe_code)]
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernels touch only the two words that they are given, which the launch keeps alive.
+    // SAFETY: the kernels access only the two words that they are given, which the launch keeps
+    // alive.
     unsafe { stream.launch(launch) }
 }
 
@@ -96,13 +97,13 @@ fn answer_each(
     store: impl Fn(DeviceAddr, u64) -> std::result::Result<(), KernelFault>,
 ) -> std::result::Result<(), KernelFault> {
     let (ask, answer, rounds) = (block.address(0)?, block.address(1)?, block.value(2)?);
-    // Cycles of a clock of 2 GHz.
-    let patience = Duration::from_nanos(block.value(3)? / 2);
+    // Clock cycles at 2 GHz.
+    let timeout = Duration::from_nanos(block.value(3)? / 2);
     for round in 1..=rounds {
         let (start, mut asked) = (Instant::now(), false);
         block.spin_until(|| {
             asked = load(ask)? >= round;
-            Ok(asked || start.elapsed() > patience)
+            Ok(asked || start.elapsed() > timeout)
         })?;
         if !asked {
             return Ok(());
@@ -118,7 +119,7 @@ mod tests {
     use warpwire::mem::sim::{Sim, SimConfig};
 
     #[test]
-    fn words_that_do_not_fit_are_refused() {
+    fn mismatched_words_are_rejected() {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let (pingpong, stream) = (PingPong::load(&gpu).unwrap(), gpu.stream().unwrap());
         let memory = gpu.alloc_pinned(64).unwrap();

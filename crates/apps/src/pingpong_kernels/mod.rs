@@ -1,8 +1,8 @@
 //! Ping-pong between kernels of two ranks, a kernel that puts or gets, one that relays words
-//! without an HCA, and one that only takes time: for measurements, and as an example of kernels
-//! that use a [lane](warpwire::msg::lane).
+//! without an HCA, and one that busy-waits: for benchmarks, and as an example of kernels that use a
+//! [device channel](warpwire::msg::device_channel).
 //!
-//! [`pingpong`](crate::pingpong) is the other measurement: a kernel that answers the CPU.
+//! [`pingpong`](crate::pingpong) measures the round trip between a kernel and the CPU instead.
 
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,8 @@ const COMPUTE: &str = "pingpong_compute";
 const PLAY: &str = "pingpong_play";
 const MOVE: &str = "pingpong_move";
 const RELAY: &str = "pingpong_relay";
-/// What a failure happened during, as errors say it.
-const WHAT: &str = "run a ping-pong of kernels";
+/// The operation in error texts.
+const WHAT: &str = "run a ping-pong between kernels";
 
 /// The kernels, loaded onto a device.
 #[derive(Clone, Debug)]
@@ -31,58 +31,58 @@ pub struct PingPongKernels {
     play: Kernel,
     shift: Kernel,
     relay: Kernel,
-    /// How the first kernel that failed ended, or 0.
+    /// Status of the first kernel that failed, or 0.
     report: Allocation,
 }
 
-/// What one side of a ping-pong sends, and where it looks.
+/// One side of a ping-pong: what it sends, and the word that it polls.
 #[derive(Clone, Debug)]
 pub struct Side<'a> {
     /// The queue pair to the other rank.
     pub qp: &'a KernelQp,
-    /// Where the data goes.
+    /// The peer's memory that the data is written to.
     pub to: Remote,
     /// The data.
     pub from: Sge,
-    /// The other's word, to which one is added after the data.
+    /// The peer's word, to which one is added after the data.
     pub signal: Remote,
-    /// Our own, to which the other adds: 64 bits of device memory.
+    /// The local word, to which the peer adds: 64 bits of device memory.
     pub own: &'a Word,
-    /// What our own word is before.
+    /// Initial value of the local word.
     pub start: u64,
-    /// Whether this side begins.
+    /// Whether this side sends first.
     pub serves: bool,
 }
 
-/// What a kernel moves between its own memory and the other's, again and again.
+/// Repeated transfers between local and remote memory.
 #[derive(Clone, Debug)]
 pub struct Move<'a> {
     /// The queue pair to the other rank.
     pub qp: &'a KernelQp,
-    /// The other's memory.
+    /// The peer's memory.
     pub there: Remote,
-    /// Ours.
+    /// The local memory.
     pub here: Sge,
-    /// Whether the other's memory is read, or written.
+    /// Whether to read the peer's memory instead of writing it.
     pub reads: bool,
 }
 
-/// One side of a relay of words, without any queue.
+/// One side of a relay of words, without queue pairs.
 #[derive(Clone, Debug)]
 pub struct Relay<'a> {
-    /// Pinned memory, 72 bytes at least: the doorbell at offset 0, the value that it announces at
-    /// offset 64, on a cache line of its own.
+    /// Pinned memory of at least 72 bytes: the doorbell at offset 0, the value that it announces at
+    /// offset 64, on a separate cache line.
     pub bell: &'a Region,
-    /// Our own word, 64 bits: the thread that forwards the value writes it there.
+    /// The local 64-bit word, to which a host thread writes the peer's value.
     pub own: &'a Word,
-    /// Whether this side begins.
+    /// Whether this side sends first.
     pub serves: bool,
 }
 
 impl PingPongKernels {
     /// Loads the kernels.
     pub fn load(device: &Device) -> Result<Self> {
-        let program = Program::new("ping-pong of kernels")
+        let program = Program::new("ping-pong kernels")
             .ptx(include_str!("pingpong_kernels.ptx"))
             .block(COMPUTE, |block| take_time(block, block.value(0)?))
             .block(PLAY, play)
@@ -100,20 +100,20 @@ impl PingPongKernels {
         })
     }
 
-    /// A kernel that does nothing for `time`, to stand for one that computes.
+    /// Launches a kernel that busy-waits for `time`, as a stand-in for one that computes.
     pub fn compute(&self, stream: &Stream, time: Duration) -> Result<()> {
         start(stream, Launch::new(&self.compute).value(nanos(time)))
     }
 
-    /// A kernel that plays `rounds` rounds, each with `compute` for computing, and gives up when
-    /// one wait lasts longer than `patience`.
+    /// Launches a kernel that plays `rounds` rounds, busy-waiting for `compute` in each. It fails
+    /// if a single wait exceeds `timeout`.
     pub fn play(
         &self,
         stream: &Stream,
         side: &Side<'_>,
         rounds: u64,
         compute: Duration,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<()> {
         check_word(side.own, stream)?;
         let launch = side
@@ -132,18 +132,18 @@ impl PingPongKernels {
             .value(rounds)
             .value(side.serves.into())
             .value(nanos(compute))
-            .value(nanos(patience));
+            .value(nanos(timeout));
         start(stream, launch)
     }
 
-    /// A kernel that puts or gets `rounds` times, and waits for each before the next.
+    /// Launches a kernel that puts or gets `rounds` times, waiting for each before the next.
     pub fn shift(
         &self,
         stream: &Stream,
         what: &Move<'_>,
         rounds: u64,
         compute: Duration,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<()> {
         let launch = what
             .qp
@@ -157,24 +157,24 @@ impl PingPongKernels {
             .value(what.reads.into())
             .value(rounds)
             .value(nanos(compute))
-            .value(nanos(patience));
+            .value(nanos(timeout));
         start(stream, launch)
     }
 
-    /// A kernel that exchanges words with the thread that reads its doorbell: the baseline of what
-    /// kernels can do, a relay without HCA.
+    /// Launches a kernel that exchanges words with the host thread that polls its doorbell: the
+    /// baseline, a relay without HCA.
     pub fn relay(
         &self,
         stream: &Stream,
         relay: &Relay<'_>,
         rounds: u64,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<()> {
         check_word(relay.own, stream)?;
-        if relay.bell.len() < BELL_LEN {
-            let why = format!("its bell has {} bytes", relay.bell.len());
+        if relay.bell.len() < DOORBELL_LEN {
+            let why = format!("its doorbell has {} bytes", relay.bell.len());
             let error = Error::new(Kind::InvalidArgument, WHAT).on(stream.label());
-            return Err(error.why(why).fix(format!("give it {BELL_LEN} bytes of pinned memory")));
+            return Err(error.why(why).fix(format!("pass {DOORBELL_LEN} bytes of pinned memory")));
         }
         let launch = Launch::new(&self.relay)
             .region(&self.report.whole()?)
@@ -182,11 +182,11 @@ impl PingPongKernels {
             .region(relay.own.region())
             .value(rounds)
             .value(relay.serves.into())
-            .value(nanos(patience));
+            .value(nanos(timeout));
         start(stream, launch)
     }
 
-    /// An error if one of these kernels failed: ask when their stream has been synchronized.
+    /// Returns an error if one of these kernels failed. Call it after synchronizing their stream.
     pub fn check(&self) -> Result<()> {
         match self.report.host_bytes()?.load_u64(0)? {
             0 => Ok(()),
@@ -196,8 +196,8 @@ impl PingPongKernels {
     }
 }
 
-/// Bytes of the doorbell's line, and of the value behind it.
-const BELL_LEN: u64 = 72;
+/// Bytes of the doorbell's cache line, and of the value behind it.
+const DOORBELL_LEN: u64 = 72;
 
 fn check_word(word: &Word, stream: &Stream) -> Result<()> {
     if word.width() == WordWidth::Bits64 {
@@ -209,9 +209,9 @@ fn check_word(word: &Word, stream: &Stream) -> Result<()> {
 
 #[allow(unsafe_code)]
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernels touch the handle and the queues that it names, the report, the doorbell
-    // and the word, all of which the launch keeps alive. Data is named by keys, and looked up by
-    // the engine.
+    // SAFETY: the kernels access the handle and the queues that it points to, the report, the
+    // doorbell and the word, all of which the launch keeps alive. Data is addressed by keys, which
+    // the engine checks.
     unsafe { stream.launch(launch) }
 }
 
@@ -236,21 +236,21 @@ fn play(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (own, start, rounds) = (block.address(9)?, block.value(10)?, block.value(11)?);
     let (serves, compute) = (block.value(12)? != 0, block.value(13)?);
     let timeout = Duration::from_nanos(block.value(14)?);
-    let came = |round: u64| {
+    let wait_round = |round: u64| {
         let wanted = start.wrapping_add(round);
         wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, wanted, timeout)
     };
     let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
         if !serves {
-            status = came(round)?;
+            status = wait_round(round)?;
         }
         if status.is_ok() {
             take_time(block, compute)?;
             status = qp.put_signal(to, from, len, (word, 1), timeout)?.status;
         }
         if serves && status.is_ok() {
-            status = came(round)?;
+            status = wait_round(round)?;
         }
         if !status.is_ok() {
             break;
@@ -259,12 +259,12 @@ fn play(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     if status.is_ok() {
         status = qp.quiet(timeout)?;
     }
-    tell(block, 1, status)
+    report_status(block, 1, status)
 }
 
-/// Puts how a kernel ended into the report, which is argument number `report`, unless it ended well
-/// or another kernel had failed before.
-fn tell(
+/// Stores a failure to the report, which is argument number `report`, unless another kernel has
+/// failed before.
+fn report_status(
     block: &Block<'_>,
     report: usize,
     status: KernelStatus,
@@ -294,7 +294,7 @@ fn shift(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
             break;
         }
     }
-    tell(block, 1, status)
+    report_status(block, 1, status)
 }
 
 fn relay(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
@@ -302,23 +302,23 @@ fn relay(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (rounds, serves) = (block.value(3)?, block.value(4)? != 0);
     let timeout = Duration::from_nanos(block.value(5)?);
     let value = DeviceAddr::new(bell.raw() + 64);
-    let came =
+    let wait_round =
         |round| wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, round, timeout);
     let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
         if !serves {
-            status = came(round)?;
+            status = wait_round(round)?;
         }
         if status.is_ok() {
             block.store_u64(value, round)?;
             block.store_u64(bell, round)?;
         }
         if serves {
-            status = came(round)?;
+            status = wait_round(round)?;
         }
         if !status.is_ok() {
             break;
         }
     }
-    tell(block, 0, status)
+    report_status(block, 0, status)
 }

@@ -1,5 +1,5 @@
 // Ping-pong between kernels of two ranks, puts and gets, a relay without an HCA, and a kernel that
-// only takes time. mod.rs has their twins for the simulated GPU.
+// busy-waits. mod.rs has the equivalents for the simulated GPU.
 #include <warpwire/verbs.cuh>
 
 using namespace warpwire;
@@ -12,9 +12,9 @@ static __device__ void take_time(u64 nanoseconds) {
 
 extern "C" __global__ void pingpong_compute(u64 nanoseconds) { take_time(nanoseconds); }
 
-// One thread. The side that serves puts `length` bytes and adds one to the other's word, then waits
-// for its own word to reach `start` plus the number of the round. The other side answers. A failure
-// goes to `report`.
+// One thread. The side that serves puts `length` bytes and adds one to the peer's word, then waits
+// until its own word is `start` plus the number of the round. The other side answers. A failure is
+// stored to `report`.
 extern "C" __global__ void pingpong_play(u64 qp, u64 report, u64 to, u64 rkey, u64 from, u64 lkey,
                                          u64 length, u64 word, u64 word_rkey, u64 own, u64 start,
                                          u64 rounds, u64 serves, u64 compute, u64 timeout) {
@@ -35,7 +35,7 @@ extern "C" __global__ void pingpong_play(u64 qp, u64 report, u64 to, u64 rkey, u
     if (status != kOk) detail::compare_exchange((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
-// One thread. `rounds` puts, or gets, each waited for before the next.
+// One thread. `rounds` puts or gets, waiting for each before the next.
 extern "C" __global__ void pingpong_move(u64 qp, u64 report, u64 there, u64 rkey, u64 here,
                                          u64 lkey, u64 length, u64 reads, u64 rounds, u64 compute,
                                          u64 timeout) {
@@ -52,8 +52,8 @@ extern "C" __global__ void pingpong_move(u64 qp, u64 report, u64 there, u64 rkey
     if (status != kOk) detail::compare_exchange((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
-// One thread, and no queue pair: a value and a doorbell in host memory, which a thread of the host
-// forwards, and a word of our own that the answer comes to.
+// One thread, no queue pair: writes a value and a doorbell in host memory, which a host thread
+// forwards, and waits for the answer in its own word.
 extern "C" __global__ void pingpong_relay(u64 report, u64 bell, u64 own, u64 rounds, u64 serves,
                                           u64 timeout) {
     Status status = kOk;

@@ -1,4 +1,4 @@
-//! The programs for the simulated GPU: the twins of programs.cu.
+//! The programs for the simulated GPU: equivalents of programs.cu.
 
 use std::time::Instant;
 
@@ -51,13 +51,13 @@ impl<'a> Actor<'a> {
         Ok(listener)
     }
 
-    /// The listener: made by the first worker, and waited for by the others.
+    /// The listener, which the first worker opens and the others wait for.
     fn listener(&self) -> Result<Option<Sock>, KernelFault> {
         if self.block.index() == 0 {
             return match self.open_listener() {
                 Ok(listener) => {
-                    let shown = listener.raw() as u64 + 1;
-                    self.block.store_u64(self.control(control::LISTENER), shown)?;
+                    let published = listener.raw() as u64 + 1;
+                    self.block.store_u64(self.control(control::LISTENER), published)?;
                     Ok(Some(listener))
                 }
                 Err(failure) => self.failed(failure).map(|()| None),
@@ -105,7 +105,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// Reads a request up to its empty line, then answers it.
+    /// Reads a request up to its empty line, then replies.
     fn answer_http(&self, peer: Sock) -> SockResult<()> {
         let mut request = vec![0; self.setup.buffer_size as usize / 2];
         let mut have = 0;
@@ -138,7 +138,7 @@ impl<'a> Actor<'a> {
         let mut buffer = vec![0; setup.size as usize];
         for _ in 0..setup.rounds {
             if is(Mode::Ping) || is(Mode::Push) {
-                // From and to device memory, as a kernel would.
+                // From and to device memory, as a kernel does.
                 self.block.read(DeviceAddr::new(setup.buffers), &mut buffer)?;
                 *bytes += self.sockets.send(peer, &buffer)? as u64;
             }
@@ -159,7 +159,7 @@ impl<'a> Actor<'a> {
         Ok(())
     }
 
-    /// Asks, and takes whatever is answered until the peer closes.
+    /// Sends a request and receives everything until the peer closes.
     fn talk(&self, peer: Sock, bytes: &mut u64) -> SockResult<()> {
         let mut buffer = vec![0; self.setup.buffer_size as usize];
         let question = &mut buffer[..self.setup.size as usize];
@@ -196,7 +196,7 @@ pub(super) fn serve_block(block: &Block<'_>) -> Result<(), KernelFault> {
             Err(SockError::Errno(_)) => return Ok(()),
             Err(SockError::KernelFault(fault)) => return Err(fault),
         };
-        // However a conversation ends, the next one begins.
+        // Errors of one connection do not stop the server.
         for outcome in [actor.serve_one(peer), actor.sockets.close(peer)] {
             if let Err(SockError::KernelFault(fault)) = outcome {
                 return Err(fault);

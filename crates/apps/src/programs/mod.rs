@@ -1,5 +1,6 @@
-//! Small programs that use sockets inside kernels: a [`Server`] that echoes, throws away or answers HTTP, and a
-//! client that measures. They show how such kernels are written, and the command `warpwire sock` is made of them.
+//! Small programs that use sockets inside kernels: a [`Server`] that echoes, discards or answers
+//! HTTP, and a benchmark client. They are examples of such kernels, and the command `warpwire sock`
+//! uses them.
 
 mod blocks;
 
@@ -13,37 +14,37 @@ use warpwire::sock::SockHost;
 use warpwire::sock::device::SocketKind as Streams;
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
-use crate::serving::{SOON, await_listener};
+use crate::serving::{KERNEL_TIMEOUT, await_listener};
 
 const SERVE: &str = "sock_serve";
 const CLIENT: &str = "sock_client";
 const THREADS: u32 = 256;
-/// How often a server looks whether it shall stop.
-const GLANCE: Duration = Duration::from_millis(50);
+/// How often a server polls its stop word.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What a server does with what comes.
+/// What a server does with received data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Service {
     /// Sends it back.
     Echo = 0,
-    /// Throws it away, and sends a byte at the end.
+    /// Discards it, and sends one byte at end of stream.
     Sink = 1,
-    /// Answers HTTP.
+    /// Replies to HTTP requests.
     Http = 2,
 }
 
 /// What a client does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Sends and waits until as much has come back, round by round.
+    /// Sends a message and waits until it has come back, in each round.
     Ping = 3,
-    /// Sends all rounds, ends its direction, and waits for one byte.
+    /// Sends all rounds, shuts down its send direction, and waits for one byte.
     Push = 4,
     /// Receives all rounds.
     Pull = 5,
 }
 
-/// Modes by number, as kernels know them.
+/// The mode numbers of programs.cu.
 #[derive(Clone, Copy)]
 enum Mode {
     Echo = 0,
@@ -63,7 +64,7 @@ mod control {
     pub(super) const LEN: u64 = 80;
 }
 
-/// What kernels read. The same as in programs.cu.
+/// The kernels' argument block, as in programs.cu.
 #[derive(Clone, Copy, Debug, Default)]
 struct Setup {
     table: u64,
@@ -116,7 +117,8 @@ impl Setup {
     }
 }
 
-/// The kernels, loaded onto a device. Load them before anything runs there that does not end by itself.
+/// The kernels, loaded onto a device. Load them before launching kernels that run indefinitely:
+/// CUDA may block while loading.
 #[derive(Clone, Debug)]
 pub struct Programs {
     serve: Kernel,
@@ -139,13 +141,15 @@ impl Programs {
         })
     }
 
-    /// The same, with streams of that kind: [`WarpStream`](Streams::WarpStream) for the family `warp`.
+    /// The same kernels with sockets of that kind: [`WarpStream`](Streams::WarpStream) for the
+    /// family `warp`.
     #[must_use]
     pub fn over(&self, kind: Streams) -> Self {
         Self { kind, ..self.clone() }
     }
 
-    /// Starts a server of so many blocks, each with one client at a time, and returns when it listens.
+    /// Starts a server of `workers` blocks (1 to 256), each with one client at a time, and returns
+    /// when it listens.
     ///
     /// ```
     /// use std::io::{Read, Write};
@@ -174,20 +178,20 @@ impl Programs {
                 .why(format!("{workers} blocks were asked for"))
                 .fix("ask for 1 to 256"));
         }
-        let stage = Stage::new(host, 64 << 10, u64::from(workers))?;
+        let session = Session::new(host, 64 << 10, u64::from(workers))?;
         let setup = Setup {
             mode: service as u64,
-            timeout: GLANCE.as_nanos() as u64,
+            timeout: STOP_POLL_INTERVAL.as_nanos() as u64,
             address: address_bytes(Some(address)),
             kind: self.kind as u64,
-            ..stage.setup()
+            ..session.setup()
         };
-        stage.launch(&self.serve, workers, setup)?;
-        let address = await_listener(host, &stage.control, control::NAME, address)?;
-        Ok(Server { stage, address })
+        session.launch(&self.serve, workers, setup)?;
+        let address = await_listener(host, &session.control, control::NAME, address)?;
+        Ok(Server { session, address })
     }
 
-    /// Connects to a server and does `rounds` of work with messages of `size` bytes.
+    /// Connects to a server and exchanges `rounds` messages of `size` bytes.
     pub fn client(
         &self,
         host: &SockHost,
@@ -196,12 +200,12 @@ impl Programs {
         size: u64,
         rounds: u64,
         timeout: Duration,
-    ) -> Result<Measured> {
+    ) -> Result<Measurement> {
         if size == 0 || rounds == 0 {
-            return Err(Error::new(Kind::InvalidArgument, "run a client")
-                .why("no bytes or no rounds were asked for"));
+            return Err(Error::new(Kind::InvalidArgument, "run a benchmark client")
+                .why("size or rounds is 0"));
         }
-        let stage = Stage::new(host, size, 1)?;
+        let session = Session::new(host, size, 1)?;
         let setup = Setup {
             mode: work as u64,
             size,
@@ -209,22 +213,23 @@ impl Programs {
             timeout: timeout.as_nanos() as u64,
             address: address_bytes(Some(server)),
             kind: self.kind as u64,
-            ..stage.setup()
+            ..session.setup()
         };
-        stage.run(&self.client, setup, server, timeout)
+        session.run(&self.client, setup, server, timeout)
     }
 
-    /// Connects to a server, asks, and gives what was answered until the server closed: at most `most` bytes.
+    /// Connects to a server, sends a request, and returns what the server sends until it closes: at
+    /// most `max_len` bytes.
     pub fn talk(
         &self,
         host: &SockHost,
         server: SocketAddr,
         question: &[u8],
-        most: u64,
+        max_len: u64,
         timeout: Duration,
     ) -> Result<Vec<u8>> {
-        let stage = Stage::new(host, most.max(question.len() as u64).max(1), 1)?;
-        stage.buffers.write(0, question)?;
+        let session = Session::new(host, max_len.max(question.len() as u64).max(1), 1)?;
+        session.buffers.write(0, question)?;
         let setup = Setup {
             mode: Mode::Talk as u64,
             size: question.len() as u64,
@@ -232,26 +237,26 @@ impl Programs {
             timeout: timeout.as_nanos() as u64,
             address: address_bytes(Some(server)),
             kind: self.kind as u64,
-            ..stage.setup()
+            ..session.setup()
         };
-        let measured = stage.run(&self.client, setup, server, timeout)?;
+        let measured = session.run(&self.client, setup, server, timeout)?;
         let mut answer = vec![0; measured.bytes as usize];
-        stage.buffers.read(0, &mut answer)?;
+        session.buffers.read(0, &mut answer)?;
         Ok(answer)
     }
 }
 
-/// How long a client took, by the clock of its kernel, for how many bytes.
+/// Duration and volume of a client run, by the kernel's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct Measurement {
     /// From the first byte to the last.
     pub time: Duration,
-    /// Bytes that it sent, or received if it only does that.
+    /// Bytes sent, or bytes received for [`Work::Pull`].
     pub bytes: u64,
 }
 
-/// Memory and a stream for a program.
-struct Stage<'a> {
+/// Memory and stream of a running program.
+struct Session<'a> {
     host: &'a SockHost,
     stream: Stream,
     control: Allocation,
@@ -260,7 +265,7 @@ struct Stage<'a> {
     buffer_size: u64,
 }
 
-impl<'a> Stage<'a> {
+impl<'a> Session<'a> {
     fn new(host: &'a SockHost, buffer_size: u64, buffers: u64) -> Result<Self> {
         let device = host.device();
         let control = device.alloc_pinned(control::LEN)?;
@@ -286,20 +291,20 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Runs a client to its end.
+    /// Runs a client to completion.
     fn run(
         &self,
         kernel: &Kernel,
         setup: Setup,
         server: SocketAddr,
         timeout: Duration,
-    ) -> Result<Measured> {
+    ) -> Result<Measurement> {
         self.launch(kernel, 1, setup)?;
-        // Each round may take as long as a call may wait, but together they have an end.
-        self.stream.synchronize(timeout * 4 + SOON)?;
+        // A round may take as long as the timeout, but the total is bounded.
+        self.stream.synchronize(timeout * 4 + KERNEL_TIMEOUT)?;
         let bytes = self.control.host_bytes()?;
         match bytes.load_u64(control::FAILED)? as i32 {
-            0 => Ok(Measured {
+            0 => Ok(Measurement {
                 time: Duration::from_nanos(bytes.load_u64(control::NANOSECONDS)?),
                 bytes: bytes.load_u64(control::BYTES)?,
             }),
@@ -316,29 +321,30 @@ impl<'a> Stage<'a> {
         self.setup.write(0, &setup.bytes())?;
         let whole: Region = self.setup.whole()?;
         let launch = Launch::new(kernel).grid(grid).threads(THREADS).region(&whole);
-        // SAFETY: the kernel uses the memory that its setup names: this stage's, which waits for the kernel before it goes,
-        // and the sockets', which the borrow of the host keeps.
+        // SAFETY: the kernel uses the memory that its setup refers to: that of this session, which
+        // waits for the kernel before it is freed, and the sockets', which the borrow of the host
+        // keeps.
         unsafe { self.stream.launch(launch) }
     }
 }
 
-impl Drop for Stage<'_> {
+impl Drop for Session<'_> {
     fn drop(&mut self) {
         let stop = self.control.host_bytes().and_then(|bytes| bytes.store_u64(control::STOP, 1));
-        if let Err(error) = stop.and_then(|()| self.stream.synchronize(SOON)) {
-            tracing::warn!(%error, "a program of sockets did not end");
+        if let Err(error) = stop.and_then(|()| self.stream.synchronize(KERNEL_TIMEOUT)) {
+            tracing::warn!(%error, "a socket program did not stop");
         }
     }
 }
 
-/// A server at work. Dropping it ends it.
+/// A running server. Dropping it stops it.
 pub struct Server<'a> {
-    stage: Stage<'a>,
+    session: Session<'a>,
     address: SocketAddr,
 }
 
 impl Server<'_> {
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -346,6 +352,6 @@ impl Server<'_> {
 
 impl std::fmt::Debug for Server<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Server({} on {})", self.address, self.stage.host.device().label())
+        write!(f, "Server({} on {})", self.address, self.session.host.device().label())
     }
 }

@@ -1,5 +1,6 @@
-// Small programs that use sockets inside kernels: a server that echoes, throws away or answers HTTP, and a client that
-// measures. Their twins for the simulated GPU stand in blocks.rs; the setup, in mod.rs.
+// Small programs that use sockets inside kernels: a server that echoes, discards or answers HTTP,
+// and a benchmark client. blocks.rs has the equivalents for the simulated GPU; mod.rs defines the
+// setup.
 #include <warpwire/sock.cuh>
 
 using namespace warpwire;
@@ -12,7 +13,7 @@ struct Setup {
     u64 table, control, buffers, buffer_size, mode, size, rounds, timeout, kind;
     Address address;
 };
-struct Control {  // in pinned memory: stop is the host's, the others the kernel's
+struct Control {  // in pinned memory: the host writes stop, the kernel the others
     u64 stop, listener, failed, nanoseconds, bytes, connections, unused;
     Address name;
 };
@@ -52,7 +53,7 @@ template <class Group> WARPWIRE_FN bool stopped(const Control *control, Group gr
     return group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0) != 0;
 }
 
-// Reads a request up to its empty line, then answers it. The body says what was asked for.
+// Reads a request up to its empty line, then replies with a fixed body.
 template <class Group> WARPWIRE_CALL void answer_http(const Table &table, const Setup &setup, int peer, u8 *buffer, Group group) {
     const char *head = "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\nContent-Length: ";
     const char *body = "hello from a kernel\n";
@@ -112,8 +113,8 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     if (listener >= 0 && worker == 0) close(table, listener, group);
 }
 
-// There and back, so many times; or so many bytes one way, acknowledged by a byte, or the other; or a question, and
-// whatever is answered until the peer closes.
+// Ping: `rounds` round trips. Push: `rounds` messages, acknowledged by one byte. Pull: receives
+// `rounds` messages. Talk: one request, then everything that the peer sends until it closes.
 template <class Group> WARPWIRE_CALL i64 measure(const Table &table, const Setup &setup, int peer, u8 *buffer, u64 *bytes, Group group) {
     if (setup.mode == kTalk) {
         i64 sent = send(table, peer, buffer, setup.size, group);

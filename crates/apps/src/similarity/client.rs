@@ -1,4 +1,4 @@
-//! A kernel as the client of a similarity server: it asks one query after the other.
+//! A kernel as a client of a similarity server: it sends one query after the other.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,20 +12,20 @@ use warpwire::sock::device::{Family, Sock, SockError, SockOption, SockResult, So
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
 use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
-use super::{CLIENT_KERNEL, Over, program};
+use super::{CLIENT_KERNEL, SocketFamily, program};
 use crate::serving::start;
 
 const THREADS: u32 = 128;
 const WORDS: usize = 9;
 const SETUP_LEN: usize = WORDS * 8 + ADDRESS_LEN;
-/// Where the kernel says how many were answered, and the errno if it failed.
+/// Offsets at which the kernel stores the number of queries answered, and the errno if it failed.
 const DONE: u64 = 0;
 const FAILED: u64 = 8;
 const RESULT_LEN: u64 = 16;
-/// How long the kernel's start and end may take beside its waits.
-const SOON: Duration = Duration::from_secs(20);
+/// How long the kernel's start and end may take in addition to its waits.
+const LAUNCH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What the kernel reads. The same as in similarity.cu.
+/// The kernel's argument block, as in similarity.cu.
 #[derive(Clone, Copy, Debug, Default)]
 struct Setup {
     table: u64,
@@ -75,8 +75,8 @@ impl Setup {
     }
 }
 
-/// A client's memory.
-struct Ground {
+/// Memory of a client.
+struct ClientMemory {
     setup: Allocation,
     result: Allocation,
     answers: Allocation,
@@ -84,28 +84,28 @@ struct Ground {
     _queries: Allocation,
 }
 
-/// What a kernel shall ask.
+/// The queries that a kernel sends.
 #[derive(Clone, Copy, Debug)]
-pub struct Questions<'a> {
-    /// The server.
+pub struct Queries<'a> {
+    /// Address of the server.
     pub server: SocketAddr,
-    /// Its family.
-    pub over: Over,
-    /// How many matches for each query.
+    /// Family of its sockets.
+    pub over: SocketFamily,
+    /// Number of matches per query, 1 to 4096.
     pub k: u32,
-    /// The queries, one behind the other.
+    /// The components of all queries, query by query.
     pub vectors: &'a [f32],
-    /// Components of each.
+    /// Number of components of each query.
     pub dimension: u32,
-    /// How long to wait for the server each time.
+    /// How long to wait for the server in each call.
     pub timeout: Duration,
 }
 
-impl Ground {
-    fn lay(host: &SockHost, asked: &Questions<'_>) -> Result<(Self, u64)> {
+impl ClientMemory {
+    fn alloc(host: &SockHost, asked: &Queries<'_>) -> Result<(Self, u64)> {
         if asked.k == 0 || asked.k > 4096 {
             let why = format!("{} matches", asked.k);
-            let error = Error::new(Kind::InvalidArgument, "ask from a kernel").why(why);
+            let error = Error::new(Kind::InvalidArgument, "send queries from a kernel").why(why);
             return Err(error.fix("ask for 1 to 4096"));
         }
         let count = super::wire::check_vectors(asked.vectors, asked.dimension)?;
@@ -117,7 +117,7 @@ impl Ground {
         let result = host.device().alloc_pinned(RESULT_LEN)?;
         queries.write(0, &bytes)?;
         result.write(0, &[0; RESULT_LEN as usize])?;
-        let told = Setup {
+        let values = Setup {
             table: host.table(),
             kind: asked.over.kind() as u64,
             queries: host.address_of(&queries)?,
@@ -129,18 +129,18 @@ impl Ground {
             timeout: asked.timeout.as_nanos() as u64,
             server: address_bytes(Some(asked.server)),
         };
-        setup.write(0, &told.bytes())?;
+        setup.write(0, &values.bytes())?;
         Ok((Self { setup, result, answers, answer_size, _queries: queries }, count))
     }
 
-    /// What the kernel found, or why it stopped.
-    fn harvest(&self, asked: &Questions<'_>, count: u64) -> Result<Vec<Vec<Match>>> {
+    /// The matches of all queries, or the failure.
+    fn collect(&self, asked: &Queries<'_>, count: u64) -> Result<Vec<Vec<Match>>> {
         let result = self.result.host_bytes()?;
         let (done, errno) = (result.load_u64(DONE)?, result.load_u64(FAILED)? as i32);
-        let about = || format!("ask {} from a kernel", asked.server);
+        let about = || format!("query {} from a kernel", asked.server);
         let mut found = Vec::new();
         let mut bytes = vec![0; self.answer_size as usize];
-        // The one at which it stopped may have the server's reason.
+        // The reply at which the kernel stopped may contain the server's reason.
         let last = if errno == Errno::PROTO.raw_os_error() { done + 1 } else { done };
         for number in 0..last.min(count) {
             self.answers.read(number * self.answer_size, &mut bytes)?;
@@ -153,23 +153,27 @@ impl Ground {
         if errno != 0 || found.len() as u64 != count {
             let why = std::io::Error::from_raw_os_error(errno).to_string();
             let error = Error::new(Kind::Os(errno), about()).why(why);
-            return Err(error.fix("check that a similarity server of that family listens there"));
+            return Err(
+                error.fix("check that a similarity server of that family listens on that address")
+            );
         }
         Ok(found)
     }
 }
 
-/// A kernel that asks, loaded and ready.
+/// A client kernel, loaded onto a device.
 ///
 /// ```no_run
-/// # fn example(here: &warpwire::sock::SockHost, there: &warpwire::sock::SockHost) -> warpwire::Result<()> {
+/// # use warpwire::sock::SockHost;
+/// # fn example(here: &SockHost, there: &SockHost) -> warpwire::Result<()> {
 /// use std::time::Duration;
-/// use warpwire_apps::similarity::{KernelClient, Over, Questions, SimilarOptions, SimilarServer};
-/// let client = KernelClient::load(here)?; // a GPU loads nothing while a server runs on it
+/// use warpwire_apps::similarity::{KernelClient, SocketFamily, Queries, SimilarOptions, SimilarServer};
+/// let client = KernelClient::load(here)?; // a GPU cannot load code while a server runs on it
 /// let options = SimilarOptions::at("127.0.0.1:0".parse().unwrap());
 /// let server = SimilarServer::start(there, &[1.0, 2.0], 1, options)?;
 /// let (server, timeout) = (server.address(), Duration::from_secs(1));
-/// client.ask(&Questions { server, over: Over::Inet, k: 1, vectors: &[1.0], dimension: 1, timeout })?;
+/// let over = SocketFamily::Inet;
+/// client.ask(&Queries { server, over, k: 1, vectors: &[1.0], dimension: 1, timeout })?;
 /// # Ok(())
 /// # }
 /// ```
@@ -179,44 +183,44 @@ pub struct KernelClient<'a> {
 }
 
 impl<'a> KernelClient<'a> {
-    /// Loads it on the host's device.
+    /// Loads the kernel onto the host's device.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if kernels that wait run on the device.
+    /// [`Kind::Busy`] if kernels that run indefinitely occupy the device.
     pub fn load(host: &'a SockHost) -> Result<Self> {
         let kernel = host.device().load(&program())?.kernel(CLIENT_KERNEL)?;
         Ok(Self { host, kernel })
     }
 
-    /// Asks a server, and returns what it found for each query.
+    /// Sends the queries to a server and returns the matches of each.
     ///
     /// # Errors
-    /// If the server cannot be reached, refuses a query, or does not answer in time.
-    pub fn ask(&self, asked: &Questions<'_>) -> Result<Vec<Vec<Match>>> {
-        let (ground, count) = Ground::lay(self.host, asked)?;
+    /// If the server cannot be reached, rejects a query, or does not reply in time.
+    pub fn ask(&self, asked: &Queries<'_>) -> Result<Vec<Vec<Match>>> {
+        let (memory, count) = ClientMemory::alloc(self.host, asked)?;
         let stream = self.host.device().stream()?;
-        let setup = ground.setup.whole()?;
+        let setup = memory.setup.whole()?;
         start(&stream, Launch::new(&self.kernel).threads(THREADS).region(&setup))?;
         let waits = asked.timeout.saturating_mul(u32::try_from(count + 2).unwrap_or(u32::MAX));
-        stream.synchronize(waits.saturating_add(SOON))?;
-        ground.harvest(asked, count)
+        stream.synchronize(waits.saturating_add(LAUNCH_TIMEOUT))?;
+        memory.collect(asked, count)
     }
 }
 
-/// Asks by a thread of a host for [`Place::Threads`](warpwire::sock::Place::Threads): for tests of
-/// similarity.cu as C++.
+/// Runs the client on a thread of a host for [`Place::Threads`](warpwire::sock::Place::Threads):
+/// for tests of similarity.cu as C++.
 #[doc(hidden)]
 pub fn ask_from_thread(
     host: &SockHost,
-    asked: &Questions<'_>,
+    asked: &Queries<'_>,
     run: impl FnOnce(u64, u64),
 ) -> Result<Vec<Vec<Match>>> {
-    let (ground, count) = Ground::lay(host, asked)?;
-    run(host.address_of(&ground.setup)?, 0);
-    ground.harvest(asked, count)
+    let (memory, count) = ClientMemory::alloc(host, asked)?;
+    run(host.address_of(&memory.setup)?, 0);
+    memory.collect(asked, count)
 }
 
-/// The client, as a block function: the twin of similarity.cu.
+/// The client as a block function, equivalent to similarity.cu.
 pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
@@ -258,11 +262,11 @@ fn ask_one(
     let mut answer = vec![0; s.answer_size as usize];
     let whole = |got: usize, len: usize| if got == len { Ok(()) } else { Err(Errno::CONNRESET) };
     whole(sockets.recv_all(to, &mut answer[..HEAD])?, HEAD)?;
-    let place = DeviceAddr::new(s.answers + number * s.answer_size);
-    b.write(place, &answer[..HEAD])?;
-    let most = (answer.len() - HEAD) / MATCH;
-    let count = super::wire::matches_of(&answer[..HEAD], most).ok_or(Errno::PROTO)?;
+    let reply = DeviceAddr::new(s.answers + number * s.answer_size);
+    b.write(reply, &answer[..HEAD])?;
+    let max_matches = (answer.len() - HEAD) / MATCH;
+    let count = super::wire::matches_of(&answer[..HEAD], max_matches).ok_or(Errno::PROTO)?;
     let rest = &mut answer[HEAD..HEAD + count * MATCH];
     whole(sockets.recv_all(to, rest)?, count * MATCH)?;
-    Ok(b.write(place, &answer)?)
+    Ok(b.write(reply, &answer)?)
 }

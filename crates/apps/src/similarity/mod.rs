@@ -1,19 +1,21 @@
-//! A similarity server inside a kernel: clients send a vector, and get the `k` most similar of those in device memory.
+//! A similarity server inside a kernel: clients send a vector and get the `k` most similar ones of
+//! those in device memory.
 //!
-//! Similarity is the inner product; of vectors of length 1 that is the cosine. Each block is a worker with connections of its
-//! own, and looks at all vectors for each query, a thread per vector. The answer is exact, and the same to the bit as that of
-//! [`search`].
+//! Similarity is the inner product; for unit vectors that is the cosine. Each block is a worker
+//! with its own connections and scans all vectors for each query, one thread per vector. The result
+//! is exact, and bitwise equal to that of [`search`].
 //!
-//! # What is said
-//! Words of 32 bits, little-endian, one query after the other:
+//! # Wire format
+//! 32-bit words, little-endian, one query after the other:
 //!
 //! | | |
 //! |---|---|
 //! | query | [`MAGIC`], `k`, the dimension, 0; then the components, as floats |
-//! | answer | [`MAGIC`], the [`Status`], how many matches follow, 0; then for each its id and its score, the best first |
+//! | reply | [`MAGIC`], the [`Status`], the match count, 0; then (id, score) pairs, best first |
 //!
-//! Any status but [`Found`](Status::Found) comes without matches, and closes the connection. Whoever sends half a query and then
-//! nothing for [`patience`](SimilarOptions::patience), or takes no answers for as long, is closed. Nobody else notices.
+//! A reply with any status but [`Found`](Status::Found) has no matches, and the connection is
+//! closed after it. The server also closes connections with a partial query, or an unread reply,
+//! older than [`idle_timeout`](SimilarOptions::idle_timeout). Other clients are not affected.
 
 mod client;
 mod wire;
@@ -31,21 +33,22 @@ use warpwire::sock::device;
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
 use crate::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
-pub use client::{KernelClient, Questions, ask_from_thread};
+pub use client::{KernelClient, Queries, ask_from_thread};
 pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
 
 const KERNEL: &str = "similarity_server";
 const CLIENT_KERNEL: &str = "similarity_client";
-/// Threads of a worker's block, and how many vectors each looks at between two rounds of choosing.
+/// Threads per block, and number of vectors that each scans between two merges into the best
+/// matches.
 const THREADS: u32 = 256;
 const VECTORS_PER_THREAD: u64 = 8;
-/// What a connection has beside its buffers, and its entry in the list of those that are polled.
+/// Size of a connection's state without its buffers, and of its poll list entry.
 const CONNECTION: u64 = 32;
 const POLLED: u64 = 8;
-/// What lies before a worker's lists of candidates and of the best.
-const DESK: u64 = 16;
+/// Size of the header before a worker's lists of best matches and candidates.
+const WORKSPACE_HEADER: u64 = 16;
 
-/// Counters in device memory.
+/// Byte offsets of the counters in device memory.
 mod counts {
     pub(super) const CLIENTS: u64 = 0;
     pub(super) const QUERIES: u64 = 8;
@@ -54,17 +57,17 @@ mod counts {
     pub(super) const LEN: u64 = 32;
 }
 
-/// The family of sockets that a server's clients use.
+/// The socket family of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Over {
-    /// TCP: any program.
+pub enum SocketFamily {
+    /// TCP: any client.
     #[default]
     Inet,
     /// RDMA: kernels, and CPU programs with [`warp::WarpStream`](warpwire::sock::warp::WarpStream).
     Warp,
 }
 
-impl Over {
+impl SocketFamily {
     fn kind(self) -> device::SocketKind {
         match self {
             Self::Inet => device::SocketKind::Stream,
@@ -73,13 +76,13 @@ impl Over {
     }
 }
 
-/// The kind of sockets that a setup's number means.
+/// The socket kind with this number, as in a setup.
 fn kind_of(number: u64) -> device::SocketKind {
     let warp = device::SocketKind::WarpStream;
     if number == warp as u64 { warp } else { device::SocketKind::Stream }
 }
 
-/// The kernels of both sides.
+/// The kernels of server and client.
 fn program() -> Program {
     Program::new("similarity")
         .ptx(include_str!("similarity.ptx"))
@@ -87,33 +90,33 @@ fn program() -> Program {
         .block(CLIENT_KERNEL, client::client_block)
 }
 
-/// How large the server is.
+/// Options of a similarity server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimilarOptions {
-    /// Where it listens; port 0 lets the system choose.
+    /// The address to listen on; port 0 lets the system choose.
     pub address: SocketAddr,
-    /// In which family.
-    pub over: Over,
-    /// How many blocks serve.
+    /// The socket family.
+    pub over: SocketFamily,
+    /// Number of blocks, 1 to 256.
     pub workers: u32,
-    /// How many clients there may be at a time.
+    /// Maximum number of simultaneous clients, 1 to 60000.
     pub clients: u32,
-    /// The most matches that a query may ask for.
-    pub most_k: u32,
-    /// How long half a query, or an answer that is not taken, is borne.
-    pub patience: Duration,
+    /// Maximum number of matches per query, 1 to 4096.
+    pub max_k: u32,
+    /// How long a partial query, or an unread reply, may stay before the connection is closed.
+    pub idle_timeout: Duration,
 }
 
 impl SimilarOptions {
-    /// A server of moderate size at an address.
+    /// The defaults: 4 workers, 128 clients, up to 128 matches, 10 s.
     pub fn at(address: SocketAddr) -> Self {
         Self {
             address,
-            over: Over::Inet,
+            over: SocketFamily::Inet,
             workers: 4,
             clients: 128,
-            most_k: 128,
-            patience: Duration::from_secs(10),
+            max_k: 128,
+            idle_timeout: Duration::from_secs(10),
         }
     }
 
@@ -122,33 +125,33 @@ impl SimilarOptions {
         let refuse = |why: String, fix: &'static str| {
             Err(Error::new(Kind::InvalidArgument, "start a similarity server").why(why).fix(fix))
         };
-        if self.most_k == 0 || self.most_k > 4096 {
-            return refuse(format!("{} matches", self.most_k), "ask for 1 to 4096");
+        if self.max_k == 0 || self.max_k > 4096 {
+            return refuse(format!("{} matches", self.max_k), "ask for 1 to 4096");
         }
         Ok(())
     }
 }
 
-/// What kernels read: everything about the server. The same as in similarity.cu.
+/// The kernels' argument block, as in similarity.cu.
 #[derive(Clone, Copy, Debug, Default)]
 struct Setup {
     table: u64,
     vectors: u64,
     vector_count: u64,
     dimension: u64,
-    most_k: u64,
+    max_k: u64,
     connections: u64,
     connection_size: u64,
     in_size: u64,
     per_worker: u64,
     workers: u64,
-    patience: u64,
+    idle_timeout: u64,
     control: u64,
-    most_clients: u64,
+    max_clients: u64,
     counts: u64,
     kind: u64,
-    desks: u64,
-    desk_size: u64,
+    workspaces: u64,
+    workspace_size: u64,
     address: [u8; ADDRESS_LEN],
 }
 
@@ -162,19 +165,19 @@ impl Setup {
             &mut self.vectors,
             &mut self.vector_count,
             &mut self.dimension,
-            &mut self.most_k,
+            &mut self.max_k,
             &mut self.connections,
             &mut self.connection_size,
             &mut self.in_size,
             &mut self.per_worker,
             &mut self.workers,
-            &mut self.patience,
+            &mut self.idle_timeout,
             &mut self.control,
-            &mut self.most_clients,
+            &mut self.max_clients,
             &mut self.counts,
             &mut self.kind,
-            &mut self.desks,
-            &mut self.desk_size,
+            &mut self.workspaces,
+            &mut self.workspace_size,
         ]
     }
 
@@ -190,20 +193,20 @@ impl Setup {
     }
 }
 
-/// What a server has done so far.
+/// Counters of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SimilarStats {
-    /// Clients that are connected now.
+    /// Clients currently connected.
     pub clients: u64,
     /// Queries answered.
     pub queries: u64,
-    /// Connections closed for what they asked.
+    /// Connections closed because of an invalid query.
     pub refused: u64,
-    /// Connections that have ended.
+    /// Connections closed.
     pub closed: u64,
 }
 
-/// A similarity server at work. Dropping it ends it.
+/// A running similarity server. Dropping it stops it.
 ///
 /// ```
 /// use std::net::TcpStream;
@@ -223,51 +226,58 @@ pub struct SimilarServer<'a> {
     serving: Server<'a>,
 }
 
-/// Lays out all memory of a server.
-fn lay(host: &SockHost, vectors: &[f32], dimension: u32, o: &SimilarOptions) -> Result<Memory> {
+/// Allocates and initializes all memory of a server.
+fn allocate(
+    host: &SockHost,
+    vectors: &[f32],
+    dimension: u32,
+    o: &SimilarOptions,
+) -> Result<Memory> {
     let count = wire::check_vectors(vectors, dimension)?;
-    let most_k = u64::from(o.most_k).min(count);
+    let max_k = u64::from(o.max_k).min(count);
     let per_worker = u64::from(o.clients.div_ceil(o.workers)) + 1;
     let in_size = HEAD as u64 + u64::from(dimension) * 4;
-    let out_size = HEAD as u64 + most_k * MATCH as u64;
+    let out_size = HEAD as u64 + max_k * MATCH as u64;
     let connection_size = (CONNECTION + in_size + out_size).next_multiple_of(16);
     let workers = u64::from(o.workers);
     let candidates = u64::from(THREADS) * VECTORS_PER_THREAD;
-    let desk_size = (DESK + (most_k + candidates) * MATCH as u64).next_multiple_of(128);
+    let workspace_size =
+        (WORKSPACE_HEADER + (max_k + candidates) * MATCH as u64).next_multiple_of(128);
     let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
     let stored = host.alloc(vectors.len() as u64 * 4)?;
     let connections = host.alloc(lists + workers * per_worker * connection_size)?;
-    let desks = host.alloc(workers * desk_size)?;
+    let workspaces = host.alloc(workers * workspace_size)?;
     let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
     let control = host.device().alloc_pinned(CONTROL_LEN)?;
     counts.write(0, &[0; counts::LEN as usize])?;
     control.write(0, &[0; CONTROL_LEN as usize])?;
     store(&stored, vectors, dimension as usize)?;
-    let told = Setup {
+    let values = Setup {
         table: host.table(),
         vectors: host.address_of(&stored)?,
         vector_count: count,
         dimension: u64::from(dimension),
-        most_k: u64::from(o.most_k),
+        max_k: u64::from(o.max_k),
         connections: host.address_of(&connections)?,
         connection_size,
         in_size,
         per_worker,
         workers,
-        patience: o.patience.as_nanos() as u64,
+        idle_timeout: o.idle_timeout.as_nanos() as u64,
         control: host.address_of(&control)?,
-        most_clients: u64::from(o.clients),
+        max_clients: u64::from(o.clients),
         counts: host.address_of(&counts)?,
         kind: o.over.kind() as u64,
-        desks: host.address_of(&desks)?,
-        desk_size,
+        workspaces: host.address_of(&workspaces)?,
+        workspace_size,
         address: address_bytes(Some(o.address)),
     };
-    setup.write(0, &told.bytes())?;
-    Ok(Memory { setup, control, counts, _others: [stored, connections, desks] })
+    setup.write(0, &values.bytes())?;
+    Ok(Memory { setup, control, counts, _others: [stored, connections, workspaces] })
 }
 
-/// Stores vectors so that one component of all lies together: neighbouring threads read neighbouring words.
+/// Stores vectors transposed, component by component, so that accesses of neighbouring threads
+/// coalesce.
 fn store(memory: &Allocation, vectors: &[f32], dimension: usize) -> Result<()> {
     let count = vectors.len() / dimension;
     let mut row = Vec::with_capacity(count * 4);
@@ -281,8 +291,8 @@ fn store(memory: &Allocation, vectors: &[f32], dimension: usize) -> Result<()> {
 }
 
 impl<'a> SimilarServer<'a> {
-    /// Stores the vectors, of that dimension and one behind the other, in the memory of the host's device, starts the
-    /// kernel, and returns when it listens.
+    /// Copies the vectors, contiguous and of that dimension, to device memory, launches the kernel,
+    /// and returns when it listens.
     pub fn start(
         host: &'a SockHost,
         vectors: &[f32],
@@ -292,15 +302,15 @@ impl<'a> SimilarServer<'a> {
         options.check()?;
         let device = host.device();
         let kernel = device.load(&program())?.kernel(KERNEL)?;
-        let memory = lay(host, vectors, dimension, &options)?;
+        let memory = allocate(host, vectors, dimension, &options)?;
         let blocks = (options.workers, THREADS);
         let serving = Server::start(host, &kernel, blocks, memory, options.address)?;
         Ok(Self { serving })
     }
 
-    /// Starts workers as threads of a host for
-    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the setup's address and the
-    /// worker's number. For tests of similarity.cu as C++.
+    /// Runs the workers on threads of a host for
+    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the address of the setup and
+    /// the index of the worker. For tests of similarity.cu as C++.
     #[doc(hidden)]
     pub fn start_on_threads(
         host: &'a SockHost,
@@ -310,24 +320,24 @@ impl<'a> SimilarServer<'a> {
         run: impl Fn(u64, u64) + Clone + Send + 'static,
     ) -> Result<Self> {
         options.check()?;
-        let memory = lay(host, vectors, dimension, &options)?;
+        let memory = allocate(host, vectors, dimension, &options)?;
         let (workers, asked) = (options.workers, options.address);
         let serving = Server::start_on_threads(host, workers, memory, asked, run)?;
         Ok(Self { serving })
     }
 
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.serving.address()
     }
 
-    /// What it has done.
+    /// The current counters.
     pub fn stats(&self) -> Result<SimilarStats> {
         let [clients, queries, refused, closed] = self.serving.counts()?;
         Ok(SimilarStats { clients, queries, refused, closed })
     }
 
-    /// Ends it: connections are closed, and the kernel returns.
+    /// Stops the server: closes all connections and waits for the kernel.
     pub fn stop(&self) -> Result<()> {
         self.serving.stop()
     }

@@ -1,9 +1,10 @@
-// A similarity server inside a kernel: clients send a vector, and get the most similar of those in device memory. Each block
-// is a worker with connections of its own. Its twin for the simulated GPU stands in worker.rs; the layout, in mod.rs; what is
-// said, in wire.rs.
+// A similarity server inside a kernel: clients send a vector and get the most similar ones of those
+// in device memory. Each block is a worker with its own connections. worker.rs has the equivalent
+// for the simulated GPU; mod.rs defines the layout, wire.rs the wire format.
 //
-// Rank 0 of a block decides; the block copies and searches. What comes from the network is never believed: a query's head is
-// compared with what the server has before the rest is waited for, and whoever is wrong is told so and closed.
+// Rank 0 of a block decides; the whole block copies and searches. Network input is not trusted: a
+// query's header is validated before the rest is received, and an invalid query gets an error reply
+// and closes its connection.
 #include <warpwire/sock.cuh>
 
 #include "../serving.cuh"
@@ -16,8 +17,8 @@ namespace {
 
 // As in mod.rs.
 struct Setup {
-    u64 table, vectors, vector_count, dimension, most_k, connections, connection_size, in_size;
-    u64 per_worker, workers, patience, control, most_clients, counts, kind, desks, desk_size;
+    u64 table, vectors, vector_count, dimension, max_k, connections, connection_size, in_size;
+    u64 per_worker, workers, idle_timeout, control, max_clients, counts, kind, workspaces, workspace_size;
     Address address;
 };
 struct Counts {  // in device memory
@@ -26,7 +27,7 @@ struct Counts {  // in device memory
 struct Connection {
     int socket;
     u32 in_length, out_at, out_length, closing, unused;
-    u64 since;  // when something began that is not finished: half a query, or an answer that nobody takes
+    u64 since;  // when a partial query or an unsent reply was first seen
 };
 struct Match {
     u32 id;
@@ -35,15 +36,15 @@ struct Match {
 struct Head {
     u32 magic, word, count, zero;  // of a query: k, dimension; of an answer: status, matches
 };
-struct Desk {  // a worker's own; behind it lie the best so far, then candidates
+struct Workspace {  // per worker; followed by the best matches, then candidates
     u32 found, kept;
     u64 unused;
 };
-static_assert(sizeof(Setup) == 160 && sizeof(Connection) == 32 && sizeof(Match) == 8 && sizeof(Head) == 16 && sizeof(Desk) == 16,
+static_assert(sizeof(Setup) == 160 && sizeof(Connection) == 32 && sizeof(Match) == 8 && sizeof(Head) == 16 && sizeof(Workspace) == 16,
               "as in mod.rs");
 
 constexpr u32 kMagic = 0x4d495357, kVectorsPerThread = 8;
-constexpr u64 kNap = 50ull * 1000 * 1000;
+constexpr u64 kPollTimeout = 50ull * 1000 * 1000;
 enum Status : u32 { kFound = 0, kNoQuery = 1, kWrongDimension = 2, kWrongCount = 3, kNotFinite = 4, kFull = 5 };
 enum Verdict : u64 { kMore = 0, kWhole = 1, kRefused = 2 };
 
@@ -52,7 +53,7 @@ WARPWIRE_FN u8 *in_of(Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
 WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(c) + setup.in_size; }
 WARPWIRE_FN const float *query_of(Connection *c) { return reinterpret_cast<const float *>(in_of(c) + sizeof(Head)); }
 
-// The product added with one rounding, as the twin does.
+// Fused multiply-add with one rounding, as in worker.rs.
 WARPWIRE_FN float multiply_add(float a, float b, float sum) {
 #if WARPWIRE_CUDA
     return __fmaf_rn(a, b, sum);
@@ -69,15 +70,16 @@ WARPWIRE_FN u32 take_number(u32 *word) {
 }
 WARPWIRE_FN bool is_finite(float value) { return value - value == 0.0f; }
 
-// What is no number beats nothing.
+// NaN never ranks before another match.
 WARPWIRE_FN bool beats(Match a, Match b) { return a.score > b.score || (a.score == b.score && a.id < b.id); }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // The search
 
-// Puts candidates among the best; rank 0 alone. The first rounds have many; then few beat the last of the best.
-WARPWIRE_CALL void choose(Desk *desk, Match *best, const Match *candidates, u32 k) {
-    u32 kept = desk->kept, found = desk->found;
+// Inserts candidates into the best matches; rank 0 only. There are many in the first rounds, few
+// later.
+WARPWIRE_CALL void choose(Workspace *workspace, Match *best, const Match *candidates, u32 k) {
+    u32 kept = workspace->kept, found = workspace->found;
     for (u32 i = 0; i < found; i++) {
         Match one = candidates[i];
         if (kept == k && !beats(one, best[k - 1])) continue;
@@ -85,37 +87,37 @@ WARPWIRE_CALL void choose(Desk *desk, Match *best, const Match *candidates, u32 
         for (; at > 0 && beats(one, best[at - 1]); at--) best[at] = best[at - 1];
         best[at] = one;
     }
-    desk->kept = kept, desk->found = 0;
+    workspace->kept = kept, workspace->found = 0;
 }
 
-// Finds the best k, and leaves them on the worker's desk; how many they are.
-template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Desk *desk, const float *query, u32 k, Group group) {
-    Match *best = reinterpret_cast<Match *>(desk + 1);
+// Finds the best k matches, leaves them behind the worker's Desk, and returns their number.
+template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Workspace *workspace, const float *query, u32 k, Group group) {
+    Match *best = reinterpret_cast<Match *>(workspace + 1);
     u64 count = setup.vector_count, dimension = setup.dimension;
-    Match *candidates = best + (setup.most_k < count ? setup.most_k : count);
+    Match *candidates = best + (setup.max_k < count ? setup.max_k : count);
     const float *vectors = reinterpret_cast<const float *>(setup.vectors);
     if (k > count) k = static_cast<u32>(count);
-    if (group.rank() == 0) desk->found = 0, desk->kept = 0;
+    if (group.rank() == 0) workspace->found = 0, workspace->kept = 0;
     group.sync();
     u64 round = static_cast<u64>(group.size()) * kVectorsPerThread;
     for (u64 first = 0; first < count; first += round) {
-        bool full = desk->kept == k;
+        bool full = workspace->kept == k;
         Match bar = full ? best[k - 1] : Match{0, 0};
         for (u32 i = 0; i < kVectorsPerThread; i++) {
             u64 id = first + static_cast<u64>(i) * group.size() + group.rank();
             if (id >= count) break;
             Match one = {static_cast<u32>(id), 0.0f};
             for (u64 part = 0; part < dimension; part++) one.score = multiply_add(query[part], vectors[part * count + id], one.score);
-            if (full ? beats(one, bar) : one.score == one.score) candidates[take_number(&desk->found)] = one;
+            if (full ? beats(one, bar) : one.score == one.score) candidates[take_number(&workspace->found)] = one;
         }
         group.sync();
-        if (group.rank() == 0 && desk->found) choose(desk, best, candidates, k);
+        if (group.rank() == 0 && workspace->found) choose(workspace, best, candidates, k);
         group.sync();
     }
-    return desk->kept;
+    return workspace->kept;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Connections
 
 template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
@@ -132,13 +134,13 @@ WARPWIRE_CALL void refuse(const Setup &setup, Connection *c, u32 status) {
     count(&counts_of(setup)->refused, 1);
 }
 
-// Whether a query is there; rank 0 alone.
+// Whether a query is complete and valid; rank 0 only.
 WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
     if (c->in_length < sizeof(Head)) return kMore;
     Head head = *reinterpret_cast<const Head *>(in_of(c));
     u32 status = head.magic != kMagic || head.zero         ? kNoQuery
                  : head.count != setup.dimension           ? kWrongDimension
-                 : head.word == 0 || head.word > setup.most_k ? kWrongCount
+                 : head.word == 0 || head.word > setup.max_k ? kWrongCount
                                                            : kFound;
     if (status != kFound) {
         refuse(setup, c, status);
@@ -147,8 +149,8 @@ WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
     return c->in_length < setup.in_size ? kMore : kWhole;
 }
 
-// Answers what has come in whole.
-template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk, Connection *c, Group group) {
+// Replies to a complete query.
+template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Workspace *workspace, Connection *c, Group group) {
     u64 verdict = group.broadcast(group.rank() == 0 ? judge(setup, c) : 0);
     if (verdict != kWhole) return;
     const float *query = query_of(c);
@@ -160,8 +162,8 @@ template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk,
         return;
     }
     u32 k = static_cast<u32>(group.broadcast(reinterpret_cast<const Head *>(in_of(c))->word));
-    u32 kept = search(setup, desk, query, k, group);
-    const Match *best = reinterpret_cast<const Match *>(desk + 1);
+    u32 kept = search(setup, workspace, query, k, group);
+    const Match *best = reinterpret_cast<const Match *>(workspace + 1);
     Match *out = reinterpret_cast<Match *>(out_of(setup, c) + sizeof(Head));
     for (u32 i = group.rank(); i < kept; i += group.size()) out[i] = best[i];
     if (group.rank() == 0) {
@@ -171,7 +173,7 @@ template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk,
     group.sync();
 }
 
-// Sends what is in the output; false if the connection is done with.
+// Sends the pending output; false if the connection is to be closed.
 template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
     u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
     if (at < length) {
@@ -186,9 +188,9 @@ template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup 
     return !(empty && field(group, &c->closing));
 }
 
-// Takes what came, and answers it; false if the connection is done with.
+// Receives and answers a query; false if the connection is to be closed.
 template <class Group>
-WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Desk *desk, Connection *c, bool readable, Group group) {
+WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Workspace *workspace, Connection *c, bool readable, Group group) {
     u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
     u32 have = field(group, &c->in_length);
     if (readable && !field(group, &c->out_length)) {
@@ -196,7 +198,7 @@ WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Desk *desk, 
         if (got == 0 || (got < 0 && got != -kEagain)) return false;
         if (group.rank() == 0 && got > 0) c->in_length = have + static_cast<u32>(got);
         group.sync();
-        answer(setup, desk, c, group);
+        answer(setup, workspace, c, group);
     }
     if (!flush(table, setup, c, group)) return false;
     bool late = false;
@@ -204,17 +206,18 @@ WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Desk *desk, 
         bool busy = c->in_length || c->out_length;
         if (!busy) c->since = 0;
         else if (!c->since) c->since = now;
-        late = busy && now - c->since > setup.patience;
+        late = busy && now - c->since > setup.idle_timeout;
     }
     return !group.any(late);
 }
 
-// Takes a client, or turns it away if there are too many, or no place for it here; 1 if it was taken.
+// Admits a client, or rejects it if the server is full or this worker has no free slot; 1 if
+// admitted.
 template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
     sock::set(table, socket, kNonBlocking, 1, group);
     bool welcome = false;
     if (c && group.rank() == 0) {
-        welcome = count(&counts_of(setup)->clients, 1) < setup.most_clients;
+        welcome = count(&counts_of(setup)->clients, 1) < setup.max_clients;
         if (!welcome) count(&counts_of(setup)->clients, ~0ull);
     }
     if (!group.any(welcome)) {
@@ -228,13 +231,13 @@ template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &
     return 1;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Workers
 
 template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
     const Table &table = *reinterpret_cast<const Table *>(setup.table);
     Control *control = reinterpret_cast<Control *>(setup.control);
-    Desk *desk = reinterpret_cast<Desk *>(setup.desks + worker * setup.desk_size);
+    Workspace *workspace = reinterpret_cast<Workspace *>(setup.workspaces + worker * setup.workspace_size);
     PollEntry *list = reinterpret_cast<PollEntry *>(setup.connections) + worker * (setup.per_worker + 1);
     u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(PollEntry) + 15) / 16 * 16;
     u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
@@ -245,27 +248,28 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     for (;;) {
         u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
         if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
-        // Whoever has no more than his share takes the next; all of them turn away what is too much.
-        bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
+        // Workers with no more than their share of clients accept the next one; if the server is
+        // full, all of them accept, to reject.
+        bool full = clients >= setup.max_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
         group.sync();
         for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
         if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
-        i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
+        i64 found = poll(table, list, mine + takes, takes ? kPollTimeout : kPollTimeout / 10, group);
         if (found < 0) return;
         bool arrived = takes && group.broadcast(list[mine].revents) != 0;
         for (u32 i = mine; i-- > 0;) {
             u32 events = static_cast<u32>(group.broadcast(list[i].revents));
             Connection *c = at(i);
-            bool open = events ? converse(table, setup, desk, c, events & ~static_cast<u32>(kOut), group) : true;
+            bool open = events ? converse(table, setup, workspace, c, events & ~static_cast<u32>(kOut), group) : true;
             bool late = false;
-            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.patience;
+            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.idle_timeout;
             if (open && !group.any(late)) continue;
             close(table, c->socket, group);
             group.sync();
             if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
             mine--;
             if (i != mine) {
-                // The last one takes the place of the one that went, and its list entry with it.
+                // Move the last connection, and its list entry, to the free slot.
                 sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
                 if (group.rank() == 0) list[i] = list[mine];
             }
@@ -280,8 +284,8 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     if (worker == 0) close(table, listener, group);
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// A client: it asks one query after the other, and leaves the answers where the host looks
+// ------------------------------------------------------------------------------------------------
+// A client: sends one query after the other and stores the replies for the host
 
 // As in client.rs.
 struct Client {
@@ -291,7 +295,7 @@ struct Client {
 static_assert(sizeof(Client) == 96, "as in client.rs");
 constexpr i64 kEproto = 71;
 
-// Asks one; 0, or below it why not.
+// Sends one query and receives its reply; 0 or a negative errno.
 template <class Group> WARPWIRE_CALL i64 ask(const Table &table, const Client &client, int socket, u64 number, Group group) {
     i64 sent = send(table, socket, reinterpret_cast<const u8 *>(client.queries + number * client.query_size), client.query_size, group);
     if (sent < 0) return sent;

@@ -1,17 +1,17 @@
-//! What clients say and hear, as bytes; and the search itself, done by a CPU, to compare with.
+//! The wire format of queries and replies; and the same search on the CPU, for comparison.
 
 use std::io::{self, Read, Write};
 
 use warpwire::error::{Error, Kind, Result};
 
-/// What queries and answers begin with: the letters `WSIM`.
+/// Magic number at the start of queries and replies: the letters `WSIM`.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"WSIM");
-/// The length of the head of a query, and of an answer: four words of 32 bits.
+/// Length of the header of a query and of a reply: four 32-bit words.
 pub const HEAD: usize = 16;
-/// The length of one match in an answer.
+/// Length of one match in a reply.
 pub const MATCH: usize = 8;
 
-/// How a query was answered.
+/// Status of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Status {
@@ -19,13 +19,13 @@ pub enum Status {
     Found = 0,
     /// The query did not begin with [`MAGIC`], or its last word was not 0.
     NoQuery = 1,
-    /// Its vector has another dimension than the server's.
+    /// The query's dimension differs from the server's.
     WrongDimension = 2,
-    /// It asks for no matches, or for more than the server gives.
+    /// The query asks for no matches, or for more than the server's maximum.
     WrongCount = 3,
-    /// A component of its vector is infinite or no number.
+    /// A component of the query is infinite or NaN.
     NotFinite = 4,
-    /// There are too many clients.
+    /// The server has reached its maximum number of clients.
     Full = 5,
 }
 
@@ -42,16 +42,16 @@ impl Status {
     fn why(self) -> (&'static str, &'static str) {
         match self {
             Self::Found => ("", ""),
-            Self::NoQuery => ("the server took it for no query", "use the client of its version"),
+            Self::NoQuery => {
+                ("the server did not recognize the query", "use a client of the same version")
+            }
             Self::WrongDimension => {
-                ("the server's vectors have another dimension", "ask with vectors as it has them")
+                ("the server's vectors have another dimension", "use the server's dimension")
             }
             Self::WrongCount => {
-                ("it asks for no matches, or too many", "ask for 1 to the server's limit")
+                ("the number of matches is 0 or too large", "ask for 1 to the server's limit")
             }
-            Self::NotFinite => {
-                ("a component is infinite or no number", "ask with finite components")
-            }
+            Self::NotFinite => ("a component is infinite or NaN", "use finite components"),
             Self::Full => ("the server has too many clients", "try again later"),
         }
     }
@@ -60,27 +60,29 @@ impl Status {
 /// A vector that was found.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Match {
-    /// Which: its place among the server's vectors.
+    /// Index of the vector among the server's.
     pub id: u32,
-    /// The inner product of its components with the query's.
+    /// Inner product of the vector and the query.
     pub score: f32,
 }
 
 impl Match {
-    /// Whether it comes before the other: a higher score, or the same and a lower place. What is no number comes never.
+    /// Whether it ranks before the other: a higher score, or the same score and a lower id. False
+    /// for NaN.
     pub(super) fn beats(&self, other: &Self) -> bool {
         self.score > other.score || self.score == other.score && self.id < other.id
     }
 }
 
-/// A query's bytes: [`MAGIC`], how many matches, the dimension, 0, then the components; all little-endian words of 32 bits.
+/// Encodes a query: [`MAGIC`], the number of matches, the dimension, 0, then the components; all
+/// little-endian 32-bit words.
 pub fn query_bytes(k: u32, vector: &[f32]) -> Vec<u8> {
     let head = [MAGIC, k, vector.len() as u32, 0];
     let words = head.into_iter().map(u32::to_le_bytes);
     words.chain(vector.iter().map(|part| part.to_le_bytes())).flatten().collect()
 }
 
-/// What the head of an answer says: the status, and how many matches follow.
+/// Encodes the header of a reply: the status, and the number of matches that follow.
 pub(super) fn head_bytes(status: Status, count: u32) -> [u8; HEAD] {
     let mut bytes = [0; HEAD];
     for (into, word) in bytes.chunks_exact_mut(4).zip([MAGIC, status as u32, count, 0]) {
@@ -98,41 +100,43 @@ fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
     std::array::from_fn(|_| all.next().unwrap_or(0))
 }
 
-/// Whether the head of a query is in order.
-pub(super) fn judge(head: &[u8], dimension: u64, most_k: u64) -> std::result::Result<u32, Status> {
+/// Checks the header of a query; returns the number of matches that it asks for.
+pub(super) fn judge(head: &[u8], dimension: u64, max_k: u64) -> std::result::Result<u32, Status> {
     let [magic, k, found, zero] = words(head);
     match () {
         () if magic != MAGIC || zero != 0 => Err(Status::NoQuery),
         () if u64::from(found) != dimension => Err(Status::WrongDimension),
-        () if k == 0 || u64::from(k) > most_k => Err(Status::WrongCount),
+        () if k == 0 || u64::from(k) > max_k => Err(Status::WrongCount),
         () => Ok(k),
     }
 }
 
-/// Asks a server over a connection, whatever it is made of, and hears the matches, the best first.
+/// Sends a query over a connection of any kind and receives the matches, the best first.
 ///
 /// # Errors
-/// If the server refuses the query, or what it says makes no sense ([`InvalidData`](io::ErrorKind::InvalidData)), with the
-/// reason; else as the connection fails.
+/// If the server rejects the query, or its reply is malformed
+/// ([`InvalidData`](io::ErrorKind::InvalidData)), with the reason; otherwise the error of the
+/// connection.
 pub fn ask(mut server: impl Read + Write, k: u32, vector: &[f32]) -> io::Result<Vec<Match>> {
     server.write_all(&query_bytes(k, vector))?;
     take_answer(&mut server, k)
 }
 
-/// How many matches follow a head, if it is one of matches, and no more than so many.
-pub(super) fn matches_of(head: &[u8], most: usize) -> Option<usize> {
+/// The number of matches that follow a header; `None` if its status is not [`Status::Found`], or if
+/// there are more than `max`.
+pub(super) fn matches_of(head: &[u8], max: usize) -> Option<usize> {
     let [magic, status, count, _] = words(head);
     let count = count as usize;
-    (magic == MAGIC && status == Status::Found as u32 && count <= most).then_some(count)
+    (magic == MAGIC && status == Status::Found as u32 && count <= max).then_some(count)
 }
 
-/// Hears an answer.
+/// Receives a reply.
 pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Match>> {
     let mut head = [0; HEAD];
     server.read_exact(&mut head)?;
     let [magic, status, count, _] = words(&head);
     let wrong = |why: String, fix: &'static str| {
-        let error = Error::new(Kind::Malformed, "ask for similar vectors").why(why).fix(fix);
+        let error = Error::new(Kind::Malformed, "query similar vectors").why(why).fix(fix);
         io::Error::new(io::ErrorKind::InvalidData, error)
     };
     let known = Status::ALL.into_iter().find(|known| *known as u32 == status);
@@ -143,8 +147,8 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
             return Err(wrong(why.to_owned(), fix));
         }
         _ => {
-            let why = format!("the answer begins with {magic:#x}, {status}, {count}");
-            return Err(wrong(why, "check that a similarity server is at the other end"));
+            let why = format!("the reply starts with {magic:#x}, {status}, {count}");
+            return Err(wrong(why, "check that the peer is a similarity server"));
         }
     }
     let mut bytes = vec![0; count as usize * MATCH];
@@ -156,8 +160,8 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
     Ok(bytes.chunks_exact(MATCH).map(one).collect())
 }
 
-/// The best matches among vectors that lie one behind the other, found by this CPU: to the bit what kernels find, which add
-/// products in the same order.
+/// The best matches among contiguous vectors, found by the CPU. Bitwise equal to the kernels'
+/// result, since products are added in the same order.
 ///
 /// ```
 /// use warpwire_apps::similarity::search;
@@ -176,20 +180,20 @@ pub fn search(vectors: &[f32], query: &[f32], k: u32) -> Vec<Match> {
     best.list
 }
 
-/// The best so far, in order.
+/// The best matches so far, in order.
 pub(super) struct Best {
     pub(super) list: Vec<Match>,
-    most: usize,
+    max: usize,
 }
 
 impl Best {
-    pub(super) fn new(most: usize) -> Self {
-        Self { list: Vec::with_capacity(most.min(4096)), most }
+    pub(super) fn new(max: usize) -> Self {
+        Self { list: Vec::with_capacity(max.min(4096)), max }
     }
 
     #[inline]
     pub(super) fn offer(&mut self, one: Match) {
-        let full = self.list.len() >= self.most;
+        let full = self.list.len() >= self.max;
         let beaten = self.list.last().is_some_and(|last| !one.beats(last));
         if one.score.is_nan() || full && beaten {
             return;
@@ -202,7 +206,8 @@ impl Best {
     }
 }
 
-/// So many vectors of that dimension, their components between -1 and 1: the same for the same seed, everywhere.
+/// `count` vectors of that dimension with components in [-1, 1): deterministic for a given seed, on
+/// every machine.
 pub fn random_vectors(seed: u64, count: u64, dimension: u32) -> Vec<f32> {
     let total = count as usize * dimension as usize;
     let value = |at: usize| {
@@ -210,33 +215,34 @@ pub fn random_vectors(seed: u64, count: u64, dimension: u32) -> Vec<f32> {
         for (shift, factor) in [(30, 0xbf58_476d_1ce4_e5b9_u64), (27, 0x94d0_49bb_1331_11eb)] {
             word = (word ^ word >> shift).wrapping_mul(factor);
         }
-        // 24 bits are a float's.
+        // A float has 24 bits of precision.
         ((word ^ word >> 31) >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..total).map(value).collect()
 }
 
-/// What is wrong with vectors that a server shall serve, if something is.
+/// Checks the vectors of a server; returns their number.
 pub(super) fn check_vectors(vectors: &[f32], dimension: u32) -> Result<u64> {
     let wrong = |why: String, fix: &'static str| {
         Err(Error::new(Kind::InvalidArgument, "serve vectors").why(why).fix(fix))
     };
     if !(1..=16_384).contains(&dimension) {
-        return wrong(format!("they have {dimension} components"), "use 1 to 16384 components");
+        return wrong(format!("the dimension is {dimension}"), "use 1 to 16384 components");
     }
     let count = vectors.len() / dimension as usize;
     if count == 0 || !vectors.len().is_multiple_of(dimension as usize) {
-        let why = format!("{} numbers are no vectors of {dimension}", vectors.len());
-        return wrong(why, "give all components of one vector or more");
+        let why =
+            format!("{} components do not form vectors of dimension {dimension}", vectors.len());
+        return wrong(why, "pass all components of at least one vector");
     }
     if u32::try_from(count).is_err() {
-        return wrong(format!("there are {count}"), "serve fewer than 2^32");
+        return wrong(format!("there are {count} vectors"), "serve fewer than 2^32");
     }
     match vectors.iter().position(|part| !part.is_finite()) {
         Some(at) => {
             let why =
                 format!("vector {} has a component that is not finite", at / dimension as usize);
-            wrong(why, "leave it out")
+            wrong(why, "remove that vector")
         }
         None => Ok(count as u64),
     }
@@ -247,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_are_kept_in_order_and_ties_go_to_the_first() {
+    fn best_is_sorted_and_prefers_lower_ids_on_ties() {
         let mut best = Best::new(3);
         for (id, score) in [(4, 1.0), (1, 1.0), (9, 5.0), (2, f32::NAN), (3, -1.0), (0, 1.0)] {
             best.offer(Match { id, score });
@@ -257,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_are_wrong_are_named() {
+    fn invalid_headers_are_rejected() {
         let good = query_bytes(3, &[1.0, 2.0]);
         assert_eq!(judge(&good[..HEAD], 2, 10), Ok(3));
         assert_eq!(judge(&good[..HEAD], 3, 10), Err(Status::WrongDimension));
@@ -267,14 +273,14 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_make_no_sense_are_errors() {
-        struct Said(io::Cursor<Vec<u8>>);
-        impl Read for Said {
+    fn malformed_replies_are_errors() {
+        struct Recorded(io::Cursor<Vec<u8>>);
+        impl Read for Recorded {
             fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
                 self.0.read(into)
             }
         }
-        impl Write for Said {
+        impl Write for Recorded {
             fn write(&mut self, from: &[u8]) -> io::Result<usize> {
                 Ok(from.len())
             }
@@ -282,18 +288,18 @@ mod tests {
                 Ok(())
             }
         }
-        let ask_of = |bytes: &[u8]| ask(Said(io::Cursor::new(bytes.to_vec())), 2, &[1.0]);
+        let ask_of = |bytes: &[u8]| ask(Recorded(io::Cursor::new(bytes.to_vec())), 2, &[1.0]);
         let refused = ask_of(&head_bytes(Status::Full, 0)).unwrap_err();
         assert!(refused.to_string().contains("too many clients"), "{refused}");
         let huge = ask_of(&head_bytes(Status::Found, 3)).unwrap_err();
-        assert_eq!(huge.kind(), io::ErrorKind::InvalidData, "more than was asked for");
+        assert_eq!(huge.kind(), io::ErrorKind::InvalidData, "more than requested");
         assert_eq!(ask_of(b"+PONG\r\n").unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         assert!(ask_of(b"220 mail.example ESMTP\r\n").is_err());
         assert_eq!(ask_of(&head_bytes(Status::Found, 0)).unwrap(), []);
     }
 
     #[test]
-    fn random_vectors_are_the_same_everywhere() {
+    fn random_vectors_are_deterministic() {
         let vectors = random_vectors(7, 100, 3);
         assert_eq!(vectors.len(), 300);
         assert!(vectors.iter().all(|part| (-1.0..1.0).contains(part)));

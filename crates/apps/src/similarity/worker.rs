@@ -1,4 +1,4 @@
-//! The workers of the simulated GPU: the twin of similarity.cu.
+//! The workers for the simulated GPU: the equivalent of similarity.cu.
 
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
 use super::{Setup, counts};
 use crate::serving::{self, STOP};
 
-const NAP: Duration = Duration::from_millis(50);
-/// How many vectors are looked at together.
+const POLL_TIMEOUT: Duration = Duration::from_millis(50);
+/// Number of vectors scored together.
 const TILE: usize = 1024;
 
 struct Connection {
@@ -20,7 +20,7 @@ struct Connection {
     input: Vec<u8>,
     output: Vec<u8>,
     closing: bool,
-    /// When something began that is not finished: half a query, or an answer that nobody takes.
+    /// When a partial query or an unsent reply was first seen.
     since: Option<Instant>,
 }
 
@@ -31,13 +31,13 @@ struct Worker<'a> {
     connections: Vec<Connection>,
 }
 
-/// One worker, as a block function.
+/// One worker as a block function.
 pub(super) fn similarity_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
     let mut worker = Worker { block, setup: &setup, sockets, connections: Vec::new() };
     match worker.serve() {
-        // The host has ended, and so does this.
+        // A socket error means that the host has stopped; so does the worker.
         Ok(()) | Err(SockError::Errno(_)) => Ok(()),
         Err(SockError::KernelFault(fault)) => Err(fault),
     }
@@ -55,31 +55,33 @@ impl Worker<'_> {
         let Some(listener) = listener else { return Ok(()) };
         while self.block.load_u64(DeviceAddr::new(control + STOP))? == 0 {
             let (mine, clients) = (self.connections.len() as u64, self.count(counts::CLIENTS, 0)?);
-            // Whoever has no more than his share takes the next; all of them turn away what is too much.
-            let full = clients >= self.setup.most_clients;
-            let takes =
+            // Workers with no more than their share of clients accept the next one; if the server
+            // is full, all of them accept, to reject.
+            let full = clients >= self.setup.max_clients;
+            let accepts =
                 full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
             let wanted = |connection: &Connection| {
                 let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
                 PollEntry::new(connection.socket, waits)
             };
             let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
-            if takes {
+            if accepts {
                 list.push(PollEntry::new(listener, events::IN));
             }
-            self.sockets.poll(&mut list, Some(if takes { NAP } else { NAP / 10 }))?;
-            let arrived = takes && list.pop().is_some_and(|polled| polled.revents != 0);
+            self.sockets
+                .poll(&mut list, Some(if accepts { POLL_TIMEOUT } else { POLL_TIMEOUT / 10 }))?;
+            let arrived = accepts && list.pop().is_some_and(|polled| polled.revents != 0);
             for (index, polled) in list.iter().enumerate().rev() {
-                if !self.converse(index, polled.revents)? {
-                    self.hang_up(index)?;
+                if !self.handle_events(index, polled.revents)? {
+                    self.close_connection(index)?;
                 }
             }
             if arrived {
-                self.take(listener)?;
+                self.accept(listener)?;
             }
         }
         while !self.connections.is_empty() {
-            self.hang_up(0)?;
+            self.close_connection(0)?;
         }
         if self.block.index() == 0 {
             self.sockets.close(listener)?;
@@ -87,26 +89,27 @@ impl Worker<'_> {
         Ok(())
     }
 
-    fn hang_up(&mut self, index: usize) -> SockResult<()> {
+    fn close_connection(&mut self, index: usize) -> SockResult<()> {
         let connection = self.connections.swap_remove(index);
         self.count(counts::CLIENTS, u64::MAX)?;
         self.count(counts::CLOSED, 1)?;
         self.sockets.close(connection.socket)
     }
 
-    /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many.
-    fn take(&mut self, listener: Sock) -> SockResult<()> {
+    /// Accepts a pending connection, unless another worker was faster; rejects it if the server is
+    /// full.
+    fn accept(&mut self, listener: Sock) -> SockResult<()> {
         let socket = match self.sockets.accept(listener) {
             Ok((socket, _)) => socket,
             Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
             Err(failure) => return Err(failure),
         };
         self.sockets.set(socket, SockOption::NonBlocking, 1)?;
-        let has_place = (self.connections.len() as u64) < self.setup.per_worker;
+        let has_slot = (self.connections.len() as u64) < self.setup.per_worker;
         let before = self.count(counts::CLIENTS, 1)?;
-        if !has_place || before >= self.setup.most_clients {
+        if !has_slot || before >= self.setup.max_clients {
             self.count(counts::CLIENTS, u64::MAX)?;
-            // It may be gone already.
+            // The client may have disconnected already.
             let _ = self.sockets.send(socket, &head_bytes(Status::Full, 0));
             return self.sockets.close(socket);
         }
@@ -120,13 +123,13 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Takes what came, and answers it; false if the connection is done with.
-    fn converse(&mut self, index: usize, found: u16) -> SockResult<bool> {
-        let patience = Duration::from_nanos(self.setup.patience);
+    /// Receives and answers a query; false if the connection is to be closed.
+    fn handle_events(&mut self, index: usize, found: u16) -> SockResult<bool> {
+        let idle_timeout = Duration::from_nanos(self.setup.idle_timeout);
         let (worker, size) = (&*self, self.setup.in_size as usize);
         let connection = &worker.connections[index];
         if found == 0 {
-            return Ok(connection.since.is_none_or(|since| since.elapsed() <= patience));
+            return Ok(connection.since.is_none_or(|since| since.elapsed() <= idle_timeout));
         }
         let (socket, have) = (connection.socket, connection.input.len());
         let mut answer = None;
@@ -158,18 +161,19 @@ impl Worker<'_> {
         }
         let busy = !connection.input.is_empty() || !connection.output.is_empty();
         connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
-        let late = connection.since.is_some_and(|since| since.elapsed() > patience);
-        let said = connection.output.is_empty() && connection.closing;
-        Ok(!late && !said)
+        let late = connection.since.is_some_and(|since| since.elapsed() > idle_timeout);
+        let replied = connection.output.is_empty() && connection.closing;
+        Ok(!late && !replied)
     }
 
-    /// What to say to what has come, and whether that is the last; `None` if more must come.
+    /// The reply to the received bytes, and whether to close the connection after it; `None` if the
+    /// query is incomplete.
     fn answer(&self, input: &[u8]) -> SockResult<Option<(Vec<u8>, bool)>> {
         if input.len() < HEAD {
             return Ok(None);
         }
         let (head, rest) = input.split_at(HEAD);
-        let k = match judge(head, self.setup.dimension, self.setup.most_k) {
+        let k = match judge(head, self.setup.dimension, self.setup.max_k) {
             Ok(k) => k,
             Err(status) => return self.refuse(status),
         };
@@ -203,7 +207,7 @@ impl Worker<'_> {
             let tile = TILE.min((count - first) as usize);
             let mut scores = [0.0_f32; TILE];
             for (component, part) in query.iter().enumerate() {
-                // One component of all vectors lies together.
+                // The vectors are stored transposed: one component of all is contiguous.
                 let at = self.setup.vectors + (component as u64 * count + first) * 4;
                 self.block.read(DeviceAddr::new(at), &mut bytes[..tile * 4])?;
                 for (score, word) in scores.iter_mut().zip(bytes[..tile * 4].as_chunks::<4>().0) {

@@ -1,4 +1,4 @@
-//! A kernel that computes nothing for a given time, to stand for one that computes something.
+//! A kernel that busy-waits for a given time, as a stand-in for one that computes.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Device, Kernel, Launch, Program, Stream};
 
 const SPIN: &str = "spin";
-/// No longer than this: the device does nothing else meanwhile.
-const LONGEST: Duration = Duration::from_secs(10);
+/// Limit, since the stream is blocked meanwhile.
+const MAX_TIME: Duration = Duration::from_secs(10);
 
 /// The kernel, loaded onto a device.
 ///
@@ -30,16 +30,16 @@ pub struct Spin(Kernel);
 impl Spin {
     /// Loads the kernel.
     pub fn load(device: &Device) -> Result<Self> {
-        let program = Program::new("spin").ptx(include_str!("spin.ptx")).block(SPIN, turn);
+        let program = Program::new("spin").ptx(include_str!("spin.ptx")).block(SPIN, spin_block);
         Ok(Self(device.load(&program)?.kernel(SPIN)?))
     }
 
-    /// Keeps the stream busy for so long, ten seconds at most.
+    /// Keeps the stream busy for `time`, at most ten seconds.
     pub fn start(&self, stream: &Stream, time: Duration) -> Result<()> {
-        if time > LONGEST {
+        if time > MAX_TIME {
             return Err(Error::new(Kind::InvalidArgument, format!("compute for {time:?}"))
                 .on(stream.label())
-                .why(format!("{LONGEST:?} is the longest")));
+                .why(format!("the maximum is {MAX_TIME:?}")));
         }
         start(stream, Launch::new(&self.0).value(time.as_nanos() as u64))
     }
@@ -51,7 +51,7 @@ fn start(stream: &Stream, launch: Launch) -> Result<()> {
     unsafe { stream.launch(launch) }
 }
 
-fn turn(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+fn spin_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (start, time) = (Instant::now(), Duration::from_nanos(block.value(0)?));
     block.spin_until(|| Ok(start.elapsed() >= time))
 }

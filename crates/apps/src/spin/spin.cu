@@ -1,4 +1,4 @@
-// Keeps the device busy for a while; the twin for the simulated GPU stands in mod.rs.
+// Keeps the device busy for a given time; mod.rs has the equivalent for the simulated GPU.
 
 typedef unsigned long long u64;
 

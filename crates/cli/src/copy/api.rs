@@ -1,4 +1,4 @@
-//! `warpwire copy api`
+//! `warpwire copy api`: time to open and close CPU windows.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -10,30 +10,32 @@ use super::clock::{Bin, Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations, size};
 use super::{Failure, Reporter};
 
-/// Time to open and to close a window, by size
+/// Measure the time to open and to close a CPU window, by size
 ///
-/// Opens and closes CPU windows of growing size onto one piece of device memory, and shows how the times
-/// to open the largest are spread. The first window of a process takes longer, because what the driver
-/// returns is proved on scratch memory then; it stands in a line of its own.
+/// Opens and closes CPU windows of doubling size onto one allocation of device memory, and prints a
+/// histogram of the times to open the largest. The first window of a process takes longer, because
+/// the driver's mapping is then verified on scratch memory; it has its own line. Times are medians
+/// in microseconds.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: Target,
 
-    /// The largest window
+    /// Max window size
     #[arg(short = 's', long, value_name = "SIZE", default_value = "16MiB", value_parser = size)]
     size: u64,
 
-    /// How many times to open and close each
+    /// Timed repetitions per size
     #[arg(short = 'n', long, value_name = "N", default_value = "100", value_parser = iterations)]
     iterations: u32,
 
-    /// How many times before the clock runs
+    /// Warm-up repetitions per size
     #[arg(short = 'w', long, value_name = "N", default_value = "10")]
     warmup: u32,
 
-    /// Print JSON: {"setting": {…}, "first_us": …, "rows": [{"size": …, "open": {…}, "close": {…}, …}]}
+    /// Print JSON: {"setting": {…}, "first_us": …,
+    /// "rows": [{"size": …, "open": {…}, "close": {…}, …}]}
     #[arg(long)]
     json: bool,
 }
@@ -44,7 +46,7 @@ Examples:
   warpwire copy api -s 1GiB -n 1000
   warpwire copy api --json | jq '.rows[] | [.size, .open.median_us]'";
 
-/// The smallest window of the table: the page of a GPU.
+/// Smallest window of the table: a GPU page.
 const MIN_SIZE: u64 = 64 << 10;
 
 #[derive(Serialize)]
@@ -87,7 +89,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Doubling up to the largest, which need not be a power of two.
+/// Doubles from [`MIN_SIZE`]; ends with `max_size`, which need not be a power of two.
 fn sizes(max_size: u64) -> Vec<u64> {
     let doubling = (0..).map(|step| MIN_SIZE << step).take_while(|size| *size < max_size);
     doubling.chain([max_size]).collect()
@@ -125,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_end_with_the_largest() {
+    fn sizes_end_with_the_max() {
         assert_eq!(sizes(100), [100]);
         assert_eq!(sizes(65_536), [65_536]);
         assert_eq!(sizes(200_000), [65_536, 131_072, 200_000]);

@@ -1,4 +1,4 @@
-//! `warpwire copy bw`
+//! `warpwire copy bw`: bandwidth of copies of one size.
 
 use std::process::ExitCode;
 
@@ -11,33 +11,34 @@ use super::clock::{Series, figure};
 use super::target::{Bench, Setting, Target, iterations, size};
 use super::{Failure, Reporter};
 
-/// Bandwidth of copies of one size
+/// Measure the bandwidth of copies of one size
 ///
-/// Writes to device memory through a CPU window and reads from it, beside the driver's own copies (engine)
-/// and the library's choice for that size (best). What was moved is compared, byte by byte.
+/// Writes to device memory through a CPU window and reads from it, compared with the driver's
+/// copies (engine, cuMemcpy) and with the library's choice for that size (best), in GB/s (10^9
+/// bytes). All data is verified.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: Target,
 
-    /// How much memory to allocate
+    /// Size of the allocation
     #[arg(short = 's', long, value_name = "SIZE", default_value = "128KiB", value_parser = size)]
     size: u64,
 
-    /// How much of it to copy at a time; all of it if not given
+    /// Bytes per copy [default: from --offset to the end]
     #[arg(short = 'c', long = "copy", value_name = "SIZE", value_parser = size)]
     copy: Option<u64>,
 
-    /// Where in it the copies begin
+    /// Offset of the copies in the allocation
     #[arg(short = 'o', long, value_name = "OFFSET", default_value = "0", value_parser = offset)]
     offset: u64,
 
-    /// How many writes to time, at most
+    /// Max number of writes to time
     #[arg(short = 'w', long, value_name = "N", default_value = "10000", value_parser = iterations)]
     writes: u32,
 
-    /// How many reads to time, at most
+    /// Max number of reads to time
     #[arg(short = 'r', long, value_name = "N", default_value = "1000", value_parser = iterations)]
     reads: u32,
 
@@ -49,11 +50,11 @@ pub(super) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire copy bw
-  warpwire copy bw -s 16MiB -a vmm           memory by cuMemCreate
-  warpwire copy bw -s 1MiB -c 4KiB -o 13     4 KiB at an odd place of 1 MiB
+  warpwire copy bw -s 16MiB -a vmm           memory of cuMemCreate
+  warpwire copy bw -s 1MiB -c 4KiB -o 13     4 KiB at an unaligned offset of 1 MiB
   warpwire copy bw --json | jq .write.window_gb_s";
 
-/// The host holds three times as much.
+/// Max bytes per copy: the host allocates three times as much.
 const MAX_SIZE: u64 = 4 << 30;
 
 fn offset(text: &str) -> Result<u64, String> {
@@ -68,14 +69,15 @@ struct Outcome {
     read: Rates,
 }
 
-/// Gigabytes (10⁹) a second.
+/// Rates in GB/s (10⁹ bytes).
 #[derive(Serialize)]
 struct Rates {
     window_gb_s: f64,
     engine_gb_s: f64,
     best_gb_s: f64,
-    best_way: CopyMethod,
-    /// Window to engine.
+    /// The method that `best` used.
+    best_method: CopyMethod,
+    /// Window divided by engine.
     ratio: f64,
 }
 
@@ -85,7 +87,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if !fits || bytes == 0 {
         let (offset, size) = (arguments.offset, arguments.size);
         return Err(Failure::Usage(format!(
-            "cannot copy {bytes} bytes at offset {offset}: {size} bytes are allocated; give a larger --size"
+            "cannot copy {bytes} bytes at offset {offset}: {size} bytes are allocated; \
+             give a larger --size"
         )));
     }
     let bench = arguments.target.open(arguments.size)?;
@@ -113,11 +116,12 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 fn line(name: &str, rates: &Rates) -> String {
-    let Rates { window_gb_s, engine_gb_s, best_gb_s, best_way, ratio } = rates;
+    let Rates { window_gb_s, engine_gb_s, best_gb_s, best_method, ratio } = rates;
     let (window, engine) = (figure(*window_gb_s), figure(*engine_gb_s));
     let (best, ratio) = (figure(*best_gb_s), figure(*ratio));
     format!(
-        "{:<9} {window} GB/s  engine: {engine} GB/s  ratio: {ratio}  best: {best} GB/s ({best_way})\n",
+        "{:<9} {window} GB/s  engine: {engine} GB/s  ratio: {ratio}  best: {best} GB/s \
+         ({best_method})\n",
         format!("{name} BW:")
     )
 }
@@ -150,9 +154,9 @@ impl Task<'_> {
         let [window_gb_s, engine_gb_s, best_gb_s] = rates[..] else {
             return Err(Failure::Runtime("nothing was measured".to_owned()));
         };
-        let best_way = self.copier.method(direction, bytes);
+        let best_method = self.copier.method(direction, bytes);
         let ratio = window_gb_s / engine_gb_s;
-        Ok(Rates { window_gb_s, engine_gb_s, best_gb_s, best_way, ratio })
+        Ok(Rates { window_gb_s, engine_gb_s, best_gb_s, best_method, ratio })
     }
 
     fn copy(
@@ -172,7 +176,7 @@ impl Task<'_> {
         }
     }
 
-    /// Puts the pattern where the copies begin.
+    /// Writes the pattern to the source of the copies.
     fn prepare(&self, direction: CopyDirection, host: &mut [u8], seed: u64) -> Result<(), Failure> {
         pattern::fill_bytes(host, seed, 0);
         if direction == CopyDirection::Read {
@@ -182,7 +186,7 @@ impl Task<'_> {
         Ok(())
     }
 
-    /// Whether the pattern is where the copies end.
+    /// Verifies the destination of the copies.
     fn is_right(&self, direction: CopyDirection, host: &[u8], seed: u64) -> Result<bool, Failure> {
         let mut wanted = vec![0; host.len()];
         pattern::fill_bytes(&mut wanted, seed, 0);

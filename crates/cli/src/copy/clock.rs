@@ -1,23 +1,24 @@
-//! Timing of short calls.
+//! Timing of short calls, with the cost of reading the clock taken out.
 
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use warpwire::Result;
 
-/// Calls are timed in so many groups, since one call may be shorter than the clock's own reading.
+/// Calls are timed in about this many groups: one call may be shorter than reading the clock.
 const GROUPS: u32 = 100;
+/// Max warm-up calls.
 const WARM_UPS: u32 = 10;
-/// Calls that take less are timed one by one; others in groups of at least this long, so that the clock's
-/// own time is lost in them.
+/// Calls shorter than this are timed one by one with the clock's cost subtracted; others in groups
+/// of at least this long, in which the clock's cost is negligible.
 const GROUP: Duration = Duration::from_micros(2);
-/// A series ends when this has passed, however many calls were asked for.
+/// Max time of a series, however many calls were requested.
 const BUDGET: Duration = Duration::from_millis(100);
 
-/// Between short calls.
+/// Pause between short calls.
 const PAUSE: Duration = Duration::from_nanos(500);
 
-/// What reading the clock twice takes by itself.
+/// Median time of reading the clock twice.
 fn clock_cost() -> Duration {
     let mut costs: Vec<_> = (0..1001).map(|_| Instant::now().elapsed()).collect();
     costs.sort();
@@ -30,21 +31,21 @@ pub(crate) struct Times {
     pub(crate) median_us: f64,
     pub(crate) min_us: f64,
     pub(crate) mean_us: f64,
-    /// How many calls that rests on.
+    /// Number of timed calls.
     pub(crate) calls: u64,
 }
 
-/// Measurements of one call, which may be taken in several goes.
+/// Measurements of one call, which may be collected in several runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Series {
-    /// Microseconds a call, group by group.
+    /// Microseconds per call, one entry per group.
     groups: Vec<f64>,
     total: Duration,
     calls: u64,
 }
 
 impl Series {
-    /// Calls `act` so many times, or for as long as there is time, after warming up.
+    /// Calls `act` up to `times` times within [`BUDGET`], after a warm-up.
     pub(super) fn run(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
         let start = Instant::now();
         let mut warm_ups = 0;
@@ -54,7 +55,7 @@ impl Series {
         }
         let each = start.elapsed() / warm_ups;
         if each > BUDGET {
-            // One more would tell no more.
+            // One call exceeds the budget: the warm-up is the measurement.
             self.add(each, 1);
             return Ok(());
         }
@@ -79,8 +80,8 @@ impl Series {
         Ok(())
     }
 
-    /// Times short calls one by one, with pauses between them. Back to back they would queue up behind each
-    /// other on the bus, and show its rate, not the time that a caller waits.
+    /// Times short calls one by one, with pauses between them. Back to back they would queue up on
+    /// the bus and show its throughput instead of the caller's latency.
     fn run_spaced(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
         let clock = clock_cost();
         let start = Instant::now();
@@ -88,7 +89,7 @@ impl Series {
             let before = Instant::now();
             act()?;
             let took = before.elapsed();
-            // No call takes nothing: what is left is at least the clock's smallest step.
+            // At least 1 ns: a call never takes zero time.
             self.add(took.saturating_sub(clock).max(Duration::from_nanos(1)), 1);
             while before.elapsed() < took + PAUSE {
                 std::hint::spin_loop();
@@ -100,7 +101,7 @@ impl Series {
         Ok(())
     }
 
-    /// Adds what so many calls took.
+    /// Adds a group of `calls` calls that took `took` in total.
     pub(crate) fn add(&mut self, took: Duration, calls: u32) {
         self.groups.push(microseconds(took) / f64::from(calls.max(1)));
         self.total += took;
@@ -118,26 +119,25 @@ impl Series {
         }
     }
 
-    /// How the groups' times are spread: ten equal steps from the least to the most, and how many fell
-    /// into each.
+    /// Histogram of the groups' times, in ten equal bins from min to max.
     pub(super) fn histogram(&self) -> Vec<Bin> {
         const BINS: usize = 10;
-        let shortest = self.groups.iter().copied().fold(f64::INFINITY, f64::min);
-        let longest = self.groups.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let width = (longest - shortest) / BINS as f64;
-        let edge = |bin: usize| shortest + width * bin as f64;
+        let min = self.groups.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = self.groups.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let width = (max - min) / BINS as f64;
+        let edge = |bin: usize| min + width * bin as f64;
         let mut bins: Vec<Bin> = (0..BINS)
             .map(|bin| Bin { from_us: edge(bin), to_us: edge(bin + 1), count: 0 })
             .collect();
         for time in &self.groups {
-            let bin = ((time - shortest) / width.max(1e-12)) as usize;
+            let bin = ((time - min) / width.max(1e-12)) as usize;
             bins[bin.min(BINS - 1)].count += 1;
         }
         bins
     }
 }
 
-/// One step of a histogram.
+/// One bin of a histogram.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Bin {
     pub(super) from_us: f64,
@@ -149,7 +149,7 @@ fn microseconds(took: Duration) -> f64 {
     took.as_secs_f64() * 1e6
 }
 
-/// A time or a ratio with about three figures that mean something.
+/// Formats a time or a ratio with about three significant digits.
 pub(crate) fn figure(value: f64) -> String {
     match value.abs() {
         small if small < 1.0 => format!("{value:.3}"),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_of_the_calls() {
+    fn times_are_per_call() {
         let times = series(&[5, 1, 3]).times();
         assert_eq!((times.median_us, times.min_us, times.mean_us, times.calls), (3.0, 1.0, 3.0, 3));
         let mut grouped = Series::default();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn histograms_hold_every_time() {
+    fn histograms_count_every_group() {
         let bins = series(&[1, 2, 3, 11]).histogram();
         let counts: Vec<usize> = bins.iter().map(|bin| bin.count).collect();
         assert_eq!(counts, [1, 1, 1, 0, 0, 0, 0, 0, 0, 1]);
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_series_ends_in_time() {
+    fn a_series_stays_within_its_budget() {
         let (mut calls, mut series) = (0, Series::default());
         let act = || {
             calls += 1;

@@ -1,4 +1,4 @@
-//! `warpwire copy lat`
+//! `warpwire copy lat`: latency of copies by size, direction and method.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,48 +14,49 @@ use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};
 use super::{Failure, Reporter};
 
-/// Time of copies of every size, both ways
+/// Measure the latency of copies by size, in both directions
 ///
-/// For each size: `best`, the library's own choice, with the way that it takes; `window`, a plain loop of
-/// the widest loads or stores through the CPU window; `engine`, the driver's own copy (cuMemcpy), from and to
-/// ordinary host memory; with --agent, `agent`, the resident kernel, from and to pinned host memory. Each as
-/// median and least, in microseconds. The last column is best to the better of engine and window, by the
-/// medians. The columns of a row take turns, and what `best` moved is compared.
+/// For each size: `best`, the library's choice, with the method it uses; `window`, a plain loop of
+/// the widest loads or stores through the CPU window; `engine`, the driver's copy (cuMemcpy), from
+/// and to pageable host memory; with --agent, `agent`, the resident kernel, from and to pinned host
+/// memory. Each as median and min, in microseconds. The last column is best divided by the better
+/// of engine and window, of the medians. The columns of a row are measured in alternating passes,
+/// and the data that `best` copied is verified.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: Target,
 
-    /// The largest size, up to 64MiB
+    /// Max size, 4 to 64MiB
     #[arg(short = 's', long, value_name = "SIZE", default_value = "16MiB", value_parser = limit)]
     size: u64,
 
-    /// How many writes to time for each figure, at most
+    /// Max number of writes to time per figure
     #[arg(short = 'w', long, value_name = "N", default_value = "10000", value_parser = iterations)]
     writes: u32,
 
-    /// How many reads to time for each figure, at most
+    /// Max number of reads to time per figure
     #[arg(short = 'r', long, value_name = "N", default_value = "1000", value_parser = iterations)]
     reads: u32,
 
-    /// Copy at odd addresses too, of the device and of the host
+    /// Also copy at unaligned device and host addresses
     #[arg(long)]
     odd: bool,
 
-    /// Show the window with each sort of instructions that this processor has
+    /// Show the window with each kind of copy instructions of this CPU
     #[arg(long)]
     routines: bool,
 
-    /// Start the copy agent, show it, and let `best` use it
+    /// Start the copy agent (a resident kernel), show it, and let `best` use it
     #[arg(long)]
     agent: bool,
 
-    /// Begin each copy at another place of 256 MiB of host memory, outside of the processor's caches
+    /// Use cold caches: start each copy elsewhere in 256 MiB of host memory
     #[arg(short = 'C', long)]
     cold: bool,
 
-    /// As gdrcopy has it; the engine's column is always there
+    /// Accepted for compatibility with gdrcopy; the engine is always measured
     #[arg(short = 'c', hide = true)]
     engine: bool,
 
@@ -68,16 +69,16 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire copy lat
   warpwire copy lat -s 64MiB --odd --agent
-  warpwire copy lat -s 4KiB --routines           which instructions copy best
+  warpwire copy lat -s 4KiB --routines           which instructions copy fastest
   warpwire copy lat --json | jq '[.rows[].ratio] | max'";
 
 const MIN_SIZE: u64 = 4;
 const MAX_SIZE: u64 = 64 << 20;
-/// Where odd copies begin, on the device and on the host.
+/// Offsets of unaligned copies, on the device and on the host.
 const ODD: (u64, usize) = (13, 3);
-/// More than any processor's caches hold.
+/// More than the caches of a CPU hold.
 const COLD: usize = 256 << 20;
-/// How often the columns of a row take turns.
+/// Alternating passes over the columns of a row.
 const PASSES: u32 = 3;
 
 fn limit(text: &str) -> Result<u64, String> {
@@ -85,7 +86,7 @@ fn limit(text: &str) -> Result<u64, String> {
     if (MIN_SIZE..=MAX_SIZE).contains(&size) {
         return Ok(size);
     }
-    Err("the largest size must be between 4 and 64MiB".to_owned())
+    Err("the max size must be between 4 and 64MiB".to_owned())
 }
 
 #[derive(Serialize)]
@@ -99,7 +100,7 @@ struct Row {
     test: String,
     size: u64,
     odd: bool,
-    /// The way that `best` took.
+    /// The method that `best` used.
     method: CopyMethod,
     cells: Vec<Cell>,
     ratio: f64,
@@ -112,7 +113,7 @@ struct Cell {
     times: Times,
 }
 
-/// A way to copy that has a column of its own.
+/// A copy method with its own column.
 #[derive(Clone, Copy, PartialEq)]
 enum Column {
     Best,
@@ -185,7 +186,7 @@ fn columns(arguments: &Arguments) -> Vec<Column> {
     columns
 }
 
-/// Doubling from the smallest up to the largest, which need not be a power of two.
+/// Doubles from [`MIN_SIZE`]; ends with `max_size`, which need not be a power of two.
 fn sizes(max_size: u64) -> Vec<u64> {
     let doubling = (0..).map(|step| MIN_SIZE << step).take_while(|size| *size < max_size);
     doubling.chain([max_size]).collect()
@@ -196,7 +197,7 @@ fn heading(columns: &[Column]) -> String {
     for column in columns {
         text += &format!(" {:>10} {:>10}", column.name(), "min");
     }
-    text + &format!("  {:<6} {:>6}\n", "way", "ratio")
+    text + &format!("  {:<6} {:>6}\n", "method", "ratio")
 }
 
 fn line(row: &Row) -> String {
@@ -207,7 +208,7 @@ fn line(row: &Row) -> String {
     text + &format!("  {:<6} {:>6}\n", row.method, figure(row.ratio))
 }
 
-/// One row's copy.
+/// The copy that one row measures.
 struct TestPoint {
     direction: CopyDirection,
     size: u64,
@@ -223,13 +224,13 @@ impl TestPoint {
         if self.odd { format!("{name}_odd") } else { name.to_owned() }
     }
 
-    /// Where the copy begins, on the device and on the host.
+    /// Offsets on the device and on the host.
     fn offsets(&self) -> (u64, usize) {
         if self.odd { ODD } else { (0, 0) }
     }
 }
 
-/// The host's side of the copies.
+/// The host side of the copies.
 struct HostBuffer {
     buffer: Vec<u8>,
     at: usize,
@@ -237,7 +238,7 @@ struct HostBuffer {
 }
 
 impl HostBuffer {
-    /// The next piece to copy from or to.
+    /// The next slice to copy from or to.
     fn next_slice(&mut self, point: &TestPoint) -> &mut [u8] {
         let (len, shift) = (point.size as usize, point.offsets().1);
         if self.cold {
@@ -248,12 +249,12 @@ impl HostBuffer {
     }
 }
 
-/// What a row needs of the devices.
+/// Everything needed to measure a row.
 struct Runner<'a> {
     bench: &'a Bench,
     copier: Copier,
     agent: Option<Arc<Agent>>,
-    /// The agent's host side.
+    /// Host memory of the agent's copies.
     pinned: Option<Allocation>,
 }
 
@@ -293,7 +294,7 @@ impl Runner<'_> {
         Ok(Row { test, size, odd, method, cells, ratio: best / best_other })
     }
 
-    /// The agent's two sides, device and host; both at the same distance from a multiple of 16.
+    /// Device and host regions of the agent's copies, with the same offset modulo 16.
     fn regions(&self, point: &TestPoint) -> Result<Option<(Region, Region)>, Failure> {
         let Some(pinned) = &self.pinned else { return Ok(None) };
         let at = point.offsets().0;
@@ -333,12 +334,12 @@ impl Runner<'_> {
         }
     }
 
-    /// Has the best way move a pattern, and compares it with what the engine finds.
+    /// Copies a pattern with `best`, and verifies it with the engine.
     fn verify(&self, point: &TestPoint) -> Result<(), Failure> {
         let (at, len) = (point.offsets().0, point.size as usize);
         let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
         pattern::fill_bytes(&mut wanted, point.size, 0);
-        // The driver's last copy may still be on its way, and must not arrive after ours.
+        // The driver's last copy may still be in flight and must not land after ours.
         self.bench.engine_finish()?;
         match point.direction {
             CopyDirection::Write => {
@@ -362,14 +363,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_double_up_to_the_largest() {
+    fn sizes_double_up_to_the_max() {
         assert_eq!(sizes(4), [4]);
         assert_eq!(sizes(33), [4, 8, 16, 32, 33]);
         assert_eq!(sizes(MAX_SIZE).last(), Some(&MAX_SIZE));
     }
 
     #[test]
-    fn cold_pieces_stay_inside() {
+    fn cold_slices_stay_inside_the_buffer() {
         let mut host = HostBuffer { buffer: vec![0; 100_000], at: 0, cold: true };
         let point = TestPoint { direction: CopyDirection::Read, size: 9000, odd: true };
         for _ in 0..200 {

@@ -1,4 +1,4 @@
-//! `warpwire copy`: how fast the CPU reaches device memory, and whether rightly.
+//! `warpwire copy`: speed and correctness of CPU access to device memory.
 
 mod api;
 mod bw;
@@ -17,9 +17,9 @@ use crate::output::{self, Failure, Reporter};
 
 /// Measure and check copies between the CPU and GPU memory
 ///
-/// The programs of gdrcopy, over CPU windows that need no kernel module, beside the driver's own copies
-/// (`engine`: what cuMemcpy does). Where there is no CUDA, a simulated GPU stands in: its figures are those
-/// of host memory and say nothing about a GPU.
+/// Equivalents of gdrcopy's programs, over CPU windows that need no kernel module, compared with
+/// the driver's copies (`engine`: cuMemcpy). Without CUDA, a simulated GPU is used; its figures are
+/// those of host memory and do not represent a GPU.
 #[derive(Args)]
 #[command(arg_required_else_help = true, after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -29,12 +29,12 @@ pub(crate) struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire copy sanity                     is everything right? (gdrcopy_sanity)
+  warpwire copy sanity                     check correctness (gdrcopy_sanity)
   warpwire copy bw -s 1MiB                 bandwidth of one size (gdrcopy_copybw)
-  warpwire copy lat -s 64MiB --odd         time of every size (gdrcopy_copylat)
+  warpwire copy lat -s 64MiB --odd         latency by size (gdrcopy_copylat)
   warpwire copy api                        time to open and close a window (gdrcopy_apiperf)
-  warpwire copy pingpong                   CPU to GPU to CPU (gdrcopy_pplat)
-  warpwire copy plan                       which way a copy takes, by size and direction
+  warpwire copy pingpong                   round trip CPU, GPU, CPU (gdrcopy_pplat)
+  warpwire copy plan                       which method copies use, by size and direction
   warpwire copy lat -d sim:0 --json | jq '.rows[0]'";
 
 #[derive(Subcommand)]

@@ -1,4 +1,4 @@
-//! `warpwire copy pingpong`
+//! `warpwire copy pingpong`: round trips between the CPU and a kernel.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -12,26 +12,26 @@ use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};
 use super::{Failure, Reporter};
 
-/// Round trips CPU to GPU to CPU
+/// Measure round trips from the CPU to a kernel and back
 ///
-/// A kernel polls a word of its own memory, which the CPU writes through a window, and answers into pinned
-/// host memory, which the CPU polls. Beside it the same with the first word in pinned host memory too, so
-/// that the kernel polls across PCIe. The two take turns.
+/// A kernel polls a word in device memory, which the CPU writes through a window, and replies in
+/// pinned host memory, which the CPU polls. For comparison the same with the first word in pinned
+/// host memory, so that the kernel polls across PCIe. The two are measured in alternating passes.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: Target,
 
-    /// How many bytes the words have: 4 or 8
+    /// Size of the words in bytes: 4 or 8
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4", value_parser = width)]
     size: u64,
 
-    /// How many round trips to time, each way
+    /// Round trips to time, of each kind
     #[arg(short = 't', long, value_name = "N", default_value = "3000", value_parser = iterations)]
     iterations: u32,
 
-    /// How many before the clock runs, in each turn
+    /// Warm-up round trips in each pass
     #[arg(short = 'w', long, value_name = "N", default_value = "100")]
     warmup: u32,
 
@@ -46,16 +46,16 @@ Examples:
   warpwire copy pingpong -s 8 -t 100000
   warpwire copy pingpong --json | jq .ratio";
 
-/// No answer takes as long.
+/// Longer than any reply takes on a working device.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the two ways take turns.
+/// Number of alternating passes.
 const PASSES: u32 = 3;
 
 fn width(text: &str) -> Result<u64, String> {
     match text {
         "4" => Ok(4),
         "8" => Ok(8),
-        _ => Err("words have 4 or 8 bytes".to_owned()),
+        _ => Err("words are 4 or 8 bytes".to_owned()),
     }
 }
 
@@ -65,7 +65,7 @@ struct Outcome {
     bytes: u64,
     window: Times,
     pinned: Times,
-    /// Window to pinned, by the medians.
+    /// Window divided by pinned, of the medians.
     ratio: f64,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (mut window, mut pinned) = (Series::default(), Series::default());
     let asked = bench.device.alloc_pinned(64)?;
     for pass in 0..PASSES {
-        reporter.set_status(format!("turn {} of {PASSES}", pass + 1));
+        reporter.set_status(format!("pass {} of {PASSES}", pass + 1));
         let rounds = arguments.iterations.div_ceil(PASSES);
         let go = |asked: PingTarget<'_>, series: &mut Series| {
             round_trips(&bench, &kernel, &asked, arguments, rounds, series)
@@ -100,7 +100,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where the CPU asks.
+/// The word that the CPU writes.
 enum PingTarget<'a> {
     Window(&'a Window, &'a Allocation),
     Pinned(&'a Allocation),
@@ -110,7 +110,7 @@ fn word(memory: &Allocation, bytes: u64) -> warpwire::Result<Word> {
     if bytes == 4 { memory.word32(0) } else { memory.word64(0) }
 }
 
-/// Starts the kernel and asks it round by round; each round is one group of the series.
+/// Starts the kernel and runs the rounds; each timed round is one group of the series.
 fn round_trips(
     bench: &Bench,
     kernel: &PingPong,
@@ -150,14 +150,14 @@ fn wait_for_pong(pong: &Word, round: u64, asked: Instant) -> Result<(), Failure>
     const POLLS: u32 = 100_000;
     loop {
         for _ in 0..POLLS {
-            // No pause between the looks: it would be part of the time.
+            // No pause between loads: it would add to the latency.
             if pong.load()? >= round {
                 return Ok(());
             }
         }
         if asked.elapsed() > TIMEOUT {
             return Err(Failure::Runtime(format!(
-                "cannot play ping-pong: no answer to round {round} in {TIMEOUT:?}"
+                "ping-pong failed: no reply to round {round} in {TIMEOUT:?}"
             )));
         }
         std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! `warpwire copy plan`
+//! `warpwire copy plan`: the copy method by size and direction.
 
 use std::process::ExitCode;
 
@@ -9,17 +9,17 @@ use warpwire::mem::copy::CopyPlan;
 use super::target::DeviceChoice;
 use super::{Failure, Reporter};
 
-/// Show which way a copy takes, by size and direction
+/// Show which method copies use, by size and direction
 ///
-/// Measured once per device in well under a second, kept in the user's cache folder, and looked up by every
-/// copy since. `WARPWIRE_COPY` sets it by hand.
+/// The plan is measured once per device, in well under a second, saved in the user's cache
+/// directory, and used by every copy. WARPWIRE_COPY overrides it.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// Measure anew, and keep that
+    /// Measure again, and save the result
     #[arg(long)]
     recalibrate: bool,
 

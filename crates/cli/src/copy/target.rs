@@ -1,4 +1,4 @@
-//! What the tools work on: a device, memory of a kind, a window.
+//! The device, memory and CPU window that the tools work on.
 
 use std::time::{Duration, Instant};
 
@@ -17,23 +17,24 @@ pub(super) struct Target {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// How the device memory is made: plain (cuMemAlloc), vmm (cuMemCreate) or pool (cuMemAllocAsync)
+    /// Kind of device memory: plain (cuMemAlloc), vmm (cuMemCreate) or pool (cuMemAllocAsync)
     #[arg(short = 'a', long, value_name = "KIND", default_value = "plain", value_parser = kind)]
     alloc: MemoryKind,
 
-    /// Insist on a mapping type: wc (write-combining), cache or device; `default` takes what is offered
-    #[arg(short = 'M', long, value_name = "TYPE", default_value = "default", value_parser = mapping)]
+    /// Required mapping type: wc (write-combining), cache or device; `default` accepts any
+    #[arg(short = 'M', long, value_name = "TYPE", default_value = "default",
+        value_parser = mapping)]
     mapping: Mapping,
 }
 
 #[derive(Args)]
 pub(crate) struct DeviceChoice {
-    /// The device: cuda:N, or N alone, or sim:N; if not given, the first CUDA device, else sim:0
+    /// Device: cuda:N (or just N) or sim:N [default: the first CUDA device, else sim:0]
     #[arg(short = 'd', long, value_name = "DEVICE")]
     device: Option<String>,
 }
 
-/// A mapping type to insist on, if any.
+/// The required mapping type, if any.
 #[derive(Clone, Copy)]
 struct Mapping(Option<MappingType>);
 
@@ -56,7 +57,7 @@ fn mapping(text: &str) -> Result<Mapping, String> {
     }
 }
 
-/// Reads a size that is not zero.
+/// Parses a nonzero size, as in 64KiB.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text) {
         Ok(0) => Err("the size is zero; write at least 1".to_owned()),
@@ -65,7 +66,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Reads how often something is done.
+/// Parses a nonzero number of iterations.
 pub(crate) fn iterations(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(0) => Err("the number is zero; write at least 1".to_owned()),
@@ -75,7 +76,7 @@ pub(crate) fn iterations(text: &str) -> Result<u32, String> {
 }
 
 impl DeviceChoice {
-    /// The device that was asked for, or the best; and why that is not a CUDA device, if it is not.
+    /// Opens the requested device, or the default one with the reason if that is not a CUDA device.
     pub(crate) fn open(&self) -> Result<(Device, Option<String>), Failure> {
         let usage = |error: warpwire::Error| Failure::Usage(error.to_string());
         let Some(label) = &self.device else {
@@ -94,7 +95,7 @@ impl DeviceChoice {
 }
 
 impl Target {
-    /// Opens the device, takes `len` bytes of its memory and opens a window onto them.
+    /// Opens the device, allocates `len` bytes and opens a window onto them.
     pub(super) fn open(&self, len: u64) -> Result<Bench, Failure> {
         let (device, no_cuda) = self.device.open()?;
         let total = device.info().total_memory;
@@ -102,7 +103,7 @@ impl Target {
             let (requested, total) = (units::bytes(len), units::bytes(total));
             let label = device.label();
             return Err(Failure::Usage(format!(
-                "cannot use {requested} on {label}: it has {total} in all; write a smaller size"
+                "cannot use {requested} on {label}: it has {total} in all; give a smaller size"
             )));
         }
         let memory = device.alloc_kind(len, self.alloc)?;
@@ -125,26 +126,26 @@ impl Target {
     }
 }
 
-/// A device, memory of it, and a window onto that.
+/// A device, an allocation, and a window onto it.
 pub(super) struct Bench {
     pub(super) device: Device,
     pub(super) memory: Allocation,
     pub(super) window: Window,
     pub(super) options: WindowOptions,
-    /// How long it took to open, the first of this process.
+    /// Time to open `window`, the first of this process.
     pub(super) first_window: Duration,
     no_cuda: Option<String>,
-    /// The driver's own copies; the simulator has none.
+    /// The driver's copies; `None` for the simulated GPU.
     driver: Option<DriverCopies>,
 }
 
 impl Bench {
-    /// Waits for copies by the driver that are still under way.
+    /// Waits for driver copies in flight.
     pub(super) fn engine_finish(&self) -> warpwire::Result<()> {
         self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)
     }
 
-    /// Copies to the device as a program without this library would: cuMemcpyHtoD.
+    /// Copies to the device with the driver (cuMemcpyHtoD).
     pub(super) fn engine_write(&self, offset: u64, from: &[u8]) -> warpwire::Result<()> {
         match &self.driver {
             Some(driver) => driver.write(&self.memory, offset, from),
@@ -152,7 +153,7 @@ impl Bench {
         }
     }
 
-    /// Copies from the device as a program without this library would: cuMemcpyDtoH.
+    /// Copies from the device with the driver (cuMemcpyDtoH).
     pub(super) fn engine_read(&self, offset: u64, into: &mut [u8]) -> warpwire::Result<()> {
         match &self.driver {
             Some(driver) => driver.read(&self.memory, offset, into),
@@ -175,7 +176,7 @@ impl Bench {
     }
 }
 
-/// What was measured on; the head of every table.
+/// What was measured: the comment lines above every table.
 #[derive(Serialize)]
 pub(super) struct Setting {
     device: String,
@@ -183,9 +184,9 @@ pub(super) struct Setting {
     memory: MemoryKind,
     window: String,
     mapping: MappingType,
-    /// Better paths to a window, and why they were refused.
+    /// Better window paths, and why they were refused.
     refused: Vec<String>,
-    /// Why there is no CUDA device, if one was looked for.
+    /// Why there is no CUDA device, if none was requested by name.
     no_cuda: Option<String>,
     simulated: bool,
 }

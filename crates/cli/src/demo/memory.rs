@@ -1,4 +1,4 @@
-//! The stages that move memory between devices and the host.
+//! Demo stages that move memory between devices and the host.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,16 @@ use warpwire_apps::pattern::{Pattern, fill_bytes};
 use super::Stage;
 
 const SEED: u64 = 0x5eed;
-/// Longer than any stage takes on a machine that works.
+/// Longer than any stage takes on a working machine.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// How often a copy is repeated for its time.
+/// Timed repetitions of a copy.
 const COPIES: u32 = 8;
-/// What the CPU window is shown with.
+/// Bytes written through the CPU window.
 const WINDOW_LEN: u64 = 64 << 10;
 const ROUND_TRIPS: u32 = 500;
 const REPLAYS: u32 = 200;
 
-/// Runs all stages, in order; each works on what the one before left.
+/// Runs all stages in order; each uses the data that the previous one left.
 pub(super) fn stages(
     device_pair: &[Device; 2],
     size: u64,
@@ -44,7 +44,7 @@ pub(super) fn stages(
     Ok(stages)
 }
 
-/// One end of the transfers: a device with a buffer, and the means to fill and to check it.
+/// A device with a buffer, and kernels that fill and verify it.
 struct Endpoint {
     device: Device,
     stream: Stream,
@@ -64,7 +64,7 @@ impl Endpoint {
         })
     }
 
-    /// Fills the buffer by a kernel.
+    /// Fills the buffer with a kernel.
     fn fill(&self) -> Result<Stage> {
         let region = self.memory.whole()?;
         let took = self.repeat(|| self.pattern.fill(&self.stream, &region, SEED))?;
@@ -72,7 +72,7 @@ impl Endpoint {
         Ok(stage.took(took, COPIES).checked(self.holds_pattern()?))
     }
 
-    /// Whether the device finds the pattern in its buffer.
+    /// Verifies the buffer with a kernel.
     fn holds_pattern(&self) -> Result<bool> {
         self.mismatches.store(0)?;
         self.pattern.check(&self.stream, &self.memory.whole()?, SEED, &self.mismatches)?;
@@ -80,13 +80,13 @@ impl Endpoint {
         Ok(self.mismatches.load()? == 0)
     }
 
-    /// Wipes the buffer, so that what is found in it afterwards was put there afterwards.
+    /// Zeroes the buffer, so that verification cannot succeed on old data.
     fn clear(&self) -> Result<()> {
         self.stream.fill(&self.memory.whole()?, 0)?;
         self.stream.synchronize(TIMEOUT)
     }
 
-    /// The time that several runs of `queue` take in all, after one for warming up.
+    /// Total time of [`COPIES`] runs of `queue`, after one warm-up run.
     fn repeat(&self, queue: impl Fn() -> Result<()>) -> Result<Duration> {
         queue()?;
         self.stream.synchronize(TIMEOUT)?;
@@ -106,7 +106,7 @@ fn between(from: &Endpoint, to: &Endpoint) -> Result<Stage> {
         let took = from.repeat(|| from.stream.copy(&target, &source))?;
         return Ok(stage("device to device").took(took, COPIES).checked(to.holds_pattern()?));
     }
-    // No stream reaches memory of both backends: through the host.
+    // No stream can access memory of both backends: copy through the host.
     let start = Instant::now();
     let mut buffer = vec![0; usize::try_from(from.memory.len()).unwrap_or(0)];
     from.memory.read(0, &mut buffer)?;
@@ -122,7 +122,7 @@ fn to_host(from: &Endpoint, pinned: &Allocation) -> Result<Stage> {
     Ok(stage.took(took, COPIES).checked(verified))
 }
 
-/// Whether the CPU finds the pattern in pinned memory.
+/// Verifies pinned memory with the CPU.
 fn host_holds_pattern(pinned: &Allocation) -> Result<bool> {
     let (mut found, mut wanted) = (vec![0; 1 << 20], vec![0; 1 << 20]);
     let mut at = 0;
@@ -147,8 +147,8 @@ fn to_device(pinned: &Allocation, to: &Endpoint) -> Result<Stage> {
     Ok(stage.took(took, COPIES).checked(to.holds_pattern()?))
 }
 
-/// The CPU writes device memory with its own stores, the device checks it; the device writes, and the CPU
-/// reads it with its own loads.
+/// The CPU stores to device memory through the window and the device verifies it; then the device
+/// writes, and the CPU reads through the window.
 fn window(end: &Endpoint) -> Result<Stage> {
     let memory = end.device.alloc(WINDOW_LEN)?;
     let stage = Stage::new("write through CPU window", "cpu", end.device.label(), WINDOW_LEN);
@@ -174,14 +174,14 @@ fn window(end: &Endpoint) -> Result<Stage> {
     Ok(stage.took(took, COPIES).checked(arrived && found == sent))
 }
 
-/// Two streams answer each other through words: one waits for what the other writes.
+/// Two streams exchange words: each waits for the value that the other writes.
 fn round_trips(device: &Device) -> Result<Stage> {
     let words = device.alloc_pinned(128)?;
     let (ping, pong) = (words.word64(0)?, words.word64(64)?);
     ping.store(0)?;
     pong.store(0)?;
     let (first, second) = (device.stream()?, device.stream()?);
-    // Everything is queued behind the first word, so that the time is the streams' own.
+    // Everything is enqueued behind a gate, so that enqueueing does not count.
     let gate = device.alloc_pinned(8)?.word64(0)?;
     gate.store(0)?;
     first.wait_value(&gate, Condition::AtLeast, 1)?;
@@ -201,7 +201,7 @@ fn round_trips(device: &Device) -> Result<Stage> {
     Ok(stage.took(took, ROUND_TRIPS).checked(verified))
 }
 
-/// A captured fill, copy and word, replayed.
+/// Replays a captured graph of a fill, a copy and a word write.
 fn replays(end: &Endpoint) -> Result<Stage> {
     let small = end.device.alloc(4096)?;
     let count = end.device.alloc_pinned(8)?.word64(0)?;

@@ -1,4 +1,4 @@
-//! `warpwire demo`
+//! `warpwire demo`: moves GPU memory over every path, and verifies it.
 
 mod memory;
 mod messages;
@@ -15,21 +15,21 @@ use warpwire::{Result, units};
 
 use crate::output;
 
-/// See GPU memory move, and every byte of it verified
+/// Move GPU memory over every path, and verify every byte
 ///
-/// Finds the GPUs of this machine, says which it uses and why, and moves memory between two of them and
-/// the host through streams: filled by a kernel, copied, checked by the device and by the CPU. Then memory
-/// of a GPU of this process is written to that of another process, by RDMA over the software HCA, and two processes send
-/// each other messages that a stream orders and that a kernel posts. Where
-/// there is no CUDA, two simulated GPUs stand in. Takes a few seconds.
+/// Finds the GPUs of this machine, prints which it uses and why, and moves memory between two of
+/// them and the host on streams: filled by a kernel, copied, verified by the device and by the CPU.
+/// Then writes GPU memory to that of another process, by RDMA over the software HCA, and has two
+/// processes exchange messages sent by streams and by kernels. Without CUDA, two simulated GPUs are
+/// used. Takes a few seconds.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// A device to use (cuda:N or sim:N); give it twice for the two ends
+    /// Device to use (cuda:N or sim:N); give it twice for source and destination
     #[arg(long = "device", value_name = "DEVICE")]
     devices: Vec<String>,
 
-    /// How much to move at a time
+    /// Bytes per transfer, 4KiB to 1GiB
     #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = size)]
     size: u64,
 
@@ -45,7 +45,7 @@ Examples:
   WARPWIRE_SIM=copy_delay=1ms warpwire demo       a slow simulated GPU
   warpwire demo --json | jq .stages";
 
-/// A stage must be long enough to be timed and short enough for a demonstration.
+/// Max of `--size`, so that the demo stays short.
 const MAX_SIZE: u64 = 1 << 30;
 
 fn size(text: &str) -> std::result::Result<u64, String> {
@@ -56,22 +56,22 @@ fn size(text: &str) -> std::result::Result<u64, String> {
     Err("the size must be between 4KiB and 1GiB".to_owned())
 }
 
-/// What one stage did.
+/// Result of one stage.
 #[derive(Serialize)]
 pub(crate) struct Stage {
     what: String,
     from: String,
     to: String,
-    /// Bytes moved each time.
+    /// Bytes per repetition.
     bytes: u64,
-    /// How many times.
+    /// Repetitions.
     times: u32,
-    /// The time of one.
+    /// Mean time of one repetition.
     nanoseconds: u64,
     verified: bool,
-    /// Why it was not done, if it was not.
+    /// Why the stage was skipped.
     skipped: Option<String>,
-    /// Why it did not work, if it did not.
+    /// Why the stage failed.
     failed: Option<String>,
 }
 
@@ -102,13 +102,12 @@ impl Stage {
         self
     }
 
-    /// It did not work, for that reason.
     fn failed(mut self, why: impl Into<String>) -> Self {
         self.failed = Some(why.into());
         self
     }
 
-    /// Whether nothing is wrong with it.
+    /// Verified, or skipped.
     fn is_ok(&self) -> bool {
         self.verified || self.skipped.is_some()
     }
@@ -172,8 +171,8 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
     Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The two ends: those that were asked for, else the first two of the best backend; the same one twice
-/// if there is but one.
+/// The two devices: the requested ones, else the first two of the best backend, or the same one
+/// twice.
 fn choose(found: &Discovery, requested: &[String]) -> Result<[Device; 2]> {
     let mut requested = requested.iter();
     let first = match requested.next() {

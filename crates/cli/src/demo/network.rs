@@ -1,18 +1,18 @@
-//! The stage that moves memory from one process to another.
+//! Demo stage that moves memory from one process to another.
 
 use warpwire::mem::Device;
 
 use super::Stage;
 use crate::perf;
 
-/// How often it is written.
+/// Number of writes.
 const WRITES: u32 = 8;
 
-/// RDMA writes from the first device's memory to the second's, which belongs to another process, by UDP on the
+/// RDMA writes from the first device's memory to the second's, in another process, by UDP on the
 /// loopback interface.
 pub(super) fn stage(device_pair: &[Device; 2], size: u64) -> Stage {
     let [from, to] = device_pair.each_ref().map(Device::label);
-    let there = format!("{to}, a process away");
+    let there = format!("{to}, other process");
     match perf::run_pair(&from, &to, size, WRITES) {
         Ok(summary) => {
             let what = format!("RDMA write by {}, {}", summary.link, summary.path);

@@ -1,4 +1,4 @@
-//! The demonstration's table.
+//! The demo's table.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn row(stage: &Stage) -> [String; 8] {
         return [what, from, to, units::bytes(stage.bytes), none(), none(), none(), why];
     }
     let each = Duration::from_nanos(stage.nanoseconds);
-    // A stage that moves a few words is about latency; a rate would say nothing.
+    // Small transfers measure latency; a rate would be meaningless.
     let rate = if stage.bytes < 4096 { String::new() } else { units::rate(stage.bytes, each) };
     [
         stage.what.clone(),
@@ -50,7 +50,7 @@ fn row(stage: &Stage) -> [String; 8] {
     ]
 }
 
-/// Words to the left, numbers to the right.
+/// Text columns are left-aligned, numbers right-aligned.
 fn line(cells: &[String; 8], widths: &[usize; 8]) -> String {
     let cells = cells.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
         3..=6 => format!("{cell:>width$}"),
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_line_up() {
+    fn columns_align() {
         let stages = [
             Stage::new("copy", "sim:0", "sim:1", 1 << 20)
                 .took(Duration::from_millis(2), 2)

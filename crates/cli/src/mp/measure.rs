@@ -1,4 +1,4 @@
-//! One end of a measurement.
+//! One rank of a measurement.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use crate::baseline::Baseline;
 use crate::output::Failure;
 use crate::perf::memory::{MemoryChoice, device};
 
-/// A rank with its memory: one half goes out, one comes in.
+/// A rank with its send and receive buffers.
 pub(super) struct Endpoint<'a> {
     comm: &'a Comm,
     pub(super) out: Buffer,
     into: Buffer,
-    /// What is read from the other's window.
+    /// Destination of reads from the peer's window.
     back: Buffer,
     window: RmaWindow,
     device_runner: Option<RefCell<DeviceRunner>>,
@@ -57,7 +57,7 @@ impl<'a> Endpoint<'a> {
         Ok((self.out.slice(0, size)?, self.into.slice(0, size)?))
     }
 
-    /// Moves a few messages with other bytes each time, and compares all of them.
+    /// Transfers three messages with different bytes, and verifies each.
     pub(super) fn verify(&self, test: Test, mode: Mode, size: u64) -> Result<(), Failure> {
         for round in 0..3 {
             let seed = |rank: usize| size * 7 + round * 2 + rank as u64;
@@ -74,7 +74,7 @@ impl<'a> Endpoint<'a> {
             self.comm.barrier(self.timeout)?;
             self.compare(&self.into, size, seed(self.other()))?;
             if test == Test::Putget {
-                // What the other has in its window is what we put there.
+                // The peer's window holds what this rank put there.
                 self.fill(&self.back, size, !seed(0))?;
                 match mode {
                     Mode::Cpu => self.get(size)?,
@@ -89,8 +89,9 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// What round trips take here without any HCA, if a device sends or waits. The other rank waits meanwhile.
-    pub(super) fn floors(&self) -> Result<Option<Baseline>, Failure> {
+    /// Measures the baseline on rank 0, if a device sends or waits; the other rank returns `None`
+    /// and waits at its next barrier.
+    pub(super) fn baseline(&self) -> Result<Option<Baseline>, Failure> {
         match (&self.device_runner, self.comm.rank()) {
             (Some(device_runner), 0) => {
                 Baseline::measure(device_runner.borrow().stream.device()).map(Some)
@@ -99,7 +100,7 @@ impl<'a> Endpoint<'a> {
         }
     }
 
-    /// So many rounds in a mode of the device; how long they took.
+    /// Runs `count` rounds in a device mode; returns the elapsed time.
     fn by_device(
         &self,
         what: TransferKind,
@@ -117,7 +118,7 @@ impl<'a> Endpoint<'a> {
         let (out, into, back) = (&self.out, &self.into, &self.back);
         let transfer = Transfer { comm, out, into, back, window, size, compute, what };
         device_runner.borrow_mut().rearm_signal()?;
-        // The words are read before anybody adds to them.
+        // Both ranks must have read their signal words before either adds to them.
         comm.barrier(self.timeout)?;
         let device_runner = device_runner.borrow();
         match mode {
@@ -127,7 +128,7 @@ impl<'a> Endpoint<'a> {
         }
     }
 
-    /// The compute kernel before a message of the CPU's: started, and waited for.
+    /// Runs the compute kernel before a CPU message, and waits for it.
     fn compute(&self, time: Duration) -> Result<(), Failure> {
         if time.is_zero() {
             return Ok(());
@@ -161,7 +162,7 @@ impl<'a> Endpoint<'a> {
         }
     }
 
-    /// Both send, both receive.
+    /// Both ranks send and receive.
     fn exchange(&self, size: u64) -> Result<(), Failure> {
         let (out, into) = self.slices(size)?;
         let mut receive = self.comm.irecv(self.other(), 0, into)?;
@@ -183,7 +184,7 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// To and fro, once.
+    /// One round trip.
     fn ping(&self, size: u64, compute: Duration) -> Result<(), Failure> {
         let (out, into) = self.slices(size)?;
         let mut receive = self.comm.irecv(self.other(), 0, into)?;
@@ -200,7 +201,7 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// Times one row of one mode, with a kernel that computes for so long before each message.
+    /// Measures one mode at one size, with a compute kernel of that duration before each message.
     pub(super) fn measure(
         &self,
         test: Test,

@@ -1,4 +1,4 @@
-//! `warpwire mp`: messages between two ranks, by who decides when: the CPU, a stream, a kernel.
+//! `warpwire mp`: messages between two ranks, triggered by the CPU, a stream, a graph or a kernel.
 
 mod measure;
 mod modes;
@@ -20,53 +20,56 @@ use table::Report;
 
 /// Measure messages between two ranks
 ///
-/// Started by itself it starts two ranks on this machine; started by a launcher (warpwire run, torchrun, mpirun, srun)
-/// it is one of two. What arrives is compared with what was sent, before each figure is taken; a difference is an error.
-/// Where a device sends, the floors are measured in the same run: what round trips of two streams, and of two kernels, take
-/// with a thread in between and no HCA.
+/// Without a launcher it starts two ranks on this machine; under a launcher (warpwire run,
+/// torchrun, mpirun, srun) it is one of the two. Data is verified before each measurement; a
+/// difference is an error. Where a device sends, the baseline is measured in the same run: round
+/// trips of two streams, and of two kernels, with a relay thread in between and no HCA.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
     /// What to measure
     test: Test,
 
-    /// Who sends and waits, each a column of its own: cpu, stream, graph, kernel; all that the memory allows if not given
+    /// What sends and waits, a column each, separated by commas: cpu, stream, graph, kernel
+    /// [default: all that the memory allows]
     #[arg(short = 'm', long, value_name = "MODE", value_delimiter = ',')]
     mode: Vec<Mode>,
 
-    /// Bytes in a message; several rows if not given
+    /// Message sizes, separated by commas [default: 8 to 4MiB in 8 steps]
     #[arg(short = 's', long, value_name = "SIZE", value_delimiter = ',', value_parser = size)]
     size: Vec<u64>,
 
-    /// Messages of each size [default: 1000, fewer of large ones]
+    /// Messages per size [default: 1000, fewer for large sizes]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     iterations: Option<u32>,
 
-    /// Memory of the messages: host, sim:N or cuda:N. All but the CPU's mode need a device
+    /// Memory of the messages: host, sim:N or cuda:N; all modes except cpu need a device
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     mem: MemoryChoice,
 
-    /// A kernel that computes for so long before each message: more columns, beside those without
+    /// Also measure with a kernel of this duration before each message, as in 20us: adds columns
     #[arg(long, value_name = "TIME", value_parser = duration)]
     kernel: Option<Duration>,
 
-    /// The link, with ranks on this machine: auto, udp or shm
+    /// Link between ranks on this machine: auto, udp or shm [default: WARPWIRE_LINK, else auto]
     #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
     link: Option<String>,
 
-    /// Both ranks as threads of this process: their kernels run at the same time, where processes share a GPU in turns
+    /// Run both ranks as threads of this process: their kernels run concurrently, while processes
+    /// time-slice a GPU
     #[arg(long)]
     threads: bool,
 
-    /// Do not measure the floors
+    /// Do not measure the baseline
     #[arg(long)]
-    no_floors: bool,
+    no_baseline: bool,
 
-    /// How long to wait for the other rank, and for each message
+    /// Timeout for the other rank to connect, and for each message
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     timeout: Duration,
 
-    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "figures": […], "verified": …}], "floors": …, "ratios": […]}
+    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "figures": […], "verified": …}],
+    /// "baseline": …, "ratios": […]}
     #[arg(long)]
     json: bool,
 }
@@ -74,25 +77,25 @@ pub(crate) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire mp pingpong                         half round trips, two ranks on this machine
-  warpwire mp sendrecv --mem cuda:0 -s 1MiB    both send at once
+  warpwire mp sendrecv --mem cuda:0 -s 1MiB    both ranks send simultaneously
   warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream
   warpwire mp pingpong --mem cuda:0 --threads  all modes, both ranks in one process
   warpwire run -n 2 --link udp -- warpwire mp putget
   torchrun --nproc-per-node 2 --no-python warpwire mp pingpong";
 
-/// What is measured.
+/// The test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Test {
-    /// A message to and fro: half the time
+    /// Half a round trip of a message
     Pingpong,
-    /// Writing to and reading from a window, until the data is there
+    /// Writes to and reads from the peer's window, until the data has arrived
     Putget,
-    /// Both ranks send and receive at once
+    /// Both ranks send and receive simultaneously
     Sendrecv,
 }
 
 impl Test {
-    /// What is measured of it, one column for each.
+    /// The transfers to measure, a column each.
     fn rounds(self) -> &'static [TransferKind] {
         match self {
             Self::Pingpong => &[TransferKind::PingPong],
@@ -102,16 +105,16 @@ impl Test {
     }
 }
 
-/// Who sends and waits.
+/// What sends and waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Mode {
     /// The CPU
     Cpu,
-    /// A stream; the CPU prepares
+    /// A stream; the CPU enqueues the operations
     Stream,
-    /// A graph that is replayed
+    /// A graph, replayed for each message
     Graph,
-    /// A kernel that runs all the time
+    /// One kernel for all messages
     Kernel,
 }
 
@@ -130,7 +133,7 @@ fn size(text: &str) -> Result<u64, String> {
     let size = units::parse_bytes(text).map_err(|error| error.to_string())?;
     match size {
         1..=0x4000_0000 => Ok(size),
-        _ => Err("a message has 1 byte to 1 GiB".to_owned()),
+        _ => Err("message sizes are 1 byte to 1 GiB".to_owned()),
     }
 }
 
@@ -138,7 +141,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     units::parse_duration(text).map_err(|error| error.to_string())
 }
 
-/// The rows if none are given.
+/// Default of `--size`.
 const SIZES: [u64; 8] = [8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20];
 
 impl Arguments {
@@ -157,19 +160,19 @@ impl Arguments {
         }
     }
 
-    /// Whether a device sends, waits or computes.
+    /// True if a device sends, waits or computes.
     fn needs_device(&self) -> bool {
         self.kernel.is_some() || self.modes().iter().any(|mode| *mode != Mode::Cpu)
     }
 
-    /// The columns: each mode without a kernel, and with one.
+    /// The columns: each mode without and, with `--kernel`, with a compute kernel.
     fn columns(&self) -> Vec<(Mode, Duration)> {
         let times = [Some(Duration::ZERO), self.kernel];
         let each = |mode: Mode| times.into_iter().flatten().map(move |time| (mode, time));
         self.modes().into_iter().flat_map(each).collect()
     }
 
-    /// Fewer of large ones: a row shall take about as long as the others.
+    /// Fewer messages of large sizes, so that all rows take about as long.
     fn iterations(&self, size: u64) -> u32 {
         let fewer = (1_000_000_000 / size.max(1)).clamp(10, 1000) as u32;
         self.iterations.unwrap_or(fewer)
@@ -185,10 +188,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     })
 }
 
-/// Starts this same command as two ranks.
+/// Starts this command again as two ranks.
 fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let program = std::env::current_exe()
-        .map_err(|why| Failure::Runtime(format!("cannot find this program: {why}")))?;
+        .map_err(|why| Failure::Runtime(format!("cannot find this executable: {why}")))?;
     let words = std::env::args_os().skip(1);
     let program = std::iter::once(program.into_os_string()).chain(words).collect();
     run::launch(&Job {
@@ -200,7 +203,7 @@ fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Two ranks in this process.
+/// Runs both ranks as threads of this process.
 fn run_both_ranks(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let comms = Comm::local_with(2, &options(arguments)?)?;
     std::thread::scope(|scope| {
@@ -209,7 +212,7 @@ fn run_both_ranks(arguments: &Arguments) -> Result<ExitCode, Failure> {
         let panicked = |_| Err(Failure::Runtime("a rank panicked".to_owned()));
         let mut outcomes: Vec<_> =
             ranks.into_iter().map(|rank| rank.join().unwrap_or_else(panicked)).collect();
-        // The one that failed by itself says more than the other, which lost it.
+        // Prefer the root cause: the other rank only reports that its peer is lost.
         let own = outcomes.iter().position(|outcome| matches!(outcome, Err(Failure::Usage(_))));
         let failed = own.or_else(|| outcomes.iter().position(Result::is_err));
         outcomes.swap_remove(failed.unwrap_or(0))
@@ -234,7 +237,7 @@ fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
 fn run_rank(arguments: &Arguments, rank_info: RankInfo) -> Result<ExitCode, Failure> {
     let options = options(arguments)?;
     if rank_info.size != 2 {
-        let message = format!("mp needs two ranks, and there are {}", rank_info.size);
+        let message = format!("mp needs two ranks, not {}", rank_info.size);
         return Err(Failure::Usage(message));
     }
     measure_or_abort(arguments, &Comm::open(rank_info, options)?)
@@ -256,9 +259,9 @@ fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> 
     let is_reporter = comm.rank() == 0;
     let reporter = Reporter::new(arguments.json || !is_reporter);
     let mut report = Report::new(arguments.test, comm, &endpoint)?;
-    if !arguments.no_floors {
-        reporter.set_status("the floors");
-        report.floors = endpoint.floors()?;
+    if !arguments.no_baseline {
+        reporter.set_status("baseline");
+        report.baseline = endpoint.baseline()?;
     }
     reporter.print(&report.head(&arguments.columns()))?;
     for size in sizes {

@@ -1,4 +1,4 @@
-//! The modes in which a device, and not the CPU, sends and waits.
+//! The modes in which a device, not the CPU, sends and waits.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
 
 use crate::output::Failure;
 
-/// A stream is given so many rounds before the CPU waits for it.
+/// Rounds enqueued on a stream before the CPU waits for it.
 const ROUNDS_IN_FLIGHT: u32 = 16;
 
 /// A device's side of the measurement.
@@ -18,36 +18,37 @@ pub(super) struct DeviceRunner {
     device_channel: DeviceChannel,
     pub(super) stream: Stream,
     pub(super) kernels: PingPongKernels,
-    /// A word that the other adds to, and the window that it lies in.
+    /// Our signal word, which the peer adds to.
     words: Allocation,
+    /// The window of both ranks' signal words.
     word_window: RmaWindow,
     wait: SignalWait,
     timeout: Duration,
 }
 
-/// What one round is.
+/// The transfer of one round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TransferKind {
-    /// One answers the other.
+    /// Rank 0 sends, rank 1 replies.
     PingPong,
-    /// Both send, then wait.
+    /// Both ranks send, then wait.
     Simultaneous,
-    /// Both write to the other's window, and wait until it is there.
+    /// Both ranks write to the peer's window, and wait until the data has arrived.
     Put,
-    /// Both read from it.
+    /// Both ranks read from the peer's window.
     Get,
 }
 
-/// What is sent where.
+/// Buffers and parameters of a round.
 pub(super) struct Transfer<'a> {
     pub(super) comm: &'a Comm,
     pub(super) out: &'a Buffer,
     pub(super) into: &'a Buffer,
-    /// What is read from the other's window.
+    /// Destination of reads from the peer's window.
     pub(super) back: &'a Buffer,
     pub(super) window: &'a RmaWindow,
     pub(super) size: u64,
-    /// How long the kernel before each message computes.
+    /// Duration of the compute kernel before each message; no kernel if zero.
     pub(super) compute: Duration,
     pub(super) what: TransferKind,
 }
@@ -57,7 +58,7 @@ impl Transfer<'_> {
         1 - self.comm.rank()
     }
 
-    /// Whether this side sends before it waits.
+    /// True if this rank sends before it waits.
     fn starts_round(&self) -> bool {
         self.what != TransferKind::PingPong || self.comm.rank() == 0
     }
@@ -66,7 +67,7 @@ impl Transfer<'_> {
         Ok((self.out.slice(0, self.size)?, self.into.slice(0, self.size)?))
     }
 
-    /// What moves between the other's window and our own memory; none if messages do.
+    /// The put or get between the peer's window and our memory; `None` for messages.
     fn moves<'q>(&self, qp: &'q KernelQp) -> Result<Option<Move<'q>>, Failure> {
         let own = match self.what {
             TransferKind::Put => self.out,
@@ -103,7 +104,7 @@ impl DeviceRunner {
         Ok(self.words.word64(0)?)
     }
 
-    /// Waits for the stream; what failed there is told.
+    /// Waits for the stream; returns the failure of the channel or of a kernel.
     fn finish(&self) -> Result<(), Failure> {
         self.stream.synchronize(self.timeout)?;
         self.device_channel.check()?;
@@ -117,7 +118,7 @@ impl DeviceRunner {
         }
     }
 
-    /// The CPU posts receives and fills the stream; the stream sends and waits.
+    /// The CPU posts receives and enqueues; the stream sends and waits.
     pub(super) fn by_stream(
         &self,
         transfer: &Transfer<'_>,
@@ -164,7 +165,8 @@ impl DeviceRunner {
         Ok(())
     }
 
-    /// One round as a graph: a put with a signal, and the wait for the other's; or a put or a get, and the wait for it.
+    /// Captures one round: a put with signal and the wait for the peer's signal; or a put or get
+    /// and the wait for its completion.
     fn graph(&self, transfer: &Transfer<'_>) -> Result<Graph, Failure> {
         let other = transfer.other();
         let kernel = self.device_channel.kernel(other)?;
@@ -198,7 +200,7 @@ impl DeviceRunner {
         Ok(graph)
     }
 
-    /// A graph is replayed, once for each round.
+    /// Replays a graph for each round.
     pub(super) fn by_graph(
         &self,
         transfer: &Transfer<'_>,
@@ -218,7 +220,7 @@ impl DeviceRunner {
         Ok(start.elapsed())
     }
 
-    /// One kernel plays all rounds.
+    /// One kernel runs all rounds.
     pub(super) fn by_kernel(
         &self,
         transfer: &Transfer<'_>,
@@ -235,7 +237,7 @@ impl DeviceRunner {
             start: own.load()?,
             serves: transfer.starts_round(),
         };
-        // Both have read their words before one is changed.
+        // Both ranks must have read their signal words before either adds to them.
         transfer.comm.barrier(self.timeout)?;
         let start = Instant::now();
         match transfer.moves(side.qp)? {
@@ -260,12 +262,12 @@ impl DeviceRunner {
         }
         self.finish()?;
         let took = start.elapsed();
-        // The graphs' wait goes on from where the word is now.
+        // Both kernels must be done before a graph's wait starts from the word's current value.
         transfer.comm.barrier(self.timeout)?;
         Ok(took)
     }
 
-    /// The waits of graphs begin at what the word is now.
+    /// Makes graphs wait for signals beyond the word's current value.
     pub(super) fn rearm_signal(&mut self) -> Result<(), Failure> {
         let word = self.own()?;
         self.wait = SignalWait::new(&word, word.load()?, 1)?;

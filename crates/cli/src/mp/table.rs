@@ -1,4 +1,4 @@
-//! What is printed.
+//! The table and the JSON report.
 
 use std::time::Duration;
 
@@ -30,14 +30,14 @@ pub(super) struct Row {
 pub(super) struct Report {
     test: &'static str,
     ranks: usize,
-    /// Which way messages take.
+    /// Link path between the ranks.
     path: String,
-    /// How the memory is reached.
+    /// How the device accesses the message memory.
     memory: String,
     pub(super) rows: Vec<Row>,
-    /// Round trips without any HCA; none if the CPU alone sends.
-    pub(super) floors: Option<Baseline>,
-    /// Round trips of the smallest message, to the floors.
+    /// Round trips without an HCA; `None` if only the CPU sends.
+    pub(super) baseline: Option<Baseline>,
+    /// Round trips of the smallest message, divided by the baseline.
     ratios: Vec<Ratio>,
 }
 
@@ -51,13 +51,13 @@ impl Report {
         let path = comm.path(1 - comm.rank())?.to_string();
         let memory = endpoint.out.registration().path().to_string();
         let (rows, ratios) = (Vec::new(), Vec::new());
-        Ok(Self { test, ranks: comm.size(), path, memory, rows, floors: None, ratios })
+        Ok(Self { test, ranks: comm.size(), path, memory, rows, baseline: None, ratios })
     }
 
     pub(super) fn head(&self, columns: &[(Mode, Duration)]) -> String {
         let meaning = match self.test {
             "pingpong" => "half a round trip",
-            "putget" => "until the data is there",
+            "putget" => "until the data has arrived",
             _ => "both ranks send and receive",
         };
         let name = |(mode, compute): &(Mode, Duration)| {
@@ -81,16 +81,16 @@ impl Report {
         head + "\n"
     }
 
-    /// Sets the smallest round trips beside the floors, and says so.
+    /// Computes the ratios of the smallest round trips; returns the lines below the table.
     pub(super) fn compare(&mut self) -> String {
-        let Some(floors) = self.floors else { return String::new() };
+        let Some(baseline) = self.baseline else { return String::new() };
         let smallest = self.rows.iter().min_by_key(|row| row.size);
-        let (Some(smallest), "pingpong") = (smallest, self.test) else { return floors.line() };
-        // The figures are of one way.
+        let (Some(smallest), "pingpong") = (smallest, self.test) else { return baseline.line() };
+        // The figures are half round trips.
         let round_trips =
             smallest.figures.iter().map(|one| (one.name.as_str(), 2.0 * one.microseconds));
-        self.ratios = baseline::ratios(&floors, round_trips);
-        floors.line() + &baseline::ratio_line(smallest.size, &self.ratios)
+        self.ratios = baseline::ratios(&baseline, round_trips);
+        baseline.line() + &baseline::ratio_line(smallest.size, &self.ratios)
     }
 }
 

@@ -1,4 +1,5 @@
-//! One side of a ping-pong: a device, a context with a thread, queue pairs that streams and kernels drive, memory.
+//! One side of a ping-pong: a context with a progress thread, queue pairs driven by streams and
+//! kernels, and device memory.
 
 use std::cell::Cell;
 use std::net::IpAddr;
@@ -18,26 +19,27 @@ use super::Failure;
 use super::kernel_qp::KernelEndpoint;
 use crate::perf::links;
 
-/// No round takes as long.
+/// Longer than a working device takes for one batch.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Who begins.
+/// `Ping` sends first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Ping,
     Pong,
 }
 
-/// What is done so many times.
+/// One batch of round trips.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job {
     pub(super) size: u64,
     pub(super) rounds: u64,
-    /// How long a kernel computes before each message; none if zero.
+    /// How long a kernel computes before each message; no kernel if zero.
     pub(super) compute: Duration,
-    /// The message is copied into the request when it is prepared.
+    /// The message is copied into the work request when it is prepared, not read from device
+    /// memory.
     pub(super) inline: bool,
-    /// Each message bears its number, which is looked at: not timed.
+    /// Each message carries its round number, which is verified; the batch is not timed.
     pub(super) stamped: bool,
 }
 
@@ -47,25 +49,25 @@ pub(super) struct Endpoint {
     pub(super) kernel_qp: KernelEndpoint,
     pub(super) stream: Stream,
     pub(super) spin: Spin,
-    /// Opened to let the first message go.
+    /// Set to 1 to let the stream send the first message.
     pub(super) gate: Word,
     pub(super) outgoing: Allocation,
     incoming: Allocation,
     log: Allocation,
     polled: Cell<[u64; 2]>,
-    /// The first of the receives that were posted last.
+    /// Ticket of the first receive of the last [`Endpoint::post_receives`].
     first: Cell<Option<Ticket>>,
     out: Mr,
     into: Mr,
-    // Kept while the queue pair is used.
+    // Must outlive the queue pairs.
     _context: Context,
 }
 
-/// What both sides must have alike.
+/// Parameters that must be the same on both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan<'a> {
     pub(super) link: &'a str,
-    /// The engine of both ends, where they share one.
+    /// The context of both sides with `--one-engine`.
     pub(super) shared: Option<&'a Context>,
     pub(super) max_size: u64,
     pub(super) rounds: u64,
@@ -73,10 +75,10 @@ pub(super) struct Plan<'a> {
     pub(super) wait_timeout: bool,
 }
 
-/// A context with a thread that looks at doorbells all the time.
+/// Opens a context whose progress thread polls doorbells.
 pub(super) fn engine(device: &Device, link: &str, address: IpAddr) -> Result<Context, Failure> {
     let (link, _) = links::make(link, address, None, None)?;
-    // The simulated GPU's streams want processors too.
+    // The simulated GPU's streams need CPU cores too, so spin only briefly there.
     let spin = match device.info().backend {
         Backend::Cuda => Duration::from_millis(200),
         Backend::Sim => Duration::from_micros(50),
@@ -96,9 +98,9 @@ impl Endpoint {
             Some(context) => context.clone(),
             None => engine(device, plan.link, bootstrap.local()?.ip())?,
         };
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let depth = (plan.rounds as u32).max(16) * 2;
-        // A second for an answer: a busy machine is no dead peer.
+        // ACK timeout 4.096 us * 2^18, about 1 s: a busy machine must not look like a dead peer.
         let qp = QpOptions {
             send_depth: depth,
             receive_depth: depth,
@@ -156,13 +158,13 @@ impl Endpoint {
         Ok(())
     }
 
-    /// The receive of a round, of those that were posted last.
+    /// Ticket of a round's receive, of the last [`Endpoint::post_receives`].
     pub(super) fn receive(&self, round: u64) -> Result<Ticket, Failure> {
         let first = self.first.get().ok_or_else(|| self.failed("no receive was posted"))?;
         Ok(first.after(round))
     }
 
-    /// The request of a round, handed to `act`: its memory lives no longer.
+    /// Calls `act` with a round's work request, which borrows memory of this frame.
     pub(super) fn with_request<T>(
         &self,
         job: &Job,
@@ -182,24 +184,26 @@ impl Endpoint {
         Ok(act(&send.with(&data))?)
     }
 
-    /// The memory of a message, for kernels.
+    /// The outgoing message, for kernels.
     pub(super) fn data(&self, job: &Job) -> Sge {
         self.out.sge(0, job.size as u32)
     }
 
-    /// Forgets what arrived before: what is compared next must have come since.
+    /// Clears the incoming message and the log, so that verification cannot see data of an earlier
+    /// batch.
     pub(super) fn clear_log(&self, job: &Job) -> Result<(), Failure> {
         self.incoming.write(0, &vec![0; job.size as usize])?;
         Ok(self.log.write(0, &vec![0; job.rounds as usize * 8])?)
     }
 
-    /// Copies the number that the message bears to the log, on the stream.
+    /// Enqueues a copy of the arrived message's number to the log.
     pub(super) fn log_on_stream(&self, round: u64) -> Result<(), Failure> {
         let (to, from) = (self.log.region(round * 8, 4)?, self.incoming.region(0, 4)?);
         Ok(self.stream.copy(&to, &from)?)
     }
 
-    /// Takes completions until so many requests and receives have ended since the beginning.
+    /// Polls until at least `wanted` sends and receives have completed since the endpoint was
+    /// opened.
     pub(super) fn poll_until(&self, wanted: [u64; 2]) -> Result<(), Failure> {
         let mut some = [Completion::EMPTY; 16];
         let start = Instant::now();
@@ -217,12 +221,12 @@ impl Endpoint {
             }
             self.polled.set(polled);
             if count == 0 && start.elapsed() > TIMEOUT {
-                return Err(self.failed("nothing came in time"));
+                return Err(self.failed("no completion in time"));
             }
         }
     }
 
-    /// How many requests and receives have ended and were taken.
+    /// Sends and receives whose completions were polled.
     pub(super) fn polled(&self) -> [u64; 2] {
         self.polled.get()
     }
@@ -230,11 +234,11 @@ impl Endpoint {
     fn failed(&self, why: &str) -> Failure {
         match self.qp.failure() {
             Some(failure) => Failure::Runtime(failure.to_string()),
-            None => Failure::Runtime(format!("cannot play ping-pong: {why}")),
+            None => Failure::Runtime(format!("ping-pong failed: {why}")),
         }
     }
 
-    /// Waits until the stream is done, and sees that nothing failed.
+    /// Waits until the stream is done; fails if the queue pair has.
     pub(super) fn finish_stream(&self) -> Result<(), Failure> {
         self.stream.synchronize(TIMEOUT * 2)?;
         match self.qp.failure() {
@@ -243,7 +247,7 @@ impl Endpoint {
         }
     }
 
-    /// What arrived is what was sent: every number in the log, and the pattern of the last message.
+    /// Verifies every number in the log, and the pattern of the last message.
     pub(super) fn verify(&self, job: &Job) -> Result<(), Failure> {
         let mut log = vec![0; job.rounds as usize * 8];
         self.log.read(0, &mut log)?;
@@ -251,7 +255,7 @@ impl Endpoint {
         let wrong: Vec<_> = (0..).zip(log.chunks(8).map(stamp_in)).collect();
         let mut wrong = wrong.iter().filter(|(round, found)| *found != stamp(*round)).peekable();
         if let Some((round, found)) = wrong.peek() {
-            let why = format!("message {round} bears {found:#x}, not {:#x}", stamp(*round));
+            let why = format!("message {round} has stamp {found:#x}, not {:#x}", stamp(*round));
             let (rounds, count) = (job.rounds, wrong.count());
             return Err(Failure::Runtime(format!("WRONG DATA: {why}; {count} of {rounds}")));
         }
@@ -264,12 +268,12 @@ impl Endpoint {
         }
     }
 
-    /// Where the CPU writes the number of the next message.
+    /// Writes the number of the next message, from the CPU.
     pub(super) fn stamp_now(&self, round: u64) -> Result<(), Failure> {
         Ok(self.outgoing.write(0, &stamp(round).to_le_bytes())?)
     }
 
-    /// Notes what arrived, from the CPU.
+    /// Copies the arrived message's number to the log, from the CPU.
     pub(super) fn log_now(&self, round: u64) -> Result<(), Failure> {
         let mut bytes = [0; 4];
         self.incoming.read(0, &mut bytes)?;
@@ -277,10 +281,10 @@ impl Endpoint {
     }
 }
 
-/// The most bytes that go into a request.
+/// Max bytes of a message that is copied into the work request.
 pub(super) const INLINE: u64 = 64;
 
-/// The number that the message of a round bears.
+/// The first 4 bytes of a round's message; never zero.
 pub(super) fn stamp(round: u64) -> u32 {
     0xa500_0000 | round as u32
 }

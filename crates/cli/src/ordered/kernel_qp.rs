@@ -1,4 +1,4 @@
-//! What kernels and graphs use of an end: a queue pair of their own, and a word that the peer adds to.
+//! What kernels and graphs use: their own queue pair, and a signal word that the peer adds to.
 
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use warpwire_apps::pingpong_kernels::{PingPongKernels, Side};
 use super::Failure;
 use super::endpoint::{Job, Role, TIMEOUT};
 
-/// What one end tells the other: its queue pair, and where messages and signals go.
+/// Connection data sent to the peer: the queue pair, and `(address, rkey)` of message memory and
+/// signal word.
 #[derive(Serialize, Deserialize)]
 struct KernelEndpointInfo {
     qp: QpEndpoint,
@@ -21,20 +22,21 @@ struct KernelEndpointInfo {
     word: (u64, u32),
 }
 
-/// A queue pair that kernels post to.
+/// A queue pair that kernels post to, with the peer's addresses.
 pub(super) struct KernelEndpoint {
     qp: KernelQp,
     kernels: PingPongKernels,
-    /// The peer's memory, and its word.
+    /// The peer's message memory.
     to: Remote,
+    /// The peer's signal word.
     signal: Remote,
-    /// Our own word.
+    /// Our own signal word.
     words: Allocation,
-    // Kept while the peer writes there.
+    // Keeps the word registered while the peer may write to it.
     _word: Mr,
 }
 
-/// A word of our own, and what it was before the peer added to it.
+/// Our signal word, and its value before the peer added to it.
 pub(super) struct SignalStart(Word, u64);
 
 impl KernelEndpoint {
@@ -44,7 +46,7 @@ impl KernelEndpoint {
         into: &Mr,
         bootstrap: &mut Bootstrap,
     ) -> Result<Self, Failure> {
-        // One posts at a time: a stream, or its kernel.
+        // Only one stream, or its kernel, posts at a time.
         let connection = QpOptions { timeout: 18, ..QpOptions::default() };
         let options = KernelQpOptions {
             single_poster: true,
@@ -70,14 +72,15 @@ impl KernelEndpoint {
         Ok(Self { qp, kernels, to, signal, words, _word: word })
     }
 
-    /// What our word is now: to be asked before the peer adds to it.
+    /// Reads our signal word; call before the peer may add to it.
     pub(super) fn before(&self) -> Result<SignalStart, Failure> {
         let word = self.words.word64(0)?;
         let value = word.load()?;
         Ok(SignalStart(word, value))
     }
 
-    /// One round as a graph: a put with a signal, and the wait for the other's, in the order of the role.
+    /// Captures one round: a put with signal and the wait for the peer's signal, in the order of
+    /// the role.
     pub(super) fn graph(
         &self,
         stream: &Stream,
@@ -102,12 +105,13 @@ impl KernelEndpoint {
         Ok(graph)
     }
 
-    /// Has the stream wait until what was posted has left its memory, which may then be written to.
+    /// Enqueues a wait until all posted work has completed, after which its source memory may be
+    /// overwritten.
     pub(super) fn quiet_on(&self, stream: &Stream) -> Result<(), Failure> {
         Ok(self.qp.wait_on_stream(stream)?)
     }
 
-    /// A kernel that plays so many rounds.
+    /// Launches a kernel that runs `rounds` rounds.
     pub(super) fn run_rounds(
         &self,
         stream: &Stream,
@@ -121,7 +125,7 @@ impl KernelEndpoint {
         Ok(self.kernels.play(stream, &side, rounds, compute, TIMEOUT)?)
     }
 
-    /// Sees that nothing failed, when the stream is done.
+    /// Returns the failure of a kernel or of the queue pair; call after the stream is done.
     pub(super) fn check(&self) -> Result<(), Failure> {
         self.kernels.check()?;
         Ok(self.qp.check()?)

@@ -1,4 +1,4 @@
-//! `warpwire async latency`
+//! `warpwire async latency`: round trips driven by the CPU, streams, graphs and kernels.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -22,87 +22,103 @@ use crate::copy::target::{DeviceChoice, iterations, size};
 use crate::output::print;
 use crate::perf::links;
 
-/// Round trips between two ends: driven by the CPU, by streams, by graphs and by kernels
+/// Measure round trips driven by the CPU, streams, graphs and kernels
 ///
-/// Two ends send each other messages in turn. In the mode `cpu` the CPU waits for its kernel, posts, and polls for the
-/// answer; in the mode `stream` everything is put on the stream beforehand, and the CPU does nothing; `graph` replays a
-/// graph of one round, whose nodes post by themselves; `kernel` is one kernel that plays all rounds. With --compute
-/// each end computes for that long before each message, and both ways are shown. Messages of up to 64 bytes are
-/// copied into the request by `cpu` and `stream`, as perftest does; others are read from the GPU's memory, and all land there.
+/// Two endpoints send each other messages in turn; times are round trips in microseconds. Modes: in
+/// `cpu` the CPU waits for its compute kernel, posts, and polls for the reply; in `stream` all
+/// rounds are enqueued beforehand and the CPU does nothing; `graph` replays a graph of one round,
+/// whose nodes post the work; `kernel` is one kernel that runs all rounds. With --compute each
+/// endpoint computes for that long before each message, and a second column per mode shows it.
+/// Messages of up to 64 bytes are copied into the work request by `cpu` and `stream`, as perftest
+/// does; larger ones are read from GPU memory. All messages arrive in GPU memory; one batch per
+/// mode and size is verified before the timed ones.
 ///
-/// The floors are what two streams, and two kernels, need with a thread that passes words between them, and no HCA at
-/// all: measured in the same run. Kernels of two processes share a GPU in turns: with --processes their mode waits for turns.
+/// The baseline is measured in the same run: a CPU thread relays words between two streams, and
+/// between two kernels, without an HCA. Kernels of two processes time-slice a GPU, so with
+/// --processes the `kernel` mode includes waiting for time slices.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// Bytes in a message; several with commas [default: 8,64,1KiB,4KiB,64KiB]
+    /// Message sizes, separated by commas, 4 to 64MiB [default: 8,64,1KiB,4KiB,64KiB]
     #[arg(short = 's', long, value_name = "SIZES", value_delimiter = ',', value_parser = size)]
     size: Vec<u64>,
 
-    /// Who sends and waits, each a column of its own; all if not given
-    #[arg(short = 'm', long, value_name = "MODES", value_delimiter = ',', value_parser = MODES.map(|mode| mode.name))]
+    /// Modes to measure, separated by commas; default: all
+    #[arg(short = 'm', long, value_name = "MODES", value_delimiter = ',',
+        value_parser = MODES.map(|mode| mode.name))]
     mode: Vec<String>,
 
-    /// Round trips to time, for each size and way
+    /// Round trips to time, per size and mode
     #[arg(short = 'n', long, value_name = "N", default_value = "1000", value_parser = iterations)]
     iterations: u32,
 
-    /// Round trips that are put on a stream at once
-    #[arg(short = 'b', long, value_name = "N", default_value = "50", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    /// Round trips enqueued on a stream at a time
+    #[arg(short = 'b', long, value_name = "N", default_value = "50",
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     batch: u32,
 
-    /// How long a kernel computes before each message, as in 20us
+    /// Run a kernel of this duration before each message, as in 20us; up to 1s
     #[arg(long, value_name = "TIME", value_parser = time)]
     compute: Option<Duration>,
 
-    /// The link between the ends: shm, udp or auto
+    /// Link between the endpoints: shm, udp or auto
     #[arg(long, value_name = "LINK", default_value = "shm")]
     link: String,
 
-    /// Where completions lie
+    /// Memory of the completion queue
     #[arg(long, value_name = "WHERE", default_value = "pinned")]
     cq: Cq,
 
-    /// Streams wait for ever: no watchdog, and a store less in each wait
+    /// No timeout for waits on streams: no watchdog, and one store less per wait
     #[arg(long)]
-    no_patience: bool,
+    no_wait_timeout: bool,
 
-    /// The other end is another process, instead of another context in this one
+    /// Run the other endpoint in another process, instead of another context of this one
     #[arg(long, conflicts_with = "one_engine")]
     processes: bool,
 
-    /// Both ends are queue pairs of one context: one thread passes messages on, as one does in the floors
+    /// Use one context for both endpoints: one progress thread, as the baseline has one relay
+    /// thread
     #[arg(long)]
     one_engine: bool,
 
-    /// Print JSON: {"device": …, "rows": […], "floors": {"stream_us": …, "kernel_us": …}, "ratios": […]}
+    /// Print JSON: {"device": …, "rows": […], "baseline": {"stream_us": …, "kernel_us": …},
+    /// "ratios": […]}
     #[arg(long)]
     json: bool,
 
-    /// Be the other end, and print the port: what --processes starts
+    /// Run as the other endpoint and print the TCP port; started by --processes
     #[arg(long, hide = true)]
     announce: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire async latency -s 8,4KiB -m stream,kernel
+  warpwire async latency --compute 20us           a kernel of 20 us before each message
+  warpwire async latency --processes --cq device
+  warpwire async latency --json | jq .ratios";
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Cq {
     /// Pinned host memory
     Pinned,
-    /// The GPU's memory, behind a CPU window
+    /// GPU memory, behind a CPU window
     Device,
 }
 
 fn time(text: &str) -> Result<Duration, String> {
     match units::parse_duration(text) {
         Ok(time) if time <= Duration::from_secs(1) => Ok(time),
-        Ok(_) => Err("a second is the longest".to_owned()),
+        Ok(_) => Err("the max is 1s".to_owned()),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// What one way took, without and with a kernel.
+/// Times of one mode, without and with the compute kernel.
 #[derive(Serialize)]
 struct Figures {
     mode: &'static str,
@@ -127,16 +143,16 @@ struct Report {
     one_engine: bool,
     compute_us: Option<f64>,
     rows: Vec<Row>,
-    floors: Baseline,
-    /// Round trips of the smallest message, to the floors.
+    baseline: Baseline,
+    /// Round trips of the smallest message, divided by the baseline.
     ratios: Vec<Ratio>,
 }
 
-/// What the ends say to each other beside their offers: that they are as far.
+/// A barrier message: its number, which is not checked.
 #[derive(Serialize, Deserialize)]
 struct SyncPoint(u64);
 
-/// How long the ends wait for each other.
+/// How long the endpoints wait for each other on the bootstrap connection.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Arguments {
@@ -147,7 +163,7 @@ impl Arguments {
         }
     }
 
-    /// The ways that were asked for, in their own order.
+    /// The requested modes, in the order of [`MODES`].
     fn modes(&self) -> impl Iterator<Item = &'static Mode> {
         let requested =
             |mode: &&Mode| self.mode.is_empty() || self.mode.iter().any(|one| one == mode.name);
@@ -164,7 +180,7 @@ impl Arguments {
                 Cq::Pinned => CqMemory::Pinned,
                 Cq::Device => CqMemory::Device,
             },
-            wait_timeout: !self.no_patience,
+            wait_timeout: !self.no_wait_timeout,
         }
     }
 
@@ -172,7 +188,7 @@ impl Arguments {
         links::check(&self.link).map_err(Failure::Usage)?;
         match self.sizes().iter().find(|size| **size < 4 || **size > 64 << 20) {
             Some(size) => Err(Failure::Usage(format!(
-                "messages have 4 bytes to 64MiB, and {size} is not in between: they bear a number"
+                "message sizes are 4 bytes to 64MiB, not {size}: a message starts with its number"
             ))),
             None => Ok(()),
         }
@@ -193,17 +209,17 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let reporter = Reporter::new(arguments.json);
     reporter.print(&heading(arguments, &device, no_cuda.as_deref()))?;
-    reporter.set_status("the floors");
-    let floors = Baseline::measure(&device)?;
+    reporter.set_status("baseline");
+    let baseline = Baseline::measure(&device)?;
     let rows = match arguments.processes {
         true => between_processes(arguments, &device, &reporter)?,
         false => in_one_process(arguments, &device, &reporter)?,
     };
-    reporter.print(&floors.line())?;
+    reporter.print(&baseline.line())?;
     let mut ratios = Vec::new();
     if let Some(smallest) = rows.iter().min_by_key(|row| row.bytes) {
         let figures = smallest.modes.iter().map(|figures| (figures.mode, figures.plain.median_us));
-        ratios = baseline::ratios(&floors, figures);
+        ratios = baseline::ratios(&baseline, figures);
         reporter.print(&baseline::ratio_line(smallest.bytes, &ratios))?;
     }
     reporter.finish(&Report {
@@ -214,7 +230,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         one_engine: arguments.one_engine,
         compute_us: arguments.compute.map(|time| time.as_secs_f64() * 1e6),
         rows,
-        floors,
+        baseline,
         ratios,
     })?;
     Ok(ExitCode::SUCCESS)
@@ -223,7 +239,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> String {
     let ends = match (arguments.processes, arguments.one_engine) {
         (true, _) => "two processes",
-        (false, true) => "one context with both ends",
+        (false, true) => "one context with both endpoints",
         (false, false) => "two contexts of one process",
     };
     let mut text = format!(
@@ -233,9 +249,9 @@ fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> Str
         arguments.link
     );
     if let Some(why) = no_cuda {
-        text += &format!("# simulated: {why}; the figures say nothing about a GPU\n");
+        text += &format!("# simulated: {why}; the figures do not represent a GPU\n");
     }
-    text += "# round trips in microseconds, median; i: cpu and stream copy it into the request\n";
+    text += "# median round trips in microseconds; i: sent inline by cpu and stream\n";
     let mut columns = format!("{:>10} ", "bytes");
     for mode in arguments.modes() {
         columns += &format!("{:>12}", mode.name);
@@ -259,7 +275,7 @@ fn in_one_process(
     let listener = listen()?;
     let address = listener
         .local_addr()
-        .map_err(|why| Failure::Runtime(format!("cannot ask for an address: {why}")))?;
+        .map_err(|why| Failure::Runtime(format!("cannot get the listener's address: {why}")))?;
     let shared = match arguments.one_engine {
         true => Some(engine(device, &arguments.link, address.ip())?),
         false => None,
@@ -273,13 +289,13 @@ fn in_one_process(
         let mine = client(arguments, device, &plan, address.port(), reporter);
         let theirs = peer
             .join()
-            .unwrap_or_else(|_| Err(Failure::Runtime("the other end panicked".to_owned())));
+            .unwrap_or_else(|_| Err(Failure::Runtime("the other endpoint panicked".to_owned())));
         let rows = mine?;
         theirs.map(|_| rows)
     })
 }
 
-/// The other process. It ends with this.
+/// The other process; killed on drop.
 struct PeerProcess(Child);
 
 impl Drop for PeerProcess {
@@ -297,7 +313,7 @@ fn between_processes(
     reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
     let failed =
-        |why: std::io::Error| Failure::Runtime(format!("cannot start the other end: {why}"));
+        |why: std::io::Error| Failure::Runtime(format!("cannot start the other endpoint: {why}"));
     let sizes: Vec<_> = arguments.sizes().iter().map(u64::to_string).collect();
     let cq = clap::ValueEnum::to_possible_value(&arguments.cq);
     let compute = arguments.compute.map(|time| format!("--compute={}ns", time.as_nanos()));
@@ -310,7 +326,7 @@ fn between_processes(
         .args(arguments.mode.iter().map(|mode| format!("--mode={mode}")))
         .args(cq.map(|cq| format!("--cq={}", cq.get_name())))
         .args(compute)
-        .args(arguments.no_patience.then_some("--no-patience"))
+        .args(arguments.no_wait_timeout.then_some("--no-wait-timeout"))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -321,12 +337,12 @@ fn between_processes(
         BufReader::new(out).read_line(&mut line).map_err(failed)?;
     }
     let port = line.trim().parse().map_err(|_| {
-        Failure::Runtime("the other end did not start; what it said stands above".to_owned())
+        Failure::Runtime("the other endpoint did not start; see its message above".to_owned())
     })?;
     let rows = client(arguments, device, &arguments.plan(None), port, reporter)?;
     match peer.0.wait() {
         Ok(status) if !status.success() => {
-            Err(Failure::Runtime(format!("the other end ended with {status}")))
+            Err(Failure::Runtime(format!("the other endpoint exited with {status}")))
         }
         _ => Ok(rows),
     }
@@ -340,16 +356,16 @@ fn client(
     reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
     let mut bootstrap = Bootstrap::connect(("127.0.0.1", port), TIMEOUT)?;
-    run_all(Role::Ping, device, arguments, plan, &mut bootstrap, &mut |row, set_status| {
+    run_all(Role::Ping, device, arguments, plan, &mut bootstrap, &mut |row, status| {
         match row {
             Some(row) => reporter.print(&render(row))?,
-            None => reporter.set_status(set_status),
+            None => reporter.set_status(status),
         }
         Ok(())
     })
 }
 
-/// Is told of each row when it is there, and before of what is at work.
+/// Called with a status text before each measurement, and with each finished row.
 type ReportFn<'a> = &'a mut dyn FnMut(Option<&Row>, String) -> Result<(), Failure>;
 
 fn run_all(
@@ -372,7 +388,7 @@ fn run_all(
                     Job { size, rounds: u64::from(arguments.batch), compute, inline, stamped };
                 one_batch(&endpoint, mode, &job, bootstrap)
             };
-            run_rounds(Duration::ZERO, true)?; // what arrives is looked at first
+            run_rounds(Duration::ZERO, true)?; // verified, not timed
             let mut series = |compute| -> Result<Times, Failure> {
                 let mut series = Series::default();
                 for _ in 0..arguments.iterations.div_ceil(arguments.batch) {

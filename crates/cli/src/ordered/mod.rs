@@ -1,4 +1,4 @@
-//! `warpwire async`: work and waits that a stream orders, checked and measured.
+//! `warpwire async`: checks and measures communication enqueued on streams or posted by kernels.
 
 mod endpoint;
 mod kernel_qp;
@@ -13,11 +13,11 @@ use clap::{Args, Subcommand};
 
 use crate::output::{self, Failure, Reporter};
 
-/// Check and measure work that a GPU's streams order
+/// Check and measure stream-ordered communication
 ///
-/// The programs of libgdsync, over the software HCA and without a special driver: a stream rings the doorbell when it
-/// gets there, and waits for completions. Where there is no CUDA, a simulated GPU stands in: its figures say nothing
-/// about a GPU.
+/// Equivalents of libgdsync's programs, over the software HCA and without a special driver: a
+/// stream rings the doorbell when it reaches the operation, and waits for completions. Without
+/// CUDA, a simulated GPU is used; its figures do not represent a GPU.
 #[derive(Args)]
 #[command(arg_required_else_help = true, after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -27,11 +27,12 @@ pub(crate) struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire async sanity                       is the order kept, and does nothing hang? (gds_sanity)
-  warpwire async latency                      round trips: the CPU, streams, graphs, kernels (gds_kernel_loopback_latency)
-  warpwire async latency --processes          the same between two processes (gds_kernel_latency)
-  warpwire async latency --compute 20us       with a kernel of that length on either side
-  warpwire async poll                         how fast a stream sees a word (gds_poll_lat)
+  warpwire async sanity                   ordering and error handling (gds_sanity)
+  warpwire async latency                  round trips of the CPU, streams, graphs and kernels
+                                          (gds_kernel_loopback_latency)
+  warpwire async latency --processes      the same between two processes (gds_kernel_latency)
+  warpwire async latency --compute 20us   with a kernel of 20 us before each message
+  warpwire async poll                     how fast a stream sees a word change (gds_poll_lat)
   warpwire async latency --json | jq .ratios";
 
 #[derive(Subcommand)]

@@ -1,4 +1,4 @@
-//! The ways to play ping-pong. A new one is an entry in [`MODES`].
+//! The ping-pong modes. A new one is an entry in [`MODES`].
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,12 @@ use warpwire::stream::Descriptors;
 use super::Failure;
 use super::endpoint::{Endpoint, Job, Role, TIMEOUT, stamp};
 
-/// One way: plays the rounds of a job, and tells how long they took. `barrier` waits for the other side to be as far.
+/// One mode.
 pub(super) struct Mode {
     pub(super) name: &'static str,
-    /// It sends messages into receives, which are posted; others put, and add to a word.
+    /// The mode sends messages into posted receives; the others put data and add to a signal word.
     pub(super) receives: bool,
+    /// Runs all rounds of a job and returns how long they took. The barrier waits for the peer.
     pub(super) run_rounds: fn(&Endpoint, &Job, Barrier<'_>) -> Result<Duration, Failure>,
 }
 
@@ -25,10 +26,11 @@ pub(super) const MODES: [Mode; 4] = [
     Mode { name: "kernel", receives: false, run_rounds: by_kernel },
 ];
 
-/// So many replays are put on a stream that waits at a gate: a stream that is full holds up whoever fills it.
+/// Max replays enqueued on a stream that waits at a gate: enqueueing on a full stream blocks, and
+/// the gate would never be opened.
 const REPLAYS_IN_FLIGHT: u64 = 256;
 
-/// The CPU waits for the kernel, sends, and waits for the answer.
+/// The CPU waits for the compute kernel, posts, and polls for the reply.
 fn by_cpu(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Duration, Failure> {
     let [sent, received] = endpoint.polled();
     barrier()?;
@@ -66,7 +68,7 @@ fn receive_now(endpoint: &Endpoint, job: &Job, round: u64, before: u64) -> Resul
     if job.stamped { endpoint.log_now(round) } else { Ok(()) }
 }
 
-/// Everything is put on the stream beforehand; the CPU only opens the gate.
+/// All rounds are enqueued on the stream beforehand; the CPU only opens the gate.
 fn by_stream(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Duration, Failure> {
     let before = endpoint.polled();
     endpoint.gate.store(0)?;
@@ -92,7 +94,7 @@ fn by_stream(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Dur
     endpoint.gate.store(1)?;
     endpoint.finish_stream()?;
     let took = start.elapsed();
-    // What was sent and received is heard of by the CPU as well: places are free again then.
+    // The CPU must poll these completions too, to free the queues' entries.
     endpoint.poll_until(before.map(|count| count + job.rounds))?;
     Ok(took)
 }
@@ -104,7 +106,7 @@ fn queue_send(
     list: &mut Descriptors,
 ) -> Result<(), Failure> {
     if !job.compute.is_zero() {
-        list.post()?; // a kernel stands between the lists
+        list.post()?; // the kernel is enqueued between two lists
         endpoint.spin.start(&endpoint.stream, job.compute)?;
     }
     if job.stamped && !job.inline {
@@ -127,7 +129,7 @@ fn queue_receive(
     Ok(())
 }
 
-/// A graph of one round, replayed for each.
+/// A graph of one round, replayed for each round.
 fn by_graph(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Duration, Failure> {
     let before = endpoint.kernel_qp.before()?;
     let graph = endpoint.kernel_qp.graph(
@@ -153,7 +155,7 @@ fn by_graph(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Dura
     )
 }
 
-/// One kernel that plays all rounds.
+/// One kernel runs all rounds.
 fn by_kernel(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Duration, Failure> {
     let run_rounds = |rounds| {
         let before = endpoint.kernel_qp.before()?;
@@ -170,8 +172,9 @@ fn by_kernel(endpoint: &Endpoint, job: &Job, barrier: Barrier<'_>) -> Result<Dur
     by_device(endpoint, job, barrier, &run_rounds, &|_| Ok(()))
 }
 
-/// All rounds at once; or one by one, each with its number, which the CPU writes and reads. `begin` puts rounds on the stream before
-/// both sides have met, so that nobody has added to a word yet, and tells how many are left for `finish`.
+/// Runs all rounds together; or, if stamped, one by one, with the CPU writing and reading each
+/// number. `begin` enqueues rounds before the barrier, while the peer cannot have added to the
+/// signal word yet, and returns how many remain for `finish`.
 fn by_device(
     endpoint: &Endpoint,
     job: &Job,

@@ -1,4 +1,4 @@
-//! `warpwire async poll`
+//! `warpwire async poll`: how fast a waiting stream or kernel sees a word change.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -13,27 +13,35 @@ use super::{Failure, Reporter};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations};
 
-/// How fast a stream, and a kernel, sees a word change
+/// Measure how fast a stream, and a kernel, sees a word change
 ///
-/// A stream waits for a word, and then writes another, in pinned memory; the CPU changes the first, and looks at the
-/// second. The first lies in pinned memory, or in the GPU's memory behind a CPU window. Then a running kernel does the same.
+/// A stream waits for a word and then writes a second one, in pinned memory; the CPU changes the
+/// first word and polls the second. The first word is in pinned memory, or in GPU memory behind a
+/// CPU window. Then a running kernel does the same. Times are round trips in microseconds.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// How often
+    /// Round trips to time
     #[arg(short = 'n', long, value_name = "N", default_value = "2000", value_parser = iterations)]
     iterations: u32,
 
-    /// Microseconds for which the stream or kernel has waited when the word changes
-    #[arg(short = 'w', long, value_name = "MICROSECONDS", default_value = "0", value_parser = clap::value_parser!(u64).range(..=100_000))]
+    /// Delay before each change of the word, while the stream or kernel waits; up to 100000
+    #[arg(short = 'w', long, value_name = "MICROSECONDS", default_value = "0",
+        value_parser = clap::value_parser!(u64).range(..=100_000))]
     sleep: u64,
 
     /// Print JSON: {"device": …, "rows": [{"by": "stream", "word": "pinned", …}]}
     #[arg(long)]
     json: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire async poll
+  warpwire async poll -n 10000 -w 50       change the word after 50 us of waiting";
 
 #[derive(Serialize)]
 struct Row {
@@ -49,11 +57,11 @@ struct Report {
     simulated: bool,
     sleep_us: u64,
     rows: Vec<Row>,
-    /// Ways that could not be measured, and why.
+    /// Words that could not be measured, and why.
     missing: Vec<String>,
 }
 
-/// How many waits are on the stream, or in a kernel, at once.
+/// Waits enqueued on the stream, or run by one kernel launch, at a time.
 const BATCH: u32 = 50;
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
@@ -65,7 +73,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         device.info().name
     ))?;
     if let Some(why) = no_cuda {
-        reporter.print(&format!("# simulated: {why}; the figures say nothing about a GPU\n"))?;
+        reporter.print(&format!("# simulated: {why}; the figures do not represent a GPU\n"))?;
     }
     reporter
         .print(&format!("{:<10}{:<12}{:>16}{:>16}\n", "by", "word", "average us", "median us"))?;
@@ -99,7 +107,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Who waits.
+/// What waits for the word.
 enum Waiter {
     Stream,
     Kernel(PingPongKernels),
@@ -113,7 +121,8 @@ impl Waiter {
         }
     }
 
-    /// Has the stream, or a kernel on it, wait for 1, 2, … in the word, and answer each in the other memory.
+    /// Enqueues waits for 1, 2, … `count` in `word`, each followed by a write of the value to
+    /// `answers`.
     fn wait(
         &self,
         stream: &Stream,
@@ -173,7 +182,7 @@ fn measure(
             while answer.load()? < value {
                 if start.elapsed() > TIMEOUT {
                     let why = format!("no answer to {value} in {TIMEOUT:?}");
-                    return Err(Failure::Runtime(format!("cannot watch a {}: {why}", by.name())));
+                    return Err(Failure::Runtime(format!("cannot measure a {}: {why}", by.name())));
                 }
             }
             series.add(start.elapsed(), 1);

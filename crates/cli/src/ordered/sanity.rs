@@ -1,4 +1,4 @@
-//! `warpwire async sanity`
+//! `warpwire async sanity`: checks of stream-ordered and kernel-initiated communication.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -20,10 +20,12 @@ use super::endpoint::TIMEOUT;
 use super::{Failure, Reporter};
 use crate::copy::target::DeviceChoice;
 
-/// Is the order kept, and does nothing hang?
+/// Check ordering, graphs, kernels and error handling
 ///
-/// Two contexts of this process, joined in memory, and the streams of one GPU.
+/// Uses two contexts of this process on an in-memory link, and streams of one GPU. Prints a line
+/// per check; the exit status is 0 only if all pass.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     device: DeviceChoice,
@@ -33,18 +35,23 @@ pub(super) struct Arguments {
     json: bool,
 }
 
+const EXAMPLES: &str = "\
+Examples:
+  warpwire async sanity
+  warpwire async sanity -d sim:0 --json | jq '.checks[] | select(.why_not)'";
+
 type Check = fn(&Fixture) -> Result<(), Failure>;
 
 const CHECKS: [(&str, Check); 9] = [
     ("a chain of waits and writes runs in order", chain),
-    ("all four conditions hold and release", conditions),
+    ("all four wait conditions block and release", conditions),
     ("a message carries what the kernel before it wrote", message),
     ("a thousand messages arrive in order", thousand),
-    ("work that fails releases the stream, with its cause", failure),
-    ("a silent peer releases the stream in time", silent_peer),
-    ("a graph that is replayed posts new work each time", graphs),
-    ("kernels post and hear by themselves", kernels),
-    ("a kernel whose work fails ends, with its cause", kernel_failure),
+    ("failed work releases the stream, with its cause", failure),
+    ("a wait for a silent peer times out", silent_peer),
+    ("every replay of a graph posts new work", graphs),
+    ("kernels post work and wait for signals", kernels),
+    ("a kernel whose work fails exits, with its cause", kernel_failure),
 ];
 
 #[derive(Serialize)]
@@ -88,7 +95,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Two ends that are connected.
+/// Two connected endpoints.
 struct Fixture {
     device: Device,
     ends: [(Context, Pd); 2],
@@ -105,7 +112,7 @@ impl Fixture {
             let link = hub.endpoint((address, 4791).into())?;
             let options = HcaOptions { progress_mode, ..HcaOptions::default() };
             let context = Context::open_with(link, options)?;
-            let pd = context.pd();
+            let pd = context.alloc_pd();
             Ok((context, pd))
         };
         let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
@@ -120,7 +127,7 @@ impl Fixture {
         Ok(Self { device: device.clone(), ends, qps })
     }
 
-    /// Two more that are connected, for kernels.
+    /// Two more connected queue pairs, for kernels.
     fn for_kernels(&self) -> Result<[KernelQp; 2], Failure> {
         let make = |(context, pd): &(Context, Pd)| {
             KernelQp::create(context, pd, &self.device, KernelQpOptions::default())
@@ -175,7 +182,7 @@ fn chain(fixture: &Fixture) -> Result<(), Failure> {
     first.synchronize(TIMEOUT)?;
     let mut found = [0; LEN as usize];
     memory.read(0, &mut found)?;
-    expect(found == bytes, || "the bytes are not all there".to_owned())
+    expect(found == bytes, || "the memory does not hold the written bytes".to_owned())
 }
 
 fn conditions(fixture: &Fixture) -> Result<(), Failure> {
@@ -194,7 +201,7 @@ fn conditions(fixture: &Fixture) -> Result<(), Failure> {
         word.store(before)?;
         stream.wait_value(&word, condition, value)?;
         std::thread::sleep(Duration::from_millis(5));
-        expect(!stream.is_idle()?, || format!("{condition:?} let the stream go"))?;
+        expect(!stream.is_idle()?, || format!("{condition:?} released the stream too early"))?;
         word.store(after)?;
         stream.synchronize(TIMEOUT)?;
     }
@@ -227,12 +234,12 @@ fn thousand(fixture: &Fixture) -> Result<(), Failure> {
         receiver.copy(&log.region(number * 8, 8)?, &to.region(0, 8)?)?;
         let bytes = (number + 1).to_le_bytes();
         a.queue(&sender, &SendRequest::new(number, WrOp::Send).inline(&bytes))?;
-        // The place of the message is used again by the next.
+        // The next message uses the same buffer.
         receiver.synchronize(TIMEOUT)?;
         for (qp, what) in [(a, "request"), (b, "receive")] {
-            let done = qp.next(TIMEOUT)?;
+            let done = qp.wait_next(TIMEOUT)?;
             expect(done.is_some_and(|done| done.id == number && done.is_success()), || {
-                format!("{what} {number} ended as {done:?}")
+                format!("{what} {number} completed as {done:?}")
             })?;
         }
     }
@@ -268,11 +275,11 @@ fn silent_peer(fixture: &Fixture) -> Result<(), Failure> {
     a.wait_receive(&stream)?;
     stream.synchronize(TIMEOUT)?;
     expect(a.failure().is_some_and(|failure| failure.waiters.len() == 1), || {
-        "nobody says who waited".to_owned()
+        "the failure does not name the waiter".to_owned()
     })
 }
 
-/// Where the data of kernels lies, behind the word that the peer adds to.
+/// Offset of the kernels' data, after the signal word that the peer adds to.
 const DATA: u64 = 64;
 
 fn graphs(fixture: &Fixture) -> Result<(), Failure> {
@@ -295,7 +302,7 @@ fn graphs(fixture: &Fixture) -> Result<(), Failure> {
         receiver.synchronize(TIMEOUT)?;
         let mut found = [0; 8];
         to.read(DATA, &mut found)?;
-        expect(found == number.to_le_bytes(), || format!("replay {number} brought {found:?}"))?;
+        expect(found == number.to_le_bytes(), || format!("replay {number} delivered {found:?}"))?;
         sender.synchronize(TIMEOUT)?;
     }
     a.check()?;
@@ -331,7 +338,7 @@ fn kernels(fixture: &Fixture) -> Result<(), Failure> {
     for (at, byte) in [(0, 0xb0), (1, 0xa0)] {
         let (memory, mut found) = (&memories[at].0, [0; 256]);
         memory.read(DATA, &mut found)?;
-        expect(found == [byte; 256], || format!("what kernel {at} got is wrong"))?;
+        expect(found == [byte; 256], || format!("kernel {at} received wrong data"))?;
         let rounds = memory.word64(0)?.load()?;
         expect(rounds == ROUNDS, || format!("{rounds} signals in {ROUNDS} rounds"))?;
     }
@@ -347,7 +354,7 @@ fn kernel_failure(fixture: &Fixture) -> Result<(), Failure> {
     kernels.shift(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
     stream.synchronize(TIMEOUT)?;
     let failure = qp.progress()?.failure;
-    expect(kernels.check().is_err(), || "the kernel ended well".to_owned())?;
+    expect(kernels.check().is_err(), || "the kernel reported success".to_owned())?;
     expect(failure.is_some_and(|(_, status)| status == Status::RemoteAccess), || {
         format!("the cause is {failure:?}")
     })

@@ -1,4 +1,4 @@
-//! Bandwidth: many messages under way at a time.
+//! Bandwidth test: many messages in flight.
 
 use std::time::{Duration, Instant};
 
@@ -10,31 +10,35 @@ use super::table::{Figures, Row};
 use super::test::Verb;
 use crate::output::Failure;
 
-/// What may be under way or unsignaled in bytes, so that a run of large messages ends in time.
+/// Max bytes in flight, so that a run of large messages stops in time.
 const MAX_IN_FLIGHT: u64 = 1 << 30;
+/// Max bytes between two signaled messages, for the same reason.
 const MAX_UNSIGNALED: u64 = 16 << 20;
+/// Warm-up step, in bytes.
 const WARM_UP: u64 = 64 << 20;
-/// And at least so long: memory of a peer on this machine is mapped when it is first used, and until then packets do it.
+/// Min warm-up time: memory of a peer on this machine is mapped after its first use; until then
+/// data travels in packets.
 const WARM_UP_TIME: Duration = Duration::from_millis(10);
-/// The shortest time that a peak is taken over.
+/// Min window of a peak rate.
 const WINDOW: Duration = Duration::from_millis(1);
 
-/// When to stop: after so many messages on each queue pair, or at that time.
+/// When to stop: at `messages` per queue pair, or after `time`.
 #[derive(Clone, Copy)]
 struct Limit {
     messages: u64,
     time: Option<Duration>,
 }
 
-/// The client's side of a run.
+/// The client's side of a test.
 struct BwSender<'a> {
     endpoint: &'a Endpoint,
     size: u64,
     depth: u64,
-    /// One in so many is signaled.
+    /// Every n-th message is signaled.
     signal_interval: u64,
-    /// Messages posted, and ended, on each queue pair.
+    /// Messages posted, per queue pair.
     posted: Vec<u64>,
+    /// Messages completed, per queue pair.
     completed: Vec<u64>,
 }
 
@@ -65,7 +69,7 @@ pub(super) fn run(
 }
 
 impl BwSender<'_> {
-    /// Posts and takes completions up to the limit; returns the time, and the most messages a second in any window.
+    /// Posts and polls up to the limit; returns the elapsed time, and the peak messages per second.
     fn run(
         &mut self,
         limit: Limit,
@@ -118,7 +122,7 @@ impl BwSender<'_> {
         Ok(())
     }
 
-    /// Posts so many messages; the last one's completion stands for all.
+    /// Posts `count` messages, of which only the last is signaled.
     fn post(&mut self, index: usize, count: u64) -> Result<(), Failure> {
         let endpoint = self.endpoint;
         let (offset, remote) = (endpoint.offset(index), endpoint.remote(index));
@@ -146,7 +150,7 @@ impl BwSender<'_> {
     }
 }
 
-/// Posts all receives of the server.
+/// Posts all receives of this side.
 pub(super) fn post_receives(endpoint: &Endpoint, size: u64) -> Result<(), Failure> {
     let count = endpoint.test.receives(endpoint.role);
     for index in 0..endpoint.qps.len() {
@@ -155,7 +159,7 @@ pub(super) fn post_receives(endpoint: &Endpoint, size: u64) -> Result<(), Failur
     Ok(())
 }
 
-/// Posts so many receives.
+/// Posts `count` receives on one queue pair.
 pub(super) fn repost_receives(
     endpoint: &Endpoint,
     size: u64,
@@ -173,7 +177,7 @@ pub(super) fn repost_receives(
     Ok(())
 }
 
-/// The server's side: takes what comes until the client has said something.
+/// The server's side: receives until the client sends a control message.
 pub(super) fn serve(
     endpoint: &Endpoint,
     size: u64,

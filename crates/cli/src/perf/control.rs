@@ -1,4 +1,4 @@
-//! What the two ends tell each other over TCP, and how long they wait for it.
+//! Control messages over TCP, their timeouts, and detection of a dead peer.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,17 @@ use super::table::Row;
 use super::test::Test;
 use crate::output::Failure;
 
-/// What one side is: for the peer, and for the table's head.
+/// Description of one side, for the peer and for the table's heading.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct EndpointInfo {
     pub(super) link: String,
-    /// The kind of memory that was asked for.
+    /// The value of `--mem`.
     pub(super) memory: String,
-    /// How the device reaches it, and why not by a better way.
+    /// How the device accesses the memory.
     pub(super) path: String,
+    /// Why no better path was taken.
     pub(super) why: Vec<String>,
-    /// How it was named to the device.
+    /// How the memory was registered.
     pub(super) registered: String,
     pub(super) qpn: u32,
     pub(super) psn: u32,
@@ -28,39 +29,40 @@ pub(crate) struct EndpointInfo {
     pub(super) mtu: u32,
 }
 
-/// What an end offers.
+/// Connection data of one side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) info: EndpointInfo,
     pub(super) qp_endpoints: Vec<QpEndpoint>,
 }
 
-/// The end of a size.
+/// The client's result for one size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Done {
-    /// Messages on each queue pair, those for warming up too.
+    /// Messages per queue pair, including warm-up.
     pub(super) per_qp: Vec<u64>,
     pub(super) row: Row,
 }
 
-/// Everything that is said.
+/// A control message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum ControlMsg {
     Test(Test),
     Ready(Ready),
-    /// This end is ready for the next step.
+    /// Barrier: this side is ready for the next step.
     Go,
     Done(Done),
-    /// What was found in memory: nothing wrong, or what.
+    /// Result of verification: `None`, or what is wrong.
     Verdict(Option<String>),
-    /// This end gives up.
+    /// This side has failed.
     Failed(String),
 }
 
-/// The peer, and the patience that we have with it.
+/// The TCP connection to the peer.
 pub(super) struct ControlChannel {
     bootstrap: Bootstrap,
     pub(super) name: String,
+    /// How long the peer may be silent during a test.
     timeout: Duration,
 }
 
@@ -70,7 +72,7 @@ impl ControlChannel {
         Self { bootstrap, name, timeout }
     }
 
-    /// The address at which it sees us.
+    /// Our address on the TCP connection.
     pub(super) fn local_ip(&self) -> Result<std::net::IpAddr, Failure> {
         Ok(self.bootstrap.local()?.ip())
     }
@@ -82,7 +84,7 @@ impl ControlChannel {
     pub(super) fn recv(&mut self) -> Result<ControlMsg, Failure> {
         match self.bootstrap.recv()? {
             ControlMsg::Failed(why) => {
-                Err(Failure::Runtime(format!("{} gave up: {why}", self.name)))
+                Err(Failure::Runtime(format!("{} failed: {why}", self.name)))
             }
             msg => Ok(msg),
         }
@@ -93,7 +95,7 @@ impl ControlChannel {
         self.recv()
     }
 
-    /// Waits until both ends are here.
+    /// Waits until both sides have called this.
     pub(super) fn barrier(&mut self) -> Result<(), Failure> {
         match self.swap(&ControlMsg::Go)? {
             ControlMsg::Go => Ok(()),
@@ -105,12 +107,12 @@ impl ControlChannel {
         let text = format!("{msg:?}");
         let msg = text.split(['(', ' ']).next().unwrap_or_default();
         Failure::Runtime(format!(
-            "{} said {msg:?} out of turn; use one version on both ends",
+            "{} sent an unexpected {msg:?}; use the same version on both sides",
             self.name
         ))
     }
 
-    /// Tells the peer why this end gives up, if it still listens.
+    /// Sends the reason of a failure to the peer; ignores errors.
     pub(super) fn send_failure(&mut self, failure: &Failure) {
         let (Failure::Usage(why) | Failure::Runtime(why)) = failure;
         let _ = self.bootstrap.send(&ControlMsg::Failed(why.clone()));
@@ -122,30 +124,31 @@ impl ControlChannel {
     }
 }
 
-/// Watches the peer while we spin: whether it said something, and whether it lives.
+/// Watches the peer while this side polls: control messages and signs of life.
 pub(super) struct Watchdog<'a> {
     pub(super) peer: &'a mut ControlChannel,
     context: &'a Context,
     calls: u32,
-    /// The last sign of life.
+    /// When the peer's packet counter last changed.
     last_activity: Instant,
     last_check: Instant,
     packets: u64,
 }
 
-/// System calls between packets would be felt; this is often enough to notice the end.
+/// Idle polls between two checks of the TCP connection: a system call on every poll would add to
+/// the latency.
 const CHECK_INTERVAL: u32 = 512;
 
-/// Fruitless polls before the core is offered to others.
+/// Idle polls before the thread yields its core.
 const YIELD_INTERVAL: u32 = 64;
 
 impl Watchdog<'_> {
-    /// To be called when there is nothing to do; tells whether the peer said something.
+    /// Call when a poll found nothing. True if a control message is waiting.
     #[inline]
     pub(super) fn poll_idle(&mut self) -> Result<bool, Failure> {
         self.calls = self.calls.wrapping_add(1);
         if self.calls.is_multiple_of(YIELD_INTERVAL) {
-            // On a machine with fewer cores than work, the peer may wait for this one.
+            // With fewer cores than busy threads, the peer may need this core.
             std::thread::yield_now();
         }
         if !self.calls.is_multiple_of(CHECK_INTERVAL) {
@@ -163,10 +166,11 @@ impl Watchdog<'_> {
             return Ok(false);
         }
         self.last_check = Instant::now();
-        // What the peer does without packets is a sign of life too.
+        // Direct accesses by the peer, without packets, are a sign of life too.
         let stats = self.context.stats();
         let packets = stats.pairs.packets_received.wrapping_add(stats.direct.by_peers);
-        // Hardware tells nothing of packets: there the connection must end for the peer to be gone.
+        // Hardware has no packet counters here: only the TCP connection shows that the peer is
+        // gone.
         let is_hardware = self.context.soft().is_none();
         if std::mem::replace(&mut self.packets, packets) != packets || is_hardware {
             self.last_activity = self.last_check;
@@ -175,13 +179,14 @@ impl Watchdog<'_> {
             return Ok(false);
         }
         Err(Failure::Runtime(format!(
-            "no packet and no word from {} for {} s; look whether it runs, and whether a firewall drops UDP",
+            "no packet and no control message from {} for {} s; check that it runs, and that no \
+             firewall drops UDP",
             self.peer.name,
             self.peer.timeout.as_secs_f64()
         )))
     }
 
-    /// As [`Watchdog::poll_idle`], for those who do not expect a word: it can only be bad news.
+    /// As [`Watchdog::poll_idle`], where no control message is expected: one is an error.
     #[inline]
     pub(super) fn check_alive(&mut self) -> Result<(), Failure> {
         if !self.poll_idle()? {

@@ -1,4 +1,4 @@
-//! One end: its device, queue pairs and memory.
+//! One side of a test: its device, queue pairs and memory.
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::Capture;
@@ -22,22 +22,22 @@ pub(super) struct Endpoint {
     pub(super) context: Context,
     pub(super) cq: Cq,
     pub(super) qps: Vec<Qp>,
-    /// What this end sends from, or lets the peer read.
+    /// Memory that this side sends from, or that the peer reads.
     pub(super) outgoing: Buffer,
-    /// What comes in here, by whatever means.
+    /// Memory that data arrives in.
     pub(super) incoming: Buffer,
-    /// What the peer exposes.
+    /// The peer's memory.
     pub(super) remote: Remote,
     pub(super) info: EndpointInfo,
     capture: Option<Capture>,
 }
 
-/// How many completions are taken at a time.
+/// Completions polled, and requests posted, at a time.
 pub(super) const POLL_BATCH: usize = 32;
-/// What a work request carries in itself.
+/// Max bytes of inline data.
 pub(super) const INLINE: u32 = 64;
 
-/// Opens the device that was asked for, or the software HCA on its link.
+/// Opens `--device`, or the software HCA on `--link`.
 fn open(
     local_ip: std::net::IpAddr,
     arguments: &Arguments,
@@ -61,7 +61,7 @@ impl Endpoint {
         arguments: &Arguments,
     ) -> Result<Self, Failure> {
         let (context, capture) = open(local_ip, arguments)?;
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
         let (sends, takes) = test.uses(role);
@@ -78,7 +78,7 @@ impl Endpoint {
             receive_depth: receives.max(1),
             max_send_sge: 1,
             max_recv_sge: 1,
-            inline: INLINE,
+            max_inline_data: INLINE,
             signal_all: false,
             mtu: arguments.mtu.and_then(Mtu::new),
             ..QpOptions::default()
@@ -112,7 +112,7 @@ impl Endpoint {
     pub(super) fn connect(&mut self, peer: &Ready) -> Result<(), Failure> {
         if peer.qp_endpoints.len() != self.qps.len() {
             let (theirs, ours) = (peer.qp_endpoints.len(), self.qps.len());
-            let why = format!("the peer has {theirs} queue pairs, and this side {ours}");
+            let why = format!("the peer has {theirs} queue pairs, this side {ours}");
             return Err(Failure::Runtime(why));
         }
         for (qp, endpoint) in self.qps.iter().zip(&peer.qp_endpoints) {
@@ -122,22 +122,22 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Where a queue pair's memory begins.
+    /// Offset of a queue pair's memory in either buffer.
     pub(super) fn offset(&self, index: usize) -> u64 {
         self.test.stride() * index as u64
     }
 
-    /// The peer's memory of that queue pair.
+    /// The peer's memory for a queue pair.
     pub(super) fn remote(&self, index: usize) -> Remote {
         Remote { address: self.remote.address + self.offset(index), ..self.remote }
     }
 
-    /// What tells the pattern of one queue pair and size from others.
+    /// Seed of the pattern for a size and a queue pair.
     pub(super) fn seed(&self, size: u64, index: usize) -> u64 {
         size.wrapping_mul(31).wrapping_add(index as u64)
     }
 
-    /// Fills what is sent, and wipes what is to be overwritten.
+    /// Fills the memory to be sent with a pattern, and clears the memory to be overwritten.
     pub(super) fn prepare(&self, size: u64) -> Result<(), Failure> {
         let (sends, takes) = self.test.uses(self.role);
         for index in 0..self.qps.len() {
@@ -151,7 +151,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// What is wrong with what came in, if anything is.
+    /// Verifies received data; returns what is wrong, if anything.
     pub(super) fn verify(&self, size: u64, per_qp: &[u64]) -> Result<Option<String>, Failure> {
         let (_, takes) = self.test.uses(self.role);
         if !self.test.verify || !takes {
@@ -161,12 +161,13 @@ impl Endpoint {
             if self.test.verb == Verb::Atomic {
                 let found = self.incoming.word(self.offset(index))?;
                 if self.role == Role::Server && found != *count {
-                    let wrong = format!("queue pair {index}: {count} additions made {found}");
+                    let wrong =
+                        format!("queue pair {index}: {count} additions resulted in {found}");
                     return Ok(Some(wrong));
                 }
                 continue;
             }
-            // The last byte of a latency test says which message it is.
+            // The last byte of a message is its marker in a write latency test.
             let marked = self.test.verb == Verb::Write && self.test.metric == Metric::Lat;
             let len = if marked { size - 1 } else { size };
             let wrong =
@@ -179,24 +180,24 @@ impl Endpoint {
         Ok(None)
     }
 
-    /// Writes the end of a capture.
+    /// Flushes the packet capture, if there is one.
     pub(super) fn finish(&self) -> Result<(), Failure> {
         self.capture.as_ref().map_or(Ok(()), |capture| Ok(capture.finish()?))
     }
 }
 
-/// Work that failed, in words.
+/// The error for a failed completion.
 #[cold]
 pub(super) fn failed(completion: &Completion, peer: &str) -> Failure {
     let qpn = completion.qpn;
     Failure::Runtime(format!(
-        "work on queue pair {qpn:#x} with {peer} failed: {:?}; if the peer has vanished, its end says why",
+        "work on queue pair {qpn:#x} with {peer} failed: {:?}; see the peer's output if it is gone",
         completion.status
     ))
 }
 
 impl Test {
-    /// Whether that end sends from memory, and whether something comes into its memory.
+    /// Whether that side sends from its memory, and whether data arrives in it.
     pub(super) fn uses(&self, role: Role) -> (bool, bool) {
         let client = role == Role::Client;
         match self.verb {
@@ -208,12 +209,12 @@ impl Test {
         }
     }
 
-    /// How many receives each queue pair of that end has waiting.
+    /// Posted receives per queue pair of that side.
     pub(super) fn receives(&self, role: Role) -> u32 {
         match (self.verb, self.metric, role) {
             (Verb::Send, Metric::Lat, _) => 16,
             (Verb::Send, Metric::Bw, Role::Server) => {
-                // Twice as many as can be under way, so that none comes too early.
+                // Twice the client's depth, so that no message finds the receive queue empty.
                 (self.depth * 2).max(512).min((1 << 21) / self.qps).clamp(1, 1 << 15)
             }
             _ => 0,

@@ -1,4 +1,4 @@
-//! Latency: one message at a time.
+//! Latency test: one message at a time.
 
 use std::time::{Duration, Instant};
 
@@ -12,25 +12,28 @@ use super::table::{Figures, Row};
 use super::test::Verb;
 use crate::output::Failure;
 
-/// At least so many, and so long: two processes that spin may begin on one core, until the scheduler parts them.
+/// Min warm-up messages.
 const WARM_UPS: u64 = 20;
+/// Min warm-up time: two polling processes may start on one core, until the scheduler separates
+/// them.
 const WARM_UP: Duration = Duration::from_millis(50);
-/// More than these are counted, and not kept.
+/// Max times kept for the percentiles; messages beyond are only counted.
 const MAX_SAMPLES: usize = 1 << 24;
 
-/// After so many messages it is asked whether they come without packets; then memory is looked at so often in a row.
+/// Messages between two decisions on how to poll.
 const ADAPT_INTERVAL: u64 = 256;
+/// Polls of memory per poll of the completion queue, if messages arrive without packets.
 const POLLS: u32 = 256;
 
-/// What both sides of a ping-pong do.
+/// State of either side of a ping-pong.
 struct PingPong<'a> {
     endpoint: &'a Endpoint,
     size: u64,
-    /// What goes into the entry itself, where it is small and the host's.
+    /// The message, if it is small and in host memory: sent inline.
     inline_data: Option<[u8; INLINE as usize]>,
-    /// Work whose end has not been seen.
+    /// Posted sends whose completions were not polled yet.
     in_flight: u64,
-    /// How often memory is looked at before the device is driven.
+    /// Polls of memory per poll of the completion queue.
     polls: u32,
     direct_seen: u64,
 }
@@ -52,8 +55,8 @@ pub(super) fn run(
         ping_pong.adapt_polling(count);
     }
     let (begin, mut done) = (Instant::now(), 0);
-    // From one post to the next is a round. The clock is looked at behind each post, while the message is under way,
-    // so that it does not count as a part of the message.
+    // A round lasts from one post to the next. The clock is read after each post, while the message
+    // is in flight, so that reading it does not add to the latency.
     ping_pong.post(count)?;
     let mut before = Instant::now();
     while done < iterations && !time.is_some_and(|time| done > 0 && before - begin >= time) {
@@ -74,7 +77,7 @@ pub(super) fn run(
     Ok(Done { per_qp: vec![count], row })
 }
 
-/// The server's side: answers until the client has said something.
+/// The server's side: replies until the client sends a control message.
 pub(super) fn serve(
     endpoint: &Endpoint,
     size: u64,
@@ -87,11 +90,11 @@ pub(super) fn serve(
         count += 1;
         ping_pong.adapt_polling(count);
     }
-    // The client has all answers; their completions may be on the way.
+    // The client has all replies; their completions may still be in flight.
     ping_pong.drain_quietly(watchdog)
 }
 
-/// The last byte of the message with that number: never zero, and never that of the one before.
+/// Last byte of message `number`: never zero, and different from the previous message's.
 fn marker(number: u64) -> u8 {
     (number % 255) as u8 + 1
 }
@@ -109,7 +112,8 @@ impl<'a> PingPong<'a> {
         Ok(Self { endpoint, size, inline_data, in_flight: 0, polls: 1, direct_seen: 0 })
     }
 
-    /// Where messages come without packets, nothing need be driven for them to come: most looks go to memory alone.
+    /// If messages arrive by direct access, the device need not be polled for them to arrive: poll
+    /// mostly memory then.
     #[inline]
     fn adapt_polling(&mut self, count: u64) {
         if count.is_multiple_of(ADAPT_INTERVAL) && self.endpoint.test.verb == Verb::Write {
@@ -121,13 +125,13 @@ impl<'a> PingPong<'a> {
         }
     }
 
-    /// One message there, and whatever tells that it arrived.
+    /// Posts a message, and waits until it has arrived.
     fn ping(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
         self.post(number)?;
         self.wait_arrival(number, watchdog)
     }
 
-    /// Waits for what tells that the message with that number has arrived.
+    /// Waits for the reply to message `number`, or for its completion (read, atomic).
     fn wait_arrival(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
         match self.endpoint.test.verb {
             Verb::Write | Verb::Send => self.wait(number, watchdog, false).map(drop),
@@ -135,7 +139,7 @@ impl<'a> PingPong<'a> {
         }
     }
 
-    /// Posts the message with that number.
+    /// Posts message `number`.
     fn post(&mut self, number: u64) -> Result<(), Failure> {
         let endpoint = self.endpoint;
         let remote = endpoint.remote(0);
@@ -164,8 +168,8 @@ impl<'a> PingPong<'a> {
         Ok(())
     }
 
-    /// Spins until the message with that number is here: true; or, if that `may_end`, until the peer says something
-    /// else: false.
+    /// Polls until message `number` arrives (true) or, if `may_end`, until the peer sends a control
+    /// message (false).
     fn wait(
         &mut self,
         number: u64,
@@ -175,7 +179,7 @@ impl<'a> PingPong<'a> {
         let by_memory = self.endpoint.test.verb == Verb::Write;
         let wanted = marker(number);
         if self.polls > 1 && self.in_flight > 0 {
-            // Done already, most likely, and there is time for it now.
+            // The last send has most likely completed, and the reply is still in flight.
             self.poll(watchdog)?;
         }
         loop {
@@ -183,7 +187,7 @@ impl<'a> PingPong<'a> {
                 if by_memory && self.endpoint.incoming.byte(self.size - 1)? == wanted {
                     return Ok(true);
                 }
-                // The peer wants the line that is looked at here.
+                // Let the peer get the cache line that is polled here.
                 std::hint::spin_loop();
             }
             let (found, received) = self.poll(watchdog)?;
@@ -199,7 +203,7 @@ impl<'a> PingPong<'a> {
         }
     }
 
-    /// Takes one completion, if there is one; tells whether there was, and whether it was a receive.
+    /// Polls one completion; returns whether there was one, and whether it was a receive.
     #[inline]
     fn poll(&mut self, watchdog: &Watchdog<'_>) -> Result<(bool, bool), Failure> {
         let mut one = [Completion::EMPTY];
@@ -218,7 +222,7 @@ impl<'a> PingPong<'a> {
         Ok((true, received))
     }
 
-    /// Waits for the end of all work.
+    /// Waits until all sends have completed.
     fn drain(&mut self, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
         while self.in_flight > 0 {
             if !self.poll(watchdog)?.0 {
@@ -228,7 +232,7 @@ impl<'a> PingPong<'a> {
         Ok(())
     }
 
-    /// As [`PingPong::drain`], when the peer's next word is waiting to be heard.
+    /// As [`PingPong::drain`], for 1 s at most, while a control message of the peer is waiting.
     fn drain_quietly(&mut self, watchdog: &Watchdog<'_>) -> Result<(), Failure> {
         let start = Instant::now();
         while self.in_flight > 0 && start.elapsed() < Duration::from_secs(1) {
@@ -243,7 +247,7 @@ mod tests {
     use super::marker;
 
     #[test]
-    fn markers_differ_from_their_neighbours_and_from_nothing() {
+    fn markers_are_nonzero_and_differ_from_their_neighbours() {
         for number in 0..1000 {
             assert!(marker(number) != 0 && marker(number) != marker(number + 1));
         }

@@ -1,4 +1,4 @@
-//! Links by name: the one place where a link is made from what a user wrote.
+//! Parses `--link` and opens the link.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -8,17 +8,17 @@ use warpwire::link::{Auto, Capture, FaultInjector, Link, Shm, Tap, Udp, shm, udp
 
 use crate::output::Failure;
 
-/// Whether a link of that name can be made at all.
+/// Checks the syntax of `--link`.
 pub(crate) fn check(text: &str) -> Result<(), String> {
     parse(text).map(drop)
 }
 
 enum Choice {
-    /// By UDP, from that address; without one, from that at which the peer sees us.
+    /// UDP, bound to that address; default: our address on the TCP connection.
     Udp(Option<SocketAddr>),
-    /// Through memory that both processes share, under the name of that address.
+    /// Shared memory, under the name of that address.
     Shm(Option<SocketAddr>),
-    /// Shared memory where the peer is on this machine, else UDP.
+    /// Shared memory if the peer is on this machine, else UDP.
     Auto(Option<SocketAddr>),
 }
 
@@ -39,11 +39,15 @@ fn parse(text: &str) -> Result<Choice, String> {
     };
     let Some(address) = rest else { return Ok(choice(None)) };
     address.parse().map(|address| choice(Some(address))).map_err(|_| {
-        format!("{address:?} is not an address with a port; write {kind}:127.0.0.1:0 or {kind}:[::1]:4791")
+        format!(
+            "{address:?} is not an address with a port; \
+             write {kind}:127.0.0.1:0 or {kind}:[::1]:4791"
+        )
     })
 }
 
-/// Makes it. `local_ip` is the address at which the peer sees this machine.
+/// Opens the link, with packet capture and fault injection if given. `local_ip` is the default
+/// address, with any port.
 pub(crate) fn make(
     text: &str,
     local_ip: IpAddr,
@@ -76,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read() {
+    fn link_names_are_parsed() {
         for good in ["udp", "udp:127.0.0.1:0", "udp:[::1]:4791", "shm", "auto:127.0.0.1:7"] {
             assert_eq!(check(good), Ok(()), "{good}");
         }

@@ -1,4 +1,4 @@
-//! Both ends on one machine: this process is the client, and starts itself once more as the server.
+//! `--local`: this process is the client, and starts the server as a second process.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -8,7 +8,7 @@ use super::test::Test;
 use super::{Arguments, MemoryChoice, session};
 use crate::output::{Failure, Reporter};
 
-/// The server's process. It ends with this.
+/// The server's process; killed on drop.
 struct Server {
     child: Child,
     port: u16,
@@ -16,7 +16,7 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It has ended by itself, unless this side gave up before it came.
+        // It has exited, unless this side failed before the end of the test.
         if !matches!(self.child.try_wait(), Ok(Some(_))) {
             let _ = self.child.kill();
         }
@@ -51,11 +51,11 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
     if let Some(out) = server.child.stdout.take() {
         let mut out = BufReader::new(out);
         out.read_line(&mut line).map_err(failed)?;
-        // What it prints at its end must not stop it.
+        // Drain its output, or a full pipe would block it.
         std::thread::spawn(move || std::io::copy(&mut out, &mut std::io::sink()));
     }
     server.port = line.trim().parse().map_err(|_| {
-        Failure::Runtime("the server did not start; what it said stands above".to_owned())
+        Failure::Runtime("the server did not start; see its message above".to_owned())
     })?;
     Ok(server)
 }
@@ -72,23 +72,23 @@ pub(super) fn client(
     let status = server.child.wait();
     match status {
         Ok(status) if !status.success() => {
-            Err(Failure::Runtime(format!("the server ended with {status}")))
+            Err(Failure::Runtime(format!("the server exited with {status}")))
         }
         _ => Ok(report),
     }
 }
 
-/// What [`run_pair`] found out.
+/// Result of [`run_pair`].
 pub(crate) struct Summary {
-    /// The time of one write.
+    /// Mean time of one write.
     pub(crate) each: std::time::Duration,
     pub(crate) link: String,
-    /// How the peer's memory was reached.
+    /// How the peer's device accesses its memory.
     pub(crate) path: String,
     pub(crate) verified: bool,
 }
 
-/// Writes memory of a device of this process to memory of a device of another one, `count` times; by udp.
+/// RDMA-writes memory of a device to memory of a device of another process, `count` times, by UDP.
 pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Summary, String> {
     #[derive(clap::Parser)]
     struct Line {

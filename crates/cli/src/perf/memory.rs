@@ -1,4 +1,4 @@
-//! Memory of either sort, and what is found in it.
+//! Registered host or device memory, filled and verified with patterns.
 
 use std::os::fd::AsFd;
 use std::str::FromStr;
@@ -12,25 +12,25 @@ use warpwire_apps::pattern::fill_bytes;
 /// How memory is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RegisterBy {
-    /// By its handle
+    /// By handle
     Handle,
-    /// By its address
+    /// By virtual address
     Address,
-    /// By its address, its pages found when they are needed
+    /// By virtual address, with on-demand paging
     OnDemand,
-    /// By its dma-buf (host memory: by its memfd)
+    /// By dma-buf (host memory: by memfd)
     Dmabuf,
-    /// By its handle, through pinned memory and the copy engine, as where there is no better way
+    /// By handle, staged through pinned memory by the copy engine: the fallback without a window
     Staged,
-    /// By its handle, by the copy engine alone
+    /// By handle, by the copy engine only
     Engine,
 }
 
-/// Which memory a side uses.
+/// The value of `--mem`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryChoice {
     Host,
-    /// Of the device with this label.
+    /// Memory of the device with this label.
     Device(String),
 }
 
@@ -56,7 +56,7 @@ impl std::fmt::Display for MemoryChoice {
     }
 }
 
-/// Registered memory, and a way for the CPU to look at it.
+/// Registered memory, and the CPU's access to it.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     pub(crate) mr: Mr,
@@ -69,9 +69,9 @@ enum Backing {
     Device { memory: Allocation, window: Option<Window> },
 }
 
-/// Host memory from this length on has large pages, as peers' programs have it.
+/// Min length of host memory that uses huge pages.
 const LARGE: u64 = 1 << 20;
-/// What is compared at a time.
+/// Bytes filled or compared at a time.
 const CHUNK: usize = 1 << 20;
 
 impl Buffer {
@@ -118,14 +118,14 @@ impl Buffer {
                         context.register_dmabuf(pd, range, None, rights, AttachMode::Dynamic)
                     }
                 }?;
-                // Without one the driver copies: slower, and as good.
+                // Without a window the driver copies: slower, with the same result.
                 let window = memory.window().ok();
                 Ok(Self { mr, backing: Backing::Device { memory, window } })
             }
         }
     }
 
-    /// Whether it is the CPU's own.
+    /// True for host memory.
     pub(super) fn is_host(&self) -> bool {
         matches!(self.backing, Backing::Host(_))
     }
@@ -144,7 +144,7 @@ impl Buffer {
         }
     }
 
-    /// One byte, as fast as it goes: for those who spin on it.
+    /// Reads one byte by the fastest path, for polling.
     #[inline]
     pub(super) fn byte(&self, at: u64) -> warpwire::Result<u8> {
         let mut byte = [0];
@@ -165,7 +165,7 @@ impl Buffer {
         }
     }
 
-    /// The word at that place.
+    /// Reads a 64-bit word in native byte order.
     pub(super) fn word(&self, at: u64) -> warpwire::Result<u64> {
         let mut word = [0; 8];
         self.read(at, &mut word)?;
@@ -185,7 +185,7 @@ impl Buffer {
         each_chunk(len, |done, step| self.write(at + done, &zeros[..step]))
     }
 
-    /// The first byte that is not as [`Buffer::fill`] with that seed left it.
+    /// Offset from `at` of the first byte that differs from the pattern of [`Buffer::fill`].
     pub(crate) fn first_mismatch(
         &self,
         at: u64,
@@ -201,7 +201,7 @@ impl Buffer {
             self.read(at + done, &mut found[..step])?;
             fill_bytes(&mut wanted[..step], seed, done);
             let differs = found[..step].iter().zip(&wanted[..step]).position(|(a, b)| a != b);
-            wrong = differs.map(|backing| done + backing as u64);
+            wrong = differs.map(|index| done + index as u64);
             Ok(())
         })?;
         Ok(wrong)
@@ -217,13 +217,14 @@ fn by_address(
     by: RegisterBy,
 ) -> warpwire::Result<Mr> {
     let rights = match by {
-        // The kernel copies such memory, and has no atomic operations for that.
+        // The kernel copies on-demand memory, and its copies have no atomic operations.
         RegisterBy::OnDemand => {
             Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
         }
         _ => Access::ALL,
     };
-    // SAFETY: a `Buffer` holds the memory for as long as its registration, and looks at it through shared views only.
+    // SAFETY: a `Buffer` keeps the memory allocated for as long as its registration, and accesses
+    // it through shared views only.
     unsafe { context.register_address(pd, address, len, None, rights) }
 }
 
@@ -240,7 +241,7 @@ fn each_chunk(
     Ok(())
 }
 
-/// The device of that choice, if it is one.
+/// Opens the device of `choice`; `None` for host memory.
 pub(crate) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
     match choice {
         MemoryChoice::Host => Ok(None),

@@ -1,4 +1,4 @@
-//! `warpwire perf`: bandwidth and latency between two processes, in the manner of perftest.
+//! `warpwire perf`: RDMA bandwidth and latency between two processes, compatible with perftest.
 
 mod bw;
 mod control;
@@ -24,69 +24,74 @@ pub(crate) use local::run_pair;
 use memory::{MemoryChoice, RegisterBy};
 use test::{Metric, Test, Verb};
 
-/// Measure writes, reads, sends and atomics between two processes
+/// Measure RDMA writes, reads, sends and atomics between two processes
 ///
-/// perftest's manners: without HOST it is the server, with HOST the client; with --local it is both, as two
-/// processes. The software HCA carries RoCEv2 over the link, so no RDMA hardware is needed; --device uses hardware, and
-/// either may be the other's peer. Memory may be the host's or a GPU's, on either side.
+/// Usage and tables follow perftest: without HOST this side is the server, with HOST the client;
+/// with --local this process is the client and starts the server. The software HCA carries RoCE v2
+/// over --link, so no RDMA hardware is needed; --device uses hardware, and the two kinds
+/// interoperate. Memory of either side may be the host's or a GPU's.
 ///
-/// Unlike perftest, the server takes sizes, iterations, queue pairs and depth from the client, so that they need be
-/// given once; what is measured (write bw, read lat, …) must be the same on both sides, or both refuse. What
-/// arrived is compared with what was sent; a difference is an error.
+/// Unlike with perftest, the server takes sizes, iterations, queue pairs and depth from the client.
+/// The test (write bw, read lat, …) must be the same on both sides, or both fail. Received data is
+/// compared with what was sent; a difference is an error.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// What to do to the peer's memory
+    /// Operation to measure
     verb: Verb,
 
-    /// What to measure: bw (bandwidth) or lat (latency: half a round trip for write and send, all of it for read and
-    /// atomic)
+    /// What to measure: bw (bandwidth) or lat (latency: half a round trip for write and send, a
+    /// whole one for read and atomic)
     metric: Metric,
 
-    /// The server's name or address; without it, this is the server
+    /// Name or address of the server; without it, this side is the server
     host: Option<String>,
 
-    /// Run both ends on this machine, as two processes
+    /// Run both sides on this machine, as two processes
     #[arg(long, conflicts_with = "host")]
     local: bool,
 
-    /// The TCP port on which the two ends agree
+    /// TCP port of the control connection
     #[arg(short = 'p', long, value_name = "PORT", default_value_t = PORT)]
     port: u16,
 
-    /// Where the server listens; others than this machine reach it only if this says so
+    /// Address the server listens on; the default is reachable from this machine only
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", conflicts_with = "host")]
     bind: std::net::IpAddr,
 
-    /// Bytes in a message: 2 for latency and 64KiB for bandwidth if not given; atomics have 8
+    /// Message size, as in 64KiB [default: 2 for latency, 64KiB for bandwidth; 8 for atomics]
     #[arg(short = 's', long, value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
 
-    /// All sizes, each twice the one before, from 2 bytes to --max
+    /// Measure all powers of two from 2 bytes to --max
     #[arg(short = 'a', long, conflicts_with = "size")]
     all: bool,
 
-    /// The largest size of --all
+    /// Max size of --all
     #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = size, requires = "all")]
     max: u64,
 
-    /// Messages of each size [default: 5000 for bandwidth, 1000 for latency, fewer of large ones]
+    /// Messages per size [default: 5000 for bandwidth, 1000 for latency, fewer for large sizes]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     iterations: Option<u32>,
 
-    /// Seconds for each size, instead of a number of messages
-    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iterations", value_parser = seconds)]
+    /// Duration per size, instead of a number of messages
+    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iterations",
+        value_parser = seconds)]
     duration: Option<f64>,
 
-    /// Queue pairs (bandwidth only)
-    #[arg(short = 'q', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    /// Number of queue pairs (bandwidth only)
+    #[arg(short = 'q', long, value_name = "N", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=4096))]
     qps: u32,
 
-    /// Messages under way at a time, on each queue pair (bandwidth only)
-    #[arg(short = 't', long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=8192))]
+    /// Messages in flight per queue pair (bandwidth only)
+    #[arg(short = 't', long, value_name = "N", default_value_t = 128,
+        value_parser = clap::value_parser!(u32).range(1..=8192))]
     depth: u32,
 
-    /// The most payload in a packet: 256, 512, 1024, 2048 or 4096; the largest that both ends carry if not given
+    /// Path MTU, the max payload of a packet: 256, 512, 1024, 2048 or 4096 [default: the largest
+    /// that both sides support]
     #[arg(short = 'm', long, value_name = "BYTES", value_parser = mtu)]
     mtu: Option<u32>,
 
@@ -94,7 +99,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     mem: MemoryChoice,
 
-    /// Memory of the other side, with --local; the same as --mem if not given
+    /// Memory of the other side, with --local [default: same as --mem]
     #[arg(long, value_name = "MEMORY", requires = "local")]
     peer_mem: Option<MemoryChoice>,
 
@@ -102,24 +107,25 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "HOW", default_value = "handle")]
     reg: RegisterBy,
 
-    /// The link: udp, shm (two processes of one machine) or auto (shm where it can be), each with :ADDRESS:PORT if
-    /// the address at which the peer sees us is not the right one
+    /// Link of the software HCA: udp, shm (two processes of one machine) or auto (shm if possible,
+    /// else udp). Append :ADDRESS:PORT to use another address than that of the control connection
     #[arg(long, value_name = "LINK", default_value = "udp", value_parser = link)]
     link: String,
 
-    /// An RDMA device of this machine instead of the software HCA: warpwire devices lists them
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["link", "fault", "pcap", "no_direct", "drive"])]
+    /// RDMA device to use instead of the software HCA; `warpwire devices` lists them
+    #[arg(long, value_name = "NAME",
+        conflicts_with_all = ["link", "fault", "pcap", "no_direct", "progress"])]
     device: Option<String>,
 
-    /// Which of the device's addresses to use; the one that most peers reach if not given
+    /// GID index of --device [default: the GID that most peers can reach]
     #[arg(long, value_name = "INDEX", requires = "device")]
     gid_index: Option<u8>,
 
-    /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
+    /// Faults to inject on this side's link, as in loss=5%,reorder=1%,seed=7
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
     fault: Option<FaultPlan>,
 
-    /// Record this side's packets, for Wireshark
+    /// Capture this side's packets to a pcap file, for Wireshark
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 
@@ -128,19 +134,19 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MODE", default_value = "auto")]
     progress: ProgressChoice,
 
-    /// Packets for everything, also where peers of one machine could reach each other's memory by themselves
+    /// Use packets even where processes of one machine can access each other's memory directly
     #[arg(long)]
     no_direct: bool,
 
-    /// Do not compare what arrived with what was sent
+    /// Do not compare received data with what was sent
     #[arg(long)]
     no_verify: bool,
 
-    /// How long to wait for a peer, and for a sign of life from it
+    /// Timeout for the peer to connect, and for its silence during the test (there at least 5)
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     timeout: f64,
 
-    /// Report Gb/s instead of MB/s (2^20 bytes)
+    /// Report Gb/s (10^9 bits) instead of MB/s (2^20 bytes)
     #[arg(long, alias = "report_gbits")]
     report_gbits: bool,
 
@@ -148,22 +154,22 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Serve one client on any free port, and print it: what --local starts
+    /// Serve one client on any free port, and print the port; started by --local
     #[arg(long, hide = true)]
     announce: bool,
 }
 
-/// perftest's own.
+/// perftest's default port.
 const PORT: u16 = 18515;
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire perf write bw --local               both ends here
-  warpwire perf write bw --bind 0.0.0.0        the server, reached from other machines
-  warpwire perf write bw 10.0.0.1              the client
-  warpwire perf send lat --local -a            every size
-  warpwire perf write bw --local --mem sim:0   into the memory of a simulated GPU
-  warpwire perf write bw --device mlx5_0 10.0.0.1  by an RDMA device, here or on both sides
+  warpwire perf write bw --local               both sides on this machine
+  warpwire perf write bw --bind 0.0.0.0        server, reachable from other machines
+  warpwire perf write bw 10.0.0.1              client
+  warpwire perf send lat --local -a            all sizes
+  warpwire perf write bw --local --mem sim:0   memory of a simulated GPU
+  warpwire perf write bw --device mlx5_0 10.0.0.1   by RDMA hardware
   warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap
   warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'";
 
@@ -188,13 +194,13 @@ impl ProgressChoice {
     }
 }
 
-/// A message is at most so long.
+/// Max size of a message.
 const MAX_SIZE: u64 = 1 << 30;
 
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text) {
         Ok(size) if (1..=MAX_SIZE).contains(&size) => Ok(size),
-        Ok(_) => Err("a message has 1 byte to 1GiB".to_owned()),
+        Ok(_) => Err("message sizes are 1 byte to 1GiB".to_owned()),
         Err(error) => Err(error.to_string()),
     }
 }
@@ -224,14 +230,14 @@ impl Arguments {
         Duration::from_secs_f64(self.timeout)
     }
 
-    /// What the client asks for.
+    /// The test that these arguments describe.
     fn test(&self) -> Result<Test, Failure> {
         let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
         if self.verb == Verb::Atomic && (self.all || self.size.is_some_and(|size| size != 8)) {
-            return usage("atomics change words of 8 bytes: leave -s and -a out");
+            return usage("atomics operate on words of 8 bytes: omit -s and -a");
         }
         if self.metric == Metric::Lat && self.qps > 1 {
-            return usage("latency is measured on one queue pair: leave -q out");
+            return usage("latency is measured on one queue pair: omit -q");
         }
         let default = match (self.verb, self.metric) {
             (Verb::Atomic, _) => 8,

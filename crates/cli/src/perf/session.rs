@@ -1,4 +1,4 @@
-//! A test from the first word to the last.
+//! A test session: negotiation, setup, measurement of each size, verification.
 
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::test::{Metric, Test, Verb};
 use super::{Arguments, bw, lat};
 use crate::output::{Failure, Reporter, print};
 
-/// Once connected, a peer that works says the next word within this, or within --timeout if that is longer.
+/// Min value of the timeout once connected, whatever `--timeout` is.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn client(
@@ -44,7 +44,11 @@ pub(super) fn server(
     reporter.print(&format!(" Waiting for a client on {address}\n"))?;
     reporter.set_status("waiting");
     let bootstrap = Bootstrap::accept(&listener, arguments.timeout()).map_err(|error| {
-        Failure::Runtime(format!("{error} (here: warpwire perf {} {})", test.name(), address.ip()))
+        Failure::Runtime(format!(
+            "{error} (client: warpwire perf {} {})",
+            test.name(),
+            address.ip()
+        ))
     })?;
     run_session(bootstrap, Role::Server, test.clone(), arguments, reporter)
 }
@@ -64,7 +68,8 @@ fn run_session(
     outcome
 }
 
-/// The test that is run: the client's, if the server was started for it.
+/// Exchanges the tests and returns the client's; fails if the server was started for another verb
+/// or metric.
 fn negotiate(peer: &mut ControlChannel, role: Role, mine: Test) -> Result<Test, Failure> {
     let theirs = match peer.swap(&ControlMsg::Test(mine.clone()))? {
         ControlMsg::Test(theirs) => theirs,
@@ -72,7 +77,7 @@ fn negotiate(peer: &mut ControlChannel, role: Role, mine: Test) -> Result<Test, 
     };
     if (theirs.verb, theirs.metric) != (mine.verb, mine.metric) {
         return Err(Failure::Runtime(format!(
-            "{} runs perf {}, and this side perf {}; run the same on both",
+            "{} runs perf {}, this side perf {}; run the same test on both",
             peer.name,
             theirs.name(),
             mine.name()
@@ -108,7 +113,7 @@ fn run_test(
         rows.push(row);
     }
     let counters = endpoint.context.stats().pairs;
-    // Who leaves early lets the other's last packets go unanswered.
+    // A side that exits early leaves the peer's last packets unacknowledged.
     peer.barrier()?;
     endpoint.finish()?;
     Ok(Report { test: endpoint.test, local: endpoint.info, remote: ready.info, rows, counters })
@@ -147,7 +152,7 @@ fn recv_done(peer: &mut ControlChannel, endpoint: &Endpoint) -> Result<Done, Fai
     }
 }
 
-/// Both sides look at their memory, and tell each other.
+/// Both sides verify their memory and exchange the results.
 fn exchange_verdicts(
     endpoint: &Endpoint,
     peer: &mut ControlChannel,

@@ -1,4 +1,4 @@
-//! perftest's tables.
+//! Tables in perftest's format, and the JSON report.
 
 use serde::{Deserialize, Serialize};
 use warpwire::hca::QpTotals;
@@ -6,14 +6,14 @@ use warpwire::hca::QpTotals;
 use super::control::EndpointInfo;
 use super::test::{Metric, Test};
 
-/// One size.
+/// Figures of one size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Row {
     pub(super) bytes: u64,
     pub(super) iterations: u64,
     #[serde(flatten)]
     pub(super) figures: Figures,
-    /// Whether what arrived was compared, and was right.
+    /// Received data was compared with what was sent, and is right.
     pub(super) verified: bool,
 }
 
@@ -21,13 +21,13 @@ pub(crate) struct Row {
 #[serde(untagged)]
 pub(crate) enum Figures {
     Bw {
-        /// 2^20 bytes a second, as perftest has it.
+        /// 2^20 bytes per second, as in perftest.
         peak_mb_s: f64,
         average_mb_s: f64,
         peak_gb_s: f64,
-        /// 10^9 bits a second.
+        /// 10^9 bits per second.
         average_gbits: f64,
-        /// Millions of messages a second.
+        /// Millions of messages per second.
         mpps: f64,
     },
     Lat {
@@ -44,7 +44,7 @@ pub(crate) enum Figures {
 const MB: f64 = 1_048_576.0;
 
 impl Figures {
-    /// From messages a second: all of them, and the best window.
+    /// From messages per second: average, and peak.
     pub(super) fn bw(size: u64, average: f64, peak: f64) -> Self {
         let size = size as f64;
         Self::Bw {
@@ -56,7 +56,7 @@ impl Figures {
         }
     }
 
-    /// From nanoseconds, of which there must be some.
+    /// From a nonempty list of times in nanoseconds.
     pub(super) fn lat(times: &mut [u32]) -> Self {
         times.sort_unstable();
         let us = |nanoseconds: u32| f64::from(nanoseconds) / 1e3;
@@ -94,7 +94,8 @@ impl Row {
             }
             Figures::Lat { min_us, max_us, typical_us, avg_us, stdev_us, p99_us, p999_us } => {
                 text += &format!(
-                    " {min_us:<12.2} {max_us:<12.2} {typical_us:<15.2} {avg_us:<12.2} {stdev_us:<14.2} {p99_us:<11.2} {p999_us:.2}"
+                    " {min_us:<12.2} {max_us:<12.2} {typical_us:<15.2} {avg_us:<12.2} \
+                     {stdev_us:<14.2} {p99_us:<11.2} {p999_us:.2}"
                 );
             }
         }
@@ -102,14 +103,14 @@ impl Row {
     }
 }
 
-/// Everything, as JSON has it.
+/// The report of `--json`.
 #[derive(Serialize)]
 pub(crate) struct Report {
     pub(super) test: Test,
     pub(super) local: EndpointInfo,
     pub(super) remote: EndpointInfo,
     pub(super) rows: Vec<Row>,
-    /// What this side's device has counted.
+    /// Counters of this side's device.
     pub(super) counters: QpTotals,
 }
 
@@ -117,7 +118,7 @@ pub(super) fn rule() -> String {
     format!("{}\n", "-".repeat(107))
 }
 
-/// The head: what is measured, between what.
+/// The heading: the test, addresses, links and memory of both sides.
 pub(super) fn head(test: &Test, local: &EndpointInfo, remote: &EndpointInfo) -> String {
     let metric = match test.metric {
         Metric::Bw => "bandwidth",
@@ -132,13 +133,14 @@ pub(super) fn head(test: &Test, local: &EndpointInfo, remote: &EndpointInfo) -> 
         Metric::Bw => test.depth,
         Metric::Lat => 1,
     };
-    let verified = if test.verify { "yes" } else { "no, as --no-verify asks" };
+    let verified = if test.verify { "yes" } else { "no (--no-verify)" };
     text += &format!(" TX depth        : {depth:<14} Data verified   : {verified}\n");
     text += &rule();
     for (name, info) in [("local", local), ("remote", remote)] {
         let EndpointInfo { qpn, psn, rkey, address, .. } = info;
         text += &format!(
-            " {name:<6} address: QPN {qpn:#06x} PSN {psn:#08x} RKey {rkey:#010x} VAddr {address:#018x}\n"
+            " {name:<6} address: QPN {qpn:#06x} PSN {psn:#08x} RKey {rkey:#010x} \
+             VAddr {address:#018x}\n"
         );
     }
     for (name, info) in [("local", local), ("remote", remote)] {
@@ -155,17 +157,20 @@ pub(super) fn head(test: &Test, local: &EndpointInfo, remote: &EndpointInfo) -> 
     text + &rule()
 }
 
-/// The table's first line.
+/// The column titles.
 pub(super) fn columns(metric: Metric, gbits: bool) -> String {
     match (metric, gbits) {
         (Metric::Bw, false) => {
-            " #bytes     #iterations  BW peak[MB/s]      BW average[MB/s]   MsgRate[Mpps]\n".to_owned()
+            " #bytes     #iterations  BW peak[MB/s]      BW average[MB/s]   MsgRate[Mpps]\n"
+                .to_owned()
         }
         (Metric::Bw, true) => {
-            " #bytes     #iterations  BW peak[Gb/s]      BW average[Gb/s]   MsgRate[Mpps]\n".to_owned()
+            " #bytes     #iterations  BW peak[Gb/s]      BW average[Gb/s]   MsgRate[Mpps]\n"
+                .to_owned()
         }
         (Metric::Lat, _) => {
-            " #bytes     #iterations  t_min[usec]  t_max[usec]  t_typical[usec] t_avg[usec]  t_stdev[usec]  99%[usec]   99.9%[usec]\n"
+            " #bytes     #iterations  t_min[usec]  t_max[usec]  t_typical[usec] t_avg[usec]  \
+             t_stdev[usec]  99%[usec]   99.9%[usec]\n"
                 .to_owned()
         }
     }
@@ -176,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_stand_under_their_columns() {
+    fn figures_align_with_their_columns() {
         let row = Row::new(65536, 5000, Figures::bw(65536, 16_000.0, 32_000.0)).render(false);
         let words: Vec<&str> = row.split_whitespace().collect();
         assert_eq!(words, ["65536", "5000", "2000.00", "1000.00", "0.016000"]);
@@ -188,12 +193,12 @@ mod tests {
     }
 
     #[test]
-    fn latencies_are_sorted_into_shares() {
+    fn latencies_become_percentiles() {
         let mut times: Vec<u32> = (1..=1000).rev().map(|us| us * 1000).collect();
         let Figures::Lat { min_us, max_us, typical_us, avg_us, p99_us, p999_us, .. } =
             Figures::lat(&mut times)
         else {
-            panic!("it is a latency")
+            panic!("expected latency figures")
         };
         assert_eq!((min_us, max_us, typical_us, avg_us), (1.0, 1000.0, 500.0, 500.5));
         assert_eq!((p99_us, p999_us), (990.0, 999.0));

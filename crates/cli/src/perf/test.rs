@@ -1,9 +1,9 @@
-//! What is measured, in the words that both ends use.
+//! The test description that both sides exchange.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What is done to the peer's memory.
+/// The operation that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verb {
@@ -13,7 +13,7 @@ pub(crate) enum Verb {
     Read,
     /// The client sends messages, the server posts receives
     Send,
-    /// The client adds to words of the server, and fetches them
+    /// The client does 8-byte fetch-and-add on the server's memory
     Atomic,
 }
 
@@ -47,7 +47,7 @@ impl Metric {
     }
 }
 
-/// A test.
+/// A test; serialized for the peer and for `--json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Test {
     pub(super) verb: Verb,
@@ -60,11 +60,11 @@ pub(crate) struct Test {
     pub(super) verify: bool,
 }
 
-/// Without -n, a size moves about so much.
+/// Max bytes per size without -n and -D.
 const MAX_TOTAL_BYTES: u64 = 4 << 30;
 
 impl Test {
-    /// As a user writes it.
+    /// Name on the command line, as in `write bw`.
     pub(super) fn name(&self) -> String {
         format!("{} {}", self.verb.name(), self.metric.name())
     }
@@ -73,12 +73,12 @@ impl Test {
         self.sizes.iter().copied().max().unwrap_or(8).max(8)
     }
 
-    /// Each queue pair has memory of its own, so far apart.
+    /// Distance between the memories of two queue pairs, a multiple of 64.
     pub(super) fn stride(&self) -> u64 {
         self.max_size().next_multiple_of(64)
     }
 
-    /// How many messages of that size, if that was not left to time.
+    /// Messages of that size per queue pair; unlimited with `-D`.
     pub(super) fn iterations(&self, size: u64) -> u64 {
         let default = match self.metric {
             Metric::Bw => 5000,
@@ -91,12 +91,12 @@ impl Test {
         }
     }
 
-    /// Whether messages go both ways.
+    /// Whether both sides send messages.
     pub(super) fn is_ping_pong(&self) -> bool {
         self.metric == Metric::Lat && matches!(self.verb, Verb::Write | Verb::Send)
     }
 
-    /// What the other end sends must make sense before memory is taken for it.
+    /// Validates a test received from the peer, before memory is allocated for it.
     pub(super) fn check(&self) -> Result<(), String> {
         let fine = !self.sizes.is_empty()
             && self.sizes.len() <= 64
@@ -104,7 +104,7 @@ impl Test {
             && (1..=4096).contains(&self.qps)
             && (1..=8192).contains(&self.depth)
             && self.iterations != Some(0);
-        if fine { Ok(()) } else { Err("the client asks for a test that cannot be run".to_owned()) }
+        if fine { Ok(()) } else { Err("the peer requests an invalid test".to_owned()) }
     }
 }
 
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn large_messages_are_fewer() {
+    fn large_messages_get_fewer_iterations() {
         let test = test();
         assert_eq!((test.iterations(2), test.iterations(1 << 30)), (5000, 16));
         assert_eq!((test.max_size(), test.stride()), (1 << 30, 1 << 30));
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_tests_are_refused() {
         assert!(test().check().is_ok());
         for wrong in [
             Test { sizes: vec![], ..test() },

@@ -1,4 +1,4 @@
-//! Neither end is a kernel: the same by sockets of CPU programs, of either family.
+//! `--cpu`: the same tools with CPU threads at both ends, over sockets of either family.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr};
@@ -15,19 +15,19 @@ use warpwire_apps::pattern;
 use super::peer::{Connection, CpuPeer, Family, Listener, Role};
 use crate::output::{Failure, Reporter};
 
-/// Who is at this end.
+/// The `--cpu` flag.
 #[derive(Args)]
 pub(super) struct CpuFlag {
-    /// Let a CPU program be at this end, too: no kernel, no device
+    /// Use a CPU thread at this end too, without a kernel or a device
     #[arg(long, conflicts_with_all = ["device", "pinned"])]
     pub(super) cpu: bool,
 }
 
 pub(super) fn socket_error(error: io::Error) -> Failure {
-    Failure::Runtime(format!("the CPU's socket failed: {error}"))
+    Failure::Runtime(format!("a CPU socket failed: {error}"))
 }
 
-/// A measurement in one family, beside TCP by the same program in the same run.
+/// Figures of one socket family, and of TCP measured by the same code in the same run.
 #[derive(Serialize)]
 struct Report {
     family: &'static str,
@@ -47,7 +47,7 @@ struct Row {
 fn print_report(reporter: Reporter, tool: &str, report: &Report) -> Result<ExitCode, Failure> {
     let family = report.family;
     let mut text = format!(
-        "# sock {tool} between two threads of the CPU, {} messages\n{:<14}  {:>14}  {:>14}  {:>6}\n",
+        "# sock {tool} between two CPU threads, {} messages\n{:<14}  {:>14}  {:>14}  {:>6}\n",
         units::bytes(report.size),
         "",
         family,
@@ -63,7 +63,7 @@ fn print_report(reporter: Reporter, tool: &str, report: &Report) -> Result<ExitC
     Ok(ExitCode::SUCCESS)
 }
 
-/// A round trip to an echo; every answer is compared.
+/// Measures round trips to an echo server; every reply is verified.
 pub(super) fn lat(family: Family, size: u64, rounds: u32, json: bool) -> Result<ExitCode, Failure> {
     let reporter = Reporter::new(json);
     let each = |family: Family| -> Result<f64, Failure> {
@@ -72,7 +72,7 @@ pub(super) fn lat(family: Family, size: u64, rounds: u32, json: bool) -> Result<
         Ok(ping(family, size, rounds)?.as_secs_f64() * 1e6 / f64::from(rounds))
     };
     let (value, tcp) = (each(family)?, each(Family::Inet)?);
-    let row = Row { what: "to and fro", value, tcp, unit: "us", ratio: value / tcp };
+    let row = Row { what: "round trip", value, tcp, unit: "us", ratio: value / tcp };
     print_report(reporter, "lat", &Report { family: family.name(), size, rows: vec![row] })
 }
 
@@ -88,7 +88,7 @@ fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
         stream.write_all(&sent).map_err(socket_error)?;
         stream.read_exact(&mut back).map_err(socket_error)?;
         if sent != back {
-            return Err(Failure::Runtime(format!("round trip {round} brought other bytes back")));
+            return Err(Failure::Runtime(format!("round trip {round} returned wrong data")));
         }
     }
     let time = begun.elapsed();
@@ -98,7 +98,7 @@ fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
     Ok(time)
 }
 
-/// A stream in either direction.
+/// Measures bandwidth in either direction, in MB/s (10⁶ bytes).
 pub(super) fn bw(family: Family, size: u64, total: u64, json: bool) -> Result<ExitCode, Failure> {
     let reporter = Reporter::new(json);
     let rounds = total.div_ceil(size);
@@ -139,7 +139,7 @@ fn transfer(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Durat
     Ok(time)
 }
 
-/// What a server of the CPU has done.
+/// Counters of the CPU server.
 #[derive(Default)]
 pub(super) struct ServeCounters {
     pub(super) connections: AtomicU64,
@@ -147,7 +147,8 @@ pub(super) struct ServeCounters {
     pub(super) sent: AtomicU64,
 }
 
-/// Serves, a thread for each client, until the process ends; returns where, and what it does.
+/// Starts a server with one thread per client, which runs until the process exits; returns its
+/// address and counters.
 pub(super) fn serve(
     family: Family,
     bind: SocketAddr,
@@ -156,7 +157,7 @@ pub(super) fn serve(
     let listening = Listener::bind(family, bind);
     let (listener, address) = listening.map_err(|error| {
         Failure::Usage(format!(
-            "cannot listen at {bind}: {error}; choose an address that is this machine's and free"
+            "cannot listen at {bind}: {error}; choose a free address of this machine"
         ))
     })?;
     let served = Arc::new(ServeCounters::default());
@@ -164,7 +165,7 @@ pub(super) fn serve(
     std::thread::spawn(move || {
         loop {
             let Ok(connection) = listener.accept() else {
-                // No descriptors, or a client that is gone: others may come.
+                // Out of descriptors, or the client has gone; keep accepting.
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             };
@@ -175,7 +176,7 @@ pub(super) fn serve(
     Ok((address, served))
 }
 
-/// Serves one client; what it does wrong, or how it goes, is its own affair.
+/// Serves one client until it closes; socket errors end the connection and are not reported.
 fn client(connection: &Connection, is_echo: bool, counts: &ServeCounters) {
     counts.connections.fetch_add(1, Ordering::Relaxed);
     let mut stream = connection;
@@ -194,7 +195,7 @@ fn client(connection: &Connection, is_echo: bool, counts: &ServeCounters) {
     }
 }
 
-/// Connects, asks, says that no more will come, and gives what was answered: at most `max_bytes` bytes.
+/// Connects, sends `request`, shuts down writing, and returns up to `max_bytes` bytes of the reply.
 pub(super) fn talk(
     family: Family,
     server: SocketAddr,

@@ -1,4 +1,5 @@
-//! What a program does that has no sockets in kernels: the driver copies, and the CPU sends.
+//! The comparison case without sockets in kernels: the driver copies device memory, the CPU sends
+//! and receives.
 
 use std::io;
 
@@ -7,7 +8,7 @@ use warpwire::mem::{Allocation, Backend, Device};
 
 use crate::output::Failure;
 
-/// The device memory that both ways begin and end in, and how the driver copies it.
+/// Device memory, and the driver's copies to and from it.
 pub(super) struct DeviceCopy {
     memory: Allocation,
     driver: Option<DriverCopies>,
@@ -44,12 +45,12 @@ impl DeviceCopy {
         Ok(())
     }
 
-    /// Bytes that came: into device memory.
+    /// Copies received bytes to device memory, and waits for the copy.
     pub(super) fn upload(&self, bytes: &[u8]) -> io::Result<()> {
         self.write(bytes).and_then(|()| self.finish()).map_err(other)
     }
 
-    /// Bytes that go: from device memory.
+    /// Copies bytes to be sent from device memory.
     pub(super) fn download(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.read(bytes).map_err(other)
     }

@@ -1,4 +1,4 @@
-//! Bytes of every size through a kernel and back, compared.
+//! `warpwire sock echo`: messages of many sizes to an echo kernel and back, verified.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr};
@@ -17,8 +17,12 @@ use super::{SockTarget, heading};
 use crate::copy::target::size;
 use crate::output::{Failure, Reporter};
 
-/// Send bytes through an echo kernel, and compare what comes back
+/// Send messages to an echo kernel, and verify what comes back
+///
+/// Sends one message of each size, 2^n - 1, 2^n and 2^n + 1 bytes. The exit status is 0 only if all
+/// replies are right.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: SockTarget,
@@ -26,7 +30,7 @@ pub(super) struct Arguments {
     #[command(flatten)]
     cpu_flag: CpuFlag,
 
-    /// The largest message; all powers of two up to it, and one byte more and less
+    /// Max message size, as in 64KiB
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
     size: u64,
 
@@ -34,6 +38,12 @@ pub(super) struct Arguments {
     #[arg(long)]
     json: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire sock echo
+  warpwire sock echo -s 64KiB --family warp
+  warpwire sock echo --cpu --json";
 
 #[derive(Serialize)]
 struct Report {
@@ -48,10 +58,10 @@ impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let reporter = Reporter::new(self.json);
         if self.cpu_flag.cpu {
-            reporter.print("# sock echo by a thread of the CPU\n")?;
+            reporter.print("# sock echo by a CPU thread\n")?;
             let server = CpuPeer::start(self.target.family, Role::Echo, 64 << 10, None)?;
-            let ended = self.compare(reporter, server.address, "cpu".to_owned());
-            return server.finish().and(ended);
+            let outcome = self.compare(reporter, server.address, "cpu".to_owned());
+            return server.finish().and(outcome);
         }
         let (host, no_cuda) = self.target.open(SockOptions::default())?;
         let programs = self.target.programs(&host)?;
@@ -60,7 +70,7 @@ impl Arguments {
         self.compare(reporter, server.address(), host.device().label())
     }
 
-    /// Sends messages of all sizes to an echo, and compares.
+    /// Sends messages of all sizes to an echo server, and verifies the replies.
     fn compare(
         &self,
         reporter: Reporter,
@@ -81,7 +91,7 @@ impl Arguments {
                 std::thread::scope(|scope| {
                     let writing = scope.spawn(|| (&stream).write_all(&sent));
                     let read = (&stream).read_exact(&mut back);
-                    let lost = || Err(std::io::Error::other("its writer stopped"));
+                    let lost = || Err(std::io::Error::other("the writing thread panicked"));
                     writing.join().unwrap_or_else(|_| lost()).and(read)
                 })
                 .map_err(broken)?;

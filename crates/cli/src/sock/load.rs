@@ -1,4 +1,5 @@
-//! A load for key-value servers, shaped as redis-benchmark's: so many clients, so many commands on their way for each.
+//! `warpwire sock load`: load for key-value servers, like redis-benchmark's: N clients, each with M
+//! commands in flight.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -12,33 +13,43 @@ use super::peer;
 use crate::copy::target::iterations;
 use crate::output::{Failure, Reporter};
 
-/// Load a key-value server (RESP), and compare every answer
+/// Load a key-value server (RESP), and verify every reply
+///
+/// Runs PING, SET, GET and INCR in turn and prints commands per second, and the 50th and 99th
+/// percentile of the time until a whole pipeline is answered, in microseconds.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
-    /// The server
+    /// Address of the server
     #[arg(value_name = "ADDRESS:PORT")]
     server: SocketAddr,
 
-    /// Clients, a thread each
+    /// Number of clients, one thread each
     #[arg(short = 'c', long, value_name = "N", default_value = "50", value_parser = iterations)]
     clients: u32,
 
-    /// Commands in all, of each sort
+    /// Total number of commands of each kind
     #[arg(short = 'n', long, value_name = "N", default_value = "100000", value_parser = iterations)]
     requests: u32,
 
-    /// Commands that a client sends before it waits for answers
+    /// Commands that a client sends before it waits for replies
     #[arg(short = 'P', long, value_name = "N", default_value = "1", value_parser = iterations)]
     pipeline: u32,
 
-    /// Bytes of a value
+    /// Size of a value, in bytes
     #[arg(short = 's', long, value_name = "BYTES", default_value_t = 3)]
     size: usize,
 
-    /// Print JSON: {"rows": [{"command": …, "per_second": …, "p50_us": …, "p99_us": …, "wrong": …}]}
+    /// Print JSON: {"rows": [{"command": …, "per_second": …, "p50_us": …, "p99_us": …, "wrong":
+    /// …}]}
     #[arg(long)]
     json: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire sock load 127.0.0.1:6379
+  warpwire sock load 127.0.0.1:6379 -c 16 -P 16 -s 64";
 
 #[derive(Serialize)]
 struct Report {
@@ -51,7 +62,7 @@ struct Report {
 struct Row {
     command: &'static str,
     per_second: f64,
-    /// Until a whole pipeline is answered.
+    /// Time until a whole pipeline is answered.
     p50_us: f64,
     p99_us: f64,
     wrong: u64,
@@ -59,7 +70,7 @@ struct Row {
 
 const COMMANDS: [&str; 4] = ["PING", "SET", "GET", "INCR"];
 
-/// One command, and what is answered; nothing where any number may be.
+/// A command and its expected reply; `None` if any number is right.
 fn exchange(command: &str, number: u32, value: &str) -> (String, Option<String>) {
     let key = format!("load:{:04}", number % 1000);
     let bulk = |words: &[&str]| {
@@ -78,7 +89,7 @@ fn exchange(command: &str, number: u32, value: &str) -> (String, Option<String>)
     }
 }
 
-/// Reads a line that is a number.
+/// Reads a reply line; true if it is a RESP integer.
 fn number(stream: &mut TcpStream) -> std::io::Result<bool> {
     let mut byte = [0];
     stream.read_exact(&mut byte)?;
@@ -99,7 +110,7 @@ struct Outcome {
 }
 
 impl Arguments {
-    /// What one client does.
+    /// Runs one client's share of the commands.
     fn client(&self, command: &str, mut stream: TcpStream, share: u32) -> std::io::Result<Outcome> {
         let value = "x".repeat(self.size);
         let (mut times, mut wrong, mut done) = (Vec::new(), 0, 0);
@@ -133,10 +144,10 @@ impl Arguments {
         let begun = Instant::now();
         let outcomes: Vec<_> = std::thread::scope(|scope| {
             let start = |stream| scope.spawn(move || self.client(command, stream, share));
-            let set_status: Vec<_> = streams?.into_iter().map(start).collect();
-            let lost = || Err(std::io::Error::other("a client stopped"));
+            let clients: Vec<_> = streams?.into_iter().map(start).collect();
+            let lost = || Err(std::io::Error::other("a client thread panicked"));
             Ok::<_, Failure>(
-                set_status.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect(),
+                clients.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect(),
             )
         })?;
         let seconds = begun.elapsed().as_secs_f64();
@@ -157,7 +168,8 @@ impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let reporter = Reporter::new(self.json);
         reporter.print(&format!(
-            "# {} clients, {} on their way each, values of {} bytes\n{:<8}  {:>12}  {:>12}  {:>12}  {:>6}\n",
+            "# {} clients, {} commands in flight each, values of {} bytes\n\
+             {:<8}  {:>12}  {:>12}  {:>12}  {:>6}\n",
             self.clients, self.pipeline, self.size, "command", "per second", "p50", "p99", "wrong"
         ))?;
         let mut rows = Vec::new();

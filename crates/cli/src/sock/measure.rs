@@ -1,4 +1,5 @@
-//! How fast: a kernel's sockets beside a CPU's socket with copies by the driver, in one run.
+//! `warpwire sock lat` and `bw`: a kernel's socket, compared with a CPU socket plus driver copies
+//! in the same run.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -19,27 +20,28 @@ use crate::copy::target::{iterations, size};
 use crate::output::{Failure, Reporter};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Spinning costs a core, and is what latency is measured with.
+/// How long the host thread spins before it sleeps: costs a core, but measures latency without
+/// wake-ups.
 const SPIN: Duration = Duration::from_millis(5);
 
-/// Who is at the other end.
+/// What runs at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum PeerKind {
     /// A thread of this process
     Cpu,
-    /// A kernel of the same device, with a host of its own
+    /// A kernel of the same device, with its own socket host
     Kernel,
 }
 
 impl PeerKind {
-    /// The other end's device, where the CPU stands in for a kernel.
+    /// The device whose memory the CPU peer copies to and from, if it replaces a kernel.
     fn device(self, host: &SockHost) -> Option<Device> {
         (self == Self::Kernel).then(|| host.device().clone())
     }
 }
 
-/// A kernel's work with a kernel or a thread at the other end.
+/// Runs `work` in a kernel, with a kernel or a CPU thread at the other end.
 fn by_kernel(
     target: &SockTarget,
     (host, programs): (&SockHost, &Programs),
@@ -65,36 +67,39 @@ fn by_kernel(
     }
 }
 
-/// `--cpu` and a kernel at the other end: which of the two is meant?
+/// Refuses `--cpu` with `--peer kernel`, which is ambiguous.
 fn check_cpu(peer: PeerKind) -> Result<(), Failure> {
     match peer {
         PeerKind::Cpu => Ok(()),
         PeerKind::Kernel => Err(Failure::Usage(
-            "cannot measure --cpu with --peer kernel: leave out --cpu, and the kernel is at this end and the CPU at the other, \
-             or leave out --peer"
+            "cannot measure --cpu with --peer kernel: omit --cpu to have a kernel at this end and \
+             the CPU at the other, or omit --peer"
                 .to_owned(),
         )),
     }
 }
 
-/// Measure a round trip of a message from device memory to an echo and back
+/// Measure round trips of a message from device memory to an echo server and back
+///
+/// Compares a kernel's socket with a CPU socket plus cuMemcpy, in microseconds per round trip.
 #[derive(Args)]
+#[command(after_help = LAT_EXAMPLES)]
 pub(super) struct Lat {
     #[command(flatten)]
     target: SockTarget,
 
-    /// Bytes of a message
+    /// Message size, as in 64 or 4KiB
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64", value_parser = size)]
     size: u64,
 
     #[command(flatten)]
     cpu_flag: CpuFlag,
 
-    /// Who echoes; if it is a kernel, the CPU's way copies at both ends
+    /// What runs the echo server; with `kernel`, the CPU comparison copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
     peer: PeerKind,
 
-    /// How many round trips
+    /// Round trips to time
     #[arg(short = 'n', long, value_name = "N", default_value = "2000", value_parser = iterations)]
     iters: u32,
 
@@ -103,6 +108,12 @@ pub(super) struct Lat {
     json: bool,
 }
 
+const LAT_EXAMPLES: &str = "\
+Examples:
+  warpwire sock lat -s 64
+  warpwire sock lat --family warp --peer kernel    kernel to kernel, by RDMA
+  warpwire sock lat --family warp --cpu            CPU to CPU by RDMA, compared with TCP";
+
 #[derive(Serialize)]
 struct LatReport {
     device: String,
@@ -110,9 +121,9 @@ struct LatReport {
     peer: PeerKind,
     size: u64,
     rounds: u32,
-    /// Round trips of a kernel's socket.
+    /// Microseconds per round trip of a kernel's socket.
     kernel_us: f64,
-    /// Round trips of a CPU's socket with a copy by the driver before and behind it.
+    /// Microseconds per round trip of a CPU socket, including a driver copy before and after it.
     cpu_us: f64,
     ratio: f64,
 }
@@ -137,7 +148,7 @@ impl Lat {
         };
         kernel(rounds.min(100))?;
         let by_kernel = kernel(rounds)?;
-        reporter.set_status("a CPU's socket");
+        reporter.set_status("a CPU socket");
         self.by_cpu(&host, rounds.min(100))?;
         let by_cpu = self.by_cpu(&host, rounds)?;
         let each = |time: Duration| time.as_secs_f64() * 1e6 / f64::from(self.iters);
@@ -166,7 +177,7 @@ impl Lat {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The same by the CPU: out of device memory, to the peer and back, into device memory.
+    /// The same with a CPU socket: from device memory to the peer and back into device memory.
     fn by_cpu(&self, host: &SockHost, rounds: u64) -> Result<Duration, Failure> {
         let device = self.peer.device(host);
         let echo = CpuPeer::start(Family::Inet, Role::Echo, self.size as usize, device)?;
@@ -188,31 +199,41 @@ impl Lat {
     }
 }
 
-/// Measure a stream from device memory to a CPU and the other way, or to a kernel
+/// Measure the bandwidth of a stream from device memory to a CPU and back, or to a kernel
+///
+/// Compares a kernel's socket with a CPU socket plus cuMemcpy, in MB/s (10^6 bytes).
 #[derive(Args)]
+#[command(after_help = BW_EXAMPLES)]
 pub(super) struct Bw {
     #[command(flatten)]
     target: SockTarget,
 
-    /// Bytes of a message
+    /// Size of each send and receive
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64KiB", value_parser = size)]
     size: u64,
 
     #[command(flatten)]
     cpu_flag: CpuFlag,
 
-    /// Who is at the other end; if it is a kernel, the CPU's way copies at both ends
+    /// What runs at the other end; with `kernel`, the CPU comparison copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
     peer: PeerKind,
 
-    /// How many bytes in all
+    /// Bytes to transfer in each direction
     #[arg(short = 't', long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     total: u64,
 
-    /// Print JSON: {"size": …, "rows": [{"direction": …, "kernel_mb_s": …, "cpu_mb_s": …, "ratio": …}]}
+    /// Print JSON: {"size": …, "rows": [{"direction": …, "kernel_mb_s": …, "cpu_mb_s": …, "ratio":
+    /// …}]}
     #[arg(long)]
     json: bool,
 }
+
+const BW_EXAMPLES: &str = "\
+Examples:
+  warpwire sock bw
+  warpwire sock bw -s 1MiB -t 1GiB --json
+  warpwire sock bw --family warp --peer kernel";
 
 #[derive(Serialize)]
 struct BwReport {
@@ -257,7 +278,7 @@ impl Bw {
             let role = || if work == Work::Push { Role::Sink } else { Role::Source(total) };
             let (by, what) = ((&host, &programs), (work, role()));
             let time = by_kernel(&self.target, by, self.peer, options, what, (self.size, rounds))?;
-            reporter.set_status(format!("{direction}, a CPU's socket"));
+            reporter.set_status(format!("{direction}, a CPU socket"));
             let device = self.peer.device(&host);
             let peer = CpuPeer::start(Family::Inet, role(), self.size as usize, device)?;
             let by_cpu = self.by_cpu(&host, work, &peer, rounds)?;

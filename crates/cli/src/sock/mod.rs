@@ -1,4 +1,4 @@
-//! `warpwire sock`: sockets inside kernels, to serve with, to talk with, and to measure.
+//! `warpwire sock`: servers, clients and benchmarks of sockets inside kernels.
 
 mod cpu;
 mod device_copy;
@@ -22,8 +22,9 @@ use peer::Family;
 
 /// Use sockets inside kernels
 ///
-/// A kernel listens, accepts, connects, sends and receives by itself; the other end is any TCP program, or with
-/// `--family warp` another kernel or a program of this library, by RDMA. Where there is no CUDA, a simulated GPU stands in: its figures say nothing about a GPU.
+/// A kernel listens, accepts, connects, sends and receives. The peer is any TCP program, or with
+/// `--family warp` another kernel or a program that uses this library, by RDMA. Without CUDA, a
+/// simulated GPU is used; its figures do not represent a GPU.
 #[derive(Args)]
 #[command(arg_required_else_help = true, after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -33,17 +34,18 @@ pub(crate) struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire sock serve --bind 127.0.0.1:7000           a kernel that echoes; try: nc 127.0.0.1 7000
-  warpwire sock serve --service http --bind 127.0.0.1:8080    try: curl http://127.0.0.1:8080/
-  warpwire sock kv --bind 127.0.0.1:6379              a key-value server; try: redis-cli, redis-benchmark -t set,get
-  warpwire sock similar --bind 127.0.0.1:7001         a similarity server; try: warpwire sock similar --connect 127.0.0.1:7001
-  warpwire sock connect 127.0.0.1:8080 --send 'GET / HTTP/1.0\\r\\n\\r\\n'    a kernel as the client of any server
-  warpwire sock load 127.0.0.1:6379 -P 16             a load for it, or for any server that speaks RESP
-  warpwire sock echo                                  a kernel echoes random bytes, and they are compared
-  warpwire sock lat -s 64                             a round trip, beside a CPU's socket with cuMemcpy
+  warpwire sock serve                             echo server in a kernel; try: nc 127.0.0.1 7000
+  warpwire sock serve --service http              HTTP server; try: curl http://127.0.0.1:7000/
+  warpwire sock kv                                key-value server; try: redis-cli
+  warpwire sock similar                           similarity search server, and its client:
+  warpwire sock similar --connect 127.0.0.1:7001
+  warpwire sock connect 127.0.0.1:7000 --send 'GET / HTTP/1.0\\r\\n\\r\\n'   client in a kernel
+  warpwire sock load 127.0.0.1:6379 -P 16         load for a key-value server (RESP)
+  warpwire sock echo                              send random bytes to an echo kernel, and verify
+  warpwire sock lat -s 64                         round trip, compared with CPU socket + cuMemcpy
   warpwire sock bw -s 64KiB --json
-  warpwire sock lat --family warp --peer kernel       from a kernel to another and back, by RDMA
-  warpwire sock lat --family warp --cpu               from a CPU program to another, beside TCP";
+  warpwire sock lat --family warp --peer kernel   kernel to kernel, by RDMA
+  warpwire sock lat --family warp --cpu           CPU to CPU by RDMA, compared with TCP";
 
 #[derive(Subcommand)]
 enum Tool {
@@ -57,17 +59,17 @@ enum Tool {
     Bw(measure::Bw),
 }
 
-/// The device, and its sockets.
+/// Options of the device and of its sockets.
 #[derive(Args)]
 struct SockTarget {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// Let kernels watch pinned host memory, even where the CPU could write to theirs
+    /// Put receive rings in pinned host memory, even where the CPU can write device memory
     #[arg(long)]
     pinned: bool,
 
-    /// Which sockets
+    /// Socket family
     #[arg(long, value_enum, default_value = "inet")]
     family: Family,
 }
@@ -78,19 +80,19 @@ impl SockTarget {
         Ok((self.serve(&device, options)?, no_cuda))
     }
 
-    /// Sockets for kernels of that device.
+    /// Starts a socket host for kernels of `device`.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
         let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
         Ok(SockHost::start(device, SockOptions { memory, ..options })?)
     }
 
-    /// The kernels of this family.
+    /// Loads the kernels, for sockets of this family.
     fn programs(&self, host: &SockHost) -> Result<Programs, Failure> {
         Ok(Programs::load(host)?.over(self.family.kind()))
     }
 }
 
-/// What stands above every table.
+/// The comment lines above every table.
 fn heading(tool: &str, host: &SockHost, no_cuda: Option<&str>) -> String {
     let device: &Device = host.device();
     let mut text = format!("# sock {tool} on {} ({})\n", device.label(), device.info().name);

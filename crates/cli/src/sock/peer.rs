@@ -1,4 +1,4 @@
-//! The other end: sockets of the CPU, of either family.
+//! CPU sockets of either family, and peers that run on a CPU thread.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -14,12 +14,12 @@ use warpwire::sock::warp;
 use super::device_copy::{self, DeviceCopy};
 use crate::output::Failure;
 
-/// Which sockets.
+/// Socket family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Family {
-    /// TCP through the host: peers are any programs
+    /// TCP through the host: the peer is any program
     Inet,
-    /// RDMA between the ends' rings: peers are kernels and programs of this library
+    /// RDMA between the two rings: the peer is a kernel or a program that uses this library
     Warp,
 }
 
@@ -38,7 +38,7 @@ impl Family {
         }
     }
 
-    /// A connection of the CPU's own to a peer.
+    /// Connects from the CPU.
     pub(super) fn connect(self, address: SocketAddr) -> Result<Connection, Failure> {
         let connected = match self {
             Self::Inet => tcp(address).map(Connection::Tcp),
@@ -48,7 +48,8 @@ impl Family {
     }
 }
 
-/// What those who connect share. Those who listen here have another, as if they were another program.
+/// The [`warp::Net`] shared by connecting sockets. Listeners use another one, as a separate program
+/// would.
 fn shared_net() -> Result<warp::Net, Failure> {
     static NET: OnceLock<warp::Net> = OnceLock::new();
     if let Some(net) = NET.get() {
@@ -64,19 +65,19 @@ fn tcp(address: SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// A connection by TCP alone.
+/// Connects by TCP, with `TCP_NODELAY`.
 pub(super) fn connect(address: SocketAddr) -> Result<TcpStream, Failure> {
     tcp(address).map_err(|error| Failure::Runtime(format!("cannot connect to {address}: {error}")))
 }
 
-/// A connection of the CPU's.
+/// A connected CPU socket.
 pub(super) enum Connection {
     Tcp(TcpStream),
     Warp(warp::WarpStream),
 }
 
 impl Connection {
-    /// How long each call may take.
+    /// Sets the timeout of each read and write.
     pub(super) fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
         let timeout = Some(timeout);
         match self {
@@ -119,14 +120,14 @@ impl Write for &Connection {
     }
 }
 
-/// What the other end does with its one connection.
+/// What a peer does with its one connection.
 #[derive(Clone, Copy)]
 pub(super) enum Role {
-    /// Sends back whatever comes.
+    /// Sends back what it receives.
     Echo,
-    /// Takes everything, then sends one byte.
+    /// Receives until the client shuts down writing, then sends one byte.
     Sink,
-    /// Sends so many bytes.
+    /// Sends this many bytes.
     Source(u64),
 }
 
@@ -163,14 +164,15 @@ impl Listener {
     }
 }
 
-/// A peer on the loopback interface, in a thread.
+/// A peer on the loopback interface, in its own thread.
 pub(super) struct CpuPeer {
     pub(super) address: SocketAddr,
     thread: JoinHandle<io::Result<()>>,
 }
 
 impl CpuPeer {
-    /// Starts one. With device memory, everything that comes is copied there, and everything that goes comes from there.
+    /// Starts a peer. With `device`, received bytes are copied to device memory, and an echo is
+    /// copied back from there.
     pub(super) fn start(
         family: Family,
         role: Role,
@@ -187,14 +189,14 @@ impl CpuPeer {
     pub(super) fn finish(self) -> Result<(), Failure> {
         match self.thread.join() {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(Failure::Runtime(format!("the CPU's end failed: {error}"))),
-            Err(_) => Err(Failure::Runtime("the CPU's end stopped".to_owned())),
+            Ok(Err(error)) => Err(Failure::Runtime(format!("the CPU peer failed: {error}"))),
+            Err(_) => Err(Failure::Runtime("the CPU peer's thread panicked".to_owned())),
         }
     }
 }
 
 fn serve(listener: &Listener, role: Role, chunk: usize, device: Option<Device>) -> io::Result<()> {
-    // The driver's copies belong to the thread that makes them.
+    // `DriverCopies` must be created on the thread that uses it.
     let device = device.map(|device| DeviceCopy::new(&device, chunk.max(4096) as u64));
     let device = device.transpose().map_err(device_copy::other)?;
     let device = device.as_ref();
@@ -233,7 +235,7 @@ fn serve(listener: &Listener, role: Role, chunk: usize, device: Option<Device>) 
                 stream.write_all(&buffer[..chunk_len])?;
                 left -= chunk_len as u64;
             }
-            // Until the other side closes.
+            // Wait until the client closes.
             while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
             Ok(())
         }

@@ -1,4 +1,4 @@
-//! Servers in a kernel, and a kernel as somebody's client.
+//! `warpwire sock serve`, `kv` and `connect`: servers and a client in a kernel.
 
 use std::io::Write;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -18,38 +18,42 @@ use super::{SockTarget, heading};
 use crate::copy::target::size;
 use crate::output::{self, Failure, print_json};
 
-/// How often a server that has a time limit looks at the clock.
+/// How often a server checks `--seconds`.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Copy, ValueEnum)]
 enum ServiceChoice {
+    /// Send back what is received
     Echo,
+    /// Discard what is received
     Sink,
+    /// Answer HTTP requests with a short text
     Http,
 }
 
-/// Serve TCP clients from a kernel: echo, sink or http
+/// Serve clients from a kernel: echo, sink or http
 #[derive(Args)]
+#[command(after_help = SERVE_EXAMPLES)]
 pub(super) struct Serve {
     #[command(flatten)]
     target: SockTarget,
 
-    /// Where to listen; port 0 lets the system choose
+    /// Address to listen on; with port 0 the system chooses a port
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7000")]
     bind: SocketAddr,
 
     #[command(flatten)]
     cpu_flag: CpuFlag,
 
-    /// What to do with what comes
+    /// What the server does
     #[arg(long, value_enum, default_value = "echo")]
     service: ServiceChoice,
 
-    /// Blocks of the kernel, each with one client at a time
+    /// Thread blocks of the kernel; each serves one client at a time
     #[arg(short = 'w', long, value_name = "N", default_value_t = 8)]
     workers: u32,
 
-    /// Stop after so long; without it, serve until interrupted
+    /// Stop after this time; default: serve until interrupted
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
 
@@ -58,13 +62,20 @@ pub(super) struct Serve {
     json: bool,
 }
 
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  warpwire sock serve                        try: nc 127.0.0.1 7000
+  warpwire sock serve --service http         try: curl http://127.0.0.1:7000/
+  warpwire sock serve --family warp          try: warpwire sock connect --family warp ...
+  warpwire sock serve --bind 0.0.0.0:7000 -w 32 --seconds 60 --json";
+
 #[derive(Serialize)]
 struct ServeReport {
     address: String,
     sockets: SockStats,
 }
 
-/// Says where it listens, at once: scripts read that line.
+/// Prints the address, flushed: scripts wait for that line.
 pub(super) fn announce(
     json: bool,
     heading: &str,
@@ -87,7 +98,7 @@ pub(super) fn wait(seconds: Option<u64>) {
     }
 }
 
-/// How many bytes went which way.
+/// Bytes received and sent, through the host and by RDMA.
 pub(super) fn traffic(sockets: &SockStats) -> String {
     let mut text =
         format!("{} bytes in, {} bytes out through the host", sockets.received, sockets.sent);
@@ -99,19 +110,19 @@ pub(super) fn traffic(sockets: &SockStats) -> String {
 }
 
 impl Serve {
-    /// The same by threads of the CPU.
+    /// Serves from CPU threads.
     fn run_on_cpu(&self) -> Result<ExitCode, Failure> {
         let (is_echo, name) = match self.service {
-            ServiceChoice::Echo => (true, "an echo of the CPU's"),
-            ServiceChoice::Sink => (false, "a CPU that throws away"),
+            ServiceChoice::Echo => (true, "a CPU echo server"),
+            ServiceChoice::Sink => (false, "a CPU sink"),
             ServiceChoice::Http => {
                 return Err(Failure::Usage(
-                    "cannot answer HTTP by the CPU: that is a kernel's; leave out --cpu".to_owned(),
+                    "cannot serve HTTP from the CPU: only kernels do; omit --cpu".to_owned(),
                 ));
             }
         };
         let (address, served) = cpu::serve(self.target.family, self.bind, is_echo)?;
-        announce(self.json, "# sock serve by threads of the CPU\n", name, address)?;
+        announce(self.json, "# sock serve by CPU threads\n", name, address)?;
         wait(self.seconds);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let sockets = SockStats {
@@ -142,7 +153,7 @@ impl Serve {
         let programs = self.target.programs(&host)?;
         let (service, name) = match self.service {
             ServiceChoice::Echo => (Service::Echo, "an echo kernel"),
-            ServiceChoice::Sink => (Service::Sink, "a kernel that throws away"),
+            ServiceChoice::Sink => (Service::Sink, "a sink kernel"),
             ServiceChoice::Http => (Service::Http, "an HTTP kernel"),
         };
         let server = programs.serve(&host, service, self.bind, self.workers)?;
@@ -155,39 +166,41 @@ impl Serve {
     }
 }
 
-/// Serve keys and values from a kernel, for redis-cli and redis-benchmark
+/// Serve a key-value store from a kernel, for redis-cli and redis-benchmark
 ///
-/// The store lies in device memory. Known: GET SET DEL EXISTS INCR DECR MGET PING ECHO DBSIZE QUIT.
+/// The store is in device memory. Commands: GET SET DEL EXISTS INCR DECR MGET PING ECHO DBSIZE
+/// QUIT.
 #[derive(Args)]
+#[command(after_help = KV_EXAMPLES)]
 pub(super) struct Kv {
     #[command(flatten)]
     target: SockTarget,
 
-    /// Where to listen; port 0 lets the system choose
+    /// Address to listen on; with port 0 the system chooses a port
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:6379")]
     bind: SocketAddr,
 
-    /// Blocks of the kernel
+    /// Thread blocks of the kernel
     #[arg(short = 'w', long, value_name = "N", default_value_t = 4)]
     workers: u32,
 
-    /// Clients at a time; more are told so and closed
+    /// Max concurrent clients; more are answered with an error and closed
     #[arg(short = 'c', long, value_name = "N", default_value_t = 128)]
     clients: u32,
 
-    /// The longest value
+    /// Max size of a value, rounded up to 16 bytes
     #[arg(long, value_name = "SIZE", default_value = "1KiB", value_parser = size)]
     value: u64,
 
-    /// Room for so many keys, at best
+    /// Max number of keys; collisions may lower it
     #[arg(long, value_name = "N", default_value_t = 1 << 16)]
     keys: u64,
 
-    /// How long half a command, or an answer that is not taken, is borne
+    /// Close a client that leaves a command incomplete, or a reply unread, for this long
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
-    patience: u64,
+    idle_timeout: u64,
 
-    /// Stop after so long; without it, serve until interrupted
+    /// Stop after this time; default: serve until interrupted
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
 
@@ -195,6 +208,12 @@ pub(super) struct Kv {
     #[arg(long)]
     json: bool,
 }
+
+const KV_EXAMPLES: &str = "\
+Examples:
+  warpwire sock kv                           try: redis-cli, redis-benchmark -t set,get
+  warpwire sock kv --bind 127.0.0.1:7379 --keys 1000000 --value 4KiB
+  warpwire sock kv --idle-timeout 60 -c 512";
 
 #[derive(Serialize)]
 struct KvReport {
@@ -207,10 +226,10 @@ impl Kv {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         if self.target.family == Family::Warp {
             return Err(Failure::Usage(
-                "cannot serve keys by RDMA: its clients speak TCP; leave out --family".to_owned(),
+                "cannot serve key-value clients by RDMA: they use TCP; omit --family".to_owned(),
             ));
         }
-        // Those that are turned away need places too.
+        // Clients above the limit need a socket too, to be refused.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let ring = 16 << 10;
         let options = SockOptions { sockets, ring, ..SockOptions::default() }.fitted();
@@ -219,8 +238,8 @@ impl Kv {
             workers: self.workers,
             clients: self.clients,
             buckets: self.keys.div_ceil(16).max(1).next_power_of_two(),
-            most_value: self.value.next_multiple_of(16),
-            patience: Duration::from_secs(self.patience),
+            max_value: self.value.next_multiple_of(16),
+            idle_timeout: Duration::from_secs(self.idle_timeout),
             ..KvOptions::at(self.bind)
         };
         let server = KvServer::start(&host, options)?;
@@ -247,33 +266,40 @@ impl Kv {
     }
 }
 
-/// Let a kernel connect to any TCP server, ask, and show the answer
+/// Connect to a server from a kernel, send a request, and print the reply
 #[derive(Args)]
+#[command(after_help = CONNECT_EXAMPLES)]
 pub(super) struct Connect {
     #[command(flatten)]
     target: SockTarget,
 
-    /// The server
+    /// Name or address of the server, and its port
     #[arg(value_name = "HOST:PORT")]
     server: String,
 
     #[command(flatten)]
     cpu_flag: CpuFlag,
 
-    /// What to send; \r, \n, \t and \\ are understood
+    /// Request to send; \r, \n, \t and \\ are escapes
     #[arg(long, value_name = "TEXT", default_value = "")]
     send: String,
 
-    /// The longest answer
+    /// Max bytes of the reply to receive
     #[arg(long, value_name = "SIZE", default_value = "1MiB", value_parser = size)]
-    most: u64,
+    max_bytes: u64,
 
-    /// How long to wait for each piece
+    /// Timeout of each socket operation, at least 1
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     timeout: u64,
 }
 
-/// Text with its escapes understood.
+const CONNECT_EXAMPLES: &str = "\
+Examples:
+  warpwire sock connect 127.0.0.1:8080 --send 'GET / HTTP/1.0\\r\\n\\r\\n'
+  warpwire sock connect localhost:7000 --send hello --timeout 2
+  warpwire sock connect 10.0.0.2:80 --send 'GET / HTTP/1.0\\r\\n\\r\\n' --max-bytes 4KiB";
+
+/// Replaces the escapes of `--send`.
 fn unescape(text: &str) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     let mut chars = text.chars();
@@ -287,7 +313,7 @@ fn unescape(text: &str) -> Result<Vec<u8>, Failure> {
                 other => {
                     let what = other.map_or("nothing".to_owned(), String::from);
                     return Err(Failure::Usage(format!(
-                        "cannot send {text:?}: a backslash before {what}; write \\r, \\n, \\t or \\\\"
+                        "cannot send {text:?}: backslash before {what}; write \\r, \\n, \\t or \\\\"
                     )));
                 }
             },
@@ -316,15 +342,15 @@ impl Connect {
         };
         let timeout = Duration::from_secs(self.timeout.max(1));
         let answer = if self.cpu_flag.cpu {
-            cpu::talk(self.target.family, server, &request, self.most, timeout)?
+            cpu::talk(self.target.family, server, &request, self.max_bytes, timeout)?
         } else {
             let (host, _) = self.target.open(SockOptions::default())?;
             let programs = self.target.programs(&host)?;
-            programs.talk(&host, server, &request, self.most, timeout)?
+            programs.talk(&host, server, &request, self.max_bytes, timeout)?
         };
         std::io::stdout()
             .write_all(&answer)
-            .map_err(|error| Failure::Runtime(format!("cannot write the answer: {error}")))?;
+            .map_err(|error| Failure::Runtime(format!("cannot write the reply: {error}")))?;
         Ok(ExitCode::SUCCESS)
     }
 }

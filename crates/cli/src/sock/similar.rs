@@ -1,4 +1,5 @@
-//! The similarity server, and clients that compare every answer with a search of their own.
+//! `warpwire sock similar`: the similarity search server, and clients that verify every reply with
+//! their own search.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -9,7 +10,7 @@ use clap::Args;
 use serde::Serialize;
 use warpwire::sock::{SockOptions, SockStats, warp};
 use warpwire_apps::similarity::{
-    KernelClient, Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask,
+    KernelClient, Queries, SimilarOptions, SimilarServer, SimilarStats, SocketFamily, ask,
     random_vectors, search,
 };
 
@@ -19,21 +20,24 @@ use super::{SockTarget, heading};
 use crate::copy::target::iterations;
 use crate::output::{self, Failure, Reporter, print_json};
 
-/// How long a client waits for an answer.
+/// How long a client waits for a reply.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// What queries are made from; vectors have smaller seeds.
+/// First seed of the queries; seeds of the vectors are smaller.
 const QUERIES: u64 = 1 << 20;
 
-/// Serve similar vectors from a kernel, or ask such a server (--connect)
+/// Serve similarity search from a kernel, or query such a server (--connect)
 ///
-/// The vectors are random, by their seed: both ends make the same, so that a client can search by itself and compare every
-/// answer, to the bit. They lie in device memory; a query's most similar are those with the highest inner products.
+/// The vectors are random and generated from --seed, in device memory. A client generates the same
+/// vectors and verifies every reply bit by bit with its own search, so --vectors, --dimension and
+/// --seed must match the server's. The matches of a query are the vectors with the highest inner
+/// products.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     target: SockTarget,
 
-    /// Where to listen; port 0 lets the system choose
+    /// Address to listen on; with port 0 the system chooses a port
     #[arg(
         long,
         value_name = "ADDRESS:PORT",
@@ -42,15 +46,15 @@ pub(super) struct Arguments {
     )]
     bind: SocketAddr,
 
-    /// Ask the server there, from this CPU, instead of serving
+    /// Query the server at this address from the CPU, instead of serving
     #[arg(long, value_name = "ADDRESS:PORT")]
     connect: Option<SocketAddr>,
 
-    /// Ask from a kernel of the device instead: one client, one query after the other
+    /// Query from a kernel instead of the CPU: one client, one query at a time
     #[arg(long, requires = "connect")]
     from_kernel: bool,
 
-    /// How many vectors
+    /// Number of vectors
     #[arg(long, value_name = "N", default_value = "10000", value_parser = iterations)]
     vectors: u32,
 
@@ -58,34 +62,42 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "N", default_value = "128", value_parser = iterations)]
     dimension: u32,
 
-    /// What the vectors are made from
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(..QUERIES))]
+    /// Seed of the vectors
+    #[arg(long, value_name = "N", default_value_t = 1,
+        value_parser = clap::value_parser!(u64).range(..QUERIES))]
     seed: u64,
 
-    /// Matches that a query asks for; a server's limit
+    /// Matches per query; for a server, the max that a query may ask for
     #[arg(short = 'k', long, value_name = "N", default_value = "10", value_parser = iterations)]
     matches: u32,
 
-    /// Clients: a server's limit, or how many ask at a time
+    /// Number of concurrent clients; for a server, the max
     #[arg(short = 'c', long, value_name = "N", default_value = "8", value_parser = iterations)]
     clients: u32,
 
-    /// Blocks of the kernel
+    /// Thread blocks of the kernel
     #[arg(short = 'w', long, value_name = "N", default_value_t = 4)]
     workers: u32,
 
-    /// Queries in all
+    /// Total number of queries
     #[arg(short = 'n', long, value_name = "N", default_value = "1000", value_parser = iterations)]
     queries: u32,
 
-    /// Stop serving after so long; without it, serve until interrupted
+    /// Stop serving after this time; default: serve until interrupted
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
 
-    /// Print JSON: of a server {"address": …, "similar": {…}, "sockets": {…}}, of clients {"per_second": …, "p50_us": …, "wrong": …}
+    /// Print JSON; server: {"address": …, "similar": {…}, "sockets": {…}}, client:
+    /// {"per_second": …, "p50_us": …, "wrong": …}
     #[arg(long)]
     json: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire sock similar --vectors 100000                       the server
+  warpwire sock similar --vectors 100000 --connect 127.0.0.1:7001 -n 10000 -c 4
+  warpwire sock similar --family warp --connect 127.0.0.1:7001 --from-kernel";
 
 #[derive(Serialize)]
 struct ServerReport {
@@ -99,7 +111,7 @@ struct ClientReport {
     clients: u32,
     queries: u64,
     per_second: f64,
-    /// By a clock of the CPU's: a kernel tells its whole time alone.
+    /// `None` with `--from-kernel`, which measures the total time only.
     #[serde(skip_serializing_if = "Option::is_none")]
     p50_us: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -115,7 +127,7 @@ impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         if self.vectors as u64 * self.dimension as u64 > 1 << 32 {
             return Err(Failure::Usage(format!(
-                "cannot make {} vectors of {}: that is more than 16 GiB; ask for fewer",
+                "cannot make {} vectors of dimension {}: that is more than 16 GiB; use fewer",
                 self.vectors, self.dimension
             )));
         }
@@ -126,10 +138,10 @@ impl Arguments {
         }
     }
 
-    fn over(&self) -> Over {
+    fn over(&self) -> SocketFamily {
         match self.target.family {
-            Family::Inet => Over::Inet,
-            Family::Warp => Over::Warp,
+            Family::Inet => SocketFamily::Inet,
+            Family::Warp => SocketFamily::Warp,
         }
     }
 
@@ -138,7 +150,7 @@ impl Arguments {
         let vectors: Vec<f32> = (0..u64::from(self.queries))
             .flat_map(|number| random_vectors(QUERIES + number, 1, self.dimension))
             .collect();
-        let asked = Questions {
+        let asked = Queries {
             server,
             over: self.over(),
             k: self.matches,
@@ -167,7 +179,7 @@ impl Arguments {
         })
     }
 
-    /// Prints what clients have seen.
+    /// Prints the clients' figures.
     fn print_report(&self, report: &ClientReport) -> Result<ExitCode, Failure> {
         let reporter = Reporter::new(self.json);
         let time = |time: Option<f64>| time.map_or("-".to_owned(), |us| format!("{us:.1} us"));
@@ -198,7 +210,7 @@ impl Arguments {
     }
 
     fn serve(&self) -> Result<ExitCode, Failure> {
-        // Those that are turned away need places too.
+        // Clients above the limit need a socket too, to be refused.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let options = SockOptions { sockets, ..SockOptions::default() }.fitted();
         let (host, no_cuda) = self.target.open(options)?;
@@ -206,7 +218,7 @@ impl Arguments {
             over: self.over(),
             workers: self.workers,
             clients: self.clients,
-            most_k: self.matches,
+            max_k: self.matches,
             ..SimilarOptions::at(self.bind)
         };
         let server = SimilarServer::start(&host, &self.make_vectors(), self.dimension, options)?;
@@ -247,7 +259,7 @@ impl Arguments {
         }
     }
 
-    /// What one client does: the times of its queries, and how many answers were wrong.
+    /// Runs one client; returns the times of its queries, and the number of wrong replies.
     fn client(
         &self,
         vectors: &[f32],
@@ -268,7 +280,7 @@ impl Arguments {
 
     fn ask(&self, server: SocketAddr) -> Result<ExitCode, Failure> {
         let failed =
-            |error: std::io::Error| Failure::Runtime(format!("cannot ask {server}: {error}"));
+            |error: std::io::Error| Failure::Runtime(format!("cannot query {server}: {error}"));
         let (vectors, share) =
             (self.make_vectors(), u64::from(self.queries.div_ceil(self.clients)));
         let streams: Result<Vec<_>, _> = (0..self.clients).map(|_| self.open(server)).collect();
@@ -279,9 +291,9 @@ impl Arguments {
                 let first = number as u64 * share;
                 scope.spawn(move || self.client(vectors, stream, first, share))
             };
-            let set_status: Vec<_> = streams.into_iter().enumerate().map(start).collect();
-            let lost = || Err(std::io::Error::other("a client stopped"));
-            set_status.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect()
+            let clients: Vec<_> = streams.into_iter().enumerate().map(start).collect();
+            let lost = || Err(std::io::Error::other("a client thread panicked"));
+            clients.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect()
         });
         let (mut times, mut wrong, mut slowest_client) = (Vec::new(), 0, Duration::ZERO);
         for outcome in outcomes {
@@ -292,7 +304,7 @@ impl Arguments {
         }
         times.sort_unstable();
         let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
-        // Comparing is no part of it.
+        // Time spent on verification does not count.
         let per_second = times.len() as f64 / slowest_client.as_secs_f64();
         let (clients, queries) = (self.clients, times.len() as u64);
         let (p50_us, p99_us) = (Some(at(50)), Some(at(99)));

@@ -1,6 +1,7 @@
-//! Recorded machines: `tests/machines/NAME.machine`, one small text file each, unpacked into a folder.
+//! Recorded machines: `tests/machines/NAME.machine`, one small text file each, unpacked into a
+//! temporary directory.
 //!
-//! The format, a line at a time; `${NAME}` is replaced by a variable's value everywhere:
+//! The format, by lines; `${NAME}` is replaced by a variable's value everywhere:
 //!
 //! ```text
 //! # a comment
@@ -8,18 +9,18 @@
 //! /dev/nvidia0 [0666] = text          the same, with permissions (0644 otherwise)
 //! /proc/modules <<END                 a file with all lines until END
 //! END
-//! /sys/a/config @0x100 0d00 0100      a binary file with these bytes at that offset; further lines add
-//!                                     to the same file, and gaps are zeros
+//! /sys/a/config @0x100 0d00 0100      a binary file with these bytes at that offset; further
+//!                                     lines add to the same file, and gaps are zeros
 //! /sys/a/driver -> ../b               a symlink
-//! /sys/class/iommu/                   an empty folder
+//! /sys/class/iommu/                   an empty directory
 //! set NAME = text                     a variable
 //! repeat A=0..7 B=x,y,…               all lines until the matching `end`, for each value; several
 //! end                                 variables step together. May be nested.
-//! probes <<END                        what was tried there: the root's probes.json
+//! probes <<END                        the results of the probes: probes.json at the root
 //! END
 //! ```
 
-// Test support may stop a test; clippy only knows that of functions marked as tests.
+// Helpers may panic as tests do; clippy exempts only functions marked as tests.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs;
@@ -29,8 +30,8 @@ use std::path::{Path, PathBuf};
 use warpwire::host::System;
 use warpwire_doctor::{Evidence, Report, Topology};
 
-/// Every recorded machine.
-#[allow(dead_code)] // not every test binary goes through them all
+/// The names of all recorded machines.
+#[allow(dead_code)] // not every test binary uses it
 pub(crate) const MACHINES: [&str; 7] = [
     "no-gpu",
     "h200-no-nic",
@@ -41,7 +42,7 @@ pub(crate) const MACHINES: [&str; 7] = [
     "broken",
 ];
 
-/// An unpacked machine; its folder goes when it does.
+/// An unpacked machine; dropping it removes its directory.
 pub(crate) struct Machine {
     folder: tempfile::TempDir,
 }
@@ -82,12 +83,12 @@ impl Machine {
         Topology::read(&self.system())
     }
 
-    /// Replaces a file's text; for a machine that differs in one point.
+    /// Replaces a file's text, for a variant of the machine.
     pub(crate) fn write(&self, path: &str, text: &str) {
         fs::write(self.root().join(path.trim_start_matches('/')), text).unwrap();
     }
 
-    /// Removes a file or a folder.
+    /// Removes a file or a directory.
     pub(crate) fn remove(&self, path: &str) {
         let path = self.root().join(path.trim_start_matches('/'));
         if path.is_dir() {
@@ -164,7 +165,7 @@ impl Unpacker {
                 self.variables.insert(0, (name.clone(), values[step].clone()));
             }
             self.run(body);
-            // Inner variables lie in front.
+            // Inner variables were inserted in front.
             self.variables.drain(..self.variables.len() - outer);
         }
     }
@@ -179,7 +180,7 @@ impl Unpacker {
         text
     }
 
-    /// Writes a file; `head` is a path, with permissions in brackets or not.
+    /// Writes a file; `head` is a path, optionally followed by permissions in brackets.
     fn file(&self, head: &str, content: &str) {
         let (path, mode) = match head.split_once(" [") {
             Some((path, mode)) => {
@@ -207,7 +208,7 @@ impl Unpacker {
         fs::write(target_path, content).unwrap();
     }
 
-    /// The place of a path in the folder, with the folders above it made.
+    /// The location of a path below the root; creates its parent directories.
     fn target_path(&self, path: &str) -> PathBuf {
         let target_path = self.root.join(path.trim_matches('/'));
         fs::create_dir_all(target_path.parent().unwrap()).unwrap();

@@ -1,5 +1,5 @@
-//! Two queue pairs in one loop, with nothing in between: what the state machine alone costs. Shared by the
-//! benchmark, the instruction count and the allocation test.
+//! Two queue pairs in one loop without a network: the cost of the state machine alone. Shared by
+//! the benchmark, the instruction count and the allocation test.
 
 use core::net::Ipv4Addr;
 
@@ -9,7 +9,7 @@ use warpwire_proto::qp::{
 };
 use warpwire_proto::{Instant, Psn};
 
-/// Says yes to everything.
+/// A host that accepts everything.
 struct AcceptAllHost {
     received: u64,
 }
@@ -55,7 +55,7 @@ pub struct Pump {
 }
 
 impl Pump {
-    /// A pair with that MTU, that takes that much work at a time.
+    /// A connected pair with that MTU and send queue depth.
     pub fn new(mtu: u32, depth: u32) -> Self {
         let options = Options { send_depth: depth, ..Options::default() };
         let endpoints =
@@ -64,8 +64,8 @@ impl Pump {
         Self { endpoints, hosts, now: 0, next_id: 0, packet: Transmit::new() }
     }
 
-    /// Moves at least `packets` packets with payload, or requests without; returns how many of each sort went:
-    /// from the asking side, and from the answering one.
+    /// Transfers until one end has sent at least `packets` packets; returns the packets sent by the
+    /// requester and by the responder.
     pub fn run(&mut self, op: WrOp, len: u32, packets: u64) -> (u64, u64) {
         let (mut forward, mut reverse) = (0, 0);
         while forward.max(reverse) < packets {
@@ -81,7 +81,7 @@ impl Pump {
         (forward, reverse)
     }
 
-    /// Brings what one end has to send to the other.
+    /// Delivers all packets of one end to the other; returns their number.
     fn carry(&mut self, from: usize) -> u64 {
         let mut count = 0;
         self.now += 1000;
@@ -137,7 +137,7 @@ fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
     qp
 }
 
-/// The work that is measured: name, operation, length in packets of the MTU.
+/// The measured operations: name, operation, length in packets of the MTU.
 pub const WORK: [(&str, WrOp, u32); 5] = [
     ("send", WrOp::Send, 1),
     ("write", WrOp::Write(Remote { address: 0x1000, key: 7 }), 1),
@@ -146,7 +146,7 @@ pub const WORK: [(&str, WrOp, u32); 5] = [
     ("fetch-add", WrOp::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
 ];
 
-/// The length of such work.
+/// The length of the operation in bytes.
 pub fn len_of(op: WrOp, packets: u32, mtu: u32) -> u32 {
     if matches!(op, WrOp::Atomic(..)) { 8 } else { packets * mtu }
 }

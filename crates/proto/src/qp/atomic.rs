@@ -1,9 +1,9 @@
-//! Atomics as packets, both ways.
+//! Conversion of atomics to and from packet headers.
 
 use super::host::{Atomic, Remote, Width};
 use crate::wire::{AtomicEth, Extension, MaskedAtomicEth, Opcode};
 
-/// The opcode and the headers that ask for an atomic there.
+/// The opcode and extension header of a request for this atomic.
 pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
     let (address, rkey) = (at.address, at.key);
     let plain =
@@ -29,7 +29,7 @@ pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
     }
 }
 
-/// The atomic that such a packet asks for, and where; `None` if it asks for none.
+/// The atomic that a packet requests, and its target; `None` if it is not an atomic.
 pub(super) fn requested(opcode: Opcode, extension: Extension) -> Option<(Remote, Atomic)> {
     let width = match opcode {
         Opcode::MaskedCompareSwap4 | Opcode::MaskedFetchAdd4 => Width::Four,
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_atomic_comes_back() {
+    fn every_atomic_round_trips() {
         let at = Remote { address: 0x1000, key: 7 };
         let (add, boundary, compare, swap) = (1, 2, 3, 4);
         let (compare_mask, swap_mask) = (5, 6);

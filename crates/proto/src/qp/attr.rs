@@ -1,4 +1,5 @@
-//! The states of a queue pair, and what each step between them must and may set: one table.
+//! The states of a queue pair, and the attributes that each transition requires and permits: one
+//! table.
 
 use core::fmt;
 use core::net::SocketAddr;
@@ -7,22 +8,22 @@ use core::ops::BitOr;
 use super::Access;
 use crate::psn::Psn;
 
-/// Where a queue pair stands in its life.
+/// The state of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
-    /// New, or wiped: nothing is kept, nothing goes in or out.
+    /// New, or reset: no work is kept, no packets are sent or accepted.
     Reset,
     /// Receives may be posted.
     Init,
     /// Ready to receive: requests of the peer are answered.
     Rtr,
-    /// Ready to send: everything works.
+    /// Ready to send: fully operational.
     Rts,
-    /// Send queue draining: messages that have begun are finished, none is begun.
+    /// Send queue drained or draining: messages that have started are completed, none is started.
     Sqd,
-    /// The send queue of a datagram queue pair failed; it still receives.
+    /// Send queue error of a datagram queue pair; it still receives.
     Sqe,
-    /// Failed: all work comes back flushed.
+    /// Error: all work is flushed.
     Err,
 }
 
@@ -49,19 +50,20 @@ pub enum Service {
     Ud,
 }
 
-/// The longest that two of our own ends may agree on.
+/// Maximum MTU between two endpoints of this implementation.
 const MAX_LOCAL_MTU: u32 = 1 << 20;
 
-/// The most payload in a packet; both ends of a connection use the same.
+/// The path MTU: the maximum payload of a packet. Both ends of a connection use the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Mtu(u32);
 
 impl Mtu {
-    /// The sizes that RoCE knows, smallest first. Their verbs codes are 1 to 5.
+    /// The sizes that RoCE defines, smallest first. Their verbs codes are 1 to 5.
     pub const ALL: [Self; 5] = [Self(256), Self(512), Self(1024), Self(2048), Self(4096)];
 
-    /// That size in bytes: a power of two from 256 to 4096; beyond it, a multiple of 4096 to 2^20, only between our own
-    /// ends (within one machine, where no Ethernet frame sets a limit).
+    /// An MTU in bytes: a power of two from 256 to 4096; beyond that, a multiple of 4096 up to
+    /// 2^20, which only this implementation supports (within one machine, where no Ethernet frame
+    /// sets a limit). Otherwise `None`.
     ///
     /// ```
     /// use warpwire_proto::qp::Mtu;
@@ -76,30 +78,31 @@ impl Mtu {
         }
     }
 
-    /// The largest that RoCE knows whose packets, with all headers, fit a link that carries this many bytes.
+    /// The largest RoCE MTU whose packets, with all headers, fit a link that carries `link` bytes.
     pub fn fitting(link: usize) -> Option<Self> {
         const HEADERS: usize = 80;
         Self::ALL.into_iter().rev().find(|mtu| mtu.0 as usize + HEADERS <= link)
     }
 
-    /// In bytes.
+    /// The MTU in bytes.
     pub const fn bytes(self) -> u32 {
         self.0
     }
 
-    /// How many packets a message of `len` bytes takes: at least one.
+    /// The number of packets of a message of `len` bytes: at least one.
     pub(crate) fn packets(self, len: u32) -> u32 {
-        // Most messages have one.
+        // Fast path: most messages have one.
         if len <= self.0 { 1 } else { len.div_ceil(self.0) }
     }
 
-    /// The offset of the packet with that index.
+    /// The offset of the packet with this index.
     pub(crate) fn offset(self, index: u32) -> u32 {
         index.wrapping_mul(self.0)
     }
 }
 
-/// Where the peer is. The protocol does not use it; it belongs to the attributes that a step must set.
+/// The path to the peer. The protocol does not use it; it is among the attributes that a transition
+/// requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathAttributes {
     /// The peer's address and UDP port.
@@ -108,7 +111,7 @@ pub struct PathAttributes {
     pub traffic_class: u8,
     /// Hop limit of our packets.
     pub hop_limit: u8,
-    /// Spreads queue pairs over the network's paths: 20 bits.
+    /// Spreads queue pairs over the network's paths (ECMP): 20 bits.
     pub flow_label: u32,
 }
 
@@ -131,30 +134,30 @@ attr_mask! {
     1 PARTITION_INDEX "the partition index";
     2 PORT "the port";
     3 ACCESS "the access flags";
-    4 QKEY "the queue key";
+    4 QKEY "the Q_Key";
     5 PATH "the path to the peer";
     6 MTU "the path MTU";
     7 DESTINATION "the peer's queue pair number";
-    8 RECEIVE_PSN "the first sequence number to receive";
-    9 MAX_DEST_RD_ATOMIC "the peer's reads and atomics at a time";
-    10 MIN_RNR_TIMER "the receiver-not-ready timer";
-    11 SEND_PSN "the first sequence number to send";
-    12 TIMEOUT "the acknowledge timeout";
+    8 RECEIVE_PSN "the first PSN to receive";
+    9 MAX_DEST_RD_ATOMIC "the limit of the peer's reads and atomics";
+    10 MIN_RNR_TIMER "the RNR timer";
+    11 SEND_PSN "the first PSN to send";
+    12 TIMEOUT "the ACK timeout";
     13 RETRY_COUNT "the retry count";
-    14 RNR_RETRY "the receiver-not-ready retry count";
-    15 MAX_RD_ATOMIC "our reads and atomics at a time";
-    16 NOTIFY_DRAINED "the wish for a drained event";
+    14 RNR_RETRY "the RNR retry count";
+    15 MAX_RD_ATOMIC "the limit of our reads and atomics";
+    16 NOTIFY_DRAINED "the drained notification";
 }
 
 impl QpAttrMask {
-    /// No attribute.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
     const fn and(self, more: Self) -> Self {
         Self(self.0 | more.0)
     }
 
-    /// Those that `self` has and `other` has not.
+    /// The attributes of `self` that are not in `other`.
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
@@ -195,18 +198,18 @@ impl fmt::Debug for QpAttrMask {
     }
 }
 
-/// A step that a queue pair may take.
+/// A permitted state transition.
 #[derive(Clone, Copy, Debug)]
 pub struct Transition {
-    /// Of which service.
+    /// The service that it applies to.
     pub service: Service,
-    /// From where.
+    /// The current state.
     pub from: State,
-    /// To where.
+    /// The next state.
     pub to: State,
-    /// What must be set with it.
+    /// Attributes that must be set.
     pub required: QpAttrMask,
-    /// What may be set with it.
+    /// Attributes that may be set.
     pub optional: QpAttrMask,
 }
 
@@ -247,8 +250,8 @@ const UD_IDENTITY: A = A::PARTITION_INDEX.and(A::QKEY);
 use Service::{Rc, Ud};
 use State::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
 
-/// Every step but those to `ERR` (from anywhere but `RESET`) and to `RESET` (from anywhere), which take no
-/// attributes. Alternate paths are missing: RoCE has none.
+/// All transitions except those to `ERR` (from any state but `RESET`) and to `RESET` (from any
+/// state), which take no attributes. Attributes of alternate paths are missing: RoCE has none.
 pub const TRANSITIONS: &[Transition] = &[
     transition(Rc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
     transition(Rc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
@@ -269,7 +272,7 @@ pub const TRANSITIONS: &[Transition] = &[
     transition(Ud, Sqe, Rts, NONE, UD_RUNNING),
 ];
 
-/// A step to take, and the attributes that go with it.
+/// A transition, with the attributes to set.
 ///
 /// ```
 /// use warpwire_proto::qp::{Access, QpAttributes, State};
@@ -283,46 +286,48 @@ pub const TRANSITIONS: &[Transition] = &[
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QpAttributes {
-    /// The state to go to.
+    /// The next state.
     pub to: State,
-    /// The state that the caller believes the queue pair to be in.
+    /// The state that the caller expects the queue pair to be in; checked.
     pub current_state: Option<State>,
-    /// Which partition: 0, the one that everybody is in.
+    /// Index of the partition key: 0, the default partition.
     pub partition_index: Option<u16>,
-    /// Which port: 1.
+    /// The port: 1.
     pub port: Option<u8>,
     /// What the peer may do.
     pub access: Option<Access>,
-    /// The key that datagrams to this queue pair must carry.
+    /// The Q_Key that datagrams to this queue pair must carry.
     pub qkey: Option<u32>,
-    /// Where the peer is.
+    /// The path to the peer.
     pub path: Option<PathAttributes>,
-    /// The most payload in a packet.
+    /// The path MTU.
     pub mtu: Option<Mtu>,
     /// The peer's queue pair number, 24 bits.
     pub destination: Option<u32>,
-    /// The sequence number of the first request to receive.
+    /// The PSN of the first request to receive.
     pub receive_psn: Option<Psn>,
-    /// How many reads and atomics the peer may have outstanding.
+    /// Maximum of reads and atomics that the peer may have outstanding: 0 to 128.
     pub max_dest_rd_atomic: Option<u8>,
-    /// The code of the time that a peer waits when no receive is there: 0 to 31.
+    /// Code of the time that the peer waits after an RNR NAK: 0 to 31, see
+    /// [`rnr_time`](crate::wire::ext::rnr_time).
     pub min_rnr_timer: Option<u8>,
-    /// The sequence number of the first request to send.
+    /// The PSN of the first request to send.
     pub send_psn: Option<Psn>,
-    /// How long to wait for an acknowledgement: 4.096 µs · 2^n; 0 waits for ever.
+    /// ACK timeout: 4.096 µs · 2^n, n from 1 to 31; 0 waits forever.
     pub timeout: Option<u8>,
-    /// How often to try again without an answer: 0 to 7.
+    /// Retries without a response: 0 to 7.
     pub retry_count: Option<u8>,
-    /// How often to try again when the peer is not ready: 0 to 6; 7 is without end.
+    /// Retries after an RNR NAK: 0 to 6; 7 is unlimited.
     pub rnr_retry: Option<u8>,
-    /// How many reads and atomics we may have outstanding; not more than the peer's `max_dest_rd_atomic`.
+    /// Maximum of our own outstanding reads and atomics: 0 to 128, and at most the peer's
+    /// `max_dest_rd_atomic`.
     pub max_rd_atomic: Option<u8>,
-    /// Whether to say when the send queue is drained.
+    /// Whether to report [`QpEvent::Drained`](super::QpEvent::Drained) after a transition to `SQD`.
     pub notify_drained: Option<bool>,
 }
 
 impl QpAttributes {
-    /// A step to that state with no attributes.
+    /// A transition to `state` without attributes.
     pub const fn new(state: State) -> Self {
         Self {
             to: state,
@@ -346,7 +351,7 @@ impl QpAttributes {
         }
     }
 
-    /// Which attributes are set.
+    /// The set of attributes that are set.
     pub fn attr_mask(&self) -> QpAttrMask {
         let set = [
             (self.current_state.is_some(), A::CURRENT_STATE),
@@ -370,7 +375,8 @@ impl QpAttributes {
         set.into_iter().filter(|(is_set, _)| *is_set).fold(NONE, |all, (_, one)| all | one)
     }
 
-    /// Whether a queue pair of that service in state `from` may take this step.
+    /// Checks that a queue pair of this service in state `from` may make this transition, and that
+    /// the values are in range.
     pub fn check(&self, service: Service, from: State) -> Result<(), ModifyError> {
         let to = self.to;
         if let Some(expected) = self.current_state.filter(|expected| *expected != from) {
@@ -407,12 +413,12 @@ impl QpAttributes {
                 A::PATH,
                 "a flow label below 2^20",
             ),
-            (reads(self.max_dest_rd_atomic), A::MAX_DEST_RD_ATOMIC, "128 at most"),
-            (reads(self.max_rd_atomic), A::MAX_RD_ATOMIC, "128 at most"),
-            (exceeds(self.min_rnr_timer, 31), A::MIN_RNR_TIMER, "31 at most"),
-            (exceeds(self.timeout, 31), A::TIMEOUT, "31 at most"),
-            (exceeds(self.retry_count, 7), A::RETRY_COUNT, "7 at most"),
-            (exceeds(self.rnr_retry, 7), A::RNR_RETRY, "7 at most"),
+            (reads(self.max_dest_rd_atomic), A::MAX_DEST_RD_ATOMIC, "at most 128"),
+            (reads(self.max_rd_atomic), A::MAX_RD_ATOMIC, "at most 128"),
+            (exceeds(self.min_rnr_timer, 31), A::MIN_RNR_TIMER, "at most 31"),
+            (exceeds(self.timeout, 31), A::TIMEOUT, "at most 31"),
+            (exceeds(self.retry_count, 7), A::RETRY_COUNT, "at most 7"),
+            (exceeds(self.rnr_retry, 7), A::RNR_RETRY, "at most 7"),
         ];
         match invalid.into_iter().find(|(is_wrong, ..)| *is_wrong) {
             Some((_, attribute, must_be)) => {
@@ -423,46 +429,46 @@ impl QpAttributes {
     }
 }
 
-/// Why a step was not taken. Nothing changed.
+/// Why a transition was rejected. The queue pair is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModifyError {
-    /// The queue pair is not in the state that the caller believed.
+    /// The queue pair is not in the expected state.
     WrongState {
-        /// What the caller said.
+        /// The expected state.
         expected: State,
-        /// What it is in.
+        /// The actual state.
         actual: State,
     },
-    /// There is no such step.
+    /// The table has no such transition.
     InvalidTransition {
-        /// From where.
+        /// The current state.
         from: State,
-        /// To where.
+        /// The requested state.
         to: State,
     },
-    /// Attributes that this step needs are missing.
+    /// Required attributes are missing.
     MissingAttr {
-        /// From where.
+        /// The current state.
         from: State,
-        /// To where.
+        /// The requested state.
         to: State,
-        /// The attributes.
+        /// The missing attributes.
         missing: QpAttrMask,
     },
-    /// Attributes were set that this step does not take.
+    /// Attributes are set that the transition does not accept.
     ExtraAttr {
-        /// From where.
+        /// The current state.
         from: State,
-        /// To where.
+        /// The requested state.
         to: State,
-        /// The attributes.
+        /// The extra attributes.
         extra: QpAttrMask,
     },
-    /// An attribute has a value that it cannot have.
+    /// The value of an attribute is out of range.
     InvalidValue {
         /// The attribute.
         attribute: QpAttrMask,
-        /// What it must be.
+        /// The valid values.
         must_be: &'static str,
     },
 }
@@ -474,13 +480,13 @@ impl fmt::Display for ModifyError {
                 write!(f, "the queue pair is in {actual}, not in {expected}")
             }
             Self::InvalidTransition { from, to } => {
-                write!(f, "there is no step from {from} to {to}")
+                write!(f, "there is no transition from {from} to {to}")
             }
             Self::MissingAttr { from, to, missing } => {
-                write!(f, "the step from {from} to {to} also needs {missing}")
+                write!(f, "the transition from {from} to {to} also requires {missing}")
             }
             Self::ExtraAttr { from, to, extra } => {
-                write!(f, "the step from {from} to {to} does not take {extra}")
+                write!(f, "the transition from {from} to {to} does not accept {extra}")
             }
             Self::InvalidValue { attribute, must_be } => write!(f, "{attribute} must be {must_be}"),
         }
@@ -494,7 +500,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_beyond_roce_are_whole_pages() {
+    fn mtu_beyond_roce_is_a_multiple_of_4096() {
         for bytes in [256, 512, 1024, 2048, 4096, 8192, 12_288, 61_440, 65_536, 1 << 20] {
             assert_eq!(Mtu::new(bytes).map(Mtu::bytes), Some(bytes));
         }
@@ -505,15 +511,15 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_cut_into_whole_packets() {
+    fn messages_are_split_into_mtu_sized_packets() {
         for mtu in [256, 4096, 61_440, 1 << 20].map(|bytes| Mtu::new(bytes).unwrap()) {
             let bytes = mtu.bytes();
             for (len, packets) in [(0, 1), (1, 1), (bytes, 1), (bytes + 1, 2), (7 * bytes, 7)] {
                 assert_eq!(mtu.packets(len), packets, "{len} by {bytes}");
             }
-            let longest = 1_u32 << 31;
-            let last = mtu.offset(mtu.packets(longest) - 1);
-            assert!(last < longest && longest - last <= bytes, "{bytes}");
+            let max_len = 1_u32 << 31;
+            let last = mtu.offset(mtu.packets(max_len) - 1);
+            assert!(last < max_len && max_len - last <= bytes, "{bytes}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The requester's reading of answers: acknowledgements, data, and refusals.
+//! The requester's handling of responses: ACKs, data, and NAKs.
 
 use super::host::{Host, HostStatus, Target};
 use super::requester::{ConnParams, Requester};
@@ -10,14 +10,14 @@ use crate::wire::ext::rnr_time;
 use crate::wire::{Extension, Nak, Opcode, Syndrome};
 use core::time::Duration;
 
-/// How long to wait before asking again for data that the host has no place for now.
+/// Initial backoff before data that the host could not place is requested again.
 const FAULT_BACKOFF: Duration = Duration::from_micros(100);
 
-/// What became of an answer.
+/// The result of handling a response.
 pub(super) enum Outcome {
     /// It was used.
     Accepted,
-    /// It was not.
+    /// It was discarded.
     Dropped(DiscardReason),
     /// It fails the work at `tail`, and the queue pair.
     Failed(Status),
@@ -58,8 +58,8 @@ impl Requester {
         outcome
     }
 
-    /// All numbers before `target` are answered, as far as an acknowledgement can answer them: it stops at a
-    /// read or an atomic, whose data must come. Tells whether it got there.
+    /// Acknowledges all PSNs before `target`, as far as an ACK can: it stops at a read or an
+    /// atomic, whose data must arrive. Returns whether it got there.
     pub(super) fn ack_until(&mut self, target: Psn) -> bool {
         while self.tail != self.started {
             let entry = self.entry(self.tail);
@@ -80,7 +80,7 @@ impl Requester {
             }
             self.tail = self.tail.wrapping_add(1);
         }
-        // Answers to what was sent before going back may overtake what is sent again.
+        // Responses to packets sent before going back may overtake the retransmission.
         if self.next.distance_from(self.unacked) < 0 {
             (self.next, self.outstanding_reads) = (self.unacked, 0);
         }
@@ -112,7 +112,7 @@ impl Requester {
                 self.on_sequence_nak()
             }
             Syndrome::Nak(nak) => {
-                // Data that is missing before it will not come any more: the peer has failed.
+                // Missing responses before it will not arrive any more: the peer has failed.
                 self.ack_until(psn);
                 Failed(match nak {
                     Nak::InvalidRequest => Status::RemoteInvalidRequest,
@@ -128,12 +128,12 @@ impl Requester {
         }
     }
 
-    /// The peer misses what stands at `unacked`: go back. That costs one try for each place; when it is said
-    /// again (the packet was lost again, or the message was repeated on its way) the timer runs on, so that a
-    /// packet that never arrives fails in the end.
+    /// The peer misses the packet at `unacked`: go back. That costs one retry per PSN; if the NAK
+    /// is repeated (the packet was lost again, or the NAK was duplicated) the timer keeps running,
+    /// so that a packet that never arrives fails in the end.
     fn on_sequence_nak(&mut self) -> Outcome {
         if self.next == self.unacked {
-            return Accepted; // it has gone back, and nothing went since
+            return Accepted; // already gone back, and nothing sent since
         }
         if self.last_go_back != Some(self.unacked) {
             self.last_go_back = Some(self.unacked);
@@ -145,11 +145,11 @@ impl Requester {
         Accepted
     }
 
-    /// The peer has no receive, or no page, for what stands at `unacked`.
+    /// The peer has no receive, or no resident page, for the packet at `unacked`.
     fn on_rnr_nak(&mut self, now: Instant, code: u8) -> Outcome {
         const INFINITE: u8 = 7;
         if now < self.resume {
-            return Accepted; // said twice
+            return Accepted; // a duplicate
         }
         if self.rnr_left != INFINITE {
             match self.rnr_left.checked_sub(1) {
@@ -157,15 +157,15 @@ impl Requester {
                 None => return Failed(Status::RnrRetryExceeded),
             }
         }
-        // It answers: tries are for peers that do not.
+        // The peer responds: retries are only for peers that do not.
         self.retries_left = self.retry_count;
         self.go_back();
         self.resume = now + rnr_time(code);
         Accepted
     }
 
-    /// An answer came from behind one that has not: go back, but once for each place. The answers behind it
-    /// say the same, and after going back they are still under way.
+    /// A response arrived before an earlier one: go back, but once per PSN. The responses behind it
+    /// show the same gap, and are still in flight after going back.
     fn on_response_gap(&mut self, stats: &mut Stats) -> Outcome {
         if self.last_go_back != Some(self.unacked) {
             stats.response_gaps += 1;
@@ -233,9 +233,9 @@ impl Requester {
         Accepted
     }
 
-    /// The host has no place for data that came: ask for it again later, and each time later.
+    /// The host could not place data that arrived: request it again, with exponential backoff.
     fn back_off_after_fault(&mut self, now: Instant) -> Outcome {
-        // It answers: tries are for peers that do not.
+        // The peer responds: retries are only for peers that do not.
         self.retries_left = self.retry_count;
         self.go_back();
         let backoff = FAULT_BACKOFF * (1 << self.fault_streak.min(7));
@@ -244,7 +244,7 @@ impl Requester {
         Dropped(DiscardReason::Busy)
     }
 
-    /// The data of that number is here; it was the one at `unacked`.
+    /// The data of this PSN, the one at `unacked`, has been placed.
     fn complete_response(&mut self, psn: Psn, ends_request: bool) {
         self.advance_unacked(psn.next());
         if ends_request && self.next.distance_from(self.unacked) >= 0 {

@@ -1,26 +1,26 @@
-//! What a queue pair asks of whoever owns the memory and the receive queue.
+//! What a queue pair requires from the owner of the memory and the receive queue.
 
 use core::ops::BitOr;
 
 use crate::psn::Psn;
 
-/// What a peer may do to memory, and through a queue pair. Local access is the host's own matter.
+/// Remote access rights, of memory and of a queue pair. Local access is checked by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Access(u8);
 
 impl Access {
-    /// Nothing.
+    /// No remote access.
     pub const NONE: Self = Self(0);
-    /// Write to it.
+    /// RDMA write.
     pub const REMOTE_WRITE: Self = Self(1);
-    /// Read from it.
+    /// RDMA read.
     pub const REMOTE_READ: Self = Self(2);
-    /// Run atomics on it.
+    /// Atomics.
     pub const REMOTE_ATOMIC: Self = Self(4);
-    /// Everything.
+    /// All of the above.
     pub const ALL: Self = Self(7);
 
-    /// Whether all of `other` is allowed.
+    /// Whether all rights of `other` are included.
     pub const fn contains(self, other: Self) -> bool {
         other.0 & !self.0 == 0
     }
@@ -34,96 +34,96 @@ impl BitOr for Access {
     }
 }
 
-/// An answer to a question about memory.
+/// The host's answer to a memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum HostStatus {
-    /// It is done, or may be done.
+    /// The access was made, or is permitted.
     Ready,
-    /// Not at this moment (the page is not there, the data is on its way): ask again. A peer is told to come
-    /// again later; our own sending pauses until the next poll.
+    /// Not possible at this time (the page is not resident, the data is in transit). The peer gets
+    /// an RNR NAK; our own sending pauses until the next poll.
     Retry,
-    /// The key, the range or the right is wrong.
+    /// The key, the range or the access right is wrong.
     Denied,
 }
 
-/// A place in registered memory.
+/// An address in registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Remote {
-    /// The address, in the region's own numbering.
+    /// The address, in the address space of the registration (iova).
     pub address: u64,
-    /// The region's key.
+    /// The registration's key.
     pub key: u32,
 }
 
 impl Remote {
-    /// The place `bytes` further on. The address wraps: the host, who checks the range, refuses it.
+    /// The address `bytes` further on. It wraps; the host, which checks the range, then denies it.
     #[must_use]
     pub const fn forward(self, bytes: u32) -> Self {
         Self { address: self.address.wrapping_add(bytes as u64), key: self.key }
     }
 }
 
-/// A receive that the host took from its queue for a message that begins.
+/// A receive that the host took from its queue for a message that starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receive {
-    /// The host's name for it; comes back in [`Target::Receive`] and in the completion.
+    /// The host's identifier; returned in [`Target::Receive`] and in the completion.
     pub id: u64,
-    /// How many bytes its buffers hold.
+    /// Capacity of its buffers in bytes.
     pub capacity: u32,
 }
 
-/// How many bytes an atomic with masks works on. Those without work on eight.
+/// The width of a masked atomic. Other atomics have eight bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
-    /// Four.
+    /// 4 bytes.
     Four,
-    /// Eight.
+    /// 8 bytes.
     Eight,
 }
 
-/// An atomic to execute on a word in the host's byte order. Those with masks are ConnectX's; they go over the wire
-/// in a form of our own, which only we understand.
+/// An atomic on a word in host byte order. The masked ones are ConnectX's; their wire format is
+/// defined in [`wire`](crate::wire), and other implementations do not understand it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
     /// Store `swap` if the value is `compare`.
     CompareSwap {
-        /// What must be there.
+        /// The expected value.
         compare: u64,
-        /// What to store.
+        /// The value to store.
         swap: u64,
     },
     /// Add, wrapping.
     FetchAdd {
-        /// What to add.
+        /// The value to add.
         add: u64,
     },
-    /// Store the bits of `swap` under `swap_mask` if those under `compare_mask` are `compare`'s.
+    /// Store the bits of `swap` under `swap_mask` if those under `compare_mask` equal `compare`'s.
     MaskedCompareSwap {
-        /// On how many bytes.
+        /// The width of the word.
         width: Width,
-        /// What must be there.
+        /// The expected value.
         compare: u64,
-        /// What to store.
+        /// The value to store.
         swap: u64,
-        /// Which bits must be there.
+        /// The bits to compare.
         compare_mask: u64,
-        /// Which bits to store.
+        /// The bits to store.
         swap_mask: u64,
     },
-    /// Add, with no carry out of the bits that `boundary` marks.
+    /// Add, with no carry out of the bits that are set in `boundary`.
     MaskedFetchAdd {
-        /// On how many bytes.
+        /// The width of the word.
         width: Width,
-        /// What to add.
+        /// The value to add.
         add: u64,
-        /// Where carries stop.
+        /// The bits at which carries stop.
         boundary: u64,
     },
 }
 
 impl Atomic {
-    /// How many bytes it works on.
+    /// The width of the word in bytes.
     pub const fn len(&self) -> u32 {
         match self {
             Self::MaskedCompareSwap { width: Width::Four, .. }
@@ -132,87 +132,88 @@ impl Atomic {
         }
     }
 
-    /// Always false.
+    /// Always false: atomics have 4 or 8 bytes.
     pub const fn is_empty(&self) -> bool {
         false
     }
 }
 
-/// Where the payload of a packet that came in belongs.
+/// Where the payload of a received packet is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Into a receive's buffers.
+    /// In a receive's buffers.
     Receive {
-        /// Which.
+        /// The receive.
         id: u64,
-        /// How many bytes of it lie before.
+        /// Offset in the message in bytes.
         offset: u32,
     },
-    /// Into the first 40 bytes of a receive: not payload, but who sent the datagram.
+    /// In the first 40 bytes of a receive: not payload, but the GRH with the datagram's sender.
     Grh {
-        /// Which receive.
+        /// The receive.
         id: u64,
     },
-    /// Into memory that the peer named.
+    /// In memory that the peer named.
     Remote(Remote),
-    /// Into the buffers of one of our reads.
+    /// In the buffers of one of our reads.
     Response {
-        /// The work's name.
+        /// The work request.
         id: u64,
-        /// How many bytes of it lie before.
+        /// Offset in the message in bytes.
         offset: u32,
     },
 }
 
-/// Where the payload of a packet that goes out lies.
+/// Where the payload of a packet to send is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// In the buffers of posted work.
+    /// From the buffers of a posted work request.
     SendWr {
-        /// The work's name.
+        /// The work request.
         id: u64,
-        /// How many bytes of it lie before.
+        /// Offset in the message in bytes.
         offset: u32,
     },
-    /// In memory that the peer reads.
+    /// From memory that the peer reads.
     Remote {
-        /// Where.
+        /// The first byte.
         at: Remote,
-        /// How many bytes the request still asks for, these included.
+        /// Bytes of the request from here to its end.
         left: u32,
-        /// The number of the request, to tell it from others: data may be fetched ahead, but not for the next.
+        /// The PSN of the request. Data may be read ahead within a request, but not for the next
+        /// one.
         request: Psn,
     },
 }
 
 /// The owner of memory, keys and receives, as a queue pair sees it.
 ///
-/// The protocol decides *that* bytes move, and in which order; the host moves them. Each call is made while a
-/// packet is handled or polled, and the answer decides how it goes on. The host has the packet's bytes at
-/// hand: it is the one that passed its headers in.
+/// The protocol decides which bytes move, and in which order; the host moves them. Each call is
+/// made while a packet is handled or polled, and its result decides how that continues. The host
+/// knows the received packet, because it passed the headers in.
 pub trait Host {
-    /// Takes the next receive from the queue; `None` if there is none, and the peer is told to come again.
+    /// Takes the next receive from the queue; `None` if it is empty: the peer then gets an RNR NAK.
     fn take_receive(&mut self) -> Option<Receive>;
 
-    /// Whether the peer may access `len` bytes there in that way. Asked when a message begins, and again when
-    /// its first packet comes again because something was not ready.
+    /// Whether the peer may access `len` bytes at `at` in this way. Called when a message starts,
+    /// and again when its first packet is retransmitted after an RNR NAK.
     fn may_access(&mut self, access: Access, at: Remote, len: u32) -> HostStatus;
 
-    /// Places the payload of the packet at hand, `len` bytes of it.
+    /// Places `len` bytes of payload of the received packet.
     fn place(&mut self, to: Target, len: u32) -> HostStatus;
 
-    /// Executes an atomic on the word there, and returns what was there before. Asked exactly once for
-    /// each atomic of the peer that succeeds.
+    /// Executes an atomic, and returns the previous value. Called exactly once for each atomic of
+    /// the peer that succeeds.
     fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus>;
 
-    /// Makes a key of ours useless to the peer.
+    /// Invalidates a local key (send with invalidate).
     fn invalidate(&mut self, key: u32) -> HostStatus;
 
     /// Stores the result of one of our atomics.
     fn store_result(&mut self, id: u64, value: u64) -> HostStatus;
 
-    /// Fetches `len` bytes of payload, or tells whether that can be done now: the packet that they belong to
-    /// follows at once if the answer is yes. Its headers will be `headers_len` long, for a host that puts the
-    /// payload where it goes.
+    /// Reads `len` bytes of payload, or checks that they can be read now: on `Ready` the packet is
+    /// returned by the call that is in progress. Its headers will be `headers_len` long, for a host
+    /// that copies the payload right behind them.
     fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> HostStatus;
 }

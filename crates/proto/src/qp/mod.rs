@@ -1,36 +1,39 @@
 //! The queue pair: reliable connected ([`Qp`]) and unreliable datagram ([`Ud`]), sans-IO.
 //!
-//! Three things go in: packets ([`Qp::handle_packet`]), time ([`Qp::handle_timeout`], and `now` everywhere)
-//! and work ([`Qp::post`]). Three come out: packets ([`Qp::poll_transmit`]), deadlines
-//! ([`Qp::poll_timeout`]) and events ([`Qp::poll_event`]). Memory is never touched: packets name their
-//! payload by [`Source`] and [`Target`], and a [`Host`] resolves keys and moves bytes when it is told to.
+//! There are three inputs: packets ([`Qp::handle_packet`]), time ([`Qp::handle_timeout`], and `now`
+//! everywhere) and work ([`Qp::post`]); and three outputs: packets ([`Qp::poll_transmit`]),
+//! deadlines ([`Qp::poll_timeout`]) and events ([`Qp::poll_event`]). Memory is never accessed here:
+//! packets name their payload by [`Source`] and [`Target`], and a [`Host`] resolves keys and moves
+//! bytes on request.
 //!
-//! # The order of calls
-//! Any call may give rise to events. After each `handle_packet` take them all; a receipt that is not taken makes
-//! the queue pair drop the next packet that needs its place. Handle as many packets as there are, then poll for
-//! packets to send: acknowledgements are then told in one. `poll_timeout` is valid until the next call of any
-//! other sort. After the host has answered [`HostStatus::Retry`], it polls again when that has changed: the queue
-//! pair does not know.
+//! # Order of calls
+//! Any call may produce events. Poll them all after each `handle_packet`: while a receive
+//! completion is pending, the queue pair drops the next packet that would produce one. Handle all
+//! available packets first, then poll for packets to send: ACKs are then coalesced. The result of
+//! `poll_timeout` is valid until the next call of any other method. After the host has answered
+//! [`HostStatus::Retry`], it polls again when the condition has changed: the queue pair is not
+//! notified.
 //!
-//! # What is promised
+//! # Promises
 //! The tests cite these numbers.
-//! 1. A message is delivered once, in order and whole, or its work ends with an error; after that nothing of
-//!    it is delivered any more once the error is reported.
-//! 2. Completions come in the order of posting; each posted work has exactly one.
+//! 1. Each message is delivered exactly once, in order and complete, or its work request fails.
+//!    After the failure is reported, no more of it is delivered.
+//! 2. Completions come in the order of posting; each posted work request has exactly one.
 //! 3. The first failure carries its reason; all that follows is flushed.
-//! 4. Atomics are executed once, however often they are asked for.
-//! 5. Memory is allocated when a queue pair is made and when it is connected, never afterwards:
+//! 4. Atomics are executed once, however often they are retransmitted.
+//! 5. Memory is allocated when a queue pair is created and when it is connected, never afterwards:
 //!    [`Qp::footprint`] is all of it.
-//! 6. With a timeout set, no work waits for ever on a peer that is silent.
-//! 7. No packet, whatever it holds, panics, or changes anything but the queue pair that it is handed to.
+//! 6. With a timeout set, no work waits forever for a silent peer.
+//! 7. No packet, whatever it contains, causes a panic or affects anything but the queue pair that
+//!    it is passed to.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`attr`] | states and the table of steps between them |
-//! | `requester`, `completer` | our requests, and the answers to them |
-//! | `responder`, `resource`, `response` | the peer's requests, and our answers |
-//! | `atomic` | atomics as packets |
-//! | `pacer` | the rate that congestion leaves |
+//! | [`attr`] | states, and the table of transitions |
+//! | `requester`, `completer` | our requests, and the responses to them |
+//! | `responder`, `resource`, `response` | the peer's requests, and our responses |
+//! | `atomic` | atomics on the wire |
+//! | `pacer` | rate control by congestion notifications |
 //! | `ud` | datagrams |
 
 mod atomic;
@@ -66,21 +69,24 @@ use pacer::Pacer;
 use requester::Requester;
 use responder::Responder;
 
-/// The most reads and atomics that may be outstanding in either direction.
+/// Maximum of outstanding reads and atomics, in either direction.
 pub const MAX_QP_RD_ATOM: u8 = 128;
-/// The most packets in a message: numbers compare on half a circle.
+/// Maximum of packets in a message: PSNs compare on half of the circle.
 const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
 
-/// What a queue pair is made with.
+/// Options of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How much work may be posted and not completed.
+    /// Maximum of posted, not yet completed work requests; clamped to 1..=2^20. Default 128.
     pub send_depth: u32,
-    /// How many packets may be unanswered; fewer of those that are longer than RoCE's, so that they are no more bytes.
+    /// Maximum of unacknowledged packets; clamped to 1..=65536. Default 256. Reduced for packets
+    /// beyond RoCE's maximum of 4096 bytes, so that the bytes in flight stay the same.
     pub window: u32,
-    /// How many packets a read request may ask for; longer reads become several requests. Fewer, as above.
+    /// Maximum of packets per read request, longer reads are split; clamped to 1..=16384. Default
+    /// 64. Reduced for long packets as above.
     pub read_chunk: u32,
-    /// The line's rate in bytes a second, to be slowed by congestion notifications; `None` ignores them.
+    /// The line rate in bytes per second, from which congestion notifications slow down; `None`
+    /// (default) ignores them.
     pub line_rate: Option<u64>,
 }
 
@@ -90,37 +96,37 @@ impl Default for Options {
     }
 }
 
-/// A packet that came in, and what its carrier said of it. Its ICRC and its sender have been checked.
+/// A received packet, whose ICRC and sender have been checked.
 #[derive(Clone, Copy, Debug)]
 pub struct RxPacket<'a> {
-    /// What its transport headers say.
+    /// The parsed transport headers.
     pub headers: &'a Headers,
-    /// The length of its payload.
+    /// The length of the payload in bytes.
     pub payload_len: u32,
-    /// Whether the network marked it: congestion experienced.
+    /// Whether the network marked it: congestion experienced (ECN CE).
     pub marked: bool,
 }
 
-/// Payload to be put into a packet.
+/// Payload to be copied into a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Payload {
-    /// Where it lies.
+    /// Where to read it.
     pub from: Source,
-    /// Its length: at most the MTU, at least 1.
+    /// Its length: from 1 to the MTU.
     pub len: u32,
 }
 
 /// A packet to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transmit {
-    /// Its transport headers.
+    /// The transport headers.
     pub headers: Headers,
-    /// Its payload.
+    /// The payload, if there is any.
     pub payload: Option<Payload>,
 }
 
 impl Transmit {
-    /// A place for packets, to be filled by [`Qp::transmit_into`].
+    /// A packet for [`Qp::transmit_into`] to fill.
     pub fn new() -> Self {
         let opcode = Opcode::CongestionNotification;
         let headers = Headers::new(opcode, 0, Psn::new(0), Extension::Cnp);
@@ -146,7 +152,8 @@ impl Default for Transmit {
 ///     ..QpAttributes::new(State::Init)
 /// })?;
 /// let refused = qp.modify(&QpAttributes { mtu: Mtu::new(1024), ..QpAttributes::new(State::Rtr) });
-/// assert!(refused.unwrap_err().to_string().starts_with("the step from INIT to RTR also needs"));
+/// let error = refused.unwrap_err().to_string();
+/// assert!(error.starts_with("the transition from INIT to RTR also requires"));
 /// # Ok::<(), ModifyError>(())
 /// ```
 #[derive(Debug)]
@@ -164,13 +171,13 @@ pub struct Qp {
     qp_event: Option<QpEvent>,
     established: Established,
     notify_drained: bool,
-    /// The last packet was one of ours rather than an answer: the next turn is the answer's.
+    /// The last packet was a request rather than a response: a response is sent next.
     last_was_request: bool,
     cnp_due: bool,
     last_cnp: Option<Instant>,
 }
 
-/// Whether the peer spoke before we were told to send.
+/// Whether a packet of the peer arrived in RTR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Established {
     No,
@@ -179,7 +186,7 @@ enum Established {
 }
 
 impl Qp {
-    /// A queue pair with that number, in `RESET`.
+    /// Creates a queue pair in `RESET`.
     pub fn new(number: u32, options: Options) -> Self {
         let options = Options {
             send_depth: options.send_depth.clamp(1, 1 << 20),
@@ -221,52 +228,53 @@ impl Qp {
         }
     }
 
-    /// Its number.
+    /// The queue pair number.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Its state.
+    /// The current state.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Where its peer is, once connected.
+    /// The path to the peer, once connected.
     pub fn path(&self) -> Option<&PathAttributes> {
         self.path.as_ref()
     }
 
-    /// The number of its peer, once connected.
+    /// The peer's queue pair number, once connected.
     pub fn destination(&self) -> u32 {
         self.requester_params.destination
     }
 
-    /// The most payload in a packet.
+    /// The path MTU.
     pub fn mtu(&self) -> Mtu {
         self.requester_params.mtu
     }
 
-    /// What it has counted.
+    /// The counters since the queue pair was created.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// The rate in bytes a second to which congestion has slowed it; `None` if it has not.
+    /// The rate in bytes per second that congestion has reduced it to; `None` if it is not reduced.
     pub fn paced_rate(&self) -> Option<u64> {
         self.pacer.rate()
     }
 
-    /// All memory that it holds, in bytes; it changes only with [`Qp::modify`].
+    /// All memory that it holds, in bytes; changes only with [`Qp::modify`].
     pub fn footprint(&self) -> usize {
         size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
     }
 
-    /// How much posted work has not been reported yet.
+    /// Posted work requests whose completion has not been polled yet.
     pub fn outstanding(&self) -> u32 {
         self.requester.outstanding()
     }
 
-    /// Takes a step from the [table](attr::TRANSITIONS). A step that is refused changes nothing.
+    /// Changes state or attributes according to the [table](attr::TRANSITIONS). A rejected change
+    /// has no effect.
     pub fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
         attr.check(Service::Rc, self.state)?;
         match attr.to {
@@ -330,7 +338,7 @@ impl Qp {
         self.path = attr.path.or(self.path);
     }
 
-    /// Posts work. It is begun in its turn; its end comes as [`Event::Sent`].
+    /// Posts work. It starts in queue order and completes with an [`Event::Sent`].
     pub fn post(&mut self, work: SendWr) -> Result<(), PostError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Err) {
             return Err(PostError::State(self.state));
@@ -343,7 +351,8 @@ impl Qp {
         self.requester.post(work, self.options.send_depth)
     }
 
-    /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
+    /// Handles a packet received for this queue pair. `Err` is the reason for which it was
+    /// discarded.
     pub fn handle_packet<H: Host>(
         &mut self,
         now: Instant,
@@ -366,11 +375,11 @@ impl Qp {
         host: &mut H,
     ) -> Result<(), DiscardReason> {
         let headers = rx.headers;
-        // The upper bit only tells full members from limited ones.
+        // The top bit only distinguishes full from limited members.
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
             return Err(DiscardReason::Partition);
         }
-        // A notification is not answered by another: they would go back and forth without end.
+        // A CNP is not answered by another one: they would go back and forth forever.
         if rx.marked && headers.opcode != Opcode::CongestionNotification {
             self.schedule_cnp(now);
         }
@@ -443,7 +452,8 @@ impl Qp {
         }
     }
 
-    /// The queue pair fails; `status` is that of the oldest unfinished work, if it was the cause.
+    /// Moves the queue pair to the error state; `status` is that of the oldest unfinished work, if
+    /// it was the cause.
     fn fail(&mut self, status: Option<Status>) {
         if self.state != State::Err {
             self.state = State::Err;
@@ -459,15 +469,15 @@ impl Qp {
         }
     }
 
-    /// The next packet to send; `None` until something else happens. Call it until then, or until the link
-    /// is full.
+    /// The next packet to send; `None` if there is none until another input. Call it until then, or
+    /// until the link is full.
     pub fn poll_transmit<H: Host>(&mut self, now: Instant, host: &mut H) -> Option<Transmit> {
         let mut packet = Transmit::new();
         self.transmit_into(now, host, &mut packet).then_some(packet)
     }
 
-    /// As [`Qp::poll_transmit`], into a place that is used again and again: nothing is cleared that is then filled.
-    /// Tells whether there is a packet; if not, the place holds nothing of use.
+    /// As [`Qp::poll_transmit`], into a packet that is reused, which saves clearing it. Returns
+    /// whether there is a packet; if not, the contents of `packet` are undefined.
     #[inline]
     pub fn transmit_into<H: Host>(
         &mut self,
@@ -486,8 +496,9 @@ impl Qp {
         true
     }
 
-    /// The packet that [`Qp::transmit_into`] just made does not go: its data was there when the host was asked, and is
-    /// not any more. It is made anew at the next call, which asks the host again. No try is spent on it.
+    /// The packet that [`Qp::transmit_into`] just produced could not be sent: its data was
+    /// accessible when the host was asked, and is not any more. The next call produces it again,
+    /// and asks the host again. No retry is consumed.
     #[cold]
     pub fn undo_transmit(&mut self, packet: &Transmit) {
         match packet.payload.map(|payload| payload.from) {
@@ -512,8 +523,8 @@ impl Qp {
         }
         packet.headers.becn = false;
         let open = self.pacer.is_open(now);
-        // Requests and answers take turns, so that neither waits for long; a request goes first, because somebody
-        // waits for what it brings, and an acknowledgement only makes room.
+        // Requests and responses alternate, so that neither starves. A request is sent first: the
+        // application waits for its result, while an ACK only frees resources.
         let request_first = !self.last_was_request && self.responder.has_responses();
         if request_first && self.next_request(now, open, host, packet) {
             self.last_was_request = true;
@@ -566,7 +577,8 @@ impl Qp {
         }
     }
 
-    /// When [`Qp::handle_timeout`] or [`Qp::poll_transmit`] wants to be called next, if nothing else happens.
+    /// When [`Qp::handle_timeout`] or [`Qp::poll_transmit`] must be called next if nothing else
+    /// happens.
     pub fn poll_timeout(&self, now: Instant) -> Instant {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
@@ -579,14 +591,15 @@ impl Qp {
         requester.deadline.min(resume).min(self.pacer.opens_at(now))
     }
 
-    /// The link had no room for a packet of this queue pair. Tries are spent while that lasts, as if packets were lost.
+    /// Reports that the link had no room for a packet of this queue pair. While that lasts it
+    /// counts as packet loss, and retries are consumed.
     pub fn on_link_full(&mut self, now: Instant) {
         if self.state == State::Rts {
             self.requester.on_link_full(now, &self.requester_params);
         }
     }
 
-    /// Time has passed.
+    /// Handles expired timers.
     pub fn handle_timeout(&mut self, now: Instant) {
         if matches!(self.state, State::Rts | State::Sqd)
             && let Err(status) = self.requester.handle_timeout(now, &mut self.stats)
@@ -595,7 +608,7 @@ impl Qp {
         }
     }
 
-    /// Whether [`Qp::poll_event`] has something to say: quicker to ask after each packet.
+    /// Whether [`Qp::poll_event`] has an event; cheaper to call after each packet.
     #[inline]
     pub fn has_events(&self) -> bool {
         self.requester.reported != self.requester.tail
@@ -605,7 +618,7 @@ impl Qp {
             || !matches!(self.state, State::Rts | State::Rtr)
     }
 
-    /// What there is to say. Call it until `None`.
+    /// The next event. Call it until `None`.
     pub fn poll_event(&mut self) -> Option<Event> {
         let failed = self.state == State::Err;
         if let Some(completion) = self.requester.poll_completion(failed) {
@@ -628,18 +641,18 @@ impl Qp {
         None
     }
 
-    /// Whether all that was begun is done: a queue pair in `SQD` may then be changed.
+    /// Whether all work that was started has completed: a queue pair in `SQD` may then be modified.
     pub fn is_drained(&self) -> bool {
         self.requester.is_drained()
     }
 
-    /// The number of the next request that it expects, and of the next that it sends.
+    /// The PSN of the next request that it expects, and of the next that it sends.
     pub fn next_psns(&self) -> (Psn, Psn) {
         (self.responder.expected, self.requester.next)
     }
 }
 
-/// "Your packets to me meet congestion": not acknowledged, and without a number.
+/// A congestion notification packet: not acknowledged, and without a PSN.
 fn cnp_headers(destination: u32) -> Headers {
     let opcode = Opcode::CongestionNotification;
     Headers { becn: true, ..Headers::new(opcode, destination, Psn::new(0), Extension::Cnp) }

@@ -1,16 +1,16 @@
-//! A rate that congestion notifications lower and quiet time raises again.
+//! Pacing: congestion notifications lower the sending rate, time without them raises it again.
 //!
-//! A simple relative of DCQCN: a notification halves the rate, at most once in [`CUT_INTERVAL`]; each
-//! [`RAISE_INTERVAL`] without one adds a share of the line's rate, until the line's rate is reached and
-//! nothing is paced any more.
+//! A simplified DCQCN: a notification halves the rate, at most once per [`CUT_INTERVAL`]; each
+//! [`RAISE_INTERVAL`] without one adds 1/32 of the line rate, until the line rate is reached and
+//! pacing stops.
 
 use core::time::Duration;
 
 use crate::time::Instant;
 
-/// The least time between two cuts, and between two notifications that we send.
+/// Minimum time between two cuts, and between two notifications that we send.
 pub const CUT_INTERVAL: Duration = Duration::from_micros(50);
-/// After this long without a notification, the rate rises.
+/// The rate rises after this long without a notification.
 pub const RAISE_INTERVAL: Duration = Duration::from_micros(300);
 const RAISE_STEPS: u64 = 32;
 const MIN_RATE_DIVISOR: u64 = 1024;
@@ -18,10 +18,10 @@ const MIN_RATE_DIVISOR: u64 = 1024;
 /// The sending rate of one queue pair.
 #[derive(Clone, Debug)]
 pub(super) struct Pacer {
-    /// Bytes in a second that the line carries; `None` turns pacing off.
+    /// Line rate in bytes per second; `None` disables pacing.
     line_rate: Option<u64>,
     rate: u64,
-    /// When the next packet with payload may go.
+    /// When the next packet with payload may be sent.
     next: Instant,
     last_cut: Instant,
     last_raise: Instant,
@@ -34,22 +34,22 @@ impl Pacer {
         Self { line_rate, rate, next: start, last_cut: start, last_raise: start }
     }
 
-    /// Bytes in a second at present; `None` when nothing is held back.
+    /// The current rate in bytes per second; `None` when sending is not paced.
     pub(super) fn rate(&self) -> Option<u64> {
         self.line_rate.filter(|line_rate| self.rate < *line_rate).map(|_| self.rate)
     }
 
-    /// Whether a packet with payload may go now.
+    /// Whether a packet with payload may be sent now.
     pub(super) fn is_open(&self, now: Instant) -> bool {
         self.line_rate.is_none() || now >= self.next
     }
 
-    /// When it opens again, if it is closed.
+    /// When a packet may be sent again; `NEVER` if one may be sent now.
     pub(super) fn opens_at(&self, now: Instant) -> Instant {
         if self.is_open(now) { Instant::NEVER } else { self.next }
     }
 
-    /// A packet with that much payload went.
+    /// Accounts for a packet with this much payload.
     pub(super) fn consume(&mut self, now: Instant, bytes: u32) {
         let Some(line_rate) = self.line_rate else { return };
         if self.rate < line_rate {
@@ -59,7 +59,7 @@ impl Pacer {
         }
     }
 
-    /// A notification came.
+    /// Handles a congestion notification.
     pub(super) fn cut(&mut self, now: Instant) {
         let Some(line_rate) = self.line_rate else { return };
         let first = self.rate == line_rate;
@@ -85,14 +85,14 @@ impl Pacer {
 mod tests {
     use super::*;
 
-    const LINE: u64 = 1_000_000_000; // one byte in a nanosecond
+    const LINE: u64 = 1_000_000_000; // one byte per nanosecond
 
     fn at(micros: u64) -> Instant {
         Instant::from_nanos(micros * 1000)
     }
 
     #[test]
-    fn a_notification_halves_and_quiet_time_restores() {
+    fn notification_halves_the_rate_and_time_restores_it() {
         let mut pacer = Pacer::new(Some(LINE));
         assert_eq!(pacer.rate(), None);
         pacer.cut(at(1000));
@@ -109,14 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn it_never_stops_altogether() {
+    fn rate_has_a_minimum() {
         let mut pacer = Pacer::new(Some(LINE));
-        (0..100).for_each(|turn| pacer.cut(at(1000 * turn)));
+        (0..100).for_each(|round| pacer.cut(at(1000 * round)));
         assert_eq!(pacer.rate(), Some(LINE / MIN_RATE_DIVISOR));
     }
 
     #[test]
-    fn without_the_option_nothing_is_held_back() {
+    fn without_line_rate_nothing_is_paced() {
         let mut pacer = Pacer::new(None);
         pacer.cut(at(1));
         pacer.consume(at(1), u32::MAX);

@@ -1,17 +1,17 @@
-//! The asking half: posted work becomes requests, and goes back to the first unanswered one when an answer
-//! stays away.
+//! The requester: turns posted work into request packets, and goes back to the first unacknowledged
+//! one when a response is missing (go-back-N).
 //!
 //! ```text
 //!            reported      tail         current      started        posted
 //!  ring  ───────┼───────────┼─────────────┼────────────┼──────────────┼───▶
-//!     told to   │ done, to  │ waiting for │ to be sent │ impossible begun  │ free
-//!     the host  │ be told   │ answers     │ again      │              │
+//!    reported   │ done, to  │ waiting for │ to be sent │ not started  │ free
+//!    to host    │ report    │ responses   │ again      │ yet          │
 //!  PSNs                   unacked        next        unsent
 //! ```
 //!
-//! Going back always goes to `unacked`: everything before it is answered, so that `current` becomes `tail`.
-//! A read is asked for in pieces of at most `read_chunk` packets, each a request of its own on the wire;
-//! that bounds what the peer streams at us, and lets a read that lost a packet go on from there.
+//! Going back always restarts at `unacked`: everything before it is acknowledged, so `current`
+//! becomes `tail`. A read is split into requests of at most `read_chunk` packets; that bounds how
+//! much the peer sends in one go, and lets a read that lost a packet resume from there.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -26,29 +26,30 @@ use crate::time::Instant;
 use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Opcode};
 
-/// The longest message.
+/// Maximum message length in bytes.
 pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 
-/// What the requester needs to know about its queue pair.
+/// The connection's attributes that the requester uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
-    /// How long to wait for an answer; `None` for ever.
+    /// How long to wait for a response; `None` means forever.
     pub timeout: Option<Duration>,
     pub max_rd_atomic: u32,
-    /// How many packets may be unanswered.
+    /// Maximum of unacknowledged packets of up to 4096 bytes.
     pub window: u32,
-    /// How many of the longest.
+    /// The same for packets of full MTU.
     pub full_mtu_window: u32,
-    /// How many packets one read request may ask for.
+    /// Maximum of packets that one read request may cover.
     pub read_chunk: u32,
 }
 
 impl ConnParams {
-    /// Whether so many unanswered packets are all that there may be when one of a message of that length is sent: fewer of those that are
-    /// longer than RoCE's. What lies between two ends fills buffers by its bytes.
-    #[inline(always)] // most of the time it is one comparison
+    /// Whether `packets` unacknowledged packets fill the window for one more of a message of `len`
+    /// bytes. For payloads beyond RoCE's maximum the window is smaller: buffers on the path fill by
+    /// bytes.
+    #[inline(always)] // usually a single comparison
     fn window_full(&self, packets: u32, len: u32) -> bool {
         packets >= self.full_mtu_window && self.window_full_for(packets, len)
     }
@@ -58,10 +59,10 @@ impl ConnParams {
     }
 }
 
-/// The longest payload of a packet that RoCE knows.
+/// Maximum payload of a RoCE packet in bytes.
 const MAX_ROCE_PAYLOAD: u32 = 4096;
 
-/// So many packets of RoCE's longest, as packets of that length: at least one.
+/// Converts a number of packets of RoCE's maximum payload to packets of `len` bytes: at least one.
 pub(super) fn scale_to_payload(packets: u32, len: u32) -> u32 {
     match len {
         0..=MAX_ROCE_PAYLOAD => packets,
@@ -69,7 +70,7 @@ pub(super) fn scale_to_payload(packets: u32, len: u32) -> u32 {
     }
 }
 
-/// Work in the ring, with the sequence numbers that it was given when it was begun.
+/// Work in the ring, with the PSNs that it got when it was started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub work: SendWr,
@@ -81,13 +82,13 @@ impl Entry {
     const EMPTY: Self =
         Self { work: SendWr::new(0, WrOp::Local, 0), first: Psn::new(0), packets: 0 };
 
-    /// The number after its last.
+    /// The PSN after its last.
     pub fn end(&self) -> Psn {
         self.first.add(self.packets)
     }
 }
 
-/// The requester's state. Ring positions run freely; numbers compare by distance.
+/// State of the requester. Ring positions are free-running; PSNs compare by distance.
 #[derive(Debug)]
 pub(super) struct Requester {
     ring: Box<[Entry]>,
@@ -96,32 +97,33 @@ pub(super) struct Requester {
     pub(super) current: u32,
     pub(super) started: u32,
     posted: u32,
-    /// The first number without an answer.
+    /// The first unacknowledged PSN.
     pub(super) unacked: Psn,
-    /// The next number to send.
+    /// The next PSN to send.
     pub(super) next: Psn,
-    /// The first number that was never sent.
+    /// The first PSN that was never sent.
     pub(super) unsent: Psn,
     /// Read requests and atomics between `unacked` and `next`.
     pub(super) outstanding_reads: u32,
-    /// Packets since we last asked for an acknowledgement.
+    /// Packets since the last one with `ack_request`.
     since_ack_request: u32,
-    /// The number after the last packet that must be answered: the timer runs while it is ahead of `unacked`.
+    /// The PSN after the last packet that needs a response: the timer runs while it is ahead of
+    /// `unacked`.
     ack_due: Psn,
-    /// How often to try again, and how often that is still possible; refilled when answers come.
+    /// Configured retries, and those left; refilled by every acknowledgement.
     pub(super) retry_count: u8,
     rnr_retry: u8,
     pub(super) retries_left: u8,
     pub(super) rnr_left: u8,
-    /// How often in a row the host had no place for an answer.
+    /// How many times in a row the host could not place a response.
     pub(super) fault_streak: u8,
-    /// When to stop waiting for an answer.
+    /// When the retransmission timer expires.
     pub(super) deadline: Instant,
-    /// Not to send before: the peer was not ready.
+    /// Do not send before: backoff after an RNR NAK, or after a local page fault.
     pub(super) resume: Instant,
-    /// The value of `unacked` at which a missing answer already made us go back.
+    /// The value of `unacked` at which a missing response already made us go back.
     pub(super) last_go_back: Option<Psn>,
-    /// What the work at `tail` failed with.
+    /// The failure of the work at `tail`.
     failure: Option<Status>,
 }
 
@@ -153,7 +155,7 @@ impl Requester {
         }
     }
 
-    /// Forgets everything but its memory.
+    /// Resets everything but keeps the memory.
     pub(super) fn reset(&mut self) {
         let ring = core::mem::take(&mut self.ring);
         *self = Self { ring, ..Self::new(0) };
@@ -172,7 +174,7 @@ impl Requester {
         }
     }
 
-    /// Answers have come up to `psn`: all tries begin anew.
+    /// Everything before `psn` is acknowledged: the retry counters are refilled.
     pub(super) fn advance_unacked(&mut self, psn: Psn) {
         self.unacked = psn;
         (self.retries_left, self.rnr_left) = (self.retry_count, self.rnr_retry);
@@ -192,7 +194,7 @@ impl Requester {
         &mut self.ring[position as usize & mask]
     }
 
-    /// How much work the ring holds that the host has not been told the end of.
+    /// Posted work whose completion has not been polled yet.
     pub(super) fn outstanding(&self) -> u32 {
         self.posted.wrapping_sub(self.reported)
     }
@@ -213,18 +215,18 @@ impl Requester {
         Ok(())
     }
 
-    /// Whether every message that was begun is done.
+    /// Whether every message that was started has completed.
     pub(super) fn is_drained(&self) -> bool {
         self.tail == self.started
     }
 
-    /// Whether there may be something to send now.
+    /// Whether there may be something to send.
     pub(super) fn has_work(&self) -> bool {
         self.current != self.posted
     }
 
-    /// Puts the next request into `packet`; tells whether there is one. `may_start` tells whether a new message
-    /// may be begun. `Err` fails the queue pair.
+    /// Puts the next request into `packet`; returns whether there is one. `may_start` is whether a
+    /// new message may be started. `Err` fails the queue pair.
     #[inline]
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
@@ -263,7 +265,7 @@ impl Requester {
         Ok(false)
     }
 
-    /// Work that sends nothing: done as soon as all before it is.
+    /// Work without packets: completes as soon as everything before it has.
     fn complete_local(&mut self, is_new_message: bool) {
         if is_new_message {
             let next = self.next;
@@ -289,7 +291,7 @@ impl Requester {
         let is_oldest = self.current == self.tail;
         let entry = self.entry_mut(self.current);
         let awaits_response = entry.work.op.awaits_response();
-        // What goes again has been counted once: a limit that was lowered since must not hold it up.
+        // Retransmissions were counted already: a limit that was lowered since must not block them.
         let is_new = next == unsent;
         if params.window_full(in_flight, entry.work.len)
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
@@ -298,7 +300,7 @@ impl Requester {
             return if impossible { Err(Status::LocalOperation) } else { Ok(false) };
         }
         if is_new_message {
-            // Harmless if it is not begun after all: the numbers are then given again.
+            // Harmless if the message is not started after all: the PSNs are then assigned again.
             (entry.first, entry.packets) = (next, params.mtu.packets(entry.work.len));
         }
         let entry = &*entry;
@@ -313,7 +315,7 @@ impl Requester {
                 HostStatus::Denied if self.current == self.tail => {
                     return Err(Status::LocalProtection);
                 }
-                // What is refused fails in its turn, when all before it is answered.
+                // A denied fetch fails in queue order, once everything before it is acknowledged.
                 HostStatus::Retry | HostStatus::Denied => return Ok(false),
             }
             packet.payload = Some(Payload { from, len: segment.len });
@@ -327,8 +329,9 @@ impl Requester {
         self.outstanding_reads += u32::from(awaits_response);
         stats.resent += u64::from(!is_new);
         self.since_ack_request += 1;
-        // Ask at the end of a message, before the window closes, now and then in between, and at once when
-        // sending again: the answer may only have been lost. A message of several packets has the longest.
+        // Request an ACK at the end of a message, before the window closes, every quarter window in
+        // between, and on the first retransmitted packet: perhaps only the response was lost.
+        // Messages of several packets use the window for full MTU.
         headers.ack_request = is_last
             || in_flight + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
@@ -347,22 +350,22 @@ impl Requester {
         Ok(true)
     }
 
-    /// Lets the timer begin anew, if an answer must come.
+    /// Restarts the timer, if a response is due.
     pub(super) fn restart_timer(&mut self, now: Instant, params: &ConnParams) {
         let blocked = self.ack_due.distance_from(self.unacked) > 0;
         let timeout = params.timeout.filter(|_| blocked);
         self.deadline = timeout.map_or(Instant::NEVER, |timeout| now + timeout);
     }
 
-    /// There is something to send, and no room for it on the link: the timer runs as if it had been sent, so that a peer who
-    /// takes nothing any more is not waited for without end.
+    /// The link has no room for a packet that is due: the timer runs as if it had been sent, so
+    /// that a peer that stopped draining is not waited for forever.
     pub(super) fn on_link_full(&mut self, now: Instant, params: &ConnParams) {
         if self.deadline == Instant::NEVER && self.has_work() && self.resume <= now {
             self.deadline = params.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
         }
     }
 
-    /// Sends again from the first number without an answer.
+    /// Restarts transmission at the first unacknowledged PSN (go-back-N).
     pub(super) fn go_back(&mut self) {
         self.next = self.unacked;
         self.current = self.tail;
@@ -371,7 +374,7 @@ impl Requester {
         self.deadline = Instant::NEVER;
     }
 
-    /// No answer came in time. `Err` fails the queue pair.
+    /// Handles an expired retransmission timer. `Err` fails the queue pair.
     pub(super) fn handle_timeout(&mut self, now: Instant, stats: &mut Stats) -> Result<(), Status> {
         if now < self.deadline {
             return Ok(());
@@ -381,21 +384,22 @@ impl Requester {
         self.retry()
     }
 
-    /// Goes back, if tries are left.
+    /// Goes back, if retries are left.
     pub(super) fn retry(&mut self) -> Result<(), Status> {
         self.retries_left = self.retries_left.checked_sub(1).ok_or(Status::RetryExceeded)?;
         self.go_back();
         Ok(())
     }
 
-    /// The work at `tail` failed with `failure`; without one, nothing of our own failed, and all is flushed.
+    /// The work at `tail` failed with `failure`; with `None` no local work failed, and everything
+    /// is flushed.
     pub(super) fn stop(&mut self, failure: Option<Status>) {
         self.failure = failure;
         self.deadline = Instant::NEVER;
         self.resume = Instant::default();
     }
 
-    /// The end of the next work: a success, or, once the queue pair has failed, a failure.
+    /// The next completion: a success, or, in the error state, a failure.
     pub(super) fn poll_completion(&mut self, failed: bool) -> Option<SendCompletion> {
         let status = if self.reported != self.tail {
             Status::Success
@@ -413,26 +417,26 @@ impl Requester {
     }
 }
 
-/// What one packet of a request carries.
+/// One packet of a request.
 struct Segment {
-    /// Where its payload begins in the message, and how long it is.
+    /// Offset of its payload in the message, and its length.
     offset: u32,
     len: u32,
-    /// How many sequence numbers it takes.
+    /// How many PSNs it consumes.
     psn_count: u32,
     can_solicit: bool,
 }
 
 impl Segment {
-    /// The packet of that index; for a read, the request for what is left of the chunk that it lies in. Puts
-    /// opcode and extension into `headers`.
+    /// The packet with this index; for a read, the request for the rest of its chunk. Writes opcode
+    /// and extension to `headers`.
     #[inline(always)]
     fn at(entry: &Entry, index: u32, params: &ConnParams, headers: &mut Headers) -> Self {
         let work = &entry.work;
         let offset = params.mtu.offset(index);
         let is_first = index == 0;
         let is_last = index + 1 == entry.packets;
-        // Most packets of long messages are like that: they carry no extension, and none is put together.
+        // Fast path for the middle packets of long messages, which have no extension header.
         if !is_first && !is_last && !work.op.awaits_response() {
             headers.opcode = work.op.middle();
             headers.extension = Extension::None;
@@ -500,7 +504,7 @@ impl Segment {
     }
 }
 
-/// The four opcodes of an operation without extras.
+/// The four opcodes of an operation without immediate data or invalidation.
 struct Opcodes {
     first: Opcode,
     middle: Opcode,

@@ -1,9 +1,9 @@
-//! The peer's last reads and atomics: what to answer, and what to answer again.
+//! The peer's last reads and atomics: responses to send, and to send again.
 //!
-//! A requester has at most `max_dest_rd_atomic` of them outstanding, so a ring of that many records holds
-//! every one that it may still ask for. Answers leave in the order of the requests: the oldest record that
-//! has packets to send goes first. A repeated request only moves a record's mark back; an atomic is never
-//! executed again.
+//! A requester has at most `max_dest_rd_atomic` of them outstanding, so a ring of that many records
+//! holds every request that may still be retransmitted. Responses are sent in the order of the
+//! requests: the oldest record with packets to send is first. A duplicate request only moves a
+//! record's position back; an atomic is never executed again.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -11,31 +11,33 @@ use alloc::vec;
 use super::host::Remote;
 use crate::psn::Psn;
 
-/// What was asked.
+/// The operation that was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RdAtomicOp {
     Read {
         at: Remote,
         len: u32,
     },
-    /// An atomic, and what was there before it.
+    /// An atomic, with the previous value.
     Atomic {
         before: u64,
     },
 }
 
-/// A request that was executed, and how far its answer has got. Packets are counted from its first.
+/// A request that was executed, and the progress of its response. Packets are counted from its
+/// first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resource {
     pub first: Psn,
     pub packets: u32,
     pub requested: RdAtomicOp,
-    /// Where the present run of answers began: that packet is its "first" on the wire.
+    /// Where the current run of responses started: that packet is a "first" on the wire.
     pub start: u32,
-    /// The next packet to send; `stop` when there is none.
+    /// The next packet to send; equal to `stop` when there is none.
     pub next: u32,
     pub stop: u32,
-    /// How often it has been answered to its end. Until that is once the peer cannot have finished with it.
+    /// How many times the response was sent completely. While it is 0 the peer cannot have finished
+    /// with the request.
     times_sent: u8,
 }
 
@@ -54,15 +56,16 @@ impl Resource {
     }
 }
 
-/// The ring of records. Positions run freely; the ring is a power of two, so that they may wrap.
+/// The ring of records. Positions are free-running; the capacity is a power of two, so that they
+/// may wrap.
 #[derive(Debug)]
 pub(super) struct ResourceRing {
     records: Box<[Option<Resource>]>,
-    /// How many are kept.
+    /// How many records are kept.
     limit: u32,
-    /// Where the next record goes.
+    /// The position of the next record.
     end: u32,
-    /// The oldest record that has packets to send; `end` when none has.
+    /// The oldest record with packets to send; `end` when there is none.
     pending: u32,
 }
 
@@ -94,13 +97,13 @@ impl ResourceRing {
         position as usize & (self.records.len() - 1)
     }
 
-    /// Whether another request fits: the record that gives way must have been answered.
+    /// Whether another request fits: the record that is evicted must have been answered.
     pub(super) fn has_room(&self) -> bool {
         let evicted = self.records[self.slot(self.end.wrapping_sub(self.limit))];
         self.limit > 0 && evicted.is_none_or(|record| record.was_sent())
     }
 
-    /// Keeps a request that was just executed; its answer is to be sent.
+    /// Adds a request that was just executed and whose response is due.
     pub(super) fn push(&mut self, first: Psn, packets: u32, requested: RdAtomicOp) {
         let slot = self.slot(self.end);
         let was_pending = self.pending != self.end;
@@ -108,7 +111,7 @@ impl ResourceRing {
         self.records[slot] =
             Some(Resource { first, packets, requested, start, next, stop, times_sent: 0 });
         self.end = self.end.wrapping_add(1);
-        // The record that gave way may have been the oldest with packets to send (again).
+        // The evicted record may have been the oldest with packets to send (again).
         let oldest = self.end.wrapping_sub(self.limit);
         if was_pending && (self.pending.wrapping_sub(oldest) as i32) < 0 {
             self.pending = oldest;
@@ -116,7 +119,7 @@ impl ResourceRing {
         }
     }
 
-    /// The record whose packet goes next.
+    /// The record whose packet is sent next.
     pub(super) fn pending(&mut self) -> Option<&mut Resource> {
         if self.pending == self.end {
             return None;
@@ -125,7 +128,7 @@ impl ResourceRing {
         self.records[slot].as_mut()
     }
 
-    /// The packet of the pending record went.
+    /// Advances the pending record by one packet.
     pub(super) fn sent(&mut self) {
         if let Some(record) = self.pending() {
             record.next += 1;
@@ -136,7 +139,7 @@ impl ResourceRing {
         }
     }
 
-    /// The packet of that number, the last of its record that went, did not go after all.
+    /// Undoes [`sent`](Self::sent) for this PSN, the last one sent of its record.
     pub(super) fn undo_sent(&mut self, psn: Psn) {
         let oldest = self.end.wrapping_sub(self.limit);
         for back in 1..=self.limit {
@@ -158,7 +161,7 @@ impl ResourceRing {
         }
     }
 
-    /// What is pending is not sent until it is asked for again.
+    /// Stops sending what is pending until it is requested again.
     pub(super) fn park(&mut self) {
         for record in self.records.iter_mut().flatten() {
             record.stop = record.next;
@@ -166,7 +169,7 @@ impl ResourceRing {
         self.pending = self.end;
     }
 
-    /// The rest of what is pending first is not sent, unless it is asked for once more.
+    /// Stops sending the oldest pending record until it is requested again.
     pub(super) fn skip(&mut self) {
         if let Some(record) = self.pending() {
             record.stop = record.next;
@@ -174,7 +177,7 @@ impl ResourceRing {
         }
     }
 
-    /// Nothing more is to be sent.
+    /// Drops all records.
     pub(super) fn clear(&mut self) {
         self.records.fill(None);
         self.pending = self.end;
@@ -189,8 +192,8 @@ impl ResourceRing {
         }
     }
 
-    /// The peer asks again for `packets` packets from `psn` on, which must be of the sort that `matches`
-    /// accepts (told the record and the packet's index in it). Returns whether the record is there.
+    /// The peer requests `packets` packets from `psn` on again; `matches` checks the record and the
+    /// packet's index in it. Returns whether the record exists.
     pub(super) fn replay(
         &mut self,
         psn: Psn,
@@ -224,7 +227,7 @@ impl ResourceRing {
         false
     }
 
-    /// The record there has packets to send.
+    /// Marks a record as having packets to send.
     fn mark_pending(&mut self, position: u32, oldest: u32) {
         let from_oldest = |at: u32| at.wrapping_sub(oldest);
         if self.pending == self.end || from_oldest(position) < from_oldest(self.pending) {

@@ -1,8 +1,10 @@
-//! The answering half: requests are executed once and in order, and answered as often as they are asked.
+//! The responder: executes the peer's requests once and in order, and answers them as often as they
+//! are retransmitted.
 //!
-//! A request is judged in this order: its number, its place in its message, the queue pair's access flags,
-//! resources (a receive, a record for a read or atomic), its length, the memory that it names. Whatever is
-//! not ready leaves the state as it was, so that the peer may come again.
+//! A request is checked in this order: its PSN, its position in its message, the queue pair's
+//! access flags, resources (a receive, a record for a read or atomic), its length, the memory that
+//! it names. A request that cannot be executed yet leaves the state unchanged, so that the peer can
+//! retry.
 
 use super::DiscardReason;
 use super::host::{Access, Host, HostStatus, Receive, Remote, Target};
@@ -14,7 +16,7 @@ use crate::psn::Psn;
 use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Nak, Opcode};
 
-/// What the responder needs to know about its queue pair.
+/// The connection's attributes that the responder uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ConnParams {
     pub destination: u32,
@@ -23,7 +25,7 @@ pub(super) struct ConnParams {
     pub min_rnr_timer: u8,
 }
 
-/// The message that is coming in.
+/// The message being received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Message {
     None,
@@ -31,29 +33,29 @@ enum Message {
     Write { at: Remote, done: u32, total: u32 },
 }
 
-/// What to tell the peer, after all reads and atomics have been answered.
+/// The reply that is due after the responses to all reads and atomics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
     None,
-    /// All before the expected number is done.
+    /// ACK of everything before the expected PSN.
     Ack,
-    /// The expected number is missing: this one came before it.
+    /// Sequence-error NAK: the expected PSN is missing, this one arrived instead.
     Sequence(Psn),
-    /// Come again for the expected number.
+    /// RNR NAK for the expected PSN.
     NotReady,
-    /// Come again for this number: the data that a read asks for is not there now.
+    /// RNR NAK for this PSN: the data of a read is not resident.
     Stalled(Psn),
-    /// This number failed, and with it the queue pair.
+    /// This PSN failed, and the queue pair with it.
     Fatal(Nak, Psn),
 }
 
 /// Why a request was not executed.
 enum Reject {
-    /// The peer is to come again: there is no receive.
+    /// RNR: there is no receive.
     NotReady,
-    /// The peer is to come again: the memory is not there now.
+    /// RNR: the memory is not resident.
     NotResident,
-    /// The host has not taken the last receipt: as if the packet had been lost.
+    /// The last receive completion is still pending: treated as packet loss.
     Busy,
     /// The queue pair fails.
     Fatal { nak: Nak, receive: Status, qp_event: QpEvent },
@@ -85,7 +87,7 @@ impl Reject {
     }
 }
 
-/// Whether to go on, where a refusal means `denied`.
+/// Converts the host's answer; `denied` gives the failure for a denial.
 fn check_host(status: HostStatus, denied: fn() -> Reject) -> Result<(), Reject> {
     match status {
         HostStatus::Ready => Ok(()),
@@ -94,41 +96,41 @@ fn check_host(status: HostStatus, denied: fn() -> Reject) -> Result<(), Reject> 
     }
 }
 
-/// What became of a request.
+/// The result of handling a request.
 pub(super) enum Outcome {
     /// It was executed.
     Accepted,
-    /// It was not.
+    /// It was not executed.
     Dropped(DiscardReason),
-    /// It fails the queue pair.
+    /// It moved the queue pair to the error state.
     Failed(QpEvent),
 }
 
-/// The responder's state.
+/// State of the responder.
 #[derive(Debug)]
 pub(super) struct Responder {
-    /// The number that is to come next.
+    /// The next PSN in order.
     pub(super) expected: Psn,
-    /// Messages completed, modulo 2^24.
+    /// Messages completed, modulo 2^24 (MSN).
     pub(super) completed: u32,
     message: Message,
-    /// A receive that was taken for a packet that then had to be refused for now.
+    /// A receive taken for a packet that then had to be refused with an RNR NAK.
     pending_receive: Option<Receive>,
-    /// Set while the peer knows that `expected` is missing: the highest number that came since we said so.
+    /// Set once a NAK was sent for the missing `expected`: the last PSN beyond it that arrived.
     gap_reported: Option<Psn>,
-    /// The last number of a send or write that was executed. An acknowledgement bears it and no later one: of
-    /// reads and atomics only their data tells.
+    /// The last PSN of a send or write that was executed. An ACK carries this PSN and no later one:
+    /// reads and atomics are acknowledged only by their responses.
     pub(super) acknowledged: Psn,
     pub(super) reply: Reply,
     pub(super) resource: ResourceRing,
-    /// The data that is to be sent next was not there when it was last asked for.
+    /// The data to be sent next was not resident when it was last requested.
     pub(super) stalled: bool,
-    /// The peer has been told to come later for it, and has not got it yet.
+    /// The peer got an RNR NAK for that data, and does not have the data yet.
     pub(super) parked: bool,
-    /// How often in a row the memory for the expected number was not there.
+    /// How many times in a row memory was not resident.
     pub(super) fault_streak: u8,
     receive_completion: Option<ReceiveCompletion>,
-    /// What failed the queue pair; said again when the peer asks again.
+    /// The NAK that failed the queue pair; repeated for retransmitted requests.
     fatal: Option<(Nak, Psn)>,
 }
 
@@ -151,7 +153,7 @@ impl Responder {
         }
     }
 
-    /// Whether the peer is still owed the reason of our failure.
+    /// Whether the NAK for our failure is still to be sent.
     pub(super) fn has_fatal_nak(&self) -> bool {
         matches!(self.reply, Reply::Fatal(..))
     }
@@ -160,7 +162,7 @@ impl Responder {
         self.receive_completion.is_some()
     }
 
-    /// The end of a receive; once the queue pair has failed, also of one whose message will not end.
+    /// The completion of a receive; in the error state also of one whose message is incomplete.
     pub(super) fn poll_receive_completion(&mut self, failed: bool) -> Option<ReceiveCompletion> {
         if let Some(receive_completion) = self.receive_completion.take() {
             return Some(receive_completion);
@@ -172,7 +174,7 @@ impl Responder {
         Some(completion_of(receive.id, Status::Flushed, 0, ReceiveKind::Data))
     }
 
-    /// The receive of the message that is coming in, taken out of it.
+    /// Takes the receive out of the message being received.
     fn take_receive_in_use(&mut self) -> Option<Receive> {
         let of_message = match core::mem::replace(&mut self.message, Message::None) {
             Message::Send { receive, .. } => Some(receive),
@@ -204,7 +206,7 @@ impl Responder {
                 Outcome::Accepted
             }
             Err(reject @ (Reject::NotReady | Reject::NotResident)) => {
-                // Nobody knows how long it takes: each time the peer is asked for more patience.
+                // The duration is unknown: the RNR timer grows with each attempt.
                 let not_resident = matches!(reject, Reject::NotResident);
                 self.fault_streak =
                     if not_resident { self.fault_streak.saturating_add(1) } else { 0 };
@@ -230,11 +232,13 @@ impl Responder {
         self.reply = Reply::Fatal(nak, psn);
     }
 
-    /// A request with that number after the failure. The peer may have missed the reason: say it again.
+    /// Repeats the NAK for a request that arrives after the failure: the first one may have been
+    /// lost.
     ///
-    /// What failed may have been data that the peer has: a copy of its request that came late began the answer anew. It
-    /// would not listen to that number any more: then the reason is given for the one that it asks for, or for the first
-    /// one that was not executed, so that nothing is acknowledged that was not done.
+    /// The failed PSN may belong to data that the peer already has, if a late duplicate of its
+    /// request restarted the response. The peer would ignore a NAK for that PSN; so the NAK is sent
+    /// for the requested PSN, or for the first one that was not executed, so that nothing is
+    /// acknowledged that was not done.
     pub(super) fn repeat_fatal_nak(&mut self, requested: Psn) {
         if let Some((nak, psn)) = self.fatal {
             let first =
@@ -244,8 +248,9 @@ impl Responder {
         }
     }
 
-    /// A request from behind one that has not come: say so once, and again when the peer has gone back and
-    /// the number is missing still, which shows in a number that is not beyond those that came since.
+    /// Handles a request beyond a missing one. A NAK is sent once, and again after the peer has
+    /// gone back and the PSN is still missing, which shows in a PSN that is not beyond the last
+    /// one.
     fn on_gap(&mut self, psn: Psn) {
         if self.gap_reported.is_none_or(|highest| psn.distance_from(highest) <= 0) {
             self.reply = Reply::Sequence(psn);
@@ -253,10 +258,10 @@ impl Responder {
         self.gap_reported = Some(psn);
     }
 
-    /// A request that was executed before: answered again, never executed again.
+    /// Handles a request that was executed before: answered again, never executed again.
     fn on_duplicate(&mut self, params: &ConnParams, headers: &Headers) -> DiscardReason {
         let psn = headers.psn;
-        // It asks for the very data that is missing, and so has all before it.
+        // It requests exactly the missing data, so the peer has everything before it.
         let misses = |resource: &mut Resource| resource.first.add(resource.next) == psn;
         let stalled = self.stalled && self.resource.pending().is_some_and(misses);
         let found = match headers.extension {
@@ -268,7 +273,7 @@ impl Responder {
                     let RdAtomicOp::Read { at, len } = resource.requested else { return false };
                     let offset = params.mtu.offset(index);
                     let same_address = at.forward(offset).address == reth.address;
-                    // It may stop short of the end, but at the end of a packet: packets are whole.
+                    // It may stop before the end of the read, but only at a packet boundary.
                     let whole = reth.len == params.mtu.offset(params.mtu.packets(reth.len));
                     let left = len.wrapping_sub(offset);
                     let fits = offset <= len && (reth.len == left || whole && reth.len < left);
@@ -293,8 +298,8 @@ impl Responder {
         if found { DiscardReason::Duplicate } else { DiscardReason::NoRecord }
     }
 
-    /// The peer waits for data that is not there: so that it does not give up, it is told to come later. What stands
-    /// behind that data it will ask for again too.
+    /// The peer waits for data that is not resident: it gets an RNR NAK, so that its retries do not
+    /// run out. It will request everything behind that data again as well.
     #[cold]
     pub(super) fn park(&mut self, psn: Psn) {
         if self.fatal.is_none() {
@@ -376,7 +381,7 @@ impl Responder {
         if self.message == Message::None { Ok(()) } else { Err(Reject::invalid()) }
     }
 
-    /// The receive for the message at hand: one that was taken for it before, or the next.
+    /// The receive for the current message: one taken for it before, or the next of the queue.
     fn receive<H: Host>(&mut self, host: &mut H) -> Result<Receive, Reject> {
         self.pending_receive = self.pending_receive.or_else(|| host.take_receive());
         self.pending_receive.ok_or(Reject::NotReady)
@@ -525,7 +530,7 @@ impl Responder {
         Ok(())
     }
 
-    /// A message is complete; with it, perhaps, a receive.
+    /// A message is complete, and with it a receive if it used one.
     fn finish(
         &mut self,
         headers: &Headers,
@@ -549,18 +554,18 @@ impl Responder {
     fn advance(&mut self, headers: &Headers) {
         self.acknowledged = self.expected;
         self.expected = self.expected.next();
-        let gap_reported = match self.reply {
-            // What came from behind a gap was thrown away: that is still to be told.
+        let ack_due = match self.reply {
+            // Packets behind the gap were discarded: the NAK is still due.
             Reply::Sequence(_) => false,
             Reply::NotReady => true,
             _ => headers.ack_request,
         };
-        if gap_reported {
+        if ack_due {
             self.reply = Reply::Ack;
         }
     }
 
-    /// The answer to a read or an atomic acknowledges what came before it.
+    /// The response to a read or an atomic acknowledges everything before it.
     fn ack_implicitly(&mut self, psn_count: u32) {
         self.expected = self.expected.add(psn_count);
         if !matches!(self.reply, Reply::Sequence(_)) {
@@ -573,8 +578,8 @@ fn completion_of(id: u64, status: Status, len: u32, kind: ReceiveKind) -> Receiv
     ReceiveCompletion { id, status, len, kind, solicited: false, source_qp: 0 }
 }
 
-/// All packets of a message but the last are as long as the MTU; the last has at least a byte, unless it is
-/// the only one.
+/// All packets of a message but the last have MTU length; the last has at least one byte, unless it
+/// is the only one.
 fn check_len(mtu: Mtu, has_more: bool, is_first: bool, len: u32) -> Result<(), Reject> {
     let valid = match (has_more, is_first) {
         (true, _) => len == mtu.bytes(),

@@ -1,4 +1,4 @@
-//! The responder's packets: data for reads, results of atomics, acknowledgements and refusals.
+//! The responder's packets: read responses, results of atomics, ACKs and NAKs.
 
 use super::host::{Host, HostStatus, Source};
 use super::resource::RdAtomicOp;
@@ -8,25 +8,25 @@ use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
-/// The code of the time after which to come again, when memory was not there that often: longer each time, up to
-/// 1.28 ms, so that a long absence does not fill the wire.
+/// The RNR timer code when memory was not resident `fault_streak` times in a row: longer each time,
+/// up to 1.28 ms, so that long waits do not fill the wire.
 fn rnr_timer_code(code: u8, fault_streak: u8) -> u8 {
     const MAX_RNR_CODE: u8 = 14;
     match code {
-        // The code of the longest time of all.
+        // Code 0 is the maximum, 655.36 ms.
         0 => 0,
         code => code.max(code.saturating_add(fault_streak.saturating_sub(1)).min(MAX_RNR_CODE)),
     }
 }
 
 impl Responder {
-    /// Whether there is something to say, which competes with requests of our own.
+    /// Whether there are responses to send, which compete with our own requests.
     pub(super) fn has_responses(&mut self) -> bool {
         self.reply != Reply::None || self.resource.pending().is_some()
     }
 
-    /// Puts the next answer into `packet`; tells whether there is one. `Err` fails the queue pair: memory that the
-    /// peer reads went away before it had been sent.
+    /// Puts the next response into `packet`; returns whether there is one. `Err` fails the queue
+    /// pair: memory that the peer reads was deregistered before it was sent.
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         params: &ConnParams,
@@ -76,7 +76,8 @@ impl Responder {
                     (self.stalled, self.parked) = (false, false);
                     packet.payload = Some(Payload { from, len });
                 }
-                // Most absences are short: the peer need not know. One that has come back is told again.
+                // Most page faults are short, and the peer need not know. If it got an RNR NAK
+                // before, it gets another one.
                 HostStatus::Retry if self.parked => {
                     self.park(headers.psn);
                     return Ok(self.acknowledge(params, stats, packet));
@@ -86,9 +87,9 @@ impl Responder {
                     return Ok(false);
                 }
                 HostStatus::Denied if was_sent_before => {
-                    // A copy of the request may have come late, when the peer had its data and the registration was
-                    // ended, as it may be. The peer does not listen to that number then. If it does, it misses the
-                    // data, and learns why it does not get it.
+                    // A late duplicate of the request may arrive after the peer has the data and
+                    // the registration has ended, which is legal. The peer then ignores this PSN.
+                    // If the data was lost, the NAK tells the peer why it does not get it.
                     let (psn, syndrome) = (headers.psn, Syndrome::Nak(Nak::RemoteAccess));
                     self.resource.skip();
                     (self.stalled, self.parked) = (false, false);
@@ -116,8 +117,8 @@ impl Responder {
         let (syndrome, psn) = match core::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return false,
             Reply::Ack => (Syndrome::ACK, self.acknowledged),
-            // Meanwhile it came again, and all that was missing.
-            Reply::Sequence(came) if self.expected.distance_from(came) > 0 => {
+            // The missing packets have arrived meanwhile.
+            Reply::Sequence(received) if self.expected.distance_from(received) > 0 => {
                 (Syndrome::ACK, self.acknowledged)
             }
             Reply::NotReady => (
@@ -140,7 +141,7 @@ impl Responder {
     }
 }
 
-/// An acknowledgement, or a refusal.
+/// An ACK or a NAK.
 fn without_data(params: &ConnParams, psn: Psn, syndrome: Syndrome, msn: u32) -> Headers {
     let extension = Extension::Aeth(Aeth { syndrome, msn });
     Headers::new(Opcode::Acknowledge, params.destination, psn, extension)

@@ -1,38 +1,38 @@
-//! What a queue pair counts.
+//! Counters of a queue pair.
 
-/// Why a packet was not acted upon.
+/// Why a packet was discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DiscardReason {
-    /// The queue pair's state takes no such packet.
+    /// Not accepted in the queue pair's state.
     State,
-    /// Of another transport service, or an opcode that is no request and no answer.
+    /// Of another transport service, or neither a request nor a response.
     Service,
-    /// Of another partition.
+    /// Another partition key.
     Partition,
-    /// A datagram with another queue key.
+    /// A datagram with the wrong Q_Key.
     Qkey,
     /// A request that was executed before; it is acknowledged again.
     Duplicate,
-    /// A read or atomic that was executed before, and whose record is gone or differs.
+    /// A duplicate read or atomic whose record no longer exists, or differs.
     NoRecord,
-    /// A request behind one that is missing.
+    /// A request beyond a missing one.
     Gap,
-    /// An answer to something that is answered already.
+    /// A response to a request that is already acknowledged.
     StaleResponse,
-    /// An answer to something that was never asked.
+    /// A response to a request that was never sent.
     UnexpectedResponse,
-    /// An answer behind one that is missing.
+    /// A response beyond a missing one.
     ResponseGap,
-    /// The host has not taken the last receipt yet, or has no place for the data now.
+    /// The last receive completion is still pending, or the host cannot place the data now.
     Busy,
-    /// A datagram, and no receive for it.
+    /// A datagram without a posted receive.
     NoReceive,
     /// A datagram longer than the receive's buffers, or than the MTU.
     Length,
 }
 
 impl DiscardReason {
-    /// How many reasons there are.
+    /// Number of reasons.
     pub const COUNT: usize = 13;
 
     /// All reasons, in the order in which [`Stats::drops`] counts them.
@@ -52,7 +52,7 @@ impl DiscardReason {
         Self::Length,
     ];
 
-    /// Its name in reports.
+    /// The name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::State => "state",
@@ -72,41 +72,41 @@ impl DiscardReason {
     }
 }
 
-/// What a queue pair has counted since it was made.
+/// Counters of a queue pair since it was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Packets sent, of all sorts.
+    /// Packets sent, of all kinds.
     pub packets_sent: u64,
     /// Payload bytes sent.
     pub bytes_sent: u64,
-    /// Packets received, of all sorts.
+    /// Packets received, of all kinds.
     pub packets_received: u64,
     /// Payload bytes received.
     pub bytes_received: u64,
-    /// Requests sent again.
+    /// Requests retransmitted.
     pub resent: u64,
-    /// Times that no answer came.
+    /// Expiries of the retransmission timer.
     pub timeouts: u64,
-    /// Sequence errors that the peer told us of.
+    /// Sequence-error NAKs received.
     pub sequence_naks_received: u64,
-    /// Sequence errors that we told the peer of.
+    /// Sequence-error NAKs sent.
     pub sequence_naks_sent: u64,
-    /// Times that the peer was not ready.
+    /// RNR NAKs received.
     pub rnr_received: u64,
-    /// Times that we were not ready.
+    /// RNR NAKs sent.
     pub rnr_sent: u64,
-    /// Answers found missing by the answers behind them.
+    /// Missing responses detected by later ones.
     pub response_gaps: u64,
     /// Congestion notifications received.
     pub cnp_received: u64,
     /// Congestion notifications sent.
     pub cnp_sent: u64,
-    /// Packets not acted upon, by reason; see [`Stats::dropped`].
+    /// Packets discarded, by reason; see [`Stats::dropped`].
     pub drops: [u64; DiscardReason::COUNT],
 }
 
 impl Stats {
-    /// How many packets were dropped for that reason.
+    /// Packets discarded for this reason.
     pub fn dropped(&self, reason: DiscardReason) -> u64 {
         self.drops[reason as usize]
     }
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reason_has_its_place() {
+    fn all_lists_reasons_in_discriminant_order() {
         for (at, reason) in DiscardReason::ALL.into_iter().enumerate() {
             assert_eq!(reason as usize, at);
         }

@@ -1,8 +1,10 @@
-//! The datagram queue pair: one packet a message, to anyone, without promise.
+//! The unreliable datagram queue pair: one packet per message, to any destination, without
+//! acknowledgement.
 //!
-//! Each receive begins with 40 bytes that tell who sent it (the global route header; of IPv4 senders its last
-//! 20 are their IP header), which the host writes. Queue pair 1, of the connection manager, is a datagram
-//! queue pair with the well-known key [`Ud::MANAGEMENT_QKEY`].
+//! Each receive starts with the 40 bytes of a global route header (GRH), which identifies the
+//! sender and is written by the host; for IPv4 its last 20 bytes are the IP header. Queue pair 1,
+//! of the connection manager, is a datagram queue pair with the well-known Q_Key
+//! [`Ud::MANAGEMENT_QKEY`].
 
 use alloc::collections::VecDeque;
 
@@ -16,33 +18,35 @@ use crate::psn::Psn;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Deth, Extension, Headers, Opcode};
 
-/// The bytes at the start of a receive that tell who sent it.
+/// Length of the GRH at the start of each receive, in bytes.
 pub const GRH_LEN: u32 = 40;
 
-/// A datagram to send. Where its network address is, only the host knows.
+/// A datagram to send. Only the host knows its network address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram {
-    /// The host's name for it.
+    /// The host's identifier.
     pub id: u64,
-    /// The queue pair that it is for.
+    /// The destination queue pair's number.
     pub destination: u32,
-    /// The key of that queue pair. With its upper bit set, the sender's own key is sent.
+    /// The destination's Q_Key. With the top bit set, the sending queue pair's own Q_Key is sent
+    /// instead.
     pub qkey: u32,
-    /// Its length; at most the MTU.
+    /// Length in bytes; at most the MTU.
     pub len: u32,
-    /// Four bytes that arrive in the completion.
+    /// Immediate data.
     pub imm: Option<u32>,
-    /// Whether the user wants to see its success.
+    /// Whether the user wants a completion on success.
     pub signaled: bool,
-    /// The receiver's completion should wake who waits for solicited ones.
+    /// Solicited event: the receiver's completion wakes waiters that are armed for solicited
+    /// events.
     pub solicited: bool,
 }
 
-/// What was posted and has not ended.
+/// Posted work that has not completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum UdWr {
     Datagram(Datagram),
-    /// Nothing to send: it ends in its turn, in this way.
+    /// Nothing to send: completes in queue order, like this.
     Local(SendCompletion),
 }
 
@@ -56,7 +60,7 @@ impl UdWr {
     }
 }
 
-/// A datagram queue pair. It is used as [`Qp`](super::Qp) is.
+/// A datagram queue pair, used in the same way as [`Qp`](super::Qp).
 #[derive(Debug)]
 pub struct Ud {
     number: u32,
@@ -69,7 +73,7 @@ pub struct Ud {
     posted: VecDeque<UdWr>,
     /// Sent or failed, and not reported.
     completed: VecDeque<SendCompletion>,
-    /// Taken for a datagram that did not fit; serves the next.
+    /// Taken for a datagram that did not fit; used for the next one.
     pending_receive: Option<Receive>,
     receive_completion: Option<ReceiveCompletion>,
     notify_drained: bool,
@@ -77,10 +81,11 @@ pub struct Ud {
 }
 
 impl Ud {
-    /// The key of queue pair 1.
+    /// The Q_Key of queue pair 1.
     pub const MANAGEMENT_QKEY: u32 = 0x8001_0000;
 
-    /// A datagram queue pair in `RESET` that takes `depth` datagrams of at most `mtu` bytes.
+    /// Creates a datagram queue pair in `RESET`, for `depth` datagrams (1 to 2^20) of at most `mtu`
+    /// bytes.
     pub fn new(number: u32, mtu: Mtu, depth: u32) -> Self {
         let depth = depth.clamp(1, 1 << 20) as usize;
         Self {
@@ -99,27 +104,27 @@ impl Ud {
         }
     }
 
-    /// Its number.
+    /// The queue pair number.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Its state.
+    /// The current state.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// The most payload in a datagram.
+    /// The maximum payload of a datagram.
     pub fn mtu(&self) -> Mtu {
         self.mtu
     }
 
-    /// How much posted work has not been reported yet.
+    /// Posted work requests whose completion has not been polled yet.
     pub fn outstanding(&self) -> u32 {
         (self.posted.len() + self.completed.len()) as u32
     }
 
-    /// What it has counted.
+    /// The counters since the queue pair was created.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
@@ -130,7 +135,8 @@ impl Ud {
         size_of::<Self>() + posted + self.completed.capacity() * size_of::<SendCompletion>()
     }
 
-    /// Takes a step from the table. A step that is refused changes nothing.
+    /// Changes state or attributes according to the [table](super::attr::TRANSITIONS). A rejected
+    /// change has no effect.
     pub fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
         attr.check(Service::Ud, self.state)?;
         match attr.to {
@@ -160,8 +166,8 @@ impl Ud {
         self.enqueue(UdWr::Datagram(datagram))
     }
 
-    /// Posts work of which nobody else sees anything. It ends in its turn, with this status: one that is no success
-    /// fails the send queue.
+    /// Posts work without a packet. It completes in queue order with this status; a failure moves
+    /// the send queue to `SQE`.
     pub fn post_local(&mut self, work: SendCompletion) -> Result<(), PostError> {
         self.enqueue(UdWr::Local(work))
     }
@@ -180,7 +186,8 @@ impl Ud {
         Ok(())
     }
 
-    /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
+    /// Handles a packet received for this queue pair. `Err` is the reason for which it was
+    /// discarded.
     pub fn handle_packet<H: Host>(
         &mut self,
         rx: &RxPacket<'_>,
@@ -217,7 +224,8 @@ impl Ud {
         self.pending_receive = self.pending_receive.or_else(|| host.take_receive());
         let receive = self.pending_receive.ok_or(DiscardReason::NoReceive)?;
         let total_len = len.saturating_add(GRH_LEN);
-        // Whoever knows the key may send: a datagram that does not fit must not cost us more than itself.
+        // Anyone that knows the Q_Key may send: a datagram that does not fit must not consume the
+        // receive.
         if len > self.mtu.bytes() || total_len > receive.capacity {
             return Err(DiscardReason::Length);
         }
@@ -243,8 +251,8 @@ impl Ud {
         Ok(())
     }
 
-    /// The datagram that [`poll_transmit`](Self::poll_transmit) would send, for a host that must know whom it is for
-    /// before it has room for it. Work without a packet that stands before it ends here.
+    /// The datagram that [`poll_transmit`](Self::poll_transmit) would send, for a host that must
+    /// know the destination before it reserves a buffer. Completes local work ahead of it.
     pub fn peek_transmit(&mut self) -> Option<Datagram> {
         while self.state == State::Rts {
             match *self.posted.front()? {
@@ -255,7 +263,7 @@ impl Ud {
         None
     }
 
-    /// The datagram that is next cannot be sent: it ends with this status, and the send queue fails.
+    /// Fails the next datagram with this status; the send queue moves to `SQE`.
     pub fn fail_transmit(&mut self, status: Status) {
         if self.peek_transmit().is_some() {
             self.complete_first(status);
@@ -270,7 +278,7 @@ impl Ud {
         }
     }
 
-    /// The next datagram to send. It is done as soon as it is taken.
+    /// The next datagram to send. It completes as soon as it is returned.
     pub fn poll_transmit<H: Host>(&mut self, host: &mut H) -> Option<Transmit> {
         let datagram = self.peek_transmit()?;
         let Datagram { id, len, .. } = datagram;
@@ -299,7 +307,7 @@ impl Ud {
         Some(Transmit { headers, payload: (len > 0).then_some(Payload { from, len }) })
     }
 
-    /// Whether there is something to say.
+    /// Whether [`poll_event`](Self::poll_event) has an event.
     pub fn has_events(&self) -> bool {
         !self.completed.is_empty()
             || self.receive_completion.is_some()
@@ -307,7 +315,7 @@ impl Ud {
             || self.notify_drained && self.state == State::Sqd
     }
 
-    /// What there is to say. Call it until `None`.
+    /// The next event. Call it until `None`.
     pub fn poll_event(&mut self) -> Option<Event> {
         if let Some(completion) = self.completed.pop_front() {
             return Some(Event::Sent(completion));

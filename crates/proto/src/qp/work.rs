@@ -1,33 +1,33 @@
-//! Work that is posted, and how it ends.
+//! Work requests and completions.
 
 use super::host::{Atomic, Remote};
 use crate::wire::Opcode;
 
-/// What posted work does.
+/// The operation of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WrOp {
     /// Send into a receive of the peer.
     Send,
-    /// Send, with four bytes that arrive in the completion.
+    /// Send with immediate data.
     SendImm(u32),
-    /// Send, and invalidate a key of the peer.
+    /// Send, and invalidate this rkey of the peer.
     SendInvalidate(u32),
-    /// Write into the peer's memory.
+    /// RDMA write.
     Write(Remote),
-    /// Write, then complete a receive of the peer with four bytes.
+    /// RDMA write with immediate data, which consumes a receive of the peer.
     WriteImm(Remote, u32),
-    /// Read from the peer's memory.
+    /// RDMA read.
     Read(Remote),
-    /// Run an atomic on a word of the peer's memory.
+    /// An atomic on a word of the peer's memory.
     Atomic(Remote, Atomic),
-    /// Nothing that the peer would see: completes in its turn.
+    /// No packets: completes in queue order.
     Local,
-    /// Work that the host found wrong: fails in its turn, with this status.
+    /// Work that the host found invalid: fails in queue order, with this status.
     Bad(Status),
 }
 
 impl WrOp {
-    /// Whether it waits for data of the peer rather than for an acknowledgement.
+    /// Whether it waits for data from the peer rather than for an ACK.
     pub(super) fn awaits_response(&self) -> bool {
         matches!(self, Self::Read(_) | Self::Atomic(..))
     }
@@ -47,10 +47,10 @@ impl WrOp {
     }
 }
 
-/// What work waits for before it begins.
+/// Which earlier work must have completed before this work starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fence {
-    /// Nothing but its turn.
+    /// None: it starts in queue order.
     None,
     /// All earlier reads and atomics.
     Reads,
@@ -58,7 +58,7 @@ pub enum Fence {
     All,
 }
 
-/// Work to post.
+/// A work request for the send queue.
 ///
 /// ```
 /// use warpwire_proto::qp::{Fence, WrOp, SendWr};
@@ -67,140 +67,142 @@ pub enum Fence {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendWr {
-    /// The host's name for it; comes back in [`Source::SendWr`](super::Source::Work) and in the completion.
+    /// The host's identifier; returned in [`Source::SendWr`](super::Source::SendWr) and in the
+    /// completion.
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub op: WrOp,
-    /// How many bytes; those of its word for an atomic.
+    /// Length in bytes; for an atomic that of its word.
     pub len: u32,
-    /// Whether the user wants to see its success. It is reported in any case, with this flag.
+    /// Whether the user wants a completion on success. The completion is reported to the host in
+    /// any case, with this flag.
     pub signaled: bool,
-    /// What it waits for before it begins.
+    /// Which earlier work it waits for.
     pub fence: Fence,
-    /// The peer's completion should wake who waits for solicited ones.
+    /// Solicited event: the peer's completion wakes waiters that are armed for solicited events.
     pub solicited: bool,
 }
 
 impl SendWr {
-    /// Signaled work without fence.
+    /// A signaled work request without a fence.
     pub const fn new(id: u64, op: WrOp, len: u32) -> Self {
         Self { id, op, len, signaled: true, fence: Fence::None, solicited: false }
     }
 }
 
-/// How work ended. The names are those of verbs.
+/// The status of a completion, named as in verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// As it should.
+    /// Success.
     Success,
     /// A message is longer than the receive's buffers.
     LocalLength,
-    /// The work makes no sense.
+    /// The work request is invalid.
     LocalOperation,
-    /// Our own key, range or right is wrong.
+    /// A local key, range or access right is wrong.
     LocalProtection,
     /// The queue pair failed before this work was done.
     Flushed,
-    /// The peer's answer makes no sense.
+    /// The peer's response is invalid.
     BadResponse,
     /// The peer's access to our memory failed in a message that had taken a receive.
     LocalAccess,
-    /// The peer finds the request senseless, or does not allow it on this queue pair.
+    /// The peer rejected the request as invalid, or not allowed on its queue pair.
     RemoteInvalidRequest,
-    /// The peer does not allow access to that memory.
+    /// The peer denied access to the memory.
     RemoteAccess,
-    /// The peer could not do it.
+    /// The peer failed to execute the request.
     RemoteOperation,
-    /// No answer, however often we tried.
+    /// All retries timed out without a response.
     RetryExceeded,
-    /// The peer had no receive, however often we tried.
+    /// The peer had no receive in all retries.
     RnrRetryExceeded,
 }
 
-/// The end of posted work. Completions come in the order of posting.
+/// The completion of a work request. Completions come in the order of posting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendCompletion {
-    /// The host's name for the work.
+    /// The host's identifier of the work request.
     pub id: u64,
-    /// How it ended.
+    /// Success, or why it failed.
     pub status: Status,
-    /// Whether the user wanted to see success.
+    /// Whether the user wants a completion on success.
     pub signaled: bool,
 }
 
-/// What came with a message that a receive was used for.
+/// What a message that consumed a receive carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReceiveKind {
-    /// Data alone.
+    /// Data only.
     Data,
-    /// Data and four bytes.
+    /// Data and immediate data.
     Imm(u32),
-    /// Data; this key of ours was invalidated.
+    /// Data; this local key was invalidated.
     Invalidated(u32),
-    /// Four bytes; the data went into memory that the peer named.
+    /// Immediate data of an RDMA write; the data was placed in memory that the peer named.
     WriteImm(u32),
 }
 
-/// The end of a receive. They come in the order in which they were taken.
+/// The completion of a receive, in the order in which receives were taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReceiveCompletion {
-    /// The host's name for the receive.
+    /// The host's identifier of the receive.
     pub id: u64,
-    /// How it ended.
+    /// Success, or why it failed.
     pub status: Status,
-    /// The length of the message.
+    /// The length of the message in bytes; of a datagram including the GRH.
     pub len: u32,
-    /// What came with it.
+    /// What the message carried.
     pub kind: ReceiveKind,
-    /// Whether the peer wants the receiver woken.
+    /// Whether the sender set the solicited-event bit.
     pub solicited: bool,
-    /// Who sent it, where that is not known from the connection: datagrams.
+    /// The sender's queue pair number, of datagrams; 0 on connections.
     pub source_qp: u32,
 }
 
-/// Something that befell the queue pair rather than one work.
+/// An event of the queue pair rather than of one work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QpEvent {
-    /// The first request came in before we were told to send.
+    /// The first request arrived while the queue pair was in RTR.
     Established,
-    /// The send queue is drained.
+    /// The send queue has drained.
     Drained,
-    /// The peer's request was senseless or not allowed: the queue pair failed.
+    /// The peer's request was invalid or not allowed; the queue pair failed.
     RequestError,
-    /// The peer reached for memory that it may not access: the queue pair failed.
+    /// The peer accessed memory without the right to; the queue pair failed.
     AccessError,
-    /// We could not do what the peer asked: the queue pair failed.
+    /// A request of the peer failed for a local reason; the queue pair failed.
     Fatal,
 }
 
-/// What a queue pair has to say.
+/// The output of [`Qp::poll_event`](super::Qp::poll_event).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Posted work ended.
+    /// A work request completed.
     Sent(SendCompletion),
-    /// A receive ended.
+    /// A receive completed.
     Received(ReceiveCompletion),
-    /// Something befell the queue pair.
+    /// An event of the queue pair.
     Async(QpEvent),
 }
 
-/// Why work was not taken.
+/// Why work was not posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PostError {
-    /// The queue is full: take completions, then try again.
+    /// The queue is full: poll completions, then retry.
     Full,
-    /// Work is not taken in this state.
+    /// The queue pair accepts no work in this state.
     State(super::State),
-    /// Longer than 2^31 bytes, or an atomic that is not 8, or a datagram longer than the MTU.
+    /// Longer than 2^31 bytes, an atomic of another width, or a datagram longer than the MTU.
     Length(u32),
 }
 
 impl core::fmt::Display for PostError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            Self::Full => f.write_str("the send queue is full; take completions first"),
-            Self::State(state) => write!(f, "a queue pair in {state} takes no work"),
-            Self::Length(len) => write!(f, "{len} bytes are not a length that this work can have"),
+            Self::Full => f.write_str("the send queue is full; poll completions first"),
+            Self::State(state) => write!(f, "a queue pair in {state} accepts no work"),
+            Self::Length(len) => write!(f, "{len} bytes is not a valid length for this work"),
         }
     }
 }

@@ -1,17 +1,17 @@
-//! The extension headers, and what their fields mean.
+//! The extension headers and their fields.
 
 use core::time::Duration;
 
 use super::{Writer, u24_at, u32_at, u64_at};
 
-/// RDMA extended transport header: which remote memory.
+/// RDMA extended transport header (RETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reth {
     /// The remote address.
     pub address: u64,
     /// The remote key.
     pub rkey: u32,
-    /// The length of the whole message.
+    /// The length of the whole message in bytes.
     pub len: u32,
 }
 
@@ -29,16 +29,16 @@ impl Reth {
     }
 }
 
-/// Atomic extended transport header.
+/// Atomic extended transport header (AtomicETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtomicEth {
     /// The remote address, a multiple of 8.
     pub address: u64,
     /// The remote key.
     pub rkey: u32,
-    /// What to put there, or to add.
+    /// The value to store or to add.
     pub swap_or_add: u64,
-    /// What to compare with.
+    /// The value to compare with.
     pub compare: u64,
 }
 
@@ -62,20 +62,20 @@ impl AtomicEth {
     }
 }
 
-/// What follows an atomic with masks: one of ours, which no specification knows.
+/// The header of a masked compare-and-swap: defined here, in no specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MaskedAtomicEth {
     /// The remote address, a multiple of the width.
     pub address: u64,
     /// The remote key.
     pub rkey: u32,
-    /// What to put there.
+    /// The value to store.
     pub swap: u64,
-    /// What to compare with.
+    /// The value to compare with.
     pub compare: u64,
-    /// Which bits to put there.
+    /// The bits to store.
     pub swap_mask: u64,
-    /// Which bits to compare.
+    /// The bits to compare.
     pub compare_mask: u64,
 }
 
@@ -102,12 +102,12 @@ impl MaskedAtomicEth {
     }
 }
 
-/// Datagram extended transport header.
+/// Datagram extended transport header (DETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deth {
-    /// The key that the receiving queue pair checks.
+    /// The Q_Key, which the receiving queue pair checks.
     pub qkey: u32,
-    /// Who sent it, 24 bits.
+    /// The sending queue pair, 24 bits.
     pub source_qp: u32,
 }
 
@@ -124,12 +124,12 @@ impl Deth {
     }
 }
 
-/// Acknowledge extended transport header.
+/// Acknowledge extended transport header (AETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Aeth {
-    /// Whether the request was taken, and if not, why.
+    /// ACK, or the kind of NAK.
     pub syndrome: Syndrome,
-    /// How many messages the responder has completed, 24 bits.
+    /// Message sequence number: messages completed by the responder, modulo 2^24.
     pub msn: u32,
 }
 
@@ -145,7 +145,7 @@ impl Aeth {
     }
 }
 
-/// The answer in an acknowledgement.
+/// The syndrome of an acknowledgement.
 ///
 /// ```
 /// use warpwire_proto::wire::{Nak, Syndrome};
@@ -154,36 +154,36 @@ impl Aeth {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Syndrome {
-    /// Taken. The number is a code for receive credits; 31 says that credits are not used.
+    /// ACK. The value encodes receive credits; 31 means that credits are not used.
     Ack(u8),
-    /// Receiver not ready: come again after the time that this code stands for.
+    /// Receiver not ready: retry after the time that this code encodes ([`rnr_time`]).
     RnrNak(u8),
-    /// Not taken.
+    /// NAK: the request failed.
     Nak(Nak),
     /// Reserved values.
     Reserved(u8),
 }
 
-/// Why a request was not taken.
+/// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nak {
-    /// A packet is missing before this one.
+    /// PSN sequence error: a packet before this one is missing.
     Sequence,
-    /// The request makes no sense, or is not allowed on this queue pair.
+    /// The request is malformed, or not allowed on this queue pair.
     InvalidRequest,
-    /// The memory may not be accessed.
+    /// Remote access error: the memory may not be accessed.
     RemoteAccess,
-    /// The responder failed.
+    /// Remote operational error: the responder failed.
     RemoteOperational,
     /// Any other code.
     Unknown(u8),
 }
 
 impl Syndrome {
-    /// Taken, credits not used: what we send.
+    /// ACK without credits: what this implementation sends.
     pub const ACK: Self = Self::Ack(31);
 
-    /// The syndrome in that byte.
+    /// Parses the byte on the wire.
     pub const fn from_byte(byte: u8) -> Self {
         let code = byte & 0x1f;
         match byte >> 5 {
@@ -219,13 +219,13 @@ impl Syndrome {
     }
 }
 
-/// The times that RNR codes stand for, in hundredths of a millisecond.
+/// RNR timeouts by code, in units of 10 µs.
 const RNR_TIMES: [u32; 32] = [
     65_536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1_024,
     1_536, 2_048, 3_072, 4_096, 6_144, 8_192, 12_288, 16_384, 24_576, 32_768, 49_152,
 ];
 
-/// How long a requester waits after a "receiver not ready" with this code.
+/// How long a requester waits after an RNR NAK with this code.
 ///
 /// ```
 /// use core::time::Duration;
@@ -240,14 +240,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_syndrome_comes_back() {
+    fn every_syndrome_round_trips() {
         for byte in 0..=255 {
             assert_eq!(Syndrome::from_byte(byte).byte(), byte);
         }
     }
 
     #[test]
-    fn rnr_times_are_the_specifications() {
+    fn rnr_times_match_the_specification() {
         assert_eq!(rnr_time(0), Duration::from_micros(655_360));
         assert_eq!(rnr_time(1), Duration::from_micros(10));
         assert_eq!(rnr_time(31), Duration::from_micros(491_520));

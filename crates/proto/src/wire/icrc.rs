@@ -1,38 +1,40 @@
-//! The invariant CRC: over everything that routers do not change.
+//! The invariant CRC (ICRC), over everything that routers do not change.
 //!
-//! It is the CRC-32 of Ethernet and zlib over eight bytes of ones (in place of a header that RoCEv2 does not
-//! have) and the packet from the IP header through the pad, where the fields that change on the way count as
-//! ones: IPv4 traffic class, time to live and checksum; IPv6 traffic class, flow label and hop limit; the
-//! UDP checksum; the byte of the base header that holds the congestion bits. It covers IPv4's
-//! identification, which a plain UDP socket must therefore know. It is stored least significant byte first.
+//! It is the CRC-32 of Ethernet and zlib over eight bytes of ones (in place of InfiniBand's LRH,
+//! which RoCEv2 does not have) and the packet from the IP header through the pad, where the fields
+//! that may change on the way count as ones: IPv4 traffic class, time to live and checksum; IPv6
+//! traffic class, flow label and hop limit; the UDP checksum; the byte of the BTH with the
+//! congestion bits. It covers the IPv4 identification. It is stored least significant byte first.
 //!
-//! A sender knows its identification; a receiver with a plain UDP socket does not see it. [`IpIdSolver`] finds it
-//! from the packet: the CRC is linear, so that the difference between the ICRC carried and the ICRC computed with
-//! another identification is a function of the two identifications and the length alone, and can be undone.
+//! A sender knows its identification; a receiver with a plain UDP socket does not see it.
+//! [`IpIdSolver`] recovers it from the packet: the CRC is linear, so the difference between the
+//! ICRC carried and the ICRC computed with another identification depends only on the two
+//! identifications and the length, and can be inverted.
 
 use core::net::SocketAddr;
 
 use super::ip::{IPV4_LEN, IPV6_LEN, IpRepr, UDP_LEN, UdpRepr};
 use super::packet::{BTH_LEN, ICRC_LEN};
 
-/// Computes CRC-32 piece by piece: from the state so far and more bytes to the next state. Callers with a
-/// faster implementation than [`Portable`] bring their own.
+/// An incremental CRC-32: from the state so far and more bytes to the next state. Callers with a
+/// faster implementation than [`Portable`] provide their own.
 pub trait Crc32 {
-    /// The state after `bytes`. The state is the finished CRC of what came before (zlib's convention).
+    /// The state after `bytes`. The state is the finished CRC of what came before (zlib's
+    /// convention).
     fn update(state: u32, bytes: &[u8]) -> u32;
 }
 
-/// Eight bytes at a time from tables: works everywhere.
+/// A table-driven implementation, eight bytes at a time, for any CPU.
 pub struct Portable;
 
 /// The CRC of the eight bytes of ones, in zlib's convention.
 const AFTER_ONES: u32 = !0xdebb_20e3;
-/// The base header's byte with the congestion bits.
+/// Offset in the BTH of the byte with the congestion bits.
 const BTH_VARIANT: usize = 4;
-/// The most that has bits which count as ones: the largest IP header, UDP, and the base header.
+/// Maximum length of the headers with masked fields: IPv6, UDP and BTH.
 const MAX_MASKED_LEN: usize = IPV6_LEN + UDP_LEN + BTH_LEN;
 
-/// The bits that count as ones, from the IP header through the base header.
+/// The bits that count as ones, from the IP header through the BTH.
 const MASK_V4: [u8; IPV4_LEN + UDP_LEN + BTH_LEN] = {
     let mut mask = [0; IPV4_LEN + UDP_LEN + BTH_LEN];
     // Traffic class, time to live, checksum.
@@ -41,21 +43,21 @@ const MASK_V4: [u8; IPV4_LEN + UDP_LEN + BTH_LEN] = {
 };
 const MASK_V6: [u8; IPV6_LEN + UDP_LEN + BTH_LEN] = {
     let mut mask = [0; IPV6_LEN + UDP_LEN + BTH_LEN];
-    // Traffic class and flow label, which begin behind the four bits of the version; hop limit.
+    // Traffic class and flow label, which follow the four bits of the version; hop limit.
     (mask[0], mask[1], mask[2], mask[3], mask[7]) = (0x0f, 0xff, 0xff, 0xff, 0xff);
     mask_udp_and_bth(mask, IPV6_LEN)
 };
 
 const fn mask_udp_and_bth<const N: usize>(mut mask: [u8; N], ip_len: usize) -> [u8; N] {
-    // The UDP checksum, then the congestion bits.
+    // The UDP checksum, and the congestion bits.
     (mask[ip_len + 6], mask[ip_len + 7]) = (0xff, 0xff);
     mask[ip_len + UDP_LEN + BTH_VARIANT] = 0xff;
     mask
 }
 
-/// The state after `ip_udp_bth`: the IP, UDP and base transport headers as they stand in the packet, and as
-/// much of what follows as the caller has at hand. The rest goes in with [`Crc32::update`]; after the pad, the
-/// state is the ICRC, which is stored little-endian. `ip_len` is 40 for IPv6, else 20.
+/// The CRC state after `ip_udp_bth`: the IP, UDP and base transport headers as in the packet, and
+/// any bytes that follow them. The rest is added with [`Crc32::update`]; after the pad the state is
+/// the ICRC, which is stored little-endian. `ip_len` is 40 for IPv6, else 20.
 pub fn begin<C: Crc32>(ip_udp_bth: &[u8], ip_len: usize) -> u32 {
     if ip_len == IPV6_LEN {
         masked::<C, _>(ip_udp_bth, MASK_V6)
@@ -64,20 +66,21 @@ pub fn begin<C: Crc32>(ip_udp_bth: &[u8], ip_len: usize) -> u32 {
     }
 }
 
-/// All bytes of a mask at once: single bytes put into a copy would hold up the wide loads of a CRC.
+/// Applies the mask to all bytes in one loop: single-byte stores would stall the wide loads of a
+/// CRC (store forwarding).
 #[inline]
 fn masked<C: Crc32, const N: usize>(bytes: &[u8], mut mask: [u8; N]) -> u32 {
     if let Some((head, rest)) = bytes.split_first_chunk::<N>() {
         mask.iter_mut().zip(head).for_each(|(mask, byte)| *mask |= byte);
         return C::update(C::update(AFTER_ONES, &mask), rest);
     }
-    // Shorter than headers are: no packet, but no reason to panic.
+    // Shorter than the headers: not a packet, but no reason to panic.
     mask.iter_mut().zip(bytes).for_each(|(mask, byte)| *mask |= byte);
     C::update(AFTER_ONES, mask.get(..bytes.len()).unwrap_or(&mask))
 }
 
-/// What the ICRC covers in front of the transport's part, for packets of one sender to one receiver: prepared
-/// once, so that a packet costs its own bytes and forty or sixty more.
+/// The IP and UDP headers that the ICRC covers, for packets of one sender to one receiver: prepared
+/// once, so that the ICRC of a packet costs its own bytes and 40 or 60 more.
 ///
 /// ```
 /// use warpwire_proto::wire::icrc::{IcrcPrefix, Portable};
@@ -85,7 +88,9 @@ fn masked<C: Crc32, const N: usize>(bytes: &[u8], mut mask: [u8; N]) -> u32 {
 /// let packet = [
 ///     0x11, 0, 0xff, 0xff, 0, 0, 0, 0x12, 0, 0, 1, 0x23, 0x1f, 0, 0, 1, 0x5e, 0x98, 0x9f, 0xb1,
 /// ];
-/// let mut icrc_prefix = IcrcPrefix::new("192.0.2.2:49443".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
+/// let source = "192.0.2.2:49443".parse().unwrap();
+/// let destination = "192.0.2.1:4791".parse().unwrap();
+/// let mut icrc_prefix = IcrcPrefix::new(source, destination);
 /// assert_eq!(icrc_prefix.icrc::<Portable>(0, &packet), Some(0xb19f_985e));
 /// ```
 #[derive(Clone, Debug)]
@@ -95,7 +100,7 @@ pub struct IcrcPrefix {
 }
 
 impl IcrcPrefix {
-    /// For packets from `source` to `destination`, which are of the same IP version.
+    /// For packets from `source` to `destination`.
     pub fn new(source: SocketAddr, destination: SocketAddr) -> Self {
         let ip = IpRepr {
             source: source.ip(),
@@ -119,24 +124,28 @@ impl IcrcPrefix {
         Self { masked, ip_len }
     }
 
-    /// The ICRC of `packet`, which runs from the base header through the place of its ICRC, when its IP header
-    /// carries this identification (IPv6 has none). `None` if it is shorter than those two, or longer than IP
-    /// allows.
+    /// The ICRC of `packet`, from the BTH through the space of its ICRC, with this IPv4
+    /// identification (IPv6 has none). `None` if it is too short for BTH and ICRC, or longer than
+    /// IP allows.
     #[inline]
     pub fn icrc<C: Crc32>(&mut self, identification: u16, packet: &[u8]) -> Option<u32> {
         let covered = packet.get(..packet.len().checked_sub(ICRC_LEN)?)?;
         self.begin::<C>(identification, packet.len(), covered)
     }
 
-    /// The state after `head`, the beginning of a packet of `len` bytes: at least its base header. The rest goes in with
-    /// [`Crc32::update`], as in [`begin`]; for packets that do not lie in one piece. `None` as for [`IcrcPrefix::icrc`].
+    /// The state after `head`, the beginning of a packet of `len` bytes: at least its BTH. The rest
+    /// is added with [`Crc32::update`], as with the free function [`begin`]; for packets that are
+    /// not contiguous in memory. `None` as for [`IcrcPrefix::icrc`].
     ///
     /// ```
     /// use warpwire_proto::wire::icrc::{IcrcPrefix, Crc32, Portable};
-    /// let mut icrc_prefix = IcrcPrefix::new("192.0.2.2:4791".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
+    /// let source = "192.0.2.2:4791".parse().unwrap();
+    /// let destination = "192.0.2.1:4791".parse().unwrap();
+    /// let mut icrc_prefix = IcrcPrefix::new(source, destination);
     /// let packet = [7; 100];
     /// let state = icrc_prefix.begin::<Portable>(0, 100, &packet[..28]).unwrap();
-    /// assert_eq!(Some(Portable::update(state, &packet[28..96])), icrc_prefix.icrc::<Portable>(0, &packet));
+    /// let icrc = Portable::update(state, &packet[28..96]);
+    /// assert_eq!(icrc_prefix.icrc::<Portable>(0, &packet), Some(icrc));
     /// assert_eq!(icrc_prefix.begin::<Portable>(0, 100, &packet[..11]), None);
     /// ```
     #[inline]
@@ -159,13 +168,16 @@ impl IcrcPrefix {
     }
 }
 
-/// Finds the IPv4 identification of packets of one length from their ICRC.
+/// Recovers the IPv4 identification of packets of one length from their ICRC.
 ///
-/// What it finds leaves sixteen of the ICRC's bits as a check: of random damage, one in 65 536 passes.
+/// Recovering it leaves sixteen bits of the ICRC as a check: one in 65 536 randomly damaged packets
+/// passes.
 ///
 /// ```
 /// use warpwire_proto::wire::icrc::{IcrcPrefix, IpIdSolver, Portable};
-/// let mut icrc_prefix = IcrcPrefix::new("192.0.2.1:4791".parse().unwrap(), "192.0.2.2:4791".parse().unwrap());
+/// let source = "192.0.2.1:4791".parse().unwrap();
+/// let destination = "192.0.2.2:4791".parse().unwrap();
+/// let mut icrc_prefix = IcrcPrefix::new(source, destination);
 /// let packet = [0x5a; 100];
 /// let carried = icrc_prefix.icrc::<Portable>(0xbeef, &packet).unwrap();
 /// let computed = icrc_prefix.icrc::<Portable>(0, &packet).unwrap();
@@ -175,14 +187,15 @@ impl IcrcPrefix {
 #[derive(Clone, Copy, Debug)]
 pub struct IpIdSolver {
     len: usize,
-    /// x to the power of minus eight times the bytes from the identification on, in the CRC's field.
+    /// x^(-8n) in the CRC's field, where n is the number of bytes from the identification on.
     inverse: u32,
 }
 
 impl IpIdSolver {
-    /// For packets of `len` bytes from the base header through the ICRC.
+    /// For packets of `len` bytes from the BTH through the ICRC.
     pub const fn new(len: usize) -> Self {
-        // The identification's two bytes and the rest of the IP header, UDP, and what the ICRC covers behind.
+        // The identification's two bytes and the rest of the IP header, UDP, and what the ICRC
+        // covers behind them.
         let mut bytes = len + 16 + UDP_LEN - ICRC_LEN;
         let (mut inverse, mut power) = (ONE, X_POW_MINUS_8);
         while bytes > 0 {
@@ -195,7 +208,7 @@ impl IpIdSolver {
         Self { len, inverse }
     }
 
-    /// The length that this is for.
+    /// The packet length that this is for.
     pub const fn len(&self) -> usize {
         self.len
     }
@@ -205,8 +218,9 @@ impl IpIdSolver {
         self.len == 0
     }
 
-    /// The identification that the packet was sealed with, if its ICRC differs by `difference` from the one
-    /// computed with the identification `assumed`; `None` if no identification explains the difference.
+    /// The identification that the sender used, if the packet's ICRC differs by `difference` from
+    /// the one computed with the identification `assumed`; `None` if no identification explains the
+    /// difference.
     pub const fn solve(&self, assumed: u16, difference: u32) -> Option<u16> {
         let register = multiply(self.inverse, difference);
         if register > 0xffff {
@@ -218,7 +232,7 @@ impl IpIdSolver {
 }
 
 const POLYNOMIAL: u32 = 0xedb8_8320;
-/// The field's one: bits run from the highest coefficient's place down.
+/// The field's one: the highest bit is the lowest coefficient.
 const ONE: u32 = 1 << 31;
 const X_POW_MINUS_8: u32 = {
     let (mut value, mut bit) = (ONE, 0);
@@ -291,7 +305,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn it_is_the_crc_of_zlib() {
+    fn portable_crc_matches_zlib() {
         assert_eq!(Portable::update(0, b"123456789"), 0xcbf4_3926);
         assert_eq!(Portable::update(0, &[0xff; 8]), AFTER_ONES);
     }
@@ -306,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_of_the_wrong_size_has_none() {
+    fn packet_of_invalid_length_has_no_icrc() {
         let (source, destination) = addresses(false);
         let mut icrc_prefix = IcrcPrefix::new(source, destination);
         for len in [0, 3, 4, 15] {
@@ -318,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_not_taken_for_an_identification() {
+    fn single_bit_errors_do_not_solve_to_an_identification() {
         let (source, destination) = addresses(false);
         let mut icrc_prefix = IcrcPrefix::new(source, destination);
         let mut bytes = [0x5a; 1064];
@@ -333,14 +347,14 @@ mod tests {
     }
 
     #[test]
-    fn a_mixed_pair_of_addresses_does_not_panic() {
+    fn mixed_ip_versions_do_not_panic() {
         let mut icrc_prefix = IcrcPrefix::new(addresses(false).0, addresses(true).1);
         assert!(icrc_prefix.icrc::<Portable>(0, &[0; 64]).is_some());
     }
 
     proptest! {
         #[test]
-        fn a_cover_gives_what_the_whole_packet_gives(
+        fn prefix_gives_the_icrc_of_the_whole_packet(
             v6 in any::<bool>(),
             id in any::<u16>(),
             payload in proptest::collection::vec(any::<u8>(), 0..300),
@@ -362,25 +376,26 @@ mod tests {
             let whole = Packet::new_checked(&bytes[..len]).unwrap();
             let start = len - headers.wire_len(payload.len());
             let mut icrc_prefix = IcrcPrefix::new(source, destination);
-            prop_assert_eq!(icrc_prefix.icrc::<Portable>(id, &bytes[start..len]), Some(whole.transport().icrc()));
+            let icrc = icrc_prefix.icrc::<Portable>(id, &bytes[start..len]);
+            prop_assert_eq!(icrc, Some(whole.transport().icrc()));
         }
 
         #[test]
-        fn the_identification_is_found_from_any_other(
+        fn identification_is_recovered_from_any_assumption(
             bytes in proptest::collection::vec(any::<u8>(), 16..3000),
-            sealed in any::<u16>(),
+            actual in any::<u16>(),
             assumed in any::<u16>(),
         ) {
             let (source, destination) = addresses(false);
             let mut icrc_prefix = IcrcPrefix::new(source, destination);
-            let carried = icrc_prefix.icrc::<Portable>(sealed, &bytes).unwrap();
+            let carried = icrc_prefix.icrc::<Portable>(actual, &bytes).unwrap();
             let computed = icrc_prefix.icrc::<Portable>(assumed, &bytes).unwrap();
             let ip_id_solver = IpIdSolver::new(bytes.len());
-            prop_assert_eq!(ip_id_solver.solve(assumed, carried ^ computed), Some(sealed));
+            prop_assert_eq!(ip_id_solver.solve(assumed, carried ^ computed), Some(actual));
         }
 
         #[test]
-        fn pieces_give_the_same_as_the_whole(
+        fn incremental_update_equals_one_update(
             bytes in proptest::collection::vec(any::<u8>(), 0..300),
             cut in any::<prop::sample::Index>(),
         ) {

@@ -4,41 +4,41 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::{Writer, bytes_at, u16_at};
 
-/// The port that RoCEv2 listens on.
+/// The UDP destination port of RoCEv2.
 pub const UDP_PORT: u16 = 4791;
-/// The length of a UDP header.
+/// Length of a UDP header in bytes.
 pub const UDP_LEN: usize = 8;
 pub(super) const IPV4_LEN: usize = 20;
 pub(super) const IPV6_LEN: usize = 40;
 const UDP_PROTOCOL: u8 = 17;
 const DONT_FRAGMENT: u16 = 0x4000;
 
-/// What an IP header says.
+/// A parsed IP header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpRepr {
-    /// Where from.
+    /// The source address.
     pub source: IpAddr,
-    /// Where to. If only one of the two is IPv4, it is written [mapped] into IPv6.
+    /// The destination address. If only one of the two is IPv4, it is written [mapped] into IPv6.
     pub destination: IpAddr,
     /// Traffic class: DSCP and, in the low two bits, ECN.
     pub traffic_class: u8,
-    /// Time to live, or hop limit.
+    /// Time to live (IPv4) or hop limit (IPv6).
     pub hop_limit: u8,
-    /// IPv4's identification, which the ICRC covers; 0 for IPv6.
+    /// IPv4 identification, which the ICRC covers; 0 for IPv6.
     pub identification: u16,
-    /// What follows the header, in bytes.
+    /// Bytes after the header.
     pub payload_len: u16,
 }
 
 /// The ECN bits of a traffic class.
 pub const ECN_MASK: u8 = 0b11;
-/// ECN: the sender understands marks.
+/// ECN-capable transport, ECT(0).
 pub const ECN_CAPABLE: u8 = 0b10;
-/// ECN: a switch marked the packet.
+/// Congestion experienced (CE): a switch marked the packet.
 pub const ECN_MARKED: u8 = 0b11;
 
 impl IpRepr {
-    /// The length of the header.
+    /// The length of the header in bytes.
     pub const fn header_len(&self) -> usize {
         match (self.source, self.destination) {
             (IpAddr::V4(_), IpAddr::V4(_)) => IPV4_LEN,
@@ -46,8 +46,8 @@ impl IpRepr {
         }
     }
 
-    /// Reads a header in front of UDP; returns it and its length. `None` if it is of another sort, cut
-    /// short, or carries options or fragments, which RoCEv2 does not.
+    /// Parses a header that is followed by UDP; returns it and its length. `None` if it is not IP
+    /// with UDP, is truncated, or has options or fragments, which RoCEv2 does not use.
     pub fn parse(bytes: &[u8]) -> Option<(Self, usize)> {
         match bytes.first()? >> 4 {
             4 => Self::parse_v4(bytes),
@@ -140,19 +140,20 @@ fn checksum(header: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// What a UDP header says.
+/// A parsed UDP header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdpRepr {
-    /// Where from: chosen per queue pair, so that switches spread the load and keep the order.
+    /// The source port: chosen per queue pair, so that switches spread the load (ECMP) and keep the
+    /// order.
     pub source_port: u16,
-    /// Where to: 4791, or another that was agreed on.
+    /// The destination port: 4791, or another by agreement.
     pub destination_port: u16,
-    /// What follows the header, in bytes.
+    /// Bytes after the header.
     pub payload_len: u16,
 }
 
 impl UdpRepr {
-    /// Reads a header; `None` if it is cut short or its length is more than there is.
+    /// Parses a header; `None` if it is truncated or its length exceeds `bytes`.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let header = bytes.get(..UDP_LEN)?;
         let payload_len = u16_at(header, 4).checked_sub(UDP_LEN as u16)?;
@@ -166,7 +167,7 @@ impl UdpRepr {
         })
     }
 
-    /// Writes the header, without a checksum: the ICRC covers more.
+    /// Writes the header without a checksum (the ICRC covers more), and returns its length.
     pub fn emit(&self, buffer: &mut [u8]) -> usize {
         let mut writer = Writer::new(buffer);
         writer.u16(self.source_port);

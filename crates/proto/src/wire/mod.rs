@@ -1,21 +1,22 @@
-//! RoCEv2 as bytes: checked views, and representations that say what they mean.
+//! RoCEv2 packets as bytes: checked views, and parsed representations.
 //!
 //! ```text
 //! IPv4 20 or IPv6 40 | UDP 8 | BTH 12 | extension headers | payload | pad 0..3 | ICRC 4
 //! ```
 //!
-//! A [`Packet`] is a checked view of such bytes: nothing in this module panics, whatever they hold. [`Headers`]
-//! is what the transport's part means, to be matched on and to be written. Payload is never copied here: a
-//! view gives its range, and a writer leaves its place free, because it may lie in GPU memory.
+//! A [`Packet`] is a checked view of such bytes: nothing in this module panics, whatever they
+//! contain. [`Headers`] is the parsed form of the transport headers, for matching and for building.
+//! Payload is never copied here: a view returns its range, and a builder leaves its space free,
+//! because the payload may be in GPU memory.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`opcode`] | what a packet does, and which headers follow |
-//! | [`ext`] | the extension headers, acknowledge syndromes, timers |
+//! | [`opcode`] | opcodes, and which headers follow them |
+//! | [`ext`] | extension headers, AETH syndromes, RNR timers |
 //! | [`ip`] | IPv4, IPv6 and UDP, as far as RoCEv2 needs them |
-//! | [`icrc`] | the checksum that covers all of it |
-//! | [`packet`] | the view, and writing |
-//! | [`pcap`] | captures that Wireshark opens |
+//! | [`icrc`] | the invariant CRC |
+//! | [`packet`] | the views, and building packets |
+//! | [`pcap`] | capture files for Wireshark |
 
 pub mod ext;
 pub mod icrc;
@@ -30,8 +31,8 @@ pub use ip::{IpRepr, UDP_PORT, UdpRepr};
 pub use opcode::{Opcode, Position};
 pub use packet::{Extension, Headers, Malformed, Packet, Transport};
 
-/// Reads the `N` bytes at `at`; zeros if they are not there. Views check their length first, so that
-/// the zeros are never seen.
+/// Reads the `N` bytes at `at`; zeroes if out of range. Views check their length first, so that the
+/// zeroes are never used.
 #[inline]
 fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let found = bytes.get(at..at + N).and_then(|chunk| chunk.try_into().ok());
@@ -59,8 +60,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes_at(bytes, at))
 }
 
-/// Writes headers one after the other; what does not fit is left out, which its users rule out by asking
-/// for the length first.
+/// Writes headers one after the other. What does not fit is dropped; callers check the length
+/// first.
 struct Writer<'a> {
     rest: &'a mut [u8],
 }
@@ -70,7 +71,7 @@ impl<'a> Writer<'a> {
         Self { rest: buffer }
     }
 
-    /// Arrays, not slices: their length is known when this is compiled, so that one store writes them.
+    /// Takes arrays, not slices: with a constant length a single store writes them.
     #[inline]
     fn put<const N: usize>(&mut self, bytes: [u8; N]) {
         if let Some((dst, rest)) = core::mem::take(&mut self.rest).split_first_chunk_mut() {

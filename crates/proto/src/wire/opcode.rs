@@ -1,6 +1,6 @@
-//! What a packet does, and which headers follow.
+//! Transport opcodes, and which headers follow them.
 
-/// Where in its message a packet stands.
+/// The position of a packet in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Position {
     /// The first of several.
@@ -9,11 +9,11 @@ pub enum Position {
     Middle,
     /// The last of several.
     Last,
-    /// The only one.
+    /// The only packet of its message.
     Only,
 }
 
-/// Which headers follow the base header.
+/// The extension headers of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExtKind {
     Plain,
@@ -31,7 +31,7 @@ pub(super) enum ExtKind {
 }
 
 impl ExtKind {
-    /// The length of those headers.
+    /// Their total length in bytes.
     #[inline]
     pub(super) const fn len(self) -> usize {
         match self {
@@ -47,7 +47,7 @@ impl ExtKind {
     }
 }
 
-/// What is known of an opcode.
+/// The properties of an opcode.
 struct Row {
     byte: u8,
     name: &'static str,
@@ -55,10 +55,10 @@ struct Row {
     ext_kind: Option<ExtKind>,
 }
 
-/// Makes the enum, and the table that everything is looked up in, from one list, so that no two can disagree.
+/// Generates the enum and its lookup table from one list, so that they cannot disagree.
 macro_rules! opcodes {
     ($($byte:literal $opcode:ident $name:literal $position:ident $ext_kind:ident,)*) => {
-        /// A transport opcode. Those of other services, and those to come, are [`Opcode::Unknown`].
+        /// A transport opcode. Opcodes of other services and reserved ones are [`Opcode::Unknown`].
         ///
         /// ```
         /// use warpwire_proto::wire::{Opcode, Position};
@@ -71,13 +71,13 @@ macro_rules! opcodes {
         #[allow(missing_docs)] // the names are the specification's
         pub enum Opcode {
             $($opcode,)*
-            /// Any other.
+            /// Any other value.
             Unknown(u8),
         }
 
         const KNOWN: &[Opcode] = &[$(Opcode::$opcode,)*];
 
-        /// In the order of the enum; the last row is for those that are not known.
+        /// In the order of the enum; the last row is for unknown opcodes.
         static TABLE: [Row; KNOWN.len() + 1] = [
             $(Row {
                 byte: $byte,
@@ -89,14 +89,14 @@ macro_rules! opcodes {
         ];
 
         impl Opcode {
-            /// Its row, without a search: this is asked several times per packet.
+            /// The table row, without a search: this is called several times per packet.
             #[inline]
             fn row(self) -> &'static Row {
                 enum RowIndex {
                     $($opcode,)*
                     Unknown,
                 }
-                // The compiler sees that both enums count alike, and makes nothing of this match.
+                // Both enums have the same discriminants: this match compiles to nothing.
                 let index = match self {
                     $(Self::$opcode => RowIndex::$opcode,)*
                     Self::Unknown(_) => RowIndex::Unknown,
@@ -107,8 +107,9 @@ macro_rules! opcodes {
     };
 }
 
-// Byte, opcode, name in logs, place in the message, headers that follow. Those from 0xc0 on are in the range left
-// to manufacturers and are ours: ConnectX has atomics with masks, and no specification says how they travel.
+// Byte, opcode, name in logs, position in the message, extension headers. Opcodes from 0xc0 on are
+// in the range reserved for manufacturers and defined here: ConnectX supports masked atomics, and
+// no specification defines them on the wire.
 opcodes! {
     0x00 SendFirst "SEND_FIRST" First Plain,
     0x01 SendMiddle "SEND_MIDDLE" Middle Plain,
@@ -159,7 +160,7 @@ static BY_BYTE: [Opcode; 256] = {
 };
 
 impl Opcode {
-    /// The opcode in that byte.
+    /// Parses the byte on the wire.
     #[inline]
     pub fn from_byte(byte: u8) -> Self {
         BY_BYTE[usize::from(byte)]
@@ -174,12 +175,12 @@ impl Opcode {
         }
     }
 
-    /// Its name in logs.
+    /// The name in logs.
     pub fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// Where in its message such a packet stands.
+    /// The position of such a packet in its message.
     #[inline]
     pub fn position(self) -> Position {
         self.row().position
@@ -190,12 +191,12 @@ impl Opcode {
         self.row().ext_kind
     }
 
-    /// All that are known.
+    /// All known opcodes.
     pub fn all() -> impl Iterator<Item = Self> {
         KNOWN.iter().copied()
     }
 
-    /// Whether it answers a request: such packets go to the requester.
+    /// Whether it is a response, to be handled by the requester.
     pub fn is_response(self) -> bool {
         matches!(
             self,
@@ -214,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_an_opcode_and_comes_back() {
+    fn every_byte_round_trips() {
         for byte in 0..=255 {
             assert_eq!(Opcode::from_byte(byte).byte(), byte);
         }

@@ -1,4 +1,4 @@
-//! Whole packets: the checked view, what it means, and writing one.
+//! Whole packets: checked views, parsed headers, and building.
 
 use core::fmt;
 use core::ops::Range;
@@ -10,16 +10,16 @@ use super::opcode::{ExtKind, Opcode};
 use super::{Writer, bytes_at, u16_at, u24_at, u32_at, u64_at};
 use crate::psn::Psn;
 
-/// The length of the base transport header.
+/// Length of the base transport header (BTH) in bytes.
 pub const BTH_LEN: usize = 12;
-/// The length of the ICRC.
+/// Length of the ICRC in bytes.
 pub const ICRC_LEN: usize = 4;
-/// The longest transport headers: base, and an atomic's.
+/// Maximum length of the transport headers: BTH and a masked atomic's.
 pub const MAX_HEADERS_LEN: usize = BTH_LEN + 44;
-/// The partition that everybody is in.
+/// The default partition key.
 pub const DEFAULT_PARTITION: u16 = 0xffff;
 
-/// Where the fields of the base transport header lie.
+/// Offsets of the fields of the BTH.
 mod field {
     pub(super) const OPCODE: usize = 0;
     pub(super) const FLAGS: usize = 1;
@@ -37,26 +37,26 @@ const FECN: u8 = 0x80;
 const BECN: u8 = 0x40;
 const ACK_REQUEST: u8 = 0x80;
 
-/// Why bytes are not a packet that can be used. Counted by reason, never acted upon.
+/// Why bytes are not a valid packet. Such packets are counted by reason and dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Malformed {
-    /// Not IPv4 or IPv6 with UDP in it, or with options or fragments.
+    /// Not IPv4 or IPv6 with UDP, or with options or fragments.
     Ip,
-    /// The UDP header, or its length.
+    /// The UDP header is truncated, or its length is wrong.
     Udp,
     /// Shorter than its headers, pad and ICRC.
     Short,
-    /// A transport version that is not known.
+    /// Unknown transport version.
     Version,
-    /// An opcode that is not known.
+    /// Unknown opcode.
     Opcode,
 }
 
 impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Ip => "not IP with UDP inside",
-            Self::Udp => "a wrong UDP header",
+            Self::Ip => "not UDP over IP",
+            Self::Udp => "an invalid UDP header",
             Self::Short => "shorter than its headers",
             Self::Version => "an unknown transport version",
             Self::Opcode => "an unknown opcode",
@@ -64,32 +64,32 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// What follows the base header, by the opcode.
+/// The extension headers, determined by the opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extension {
-    /// Nothing.
+    /// No extension header.
     None,
     /// Immediate data.
     Imm(u32),
-    /// Remote memory.
+    /// RETH: remote memory.
     Reth(Reth),
-    /// Remote memory and immediate data.
+    /// RETH and immediate data.
     RethImm(Reth, u32),
-    /// An acknowledgement.
+    /// AETH: an acknowledgement.
     Aeth(Aeth),
-    /// An acknowledgement with the value that was there before an atomic.
+    /// AETH and the value before an atomic operation.
     AethAtomic(Aeth, u64),
-    /// An atomic.
+    /// AtomicETH.
     Atomic(AtomicEth),
-    /// An atomic with masks.
+    /// An atomic with masks, see [`MaskedAtomicEth`].
     MaskedAtomic(MaskedAtomicEth),
-    /// The key that the receiver is to invalidate.
+    /// IETH: the rkey that the receiver is to invalidate.
     Invalidate(u32),
-    /// A datagram.
+    /// DETH: a datagram.
     Deth(Deth),
-    /// A datagram with immediate data.
+    /// DETH and immediate data.
     DethImm(Deth, u32),
-    /// A congestion notification: reserved bytes.
+    /// Congestion notification: 16 reserved bytes.
     Cnp,
 }
 
@@ -161,7 +161,7 @@ impl Extension {
     }
 }
 
-/// What the transport headers of a packet say.
+/// The parsed transport headers of a packet.
 ///
 /// ```
 /// use warpwire_proto::Psn;
@@ -179,30 +179,30 @@ impl Extension {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Headers {
-    /// What the packet does.
+    /// The operation, and the packet's position in its message.
     pub opcode: Opcode,
-    /// The receiver's event should fire.
+    /// Solicited event: the completion wakes waiters that are armed for solicited events.
     pub solicited: bool,
-    /// The migration bit: sent by some, ignored by all.
+    /// The migration bit: sent by some devices, ignored on receipt.
     pub migrated: bool,
     /// The partition key.
     pub partition: u16,
-    /// Forward congestion, in InfiniBand networks.
+    /// Forward congestion notification (InfiniBand networks).
     pub fecn: bool,
-    /// Backward congestion: set in notifications.
+    /// Backward congestion notification: set in CNPs.
     pub becn: bool,
-    /// The queue pair that it is for, 24 bits.
+    /// The destination queue pair, 24 bits.
     pub destination_qp: u32,
-    /// The receiver must acknowledge.
+    /// Whether the receiver must acknowledge this packet.
     pub ack_request: bool,
-    /// Its sequence number.
+    /// The packet sequence number.
     pub psn: Psn,
-    /// What follows the base header.
+    /// The extension headers.
     pub extension: Extension,
 }
 
 impl Headers {
-    /// Headers with nothing special set, in the default partition. The extension must be the opcode's.
+    /// Headers without flags, in the default partition. The extension must match the opcode.
     pub fn new(opcode: Opcode, destination_qp: u32, psn: Psn, extension: Extension) -> Self {
         Self {
             opcode,
@@ -218,28 +218,28 @@ impl Headers {
         }
     }
 
-    /// The length of the headers.
+    /// The length of the headers in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         BTH_LEN + self.extension.ext_kind().len()
     }
 
-    /// Always false: there is always a base header.
+    /// Always false: the BTH is always present.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The length of a packet with this much payload, from the base header through the ICRC. Saturates: no
-    /// buffer is that long.
+    /// The length of a packet with `payload` bytes, from the BTH through the ICRC. Saturates.
     #[inline]
     pub fn wire_len(&self, payload: usize) -> usize {
         // Headers and ICRC are multiples of 4: rounding up the sum rounds up the payload.
         payload.saturating_add(self.len() + ICRC_LEN + 3) & !3
     }
 
-    /// Writes the headers, leaves room for `payload` bytes, and writes the zeros of the pad. Returns where the
-    /// payload goes; `None`, and nothing of use written, if the buffer is shorter than [`Headers::wire_len`]
-    /// or the extension is not the opcode's. The ICRC is the caller's to add: it covers the payload.
+    /// Writes the headers, leaves space for `payload` bytes, and writes the padding zeroes. Returns
+    /// the offset of the payload; `None`, with undefined contents of `buffer`, if `buffer` is
+    /// shorter than [`Headers::wire_len`] or the extension does not match the opcode. The caller
+    /// adds the ICRC, which covers the payload.
     pub fn emit(&self, buffer: &mut [u8], payload: usize) -> Option<usize> {
         if self.opcode.ext_kind() != Some(self.extension.ext_kind()) {
             return None;
@@ -256,7 +256,8 @@ impl Headers {
         Some(start)
     }
 
-    /// The base header, for a packet with so much pad. Built in words, which are stored faster than bytes.
+    /// The BTH of a packet with `pad` bytes of padding. Built in words, which are stored faster
+    /// than bytes.
     #[inline]
     fn base(&self, pad: u8) -> [u32; 3] {
         let flag = |set: bool, bit: u8| u8::from(set) * bit;
@@ -272,18 +273,18 @@ impl Headers {
     }
 }
 
-/// A checked view of a packet from the base header through the ICRC: what a UDP socket receives.
+/// A checked view of a packet from the BTH through the ICRC: what a UDP socket receives.
 #[derive(Clone, Copy)]
 pub struct Transport<'a> {
-    /// Apart from the rest, so that its fields are read without asking whether they are there.
+    /// Separate from `rest`, so that its fields are read without bounds checks.
     base: &'a [u8; BTH_LEN],
-    /// Extension headers, payload, pad and ICRC: at least as long as `base` says.
+    /// Extension headers, payload, pad and ICRC: at least as long as `base` requires.
     rest: &'a [u8],
     ext_kind: ExtKind,
 }
 
 impl<'a> Transport<'a> {
-    /// The view, if the bytes are long enough for what their headers say, and of a known sort.
+    /// Checks that the version and opcode are known, and the bytes long enough for their headers.
     #[inline]
     pub fn new_checked(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let (base, rest) = bytes.split_first_chunk::<BTH_LEN>().ok_or(Malformed::Short)?;
@@ -299,25 +300,25 @@ impl<'a> Transport<'a> {
         Ok(view)
     }
 
-    /// What the packet does.
+    /// The operation.
     #[inline]
     pub fn opcode(&self) -> Opcode {
         Opcode::from_byte(self.base[field::OPCODE])
     }
 
-    /// The queue pair that it is for.
+    /// The destination queue pair.
     #[inline]
     pub fn destination_qp(&self) -> u32 {
         u24_at(self.base, field::DESTINATION)
     }
 
-    /// Its sequence number.
+    /// The packet sequence number.
     #[inline]
     pub fn psn(&self) -> Psn {
         Psn::new(u32_at(self.base, field::PSN))
     }
 
-    /// What its headers say.
+    /// Parses the headers.
     #[inline]
     pub fn headers(&self) -> Headers {
         let (flags, congestion) = (self.base[field::FLAGS], self.base[field::CONGESTION]);
@@ -335,7 +336,7 @@ impl<'a> Transport<'a> {
         }
     }
 
-    /// Where in the view the payload lies.
+    /// The range of the payload in the view.
     #[inline]
     pub fn payload_range(&self) -> Range<usize> {
         let end = BTH_LEN + self.rest.len() - self.pad() - ICRC_LEN;
@@ -348,7 +349,7 @@ impl<'a> Transport<'a> {
         &self.rest[self.ext_kind.len()..self.rest.len() - self.pad() - ICRC_LEN]
     }
 
-    /// The ICRC that it carries.
+    /// The ICRC in the packet.
     #[inline]
     pub fn icrc(&self) -> u32 {
         u32::from_le_bytes(bytes_at(self.rest, self.rest.len() - ICRC_LEN))
@@ -360,7 +361,7 @@ impl<'a> Transport<'a> {
     }
 }
 
-/// A checked view of a packet from the IP header on: what a raw socket or a capture holds.
+/// A checked view of a packet from the IP header on: the contents of a raw socket or a capture.
 #[derive(Clone, Copy)]
 pub struct Packet<'a> {
     bytes: &'a [u8],
@@ -371,8 +372,8 @@ pub struct Packet<'a> {
 }
 
 impl<'a> Packet<'a> {
-    /// The view, if everything down to the transport headers is in order. Bytes behind the packet (an
-    /// Ethernet frame's padding) are left out.
+    /// Checks everything down to the transport headers. Bytes behind the packet (an Ethernet
+    /// frame's padding) are ignored.
     pub fn new_checked(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let (ip, ip_len) = IpRepr::parse(bytes).ok_or(Malformed::Ip)?;
         let bytes = &bytes[..ip_len + usize::from(ip.payload_len)];
@@ -383,32 +384,32 @@ impl<'a> Packet<'a> {
         Ok(Self { bytes: &bytes[..end], ip, ip_len, udp, transport })
     }
 
-    /// What its IP header says.
+    /// The parsed IP header.
     pub fn ip(&self) -> IpRepr {
         self.ip
     }
 
-    /// What its UDP header says.
+    /// The parsed UDP header.
     pub fn udp(&self) -> UdpRepr {
         self.udp
     }
 
-    /// The transport's part.
+    /// The transport headers, payload and ICRC.
     pub fn transport(&self) -> Transport<'a> {
         self.transport
     }
 
-    /// Whether it carries the ICRC that its bytes give.
+    /// Whether the ICRC in the packet is correct.
     pub fn has_valid_icrc<C: Crc32>(&self) -> bool {
         let covered = &self.bytes[..self.bytes.len() - ICRC_LEN];
         icrc::begin::<C>(covered, self.ip_len) == self.transport.icrc()
     }
 }
 
-/// Writes a whole packet: IP, UDP, headers, payload, pad and ICRC. Returns its length, or `None` if the
-/// buffer is too short for it, or the lengths do not fit into the headers.
+/// Builds a whole packet: IP, UDP, headers, payload, pad and ICRC. Returns its length, or `None` if
+/// the buffer is too short, or a length does not fit into its header field.
 ///
-/// A test's and a capture's way of making packets; an engine writes headers and payload apart.
+/// For tests and captures; an engine writes headers and payload separately.
 pub fn build<C: Crc32>(
     buffer: &mut [u8],
     mut ip: IpRepr,
@@ -422,7 +423,7 @@ pub fn build<C: Crc32>(
     let ip_len = ip.header_len();
     let (start, end) = (ip_len + UDP_LEN, ip_len + UDP_LEN + len);
     if ip_len == IPV4_LEN && end > usize::from(u16::MAX) {
-        return None; // IPv4's length counts its own header
+        return None; // the IPv4 length includes the header
     }
     let packet = buffer.get_mut(..end)?;
     ip.emit(packet);

@@ -1,17 +1,17 @@
-//! Capture files that Wireshark opens: packets from the IP header on, stamped in nanoseconds.
+//! Capture files for Wireshark: packets from the IP header on, with nanosecond timestamps.
 //!
-//! Nothing is written here; a caller with a file puts these bytes and the packets into it.
+//! Does no I/O: the caller writes these headers and the packets to a file.
 
 use crate::time::Instant;
 
-/// The longest packet that a capture holds.
+/// The maximum length of a captured packet.
 const SNAP_LEN: u32 = 65_535;
-/// Packets begin with an IP header.
+/// Link type: packets start with an IP header.
 const LINK_TYPE_RAW: u32 = 101;
-/// Little-endian, nanoseconds.
+/// Little-endian, nanosecond timestamps.
 const MAGIC: u32 = 0xa1b2_3c4d;
 
-/// What a capture file begins with.
+/// The header of a capture file.
 pub fn file_header() -> [u8; 24] {
     let mut header = [0; 24];
     header[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -22,7 +22,7 @@ pub fn file_header() -> [u8; 24] {
     header
 }
 
-/// What stands before each packet of `len` bytes.
+/// The header of a captured packet of `len` bytes.
 pub fn record_header(at: Instant, len: usize) -> [u8; 16] {
     const NANOS: u64 = 1_000_000_000;
     let mut header = [0; 16];

@@ -1,4 +1,4 @@
-//! Packets as one line of a log.
+//! Packets as one line of a log (`Display`).
 
 use core::fmt;
 

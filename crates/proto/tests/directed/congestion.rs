@@ -1,4 +1,4 @@
-//! Marks, notifications, and the rate that they leave.
+//! Congestion control: ECN marks, CNPs, and pacing.
 
 use core::time::Duration;
 
@@ -8,7 +8,7 @@ use warpwire_proto::{Instant, Psn};
 
 use crate::directed::pair::{A, B, ConnParams, MTU, Pair, QPNS, REMOTE_ADDR};
 
-/// A byte in a nanosecond.
+/// Line rate: one byte per nanosecond.
 const LINE: u64 = 1_000_000_000;
 
 fn paced_pair() -> Pair {
@@ -27,20 +27,20 @@ fn notify(pair: &mut Pair) {
 }
 
 #[test]
-fn marked_packets_are_answered_with_notifications_but_not_too_often() {
+fn marked_packets_cause_rate_limited_notifications() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
     let packets = pair.send_all(A);
     packets[..4].iter().for_each(|packet| deliver_marked(&mut pair, B, packet));
     let responses = pair.send_all(B);
-    assert_eq!(responses.len(), 1, "one for them all");
+    assert_eq!(responses.len(), 1, "one CNP for all of them");
     let headers = responses[0].headers;
     assert_eq!(headers.opcode, Opcode::CongestionNotification);
     assert_eq!((headers.destination_qp, headers.psn), (QPNS[A], Psn::new(0)));
     assert!(headers.becn && !headers.ack_request);
     pair.now = pair.now + (CUT_INTERVAL - Duration::from_nanos(1));
     deliver_marked(&mut pair, B, &packets[4]);
-    assert_eq!(pair.send_all(B), [], "too soon");
+    assert_eq!(pair.send_all(B), [], "a CNP within the interval");
     pair.now = pair.now + Duration::from_nanos(1);
     deliver_marked(&mut pair, B, &packets[5]);
     assert_eq!(pair.send_all(B).len(), 1);
@@ -48,7 +48,7 @@ fn marked_packets_are_answered_with_notifications_but_not_too_often() {
 }
 
 #[test]
-fn marked_answers_are_told_to_the_answering_end_too() {
+fn marked_responses_cause_notifications_too() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
     pair.transfer(A);
@@ -79,7 +79,7 @@ fn a_notification_halves_the_rate_and_spaces_the_packets() {
     assert_eq!(pair.endpoints[A].qp.paced_rate(), Some(LINE / 2));
     let start = pair.now;
     for at in 0..8 {
-        assert_eq!(pair.send_all(A).len(), 1, "one at a time");
+        assert_eq!(pair.send_all(A).len(), 1, "packets are paced");
         let opens = start + Duration::from_nanos(u64::from(2 * MTU) * (at + 1));
         assert_eq!(pair.next_deadline(), opens);
         pair.advance_to(opens);
@@ -98,12 +98,13 @@ fn more_notifications_cut_further_but_only_one_in_an_interval() {
 }
 
 #[test]
-fn quiet_time_raises_the_rate_until_nothing_is_held_back() {
+fn time_without_notifications_raises_the_rate_until_pacing_ends() {
     let mut pair = paced_pair();
     notify(&mut pair);
     pair.wait(RAISE_INTERVAL * 40);
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
-    pair.send(A).unwrap(); // the packet that finds the time has passed still takes its own at line rate
+    // The packet that ends pacing still occupies its own time at line rate.
+    pair.send(A).unwrap();
     assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
     pair.wait(Duration::from_nanos(u64::from(MTU)));
     assert_eq!(pair.send_all(A).len(), 7);

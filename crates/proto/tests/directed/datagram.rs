@@ -1,4 +1,4 @@
-//! Datagrams.
+//! Unreliable datagrams.
 
 use warpwire_proto::Psn;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
@@ -18,7 +18,7 @@ fn datagram(id: u64, len: u32) -> Datagram {
     Datagram { id, destination: 9, qkey: QKEY, len, imm, signaled, solicited }
 }
 
-/// Ready to send, with that key.
+/// A UD queue pair in RTS with that Q_Key.
 fn ud_in_rts(number: u32, qkey: u32, depth: u32) -> Ud {
     let mut ud = Ud::new(number, Mtu::new(MTU).unwrap(), depth);
     let init = QpAttributes {
@@ -34,7 +34,7 @@ fn ud_in_rts(number: u32, qkey: u32, depth: u32) -> Ud {
     ud
 }
 
-/// The work at its head has a wrong key: to `SQE`.
+/// Moves the queue pair to `SQE`: the request at its head has an invalid lkey.
 pub fn fail_send_queue(ud: &mut Ud) {
     let mut host = ScriptedHost::default();
     host.answer(HostCall::FetchWork, [Denied]);
@@ -60,7 +60,7 @@ fn deliver(ud: &mut Ud, packet: &Transmit, host: &mut ScriptedHost) -> Result<()
     ud.handle_packet(&RxPacket { headers: &packet.headers, payload_len, marked: false }, host)
 }
 
-/// A datagram of that length from queue pair 5, on its way to a queue pair with that key.
+/// A datagram of `len` bytes from queue pair 5 with that Q_Key.
 fn transmit_one(qkey: u32, len: u32) -> Transmit {
     let mut sender = ud_in_rts(5, QKEY, 4);
     sender.post(Datagram { qkey, ..datagram(0, len) }).unwrap();
@@ -75,7 +75,7 @@ fn qkey_of(packet: &Transmit) -> u32 {
 }
 
 #[test]
-fn a_datagram_arrives_behind_its_route_with_its_sender_and_immediate() {
+fn a_datagram_arrives_after_its_grh_with_its_sender_and_immediate() {
     for (imm, len) in [(None, 0), (None, 10), (Some(7), 1), (Some(8), MTU)] {
         let (mut sender, mut receiver) = (ud_in_rts(5, 1, 4), ud_in_rts(9, QKEY, 4));
         let mut host = ScriptedHost::default();
@@ -83,7 +83,11 @@ fn a_datagram_arrives_behind_its_route_with_its_sender_and_immediate() {
         let packet = sender.poll_transmit(&mut host).unwrap();
         assert_eq!((packet.headers.destination_qp, packet.headers.psn), (9, Psn::new(0xff_ffff)));
         assert!(!packet.headers.ack_request);
-        assert_eq!(completions(&mut sender), [(3, Status::Success)], "done as soon as it is sent");
+        assert_eq!(
+            completions(&mut sender),
+            [(3, Status::Success)],
+            "complete as soon as it is sent"
+        );
         host.add_receive(4, GRH_LEN + len);
         deliver(&mut receiver, &packet, &mut host).unwrap();
         let grh = HostEffect::Placed(Target::Grh { id: 4 }, GRH_LEN);
@@ -108,11 +112,11 @@ fn an_empty_datagram_places_no_payload() {
     let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(4, 100);
     deliver(&mut receiver, &transmit_one(QKEY, 0), &mut host).unwrap();
-    assert_eq!(host.call_count(HostCall::PlaceReceive), 0, "as with a connected queue pair");
+    assert_eq!(host.call_count(HostCall::PlaceReceive), 0, "an empty payload is not placed");
 }
 
 #[test]
-fn numbers_count_up_and_wrap() {
+fn psns_increment_and_wrap() {
     let (mut sender, mut host) = (ud_in_rts(5, QKEY, 4), ScriptedHost::default());
     (0..3).for_each(|id| sender.post(datagram(id, 1)).unwrap());
     let numbers: Vec<_> = std::iter::from_fn(|| sender.poll_transmit(&mut host))
@@ -128,7 +132,7 @@ fn a_key_with_the_upper_bit_stands_for_the_senders_own() {
 }
 
 #[test]
-fn another_key_is_dropped_and_counted() {
+fn a_wrong_qkey_is_dropped_and_counted() {
     let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(0, 100);
     assert_eq!(
@@ -171,7 +175,7 @@ fn too_long_a_datagram_is_dropped_and_costs_no_receive() {
 }
 
 #[test]
-fn a_place_that_is_not_there_now_drops_the_datagram_but_not_the_receive() {
+fn absent_memory_drops_the_datagram_but_not_the_receive() {
     for call in [HostCall::PlaceGrh, HostCall::PlaceReceive] {
         let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
         host.add_receive(0, 100);
@@ -193,14 +197,14 @@ fn a_receive_with_a_wrong_key_fails_the_queue_pair() {
     assert_eq!(receiver.state(), State::Err);
     let [Event::Sent(flushed), Event::Received(receive_completion)] = events(&mut receiver)[..]
     else {
-        panic!("a completion and a receipt");
+        panic!("no send and receive completion");
     };
     assert_eq!((flushed.id, flushed.status), (7, Status::Flushed));
     assert_eq!((receive_completion.id, receive_completion.status), (0, Status::LocalProtection));
 }
 
 #[test]
-fn a_receipt_that_is_not_taken_makes_the_next_datagram_drop() {
+fn an_untaken_receive_completion_drops_the_next_datagram() {
     let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(0, 100);
     host.add_receive(1, 100);
@@ -245,9 +249,13 @@ fn a_wrong_key_of_ours_stops_the_send_queue_until_it_is_started_again() {
     let (bad, flushed) = (Status::LocalProtection, Status::Flushed);
     assert_eq!(completions(&mut ud), [(0, Status::Success), (1, bad), (2, flushed), (3, flushed)]);
     ud.post(datagram(4, 1)).unwrap();
-    assert_eq!(completions(&mut ud), [(4, flushed)], "posted while it stands still");
+    assert_eq!(completions(&mut ud), [(4, flushed)], "posted in SQE");
     host.add_receive(0, 100);
-    assert_eq!(deliver(&mut ud, &transmit_one(QKEY, 1), &mut host), Ok(()), "it still receives");
+    assert_eq!(
+        deliver(&mut ud, &transmit_one(QKEY, 1), &mut host),
+        Ok(()),
+        "receives still work in SQE"
+    );
     ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     ud.post(datagram(5, 1)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
@@ -255,7 +263,7 @@ fn a_wrong_key_of_ours_stops_the_send_queue_until_it_is_started_again() {
 }
 
 #[test]
-fn a_page_that_is_not_there_now_pauses_sending() {
+fn absent_memory_pauses_sending() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     host.answer(HostCall::FetchWork, [Retry]);
     ud.post(datagram(0, 1)).unwrap();
@@ -265,7 +273,7 @@ fn a_page_that_is_not_there_now_pauses_sending() {
 }
 
 #[test]
-fn failing_flushes_what_waits_and_the_receive_in_hand() {
+fn failing_flushes_queued_work_and_the_taken_receive() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
     host.add_receive(6, GRH_LEN);
@@ -275,7 +283,7 @@ fn failing_flushes_what_waits_and_the_receive_in_hand() {
     let [Event::Sent(first), Event::Sent(second), Event::Received(receive_completion)] =
         events(&mut ud)[..]
     else {
-        panic!("two completions and a receipt");
+        panic!("no two send and one receive completions");
     };
     assert_eq!((first.id, first.status), (0, Status::Flushed));
     assert_eq!((second.id, second.status), (1, Status::Flushed));
@@ -291,14 +299,14 @@ fn the_queue_holds_its_depth_and_no_datagram_longer_than_the_mtu() {
     ud.post(datagram(1, 0)).unwrap();
     assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full));
     assert!(ud.poll_transmit(&mut host).is_some());
-    assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full), "its completion is not taken");
+    assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full), "the completion is still untaken");
     assert_eq!(completions(&mut ud).len(), 1);
     assert_eq!(ud.post(datagram(2, 0)), Ok(()));
     assert_eq!(ud.footprint(), footprint);
 }
 
 #[test]
-fn draining_is_said_once_and_holds_what_is_posted() {
+fn draining_notifies_once_and_holds_posted_work() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     ud.modify(&QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) })
         .unwrap();
@@ -312,7 +320,7 @@ fn draining_is_said_once_and_holds_what_is_posted() {
 }
 
 #[test]
-fn reset_forgets_what_was_posted_and_it_can_be_brought_up_again() {
+fn reset_discards_posted_work_and_the_queue_pair_can_be_brought_up_again() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     (0..4).for_each(|id| ud.post(datagram(id, 1)).unwrap());
     ud.poll_transmit(&mut host).unwrap();
@@ -322,12 +330,12 @@ fn reset_forgets_what_was_posted_and_it_can_be_brought_up_again() {
 }
 
 #[test]
-fn queue_pair_one_speaks_with_its_well_known_key() {
+fn queue_pair_one_uses_its_well_known_qkey() {
     let qkey = Ud::MANAGEMENT_QKEY;
     let (mut ours, mut theirs) = (ud_in_rts(1, qkey, 4), ud_in_rts(1, qkey, 4));
     let mut host = ScriptedHost::default();
     host.add_receive(0, GRH_LEN + 256);
-    // The well-known key has the upper bit set: it is the sender's own that goes out.
+    // The well-known Q_Key has the upper bit set, so the sender's own Q_Key is sent.
     ours.post(Datagram { destination: 1, qkey, ..datagram(0, 256) }).unwrap();
     let packet = ours.poll_transmit(&mut host).unwrap();
     let deth = Deth { qkey: 0x8001_0000, source_qp: 1 };
@@ -335,18 +343,18 @@ fn queue_pair_one_speaks_with_its_well_known_key() {
     assert_eq!(deliver(&mut theirs, &packet, &mut host), Ok(()));
 }
 
-/// Work without a packet, that ends in that way.
+/// A request without a packet that completes with `status`.
 fn local(id: u64, status: Status) -> SendCompletion {
     SendCompletion { id, status, signaled: true }
 }
 
 #[test]
-fn work_without_a_packet_ends_in_its_turn() {
+fn local_work_completes_in_order() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post_local(local(0, Status::Success)).unwrap();
     ud.post(datagram(1, 1)).unwrap();
     ud.post_local(local(2, Status::Success)).unwrap();
-    assert!(!ud.has_events(), "its turn has not come");
+    assert!(!ud.has_events(), "completed before earlier work");
     assert_eq!(ud.peek_transmit(), Some(datagram(1, 1)));
     assert_eq!(completions(&mut ud), [(0, Status::Success)]);
     assert!(ud.poll_transmit(&mut host).is_some());
@@ -359,7 +367,7 @@ fn work_without_a_packet_ends_in_its_turn() {
 }
 
 #[test]
-fn bad_work_and_datagrams_to_nowhere_stop_the_send_queue() {
+fn invalid_work_and_unroutable_datagrams_stop_the_send_queue() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
     ud.post_local(local(1, Status::LocalOperation)).unwrap();
@@ -374,7 +382,7 @@ fn bad_work_and_datagrams_to_nowhere_stop_the_send_queue() {
     ud.fail_transmit(bad);
     assert_eq!(completions(&mut ud), [(3, bad), (4, flushed)]);
     ud.fail_transmit(bad);
-    assert!(!ud.has_events(), "there is nothing to refuse");
+    assert!(!ud.has_events(), "nothing is left to fail");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Requests that come again.
+//! Duplicate requests.
 
 use warpwire_proto::Psn;
 use warpwire_proto::qp::{DiscardReason, Status, Transmit, WrOp};
@@ -17,7 +17,7 @@ fn at_offset(request: &Transmit, packets: u32, len: u32) -> Transmit {
     })
 }
 
-/// The answering end has answered a read of that length; returns its request.
+/// A pair whose responder has answered a read of `len` bytes; returns its request too.
 fn after_read(params: ConnParams, len: u32) -> (Pair, Transmit) {
     let mut pair = Pair::with(params);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), len);
@@ -27,7 +27,7 @@ fn after_read(params: ConnParams, len: u32) -> (Pair, Transmit) {
 }
 
 #[test]
-fn a_send_or_write_that_comes_again_is_acknowledged_with_the_newest_number_and_not_delivered() {
+fn a_duplicate_send_or_write_is_acknowledged_with_the_newest_psn_and_not_delivered() {
     for op in [WrOp::Send, WrOp::SendImm(1), WrOp::SendInvalidate(2), WrOp::Write(REMOTE_ADDR)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 4);
         pair.post(A, 0, op, 2 * MTU);
@@ -62,7 +62,7 @@ fn many_duplicates_at_once_are_acknowledged_once() {
 }
 
 #[test]
-fn a_read_that_comes_again_is_answered_again_from_its_record() {
+fn a_duplicate_read_is_answered_from_its_record() {
     let (mut pair, request) = after_read(ConnParams::default(), 3 * MTU + 10);
     assert_eq!(pair.deliver(B, &request), Err(DiscardReason::Duplicate));
     let answers = pair.send_all(B);
@@ -76,13 +76,17 @@ fn a_read_that_comes_again_is_answered_again_from_its_record() {
             Opcode::ReadResponseLast
         ]
     );
-    assert_eq!(aeth(&answers[0]).msn, 1, "a message is counted once");
-    assert_eq!(pair.endpoints[B].host.call_count(HostCall::MayAccess), 1, "it is judged once");
-    assert_eq!(pair.endpoints[B].host.call_count(HostCall::FetchRemote), 8, "and fetched again");
+    assert_eq!(aeth(&answers[0]).msn, 1, "the message was counted more than once");
+    assert_eq!(pair.endpoints[B].host.call_count(HostCall::MayAccess), 1, "access is checked once");
+    assert_eq!(
+        pair.endpoints[B].host.call_count(HostCall::FetchRemote),
+        8,
+        "the data is fetched again"
+    );
 }
 
 #[test]
-fn a_part_of_a_read_that_is_asked_for_again_begins_with_a_first_or_only_packet() {
+fn a_partially_repeated_read_begins_with_a_first_or_only_packet() {
     let len = 3 * MTU + 10;
     let (mut pair, request) = after_read(ConnParams::default(), len);
     let tail = at_offset(&request, 2, len - 2 * MTU);
@@ -102,7 +106,7 @@ fn a_part_of_a_read_that_is_asked_for_again_begins_with_a_first_or_only_packet()
 }
 
 #[test]
-fn a_read_that_comes_again_while_it_is_answered_begins_again() {
+fn a_duplicate_read_restarts_its_response() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
     let request = pair.transfer(A)[0];
@@ -115,7 +119,7 @@ fn a_read_that_comes_again_while_it_is_answered_begins_again() {
 }
 
 #[test]
-fn a_repeated_read_with_another_key_place_or_length_is_passed_over_in_silence() {
+fn a_duplicate_read_with_another_key_address_or_length_is_ignored() {
     let len = 3 * MTU + 10;
     let (mut pair, request) = after_read(ConnParams::default(), len);
     let with = |address: u64, rkey: u32, len: u32| {
@@ -128,7 +132,7 @@ fn a_repeated_read_with_another_key_place_or_length_is_passed_over_in_silence() 
         with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + 1),
         with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + MTU),
         with(REMOTE_ADDR.address, REMOTE_ADDR.key, u32::MAX),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, MTU + 10), // would end inside a packet
+        with(REMOTE_ADDR.address, REMOTE_ADDR.key, MTU + 10), // ends inside a packet
         with(REMOTE_ADDR.address, REMOTE_ADDR.key, 0),
         at_offset(&request, 1, len),
     ] {
@@ -140,7 +144,7 @@ fn a_repeated_read_with_another_key_place_or_length_is_passed_over_in_silence() 
 }
 
 #[test]
-fn an_atomic_that_comes_again_is_answered_with_the_saved_value_and_not_executed() {
+fn a_duplicate_atomic_is_answered_with_the_saved_value_and_not_executed() {
     let mut pair = Pair::new();
     pair.endpoints[B].host.atomic_word = 10;
     pair.post(A, 0, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
@@ -162,7 +166,7 @@ fn an_atomic_that_comes_again_is_answered_with_the_saved_value_and_not_executed(
 }
 
 #[test]
-fn a_record_that_is_gone_is_not_answered() {
+fn a_duplicate_without_a_record_is_not_answered() {
     for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         for kept in [1, 3] {
             let params = ConnParams {
@@ -240,7 +244,7 @@ fn everything_twice_is_delivered_once() {
 }
 
 #[test]
-fn a_number_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
+fn a_psn_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
     let half = 1 << 23;
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     for (ahead, outcome) in [
@@ -260,7 +264,7 @@ fn a_number_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
 }
 
 #[test]
-fn an_empty_read_that_comes_again_is_answered_again() {
+fn a_duplicate_empty_read_is_answered_again() {
     let (mut pair, request) = after_read(ConnParams::default(), 0);
     assert_eq!(pair.deliver(B, &request), Err(DiscardReason::Duplicate));
     let answers = pair.transfer(B);
@@ -269,7 +273,7 @@ fn an_empty_read_that_comes_again_is_answered_again() {
 }
 
 #[test]
-fn a_part_asked_for_again_does_not_shorten_an_answer_under_way() {
+fn a_partial_repeat_does_not_shorten_a_response_in_progress() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
     let request = pair.transfer(A)[0];

@@ -1,4 +1,4 @@
-//! Who sees what when something fails: the rows of table D3.
+//! Failures: which end reports which status and which event.
 
 use warpwire_proto::qp::HostStatus::Denied;
 use warpwire_proto::qp::{
@@ -26,7 +26,7 @@ fn a_wrong_key_of_ours_fails_the_send_after_earlier_work_and_the_peer_sees_nothi
         pair.post(A, 1, op, 10);
         pair.post(A, 2, WrOp::Send, 10);
         let packets = pair.transfer(A);
-        assert_eq!(packets.len(), 3, "{op:?}: the wrong work waits for its turn");
+        assert_eq!(packets.len(), 3, "{op:?}: the invalid work is not sent");
         assert_eq!(pair.endpoints[A].qp.state(), State::Rts);
         pair.exchange();
         let endpoints = [(0, Success), (1, Status::LocalProtection), (2, Flushed)];
@@ -39,7 +39,7 @@ fn a_wrong_key_of_ours_fails_the_send_after_earlier_work_and_the_peer_sees_nothi
 }
 
 #[test]
-fn senseless_work_fails_in_its_turn_and_the_peer_sees_nothing() {
+fn invalid_work_fails_in_order_and_the_peer_sees_nothing() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Bad(Status::LocalOperation), 0);
@@ -51,14 +51,14 @@ fn senseless_work_fails_in_its_turn_and_the_peer_sees_nothing() {
 }
 
 #[test]
-fn work_of_impossible_length_is_not_taken() {
+fn work_of_invalid_length_is_rejected() {
     let mut pair = Pair::new();
     let qp = &mut pair.endpoints[A].qp;
     for (op, len) in [
         (WrOp::Send, (1 << 31) + 1),
         (WrOp::Atomic(REMOTE_ADDR, ADD), 4),
         (WrOp::Atomic(REMOTE_ADDR, ADD), 16),
-        (WrOp::Read(REMOTE_ADDR), 1 << 31), // 2^23 packets of 256: half of the circle of numbers
+        (WrOp::Read(REMOTE_ADDR), 1 << 31), // 2^23 packets of 256: half of the PSN space
     ] {
         assert_eq!(qp.post(SendWr::new(0, op, len)), Err(PostError::Length(len)));
     }
@@ -79,8 +79,8 @@ fn a_wrong_remote_key_is_a_remote_access_error_and_fails_the_peer() {
         pair.post(A, 1, WrOp::Send, 10);
         pair.assert_ends(Status::RemoteAccess, Some(QpEvent::AccessError));
         assert_eq!(pair.endpoints[A].sent.len(), 2);
-        assert_eq!(pair.endpoints[B].host.done, [], "nothing was touched");
-        assert_eq!(pair.endpoints[B].receive_statuses(), [], "no receive was used");
+        assert_eq!(pair.endpoints[B].host.done, [], "memory was accessed");
+        assert_eq!(pair.endpoints[B].receive_statuses(), [], "a receive was taken");
     }
 }
 
@@ -99,7 +99,7 @@ fn memory_that_goes_away_while_it_is_accessed_is_a_remote_access_error() {
 }
 
 #[test]
-fn an_access_failure_after_a_receive_was_used_is_also_told_to_that_receive() {
+fn an_access_failure_after_a_receive_was_taken_also_fails_that_receive() {
     for (call, op, len) in [
         (HostCall::MayAccess, WrOp::WriteImm(REMOTE_ADDR, 1), 10),
         (HostCall::PlaceRemote, WrOp::WriteImm(REMOTE_ADDR, 1), 10),
@@ -145,7 +145,11 @@ fn an_operation_that_the_queue_pair_does_not_allow_is_an_invalid_request() {
         pair.post(A, 0, op, len);
         pair.assert_ends(Status::RemoteInvalidRequest, Some(QpEvent::RequestError));
         assert_eq!(pair.endpoints[B].host.call_count(HostCall::MayAccess), 0);
-        assert_eq!(pair.endpoints[B].host.receives_left(), 1, "flags are judged before resources");
+        assert_eq!(
+            pair.endpoints[B].host.receives_left(),
+            1,
+            "access flags are checked before resources"
+        );
     }
 }
 
@@ -232,7 +236,7 @@ fn data_of_the_wrong_length_is_a_bad_response() {
 }
 
 #[test]
-fn an_answer_of_another_sort_than_the_request_is_a_bad_response() {
+fn a_response_of_another_kind_than_the_request_is_a_bad_response() {
     let ack = Aeth { syndrome: Syndrome::ACK, msn: 1 };
     let data = (Opcode::ReadResponseOnly, Extension::Aeth(ack), 8);
     let result = (Opcode::AtomicAcknowledge, Extension::AethAtomic(ack, 0), 0);
@@ -265,7 +269,7 @@ fn a_syndrome_that_means_nothing_is_a_bad_response() {
 }
 
 #[test]
-fn a_refusal_acknowledges_what_came_before_it_and_fails_the_work_it_names() {
+fn a_nak_acknowledges_earlier_work_and_fails_the_work_it_names() {
     for (nak, status) in [
         (Nak::InvalidRequest, Status::RemoteInvalidRequest),
         (Nak::RemoteAccess, Status::RemoteAccess),
@@ -282,7 +286,7 @@ fn a_refusal_acknowledges_what_came_before_it_and_fails_the_work_it_names() {
 }
 
 #[test]
-fn everything_behind_a_failure_is_flushed_in_order_and_unsignaled_work_too() {
+fn everything_after_a_failure_is_flushed_in_order_and_unsignaled_work_too() {
     let mut pair = Pair::new();
     pair.endpoints[B].host.answer(HostCall::MayAccess, [Denied]);
     for id in 0..10 {
@@ -294,18 +298,14 @@ fn everything_behind_a_failure_is_flushed_in_order_and_unsignaled_work_too() {
     let wanted: Vec<_> = [(0, Status::RemoteAccess)].into_iter().chain(flushed).collect();
     assert_eq!(pair.endpoints[A].sent, wanted);
     pair.post(A, 10, WrOp::Send, 1);
-    assert_eq!(
-        pair.endpoints[A].sent.last(),
-        Some(&(10, Flushed)),
-        "work posted in ERR is flushed"
-    );
+    assert_eq!(pair.endpoints[A].sent.last(), Some(&(10, Flushed)), "work posted in ERR");
     pair.post(B, 11, WrOp::Send, 1);
-    assert_eq!(pair.endpoints[B].sent, [(11, Flushed)], "at the other end too");
+    assert_eq!(pair.endpoints[B].sent, [(11, Flushed)], "work of the responder");
     assert_eq!(pair.exchange(), []);
 }
 
 #[test]
-fn a_failed_peer_flushes_its_own_work_without_a_reason_of_its_own() {
+fn a_failed_peer_flushes_its_own_work() {
     let mut pair = Pair::new();
     pair.post(B, 5, WrOp::Write(REMOTE_ADDR), 10);
     pair.post(B, 6, WrOp::Write(REMOTE_ADDR), 10);
@@ -325,11 +325,11 @@ fn a_receive_in_use_is_flushed_when_the_queue_pair_fails_for_another_reason() {
     pair.endpoints[B].qp.modify(&to_error).unwrap();
     pair.endpoints[B].drain_events();
     assert_eq!(pair.endpoints[B].receive_statuses(), [(0, Flushed)]);
-    assert_eq!(pair.endpoints[B].host.receives_left(), 1, "the host flushes those it still has");
+    assert_eq!(pair.endpoints[B].host.receives_left(), 1, "the host flushes untaken receives");
 }
 
 #[test]
-fn the_bytes_and_the_atomic_of_a_whole_exchange_are_asked_for_once() {
+fn the_host_is_called_once_for_each_effect_of_an_exchange() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.endpoints[B].host.atomic_word = 40;
     pair.post(A, 0, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
@@ -346,14 +346,14 @@ fn the_bytes_and_the_atomic_of_a_whole_exchange_are_asked_for_once() {
 }
 
 #[test]
-fn a_failed_end_repeats_its_reason_to_a_peer_that_asks_again() {
+fn a_failed_end_repeats_its_nak_when_the_peer_retries() {
     let mut pair = Pair::new();
     pair.endpoints[B].host.answer(HostCall::MayAccess, [Denied]);
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
     let request = pair.send(A).unwrap();
     pair.deliver(B, &request).unwrap();
     let lost = pair.send(B).unwrap();
-    assert_eq!(pair.send(B), None, "it is said once for each request");
+    assert_eq!(pair.send(B), None, "more than one NAK per request");
     pair.wait(pair.params.ack_timeout());
     let again = pair.send(A).unwrap();
     assert_eq!(pair.deliver(B, &again), Err(DiscardReason::State));
@@ -365,7 +365,7 @@ fn a_failed_end_repeats_its_reason_to_a_peer_that_asks_again() {
 }
 
 #[test]
-fn reads_accepted_before_a_failure_are_answered_before_the_reason_is_told() {
+fn reads_accepted_before_a_failure_are_answered_before_the_nak() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);

@@ -1,10 +1,10 @@
-//! A host that answers as a script says, and remembers what it was asked to do.
+//! A host with scripted answers that records its calls and their effects.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target};
 
-/// The calls whose answers can be preset.
+/// Host calls whose answers can be scripted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HostCall {
     TakeReceive,
@@ -20,7 +20,7 @@ pub enum HostCall {
     FetchRemote,
 }
 
-/// What was done, in order.
+/// Effects on memory, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostEffect {
     Placed(Target, u32),
@@ -34,9 +34,9 @@ pub struct ScriptedHost {
     receives: VecDeque<Receive>,
     answers: BTreeMap<HostCall, VecDeque<HostStatus>>,
     pub done: Vec<HostEffect>,
-    /// How often each call was made, whatever the answer.
+    /// Number of calls of each kind, whatever the answer.
     pub calls: BTreeMap<HostCall, u32>,
-    /// The word that all atomics work on.
+    /// The word that all atomics modify.
     pub atomic_word: u64,
 }
 
@@ -49,7 +49,7 @@ impl ScriptedHost {
         self.receives.len()
     }
 
-    /// The next answers to that call; after them it is "yes".
+    /// Sets the next answers to `call`; later calls get `Ready`.
     pub fn answer(&mut self, call: HostCall, answers: impl IntoIterator<Item = HostStatus>) {
         self.answers.entry(call).or_default().extend(answers);
     }
@@ -104,7 +104,7 @@ impl Host for ScriptedHost {
             Atomic::FetchAdd { add } => before.wrapping_add(add),
             Atomic::CompareSwap { compare, swap } if compare == before => swap,
             Atomic::CompareSwap { .. } => before,
-            // What masks do is the host's business; that it is done once is not.
+            // The masks are the host's concern; these tests check that it executes once.
             Atomic::MaskedCompareSwap { .. } | Atomic::MaskedFetchAdd { .. } => !before,
         };
         Ok(before)

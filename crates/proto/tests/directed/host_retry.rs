@@ -1,4 +1,5 @@
-//! A host that says "not now", at every place where it can: the operation is done once, afterwards.
+//! Host calls that answer `Retry`, at every place where they can: the operation is executed once,
+//! later.
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
@@ -15,7 +16,7 @@ use HostCall::{
     PlaceResponse, StoreResult, TakeReceive,
 };
 
-/// The calls that an operation leads to: at which end, and which.
+/// The host calls of an operation, with the end that makes each.
 fn calls_of(op: WrOp) -> &'static [(usize, HostCall)] {
     match op {
         WrOp::Send | WrOp::SendImm(_) => &[(A, FetchWork), (B, TakeReceive), (B, PlaceReceive)],
@@ -28,7 +29,8 @@ fn calls_of(op: WrOp) -> &'static [(usize, HostCall)] {
     }
 }
 
-/// Three works of one sort; `call` is answered "not now" `times` times after `yes` times "yes".
+/// Runs three requests of one kind; `call` is answered `Ready` `yes` times, then `Retry` `times`
+/// times.
 fn run_with(op: WrOp, len: u32, (end, call): (usize, HostCall), yes: usize, times: usize) {
     let params = ConnParams { rnr_retry: 7, ..ConnParams::default() };
     let mut pair = Pair::with_receives(params, 3);
@@ -45,13 +47,13 @@ fn run_with(op: WrOp, len: u32, (end, call): (usize, HostCall), yes: usize, time
     let packets = (len / MTU).max(1) as usize;
     let once = match op {
         WrOp::SendInvalidate(_) => return check_invalidated(&pair, packets),
-        WrOp::Atomic(..) => 2 * 3, // executed there, stored here
+        WrOp::Atomic(..) => 2 * 3, // executed at B, stored at A
         _ => 3 * packets,
     };
-    assert_eq!(done.len(), once, "{op:?} {call:?}: everything is done once: {done:?}");
+    assert_eq!(done.len(), once, "{op:?} {call:?}: each effect once: {done:?}");
 }
 
-/// The bytes before an invalidation that must wait may be placed again; the key goes once.
+/// Bytes may be placed again while the invalidation is delayed; the key is invalidated once.
 fn check_invalidated(pair: &Pair, packets: usize) {
     let is_key = |done: &&crate::directed::host::HostEffect| {
         matches!(done, crate::directed::host::HostEffect::Invalidated(_))
@@ -61,7 +63,7 @@ fn check_invalidated(pair: &Pair, packets: usize) {
 }
 
 #[test]
-fn an_operation_that_must_wait_at_any_call_is_done_once_afterwards() {
+fn an_operation_delayed_at_any_host_call_is_executed_once() {
     for packets in [1, 3] {
         for (op, len) in one_of_each_op(packets) {
             for &host_call in calls_of(op) {
@@ -94,13 +96,13 @@ fn sending_pauses_until_the_next_poll_and_the_peer_notices_nothing() {
     pair.endpoints[A].host.answer(FetchWork, [Ready, Retry]);
     pair.post(A, 0, WrOp::Send, 3 * MTU);
     assert_eq!(pair.transfer(A).len(), 1);
-    assert_eq!(pair.transfer(A).len(), 2, "the next poll goes on");
+    assert_eq!(pair.transfer(A).len(), 2, "the next poll resumes sending");
     pair.assert_all_succeed(1);
     assert_eq!(pair.endpoints[A].qp.stats().resent, 0);
 }
 
 #[test]
-fn data_without_a_place_is_asked_for_again_after_a_pause() {
+fn read_data_without_local_memory_is_requested_again_after_a_pause() {
     let mut pair = Pair::new();
     pair.endpoints[A].host.answer(PlaceResponse, [Ready, Retry]);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
@@ -112,19 +114,19 @@ fn data_without_a_place_is_asked_for_again_after_a_pause() {
     pair.assert_all_succeed(1);
 }
 
-/// What is away for longer than all tries together: the peer answers all the time, and so no try is spent.
+/// Memory absent for longer than all retries last: the peer keeps responding, so no retry is used.
 #[test]
-fn a_long_absence_at_any_call_costs_no_connection() {
+fn long_absent_memory_at_any_host_call_does_not_fail_the_connection() {
     for (op, len) in one_of_each_op(3) {
         for &(end, call) in calls_of(op) {
             if call == TakeReceive {
-                continue; // it has a count of its own
+                continue; // it uses the RNR retry count
             }
             let params = ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() };
             let mut pair = Pair::with_receives(params, 1);
             pair.endpoints[end].host.answer(call, vec![Retry; 60]);
             pair.post(A, 0, op, len);
-            // Every fifth time everything is lost too, which alone spends a try.
+            // Every fifth turn all packets are lost, which alone uses a retry.
             for turn in 0..400 {
                 for from in [A, B] {
                     for packet in pair.send_all(from) {
@@ -145,15 +147,16 @@ fn a_long_absence_at_any_call_costs_no_connection() {
 }
 
 #[test]
-fn a_read_whose_data_is_away_is_parked_when_the_peer_asks_again() {
+fn a_read_of_absent_memory_gets_rnr_naks_when_the_peer_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() });
     pair.endpoints[B].host.answer(FetchRemote, [Ready, Retry, Retry, Retry]);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
     let data = pair.send_all(B);
-    assert_eq!(data.len(), 1, "the second packet has no data yet, and nothing is said");
+    assert_eq!(data.len(), 1, "no response until the second packet has data");
     pair.deliver_all(A, &data);
-    // Its peer runs out of patience: now it is told to come later, for what is missing; and again, at once.
+    // The requester's timer expires: it gets an RNR NAK for the missing part, and again after the
+    // next retry.
     for _ in 0..2 {
         pair.advance_to(pair.next_deadline());
         let again = pair.send_all(A);
@@ -169,7 +172,7 @@ fn a_read_whose_data_is_away_is_parked_when_the_peer_asks_again() {
 }
 
 #[test]
-fn the_longer_memory_is_away_the_longer_the_peer_is_asked_to_wait() {
+fn rnr_timers_grow_while_memory_is_absent() {
     for (code, wanted) in
         [(1, &[1, 2, 3, 4][..]), (12, &[12, 13, 14, 14]), (20, &[20; 4]), (0, &[0; 4])]
     {
@@ -192,9 +195,10 @@ fn the_longer_memory_is_away_the_longer_the_peer_is_asked_to_wait() {
     }
 }
 
-/// A packet whose data went away on its last step is made again at the next poll; no timer, no try.
+/// A packet whose data became unavailable after `poll_transmit` is undone and built again at the
+/// next poll, without a timer or a retry.
 #[test]
-fn packets_are_taken_back() {
+fn transmits_can_be_undone() {
     for op in [WrOp::Send, WrOp::Write(REMOTE_ADDR), WrOp::Read(REMOTE_ADDR)] {
         let end = if matches!(op, WrOp::Read(_)) { B } else { A };
         for nth in 0..3 {
@@ -215,10 +219,10 @@ fn packets_are_taken_back() {
     }
 }
 
-/// A copy of a read's request comes while it is answered, which begins again, and the memory is gone: the peer learns of
-/// the failure at its next request, though it has no use for the number that failed.
+/// A duplicate read request restarts the response, but the memory is gone: the requester learns of
+/// the failure with its next request, although it already has the data of the PSN that failed.
 #[test]
-fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
+fn the_nak_of_a_failure_reaches_a_peer_that_is_ahead() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
@@ -229,9 +233,9 @@ fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
     for packet in pair.send_all(B) {
         let _ = pair.deliver(A, &packet);
     }
-    assert_eq!(pair.endpoints[A].sent, [], "it has that number");
+    assert_eq!(pair.endpoints[A].sent, [], "the requester already has this PSN");
     assert_eq!(pair.endpoints[B].qp.state(), State::Err);
-    // Two writes, of which the first gets lost: neither may look as if it had been done.
+    // Two writes, the first of which is lost: neither may appear to have been executed.
     pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
     pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 10);
     let writes = pair.send_all(A);
@@ -241,10 +245,10 @@ fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
     assert_eq!(pair.endpoints[A].sent, wanted);
 }
 
-/// A copy of a read's request comes when its data has been had and the memory is gone, as it may be by then: it costs
-/// nobody anything.
+/// A duplicate read request arrives after the read completed and its memory was deregistered: it
+/// has no effect.
 #[test]
-fn a_copy_of_a_read_that_comes_after_its_memory_went_harms_nobody() {
+fn a_duplicate_read_of_deregistered_memory_does_no_harm() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
@@ -263,22 +267,22 @@ fn a_copy_of_a_read_that_comes_after_its_memory_went_harms_nobody() {
     pair.assert_all_succeed(3);
 }
 
-/// Its twin: the data got lost, and the memory went before it was asked for again. Who asks learns why he does not get
-/// it, also when he must ask twice.
+/// The counterpart: the data was lost and the memory deregistered before the repeated request. The
+/// requester gets the reason, even if it has to retry twice.
 #[test]
-fn data_that_got_lost_with_its_memory_is_an_access_error() {
+fn lost_data_of_deregistered_memory_is_an_access_error() {
     for lost in 1..3 {
         let mut pair = Pair::new();
         pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
         let requests = pair.transfer(A);
-        assert_eq!(pair.send_all(B).len(), 3, "which get lost");
+        assert_eq!(pair.send_all(B).len(), 3, "responses, which are lost");
         for _ in 0..lost {
             pair.endpoints[B].host.answer(FetchRemote, [Denied]);
             assert_eq!(pair.deliver(B, &requests[0]), Err(DiscardReason::Duplicate));
-            let refusal = pair.send_all(B);
-            assert_eq!(syndrome(&refusal[0]), Syndrome::Nak(Nak::RemoteAccess));
+            let nak = pair.send_all(B);
+            assert_eq!(syndrome(&nak[0]), Syndrome::Nak(Nak::RemoteAccess));
             if lost == 1 {
-                pair.deliver(A, &refusal[0]).unwrap();
+                pair.deliver(A, &nak[0]).unwrap();
             }
         }
         if lost > 1 {
@@ -289,9 +293,10 @@ fn data_that_got_lost_with_its_memory_is_an_access_error() {
     }
 }
 
-/// What was taken back has not been answered: memory that goes then fails the queue pair, as it does before the first try.
+/// An undone response does not count as sent: if the memory is then gone, the queue pair fails, as
+/// it does before the first response.
 #[test]
-fn data_that_was_taken_back_is_no_answer() {
+fn an_undone_response_does_not_count_as_sent() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), MTU);
     pair.transfer(A);

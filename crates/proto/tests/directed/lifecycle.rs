@@ -1,4 +1,4 @@
-//! States of a living queue pair: draining, starting over, and packets that no state takes.
+//! Life cycle of a queue pair: draining, reset, and packets in states that accept none.
 
 use warpwire_proto::qp::{
     Access, DiscardReason, Options, PostError, Qp, QpAttributes, QpEvent, RxPacket, SendWr, State,
@@ -14,7 +14,7 @@ use crate::directed::pair::{
 
 use Status::{Flushed, Success};
 
-/// To `SQD`, with a notice when drained.
+/// To `SQD`, with a notification when drained.
 fn drain() -> QpAttributes {
     QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) }
 }
@@ -25,7 +25,7 @@ fn modify(pair: &mut Pair, end: usize, attr: &QpAttributes) {
 }
 
 #[test]
-fn draining_finishes_what_was_begun_and_says_so_once() {
+fn draining_finishes_started_messages_and_notifies_once() {
     let options = Options { window: 2, ..Options::default() };
     let mut pair = Pair::with_receives(ConnParams { options, ..ConnParams::default() }, 4);
     pair.post(A, 0, WrOp::Send, 5 * MTU);
@@ -34,21 +34,21 @@ fn draining_finishes_what_was_begun_and_says_so_once() {
     modify(&mut pair, A, &drain());
     assert_eq!(pair.endpoints[A].qp_events, []);
     assert!(!pair.endpoints[A].qp.is_drained());
-    pair.post(A, 2, WrOp::Send, 10); // taken, but not begun
+    pair.post(A, 2, WrOp::Send, 10); // accepted, but not started
     pair.exchange();
-    assert_eq!(pair.endpoints[A].sent, [(0, Success)], "the message that was begun, whole");
+    assert_eq!(pair.endpoints[A].sent, [(0, Success)], "the started message completes");
     assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained]);
     assert!(pair.endpoints[A].qp.is_drained());
     pair.exchange();
     pair.endpoints[A].drain_events();
-    assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained], "once");
+    assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained], "more than one event");
     modify(&mut pair, A, &QpAttributes::new(State::Rts));
     pair.assert_all_succeed(3);
     assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained]);
 }
 
 #[test]
-fn an_idle_queue_is_drained_at_once_and_says_so_only_if_asked() {
+fn an_idle_queue_drains_immediately_and_notifies_only_if_requested() {
     let mut pair = Pair::new();
     modify(&mut pair, A, &drain());
     assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained]);
@@ -56,11 +56,11 @@ fn an_idle_queue_is_drained_at_once_and_says_so_only_if_asked() {
     assert_eq!(pair.endpoints[B].qp_events, []);
     modify(&mut pair, A, &QpAttributes::new(State::Rts));
     modify(&mut pair, A, &drain());
-    assert_eq!(pair.endpoints[A].qp_events.len(), 2, "once for each draining");
+    assert_eq!(pair.endpoints[A].qp_events.len(), 2, "one event per transition to SQD");
 }
 
 #[test]
-fn a_draining_end_sends_again_what_was_lost_and_answers_its_peer() {
+fn a_draining_end_retransmits_and_responds() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.send_all(A); // lost
@@ -87,14 +87,14 @@ fn attributes_set_while_drained_hold_afterwards() {
 }
 
 #[test]
-fn reset_forgets_everything_and_the_pair_can_be_brought_up_again() {
+fn reset_discards_everything_and_the_pair_can_be_brought_up_again() {
     for op in [WrOp::Send, WrOp::Write(REMOTE_ADDR), WrOp::Read(REMOTE_ADDR)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 4);
         let footprint = [A, B].map(|end| pair.endpoints[end].qp.footprint());
         pair.post(A, 0, op, 3 * MTU);
         pair.post(A, 1, op, 3 * MTU);
         let packets = pair.send_all(A);
-        pair.deliver(B, &packets[0]).unwrap(); // in the middle of things
+        pair.deliver(B, &packets[0]).unwrap(); // in the middle of a message
         for end in [A, B] {
             modify(&mut pair, end, &QpAttributes::new(State::Reset));
             assert_eq!(pair.endpoints[end].qp.outstanding(), 0);
@@ -107,9 +107,10 @@ fn reset_forgets_everything_and_the_pair_can_be_brought_up_again() {
         );
         let params = ConnParams { psn: [7, 9], ..ConnParams::default() };
         for end in [A, B] {
-            params.to_rts_state(&mut pair.endpoints[end].qp, end);
+            params.bring_to_rts(&mut pair.endpoints[end].qp, end);
         }
-        (0..128).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 10)); // its whole depth is there
+        // The whole depth is available.
+        (0..128).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 10));
         pair.assert_all_succeed(128);
         assert_eq!([A, B].map(|end| pair.endpoints[end].qp.footprint()), footprint);
         assert_eq!(pair.endpoints[A].qp.next_psns().1, Psn::new(7 + 128));
@@ -129,7 +130,7 @@ fn a_failed_pair_can_be_brought_up_again() {
     for end in [A, B] {
         assert_eq!(pair.endpoints[end].qp.state(), State::Err);
         modify(&mut pair, end, &QpAttributes::new(State::Reset));
-        params.to_rts_state(&mut pair.endpoints[end].qp, end);
+        params.bring_to_rts(&mut pair.endpoints[end].qp, end);
         pair.endpoints[end].sent.clear();
     }
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
@@ -137,7 +138,7 @@ fn a_failed_pair_can_be_brought_up_again() {
 }
 
 #[test]
-fn a_step_to_err_flushes_and_sends_nothing_more() {
+fn a_transition_to_err_flushes_and_stops_sending() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Send, 3 * MTU);
     pair.send(A).unwrap();
@@ -146,11 +147,11 @@ fn a_step_to_err_flushes_and_sends_nothing_more() {
     assert_eq!(pair.endpoints[A].sent, [(0, Flushed), (1, Flushed)]);
     assert_eq!(pair.send_all(A), []);
     assert_eq!(pair.next_deadline(), Instant::NEVER);
-    modify(&mut pair, A, &QpAttributes::new(State::Err)); // again, without effect
+    modify(&mut pair, A, &QpAttributes::new(State::Err)); // repeated, without effect
     assert_eq!(pair.endpoints[A].sent.len(), 2);
 }
 
-/// A queue pair brought as far as that state.
+/// A queue pair brought up to that state.
 fn only_in(state: State) -> Qp {
     let params = ConnParams::default();
     let mut qp = Qp::new(QPNS[B], params.options);
@@ -236,7 +237,7 @@ fn a_packet_of_another_partition_is_dropped_but_a_limited_member_is_not() {
             pair.endpoints[B].dropped(DiscardReason::Partition),
             u64::from(outcome.is_err())
         );
-        pair.wait(pair.params.ack_timeout()); // what was passed over did no harm
+        pair.wait(pair.params.ack_timeout()); // the dropped packet did no harm
         pair.assert_all_succeed(1);
     }
 }
@@ -260,14 +261,14 @@ fn packets_of_other_services_are_dropped() {
 }
 
 #[test]
-fn the_first_request_before_we_may_send_says_established_once() {
+fn the_first_request_in_rtr_raises_established_once() {
     let params = ConnParams::default();
     let mut pair = Pair::with_receives(params, 4);
     modify(&mut pair, B, &QpAttributes::new(State::Reset));
     modify(&mut pair, B, &params.init_attr());
     modify(&mut pair, B, &params.rtr_attr(B));
     (0..3).for_each(|id| pair.post(A, id, WrOp::Send, 10));
-    pair.assert_all_succeed(3); // answers go out in RTR
+    pair.assert_all_succeed(3); // responses are sent in RTR
     assert_eq!(pair.endpoints[B].qp_events, [QpEvent::Established]);
     modify(&mut pair, B, &params.rts_attr(B));
     pair.post(A, 3, WrOp::Send, 10);
@@ -276,7 +277,7 @@ fn the_first_request_before_we_may_send_says_established_once() {
 }
 
 #[test]
-fn after_the_step_to_rts_nothing_is_said_of_the_first_request() {
+fn after_rts_the_first_request_raises_no_established_event() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Send, 10);
     pair.assert_all_succeed(1);
@@ -298,7 +299,7 @@ fn access_changed_while_running_holds_for_the_next_request() {
 }
 
 #[test]
-fn both_ends_may_do_everything_at_once() {
+fn both_ends_may_do_everything_concurrently() {
     let mut pair = Pair::with_receives(ConnParams::default(), 8);
     (0..8).for_each(|id| pair.endpoints[A].host.add_receive(id, 1 << 20));
     for (id, (op, len)) in (0..).zip(one_of_each_op(5)) {
@@ -310,14 +311,14 @@ fn both_ends_may_do_everything_at_once() {
 }
 
 #[test]
-fn every_reason_for_dropping_has_a_name_of_its_own() {
+fn every_discard_reason_has_a_distinct_name() {
     let names: std::collections::BTreeSet<_> =
         DiscardReason::ALL.iter().map(|drop| drop.name()).collect();
     assert_eq!(names.len(), DiscardReason::COUNT);
 }
 
 #[test]
-fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
+fn reads_in_progress_survive_a_change_of_the_limit() {
     for kept in [1, 2, 3, 8, 128] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
         pair.post(A, 0, WrOp::Send, 10);
@@ -327,7 +328,7 @@ fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
         modify(&mut pair, B, &QpAttributes::new(State::Sqd));
         let attr = QpAttributes { max_dest_rd_atomic: Some(kept), ..QpAttributes::new(State::Sqd) };
         modify(&mut pair, B, &attr);
-        assert_eq!(pair.send_all(B).len(), 2, "the rest of the answer");
+        assert_eq!(pair.send_all(B).len(), 2, "the rest of the response");
         assert_eq!(pair.deliver(B, &request), Err(DiscardReason::Duplicate));
         assert_eq!(pair.transfer(B).len(), 3, "its record is still there");
         assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success)]);
@@ -335,7 +336,7 @@ fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
 }
 
 #[test]
-fn a_read_in_pieces_that_was_begun_is_finished_while_draining() {
+fn a_split_read_that_was_started_is_finished_while_draining() {
     let options = Options { read_chunk: 2, ..Options::default() };
     let mut pair = Pair::with(ConnParams { options, max_rd_atomic: 1, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 6 * MTU);

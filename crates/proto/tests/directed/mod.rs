@@ -1,5 +1,5 @@
-//! The queue pair one situation at a time: two of them, a scripted host, packets passed by hand. Each test's
-//! name says what must happen; the invariants are numbered in `warpwire_proto::qp`.
+//! Directed tests of the queue pair: two of them, a scripted host, packets delivered by hand. Each
+//! test's name says what must happen; the invariants are numbered in `warpwire_proto::qp`.
 
 mod congestion;
 mod datagram;

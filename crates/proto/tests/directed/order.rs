@@ -1,4 +1,4 @@
-//! Packets that go missing or overtake one another, at the answering end; numbers that wrap; counts.
+//! Lost and reordered packets at the responder; PSN wraparound; message counts.
 
 use warpwire_proto::Psn;
 use warpwire_proto::qp::{DiscardReason, Status, Transmit, WrOp};
@@ -11,7 +11,7 @@ use crate::directed::pair::{
 
 const SEQUENCE: Syndrome = Syndrome::Nak(Nak::Sequence);
 
-/// Ten packets of a send are under way.
+/// Ten packets of a send are in flight.
 fn ten_packets() -> (Pair, Vec<Transmit>) {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
     pair.post(A, 0, WrOp::Send, 10 * MTU);
@@ -21,16 +21,19 @@ fn ten_packets() -> (Pair, Vec<Transmit>) {
 }
 
 #[test]
-fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
+fn a_gap_causes_one_nak_and_the_requester_goes_back_to_it() {
     let (mut pair, packets) = ten_packets();
     pair.deliver(B, &packets[0]).unwrap();
     let outcomes = pair.deliver_all(B, &packets[2..]);
     assert_eq!(outcomes, vec![Err(DiscardReason::Gap); 8]);
     let responses = pair.send_all(B);
-    assert_eq!(responses.len(), 1, "once");
+    assert_eq!(responses.len(), 1, "more than one NAK");
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
     pair.deliver(A, &responses[0]).unwrap();
-    assert_eq!(pair.send_all(A), packets[1..].iter().map(asking_first()).collect::<Vec<_>>());
+    assert_eq!(
+        pair.send_all(A),
+        packets[1..].iter().map(with_first_ack_request()).collect::<Vec<_>>()
+    );
     pair.wait(pair.params.ack_timeout());
     pair.run();
     assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)]);
@@ -39,22 +42,22 @@ fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
     assert_eq!(pair.endpoints[A].qp.stats().sequence_naks_received, 1);
 }
 
-/// What is sent again asks for an answer with its first packet.
-fn asking_first() -> impl FnMut(&Transmit) -> Transmit {
+/// Marks the first packet: a retransmission requests an ACK with its first packet.
+fn with_first_ack_request() -> impl FnMut(&Transmit) -> Transmit {
     let mut first = true;
     move |packet| {
-        let inject_request = core::mem::take(&mut first) || packet.headers.ack_request;
-        edited(packet, |headers| headers.ack_request = inject_request)
+        let ack_request = core::mem::take(&mut first) || packet.headers.ack_request;
+        edited(packet, |headers| headers.ack_request = ack_request)
     }
 }
 
 #[test]
-fn a_gap_is_told_again_when_the_peer_went_back_and_the_packet_is_lost_again() {
+fn another_nak_is_sent_when_the_retransmitted_packet_is_lost_again() {
     let (mut pair, packets) = ten_packets();
     assert_eq!(pair.deliver(B, &packets[3]), Err(DiscardReason::Gap));
     assert_eq!(pair.send_all(B).len(), 1);
     assert_eq!(pair.deliver(B, &packets[4]), Err(DiscardReason::Gap));
-    assert_eq!(pair.send_all(B), [], "still the same gap");
+    assert_eq!(pair.send_all(B), [], "a second NAK for the same gap");
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
     let again = pair.send_all(B);
     assert_eq!((psn(&again[0]), syndrome(&again[0])), (0x100, SEQUENCE));
@@ -63,12 +66,12 @@ fn a_gap_is_told_again_when_the_peer_went_back_and_the_packet_is_lost_again() {
 }
 
 #[test]
-fn a_gap_that_closed_before_we_could_tell_is_an_acknowledgement() {
+fn a_gap_that_closes_before_the_nak_is_sent_is_acknowledged() {
     let (mut pair, packets) = ten_packets();
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
     assert_eq!(pair.deliver(B, &packets[0]), Ok(()));
     let responses = pair.send_all(B);
-    // The first packet is here, the second was thrown away: it is missing still.
+    // The first packet has arrived, the second was discarded and is still missing.
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
     assert_eq!(pair.deliver(B, &packets[2]), Err(DiscardReason::Gap));
     assert_eq!(pair.deliver(B, &packets[1]), Ok(()));
@@ -78,7 +81,7 @@ fn a_gap_that_closed_before_we_could_tell_is_an_acknowledgement() {
 }
 
 #[test]
-fn a_new_gap_is_told_after_an_old_one_closed() {
+fn a_new_gap_causes_a_new_nak() {
     let (mut pair, packets) = ten_packets();
     for (lost, next) in [(0, 1), (2, 3)] {
         assert_eq!(pair.deliver(B, &packets[next]), Err(DiscardReason::Gap));
@@ -89,7 +92,7 @@ fn a_new_gap_is_told_after_an_old_one_closed() {
 }
 
 #[test]
-fn no_gap_is_told_behind_a_packet_that_was_told_to_come_again() {
+fn no_sequence_nak_follows_an_rnr_nak_immediately() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Send, 10);
@@ -99,7 +102,7 @@ fn no_gap_is_told_behind_a_packet_that_was_told_to_come_again() {
     let responses = pair.send_all(B);
     assert_eq!(responses.len(), 1);
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x100, Syndrome::RnrNak(5)));
-    // When it comes once more the peer has come again, and the first of the two was lost.
+    // Its retransmission shows that the peer went back, and that the first packet was lost.
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
     let responses = pair.send_all(B);
     assert_eq!(
@@ -109,7 +112,7 @@ fn no_gap_is_told_behind_a_packet_that_was_told_to_come_again() {
 }
 
 #[test]
-fn every_operation_passes_the_end_of_the_numbers() {
+fn every_operation_survives_psn_wraparound() {
     for packets in [1, 3] {
         for back in 0..3 {
             for (op, len) in one_of_each_op(packets) {
@@ -126,7 +129,7 @@ fn every_operation_passes_the_end_of_the_numbers() {
 }
 
 #[test]
-fn every_operation_survives_the_loss_of_any_packet_at_the_end_of_the_numbers() {
+fn every_operation_survives_the_loss_of_any_packet_at_psn_wraparound() {
     for (op, len) in one_of_each_op(3) {
         for lost in 0..6 {
             let psn = [0xff_fffe, 0xff_fffe];
@@ -169,7 +172,7 @@ fn messages_are_counted_when_complete_and_reads_when_accepted() {
 }
 
 #[test]
-fn the_count_of_messages_rides_in_refusals_too() {
+fn naks_carry_the_message_count_too() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Send, 10);
@@ -180,17 +183,17 @@ fn the_count_of_messages_rides_in_refusals_too() {
 }
 
 #[test]
-fn acknowledgements_of_packets_handled_together_are_told_in_one() {
+fn acknowledgements_of_packets_handled_together_are_coalesced() {
     let mut pair = Pair::with_receives(ConnParams::default(), 8);
     (0..8).for_each(|id| pair.post(A, id, WrOp::Send, 10));
     pair.transfer(A);
     let responses = pair.transfer(B);
     assert_eq!((responses.len(), psn(&responses[0])), (1, 0x107));
-    assert_eq!(pair.endpoints[A].sent.len(), 8, "and it completes them all");
+    assert_eq!(pair.endpoints[A].sent.len(), 8, "one ACK completes all of them");
 }
 
 #[test]
-fn nothing_is_acknowledged_unasked() {
+fn nothing_is_acknowledged_without_an_ack_request() {
     let (mut pair, packets) = ten_packets();
     let quiet = |packet| edited(packet, |headers| headers.ack_request = false);
     let packets: Vec<_> = packets.iter().map(quiet).collect();
@@ -200,7 +203,7 @@ fn nothing_is_acknowledged_unasked() {
 }
 
 #[test]
-fn data_goes_before_the_acknowledgement_of_what_came_after_the_read() {
+fn read_data_is_sent_before_the_ack_of_later_requests() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 2 * MTU);
@@ -213,7 +216,7 @@ fn data_goes_before_the_acknowledgement_of_what_came_after_the_read() {
 }
 
 #[test]
-fn a_receipt_that_is_not_taken_makes_the_next_packet_wait_without_harm() {
+fn an_untaken_receive_completion_delays_the_next_packet() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Send, 10);
@@ -228,24 +231,24 @@ fn a_receipt_that_is_not_taken_makes_the_next_packet_wait_without_harm() {
 }
 
 #[test]
-fn the_numbers_of_a_read_are_those_of_its_answers() {
+fn a_read_uses_the_psns_of_its_responses() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU + 1);
     pair.post(A, 1, WrOp::Send, 1);
     let packets = pair.send_all(A);
-    assert_eq!(packets.len(), 2, "one packet asks for four");
+    assert_eq!(packets.len(), 2, "one request for four responses");
     assert_eq!((psn(&packets[0]), psn(&packets[1])), (0x100, 0x104));
     assert_eq!(pair.endpoints[A].qp.next_psns().1, Psn::new(0x105));
 }
 
 #[test]
-fn an_acknowledgement_does_not_hide_what_was_thrown_away_behind_it() {
+fn an_acknowledgement_does_not_hide_a_discarded_packet() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Send, 10);
     let packets = pair.send_all(A);
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
-    assert_eq!(pair.deliver(B, &packets[0]), Ok(())); // asks for an acknowledgement
+    assert_eq!(pair.deliver(B, &packets[0]), Ok(())); // requests an ACK
     let responses = pair.send_all(B);
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
 }

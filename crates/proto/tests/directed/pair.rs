@@ -1,4 +1,4 @@
-//! Two queue pairs whose packets are passed by hand, on a virtual clock.
+//! Two queue pairs whose packets are delivered by hand, on a virtual clock.
 
 use core::time::Duration;
 use std::net::SocketAddr;
@@ -12,17 +12,17 @@ use warpwire_proto::{Instant, Psn};
 
 use crate::directed::host::ScriptedHost;
 
-/// The end that asks, in most tests, and the end that answers.
+/// In most tests, the requester and the responder.
 pub const A: usize = 0;
 pub const B: usize = 1;
 pub const QPNS: [u32; 2] = [0x11, 0x22];
 pub const MTU: u32 = 256;
-/// Memory of the other end.
+/// Memory of the peer.
 pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, key: 0x77 };
 pub const ADD: Atomic = Atomic::FetchAdd { add: 5 };
 pub const LARGE_RECEIVE: u32 = 1 << 20;
 
-/// How the two are connected.
+/// Connection parameters of both ends.
 #[derive(Clone, Copy)]
 pub struct ConnParams {
     pub options: Options,
@@ -88,13 +88,13 @@ impl ConnParams {
         }
     }
 
-    pub fn to_rts_state(&self, qp: &mut Qp, end: usize) {
+    pub fn bring_to_rts(&self, qp: &mut Qp, end: usize) {
         for attr in [self.init_attr(), self.rtr_attr(end), self.rts_attr(end)] {
             qp.modify(&attr).unwrap();
         }
     }
 
-    /// How long the asking end waits for an answer.
+    /// The requester's ACK timeout.
     pub fn ack_timeout(self) -> Duration {
         Duration::from_nanos(4096 << self.timeout)
     }
@@ -106,7 +106,7 @@ pub struct Endpoint {
     pub sent: Vec<(u64, Status)>,
     pub received: Vec<ReceiveCompletion>,
     pub qp_events: Vec<QpEvent>,
-    /// Its events are not taken.
+    /// Events are left in the queue pair.
     pub ignore_events: bool,
 }
 
@@ -137,7 +137,7 @@ pub struct Pair {
     pub params: ConnParams,
     pub now: Instant,
     pub endpoints: [Endpoint; 2],
-    /// The number of the next request made by hand.
+    /// PSN of the next injected request.
     pub number: Psn,
 }
 
@@ -146,11 +146,11 @@ impl Pair {
         Self::with(ConnParams::default())
     }
 
-    /// Both ready to send; the answering end has no receives yet.
+    /// Both in RTS; the responder has no receives yet.
     pub fn with(params: ConnParams) -> Self {
         let end = |end: usize| {
             let mut qp = Qp::new(QPNS[end], params.options);
-            params.to_rts_state(&mut qp, end);
+            params.bring_to_rts(&mut qp, end);
             let (sent, received, qp_events) = (Vec::new(), Vec::new(), Vec::new());
             Endpoint {
                 qp,
@@ -165,7 +165,7 @@ impl Pair {
         Self { params, now, endpoints: [end(A), end(B)], number: Psn::new(params.psn[A]) }
     }
 
-    /// With `count` receives at the answering end that hold whatever comes.
+    /// With `count` receives of `LARGE_RECEIVE` bytes at the responder.
     pub fn with_receives(params: ConnParams, count: u64) -> Self {
         let mut pair = Self::with(params);
         (0..count).for_each(|id| pair.endpoints[B].host.add_receive(id, LARGE_RECEIVE));
@@ -187,7 +187,7 @@ impl Pair {
         }
     }
 
-    /// The next packet of that end.
+    /// The next packet that `end` sends.
     pub fn send(&mut self, end: usize) -> Option<Transmit> {
         let sender = &mut self.endpoints[end];
         let packet = sender.qp.poll_transmit(self.now, &mut sender.host);
@@ -195,14 +195,14 @@ impl Pair {
         packet
     }
 
-    /// All packets that it has now.
+    /// All packets that `end` sends now.
     pub fn send_all(&mut self, end: usize) -> Vec<Transmit> {
         let packets: Vec<_> = std::iter::from_fn(|| self.send(end)).take(100_000).collect();
-        assert!(packets.len() < 100_000, "it never stops sending");
+        assert!(packets.len() < 100_000, "sending does not end");
         packets
     }
 
-    /// A packet of the other end arrives at that one.
+    /// Delivers a packet of the peer to `end`.
     pub fn deliver(&mut self, end: usize, packet: &Transmit) -> Result<(), DiscardReason> {
         let payload_len = packet.payload.map_or(0, |payload| payload.len);
         self.deliver_rx(end, RxPacket { headers: &packet.headers, payload_len, marked: false })
@@ -223,7 +223,7 @@ impl Pair {
         packets.iter().map(|packet| self.deliver(end, packet)).collect()
     }
 
-    /// Sends all that `from` has, and all of it arrives and is used.
+    /// Sends all packets of `from`; all must be accepted.
     pub fn transfer(&mut self, from: usize) -> Vec<Transmit> {
         let packets = self.send_all(from);
         for packet in &packets {
@@ -232,7 +232,7 @@ impl Pair {
         packets
     }
 
-    /// Passes packets both ways until there are none.
+    /// Delivers packets in both directions until there are none.
     pub fn exchange(&mut self) -> Vec<Transmit> {
         let mut all = Vec::new();
         loop {
@@ -254,7 +254,7 @@ impl Pair {
         self.endpoints.iter().map(|end| end.qp.poll_timeout(self.now)).min().unwrap()
     }
 
-    /// Sets the clock, and tells both.
+    /// Sets the clock and runs the timers of both ends.
     pub fn advance_to(&mut self, when: Instant) {
         self.now = when;
         for end in [A, B] {
@@ -267,7 +267,7 @@ impl Pair {
         self.advance_to(self.now + time);
     }
 
-    /// Exchanges, and lets time pass, until all work is done.
+    /// Exchanges packets and advances the clock until all work is complete.
     pub fn run(&mut self) -> Vec<Transmit> {
         let mut all = Vec::new();
         for _ in 0..1000 {
@@ -280,10 +280,10 @@ impl Pair {
                 self.advance_to(deadline);
             }
         }
-        panic!("it does not come to an end: {:?}", self.endpoints[A].qp);
+        panic!("work does not complete: {:?}", self.endpoints[A].qp);
     }
 
-    /// A request made by hand arrives at the answering end, with the next number.
+    /// Delivers a handmade request with the next PSN to the responder.
     pub fn inject_request(
         &mut self,
         opcode: Opcode,
@@ -295,7 +295,7 @@ impl Pair {
         self.deliver_rx(B, RxPacket { headers: &headers, payload_len: len, marked: false })
     }
 
-    /// An answer made by hand arrives at the asking end.
+    /// Delivers a handmade response to the requester.
     pub fn inject_response(
         &mut self,
         opcode: Opcode,
@@ -316,7 +316,7 @@ impl Pair {
         )
     }
 
-    /// The answering end failed: it says so with `nak`, and with `qp_event` to its user.
+    /// Asserts that the responder failed with `nak` on the wire and `qp_event` to its user.
     #[track_caller]
     pub fn assert_failed(&mut self, nak: Nak, qp_event: QpEvent) {
         let last_syndrome = self.send_all(B).last().map(|packet| syndrome(packet));
@@ -325,8 +325,8 @@ impl Pair {
         assert_eq!(self.endpoints[B].qp_events, [qp_event]);
     }
 
-    /// Work was posted at the asking end; with the answering end as it is, it must end so, and the answering
-    /// end must tell its user `qp_event`, if anything.
+    /// Asserts that work posted at the requester completes with `status`, and that the responder
+    /// raises `qp_event`, if any.
     #[track_caller]
     pub fn assert_ends(&mut self, status: Status, qp_event: Option<QpEvent>) {
         self.exchange();
@@ -351,7 +351,7 @@ impl Pair {
 pub fn aeth(packet: &Transmit) -> Aeth {
     match packet.headers.extension {
         Extension::Aeth(aeth) | Extension::AethAtomic(aeth, _) => aeth,
-        _ => panic!("no acknowledgement: {packet:?}"),
+        _ => panic!("no AETH: {packet:?}"),
     }
 }
 
@@ -372,14 +372,14 @@ pub fn opcodes(packets: &[Transmit]) -> Vec<Opcode> {
     packets.iter().map(|packet| packet.headers.opcode).collect()
 }
 
-/// The same packet with its headers edited on the way.
+/// The packet with edited headers.
 pub fn edited(packet: &Transmit, edit: impl FnOnce(&mut Headers)) -> Transmit {
     let mut packet = *packet;
     edit(&mut packet.headers);
     packet
 }
 
-/// One of each operation, with the length that it needs for `packets` packets (an atomic has one always).
+/// One of each operation, with a length of `packets` packets (atomics always have one).
 pub fn one_of_each_op(packets: u32) -> [(WrOp, u32); 8] {
     let len = MTU * packets;
     [

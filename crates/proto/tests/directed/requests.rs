@@ -1,4 +1,4 @@
-//! Requests made by hand: opcodes in every order, and lengths that do not fit.
+//! Injected requests: opcodes in every order, and invalid lengths.
 
 use warpwire_proto::qp::{DiscardReason, QpEvent, State, Status, WrOp};
 use warpwire_proto::wire::{AtomicEth, Extension, Nak, Opcode, Reth, Syndrome};
@@ -6,7 +6,7 @@ use warpwire_proto::wire::{AtomicEth, Extension, Nak, Opcode, Reth, Syndrome};
 use crate::directed::host::HostCall;
 use crate::directed::pair::{A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, edited, syndrome};
 
-/// A message that is coming in when the next request comes.
+/// The message in progress when the next request arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MessageState {
     Idle,
@@ -24,8 +24,8 @@ fn atomic(address: u64) -> Extension {
 
 use Opcode as O;
 
-/// Every request opcode, where it may stand, and a packet of it that is sound in itself. A message goes on
-/// after its first packet for two more, the last of ten bytes.
+/// Every request opcode, the state that it belongs to, and a valid packet of it. After its first
+/// packet a message has two more, the last with ten bytes.
 fn requests() -> [(Opcode, MessageState, Extension, u32); 17] {
     use MessageState::{Idle, Send, Write};
     let none = Extension::None;
@@ -50,7 +50,7 @@ fn requests() -> [(Opcode, MessageState, Extension, u32); 17] {
     ]
 }
 
-/// The answering end, in the middle of a message; `left` is what a write still has to bring.
+/// A pair whose responder is in the middle of a message; `left` bytes of a write are missing.
 fn pair_in_message(what: MessageState, left: u32) -> Pair {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
     match what {
@@ -67,7 +67,7 @@ fn pair_in_message(what: MessageState, left: u32) -> Pair {
 fn every_opcode_is_taken_in_its_place_and_fails_the_queue_pair_in_any_other() {
     for message_state in [MessageState::Idle, MessageState::Send, MessageState::Write] {
         for (opcode, belongs, extension, len) in requests() {
-            // A middle packet needs more to come after it.
+            // A middle packet must not be the last one.
             let left = if opcode == O::WriteMiddle { MTU + 10 } else { 10 };
             let mut pair = pair_in_message(message_state, left);
             assert_eq!(
@@ -96,11 +96,11 @@ fn every_opcode_is_taken_in_its_place_and_fails_the_queue_pair_in_any_other() {
 }
 
 #[test]
-fn a_whole_message_may_follow_another_of_any_sort() {
+fn a_whole_message_may_follow_another_of_any_kind() {
     let mut pair = Pair::with_receives(ConnParams::default(), 8);
     for (opcode, _, extension, len) in requests() {
         if opcode == O::WriteMiddle {
-            continue; // this write has two packets only
+            continue; // this write has only two packets
         }
         assert_eq!(pair.inject_request(opcode, extension, len), Ok(()), "{opcode:?}");
         if matches!(opcode, O::SendLast | O::SendLastImm) {
@@ -131,13 +131,13 @@ fn a_length_that_does_not_fit_its_place_is_an_invalid_request() {
         (Send, O::SendLastImm, Extension::Imm(1), 0),
         (Send, O::SendLastInvalidate, Extension::Invalidate(1), MTU + 1),
         (Idle, O::WriteFirst, Extension::Reth(reth(2 * MTU)), MTU - 1),
-        (Idle, O::WriteFirst, Extension::Reth(reth(MTU)), MTU), // nothing is left for a last one
+        (Idle, O::WriteFirst, Extension::Reth(reth(MTU)), MTU), // no bytes left for a last packet
         (Idle, O::WriteFirst, Extension::Reth(reth((1 << 31) + 1)), MTU),
         (Idle, O::WriteOnly, Extension::Reth(reth(11)), 10),
         (Idle, O::WriteOnly, Extension::Reth(reth(9)), 10),
         (Idle, O::WriteOnly, Extension::Reth(reth(MTU + 1)), MTU + 1),
         (Idle, O::WriteOnlyImm, Extension::RethImm(reth(11), 1), 10),
-        (Write, O::WriteMiddle, none, MTU), // more than the ten bytes that are left
+        (Write, O::WriteMiddle, none, MTU), // more than the ten remaining bytes
         (Write, O::WriteLast, none, 9),
         (Write, O::WriteLast, none, 11),
         (Write, O::WriteLast, none, 0),
@@ -155,13 +155,13 @@ fn a_length_that_does_not_fit_its_place_is_an_invalid_request() {
         let before = pair.endpoints[B].host.done.len();
         pair.inject_request(opcode, extension, len).unwrap();
         println!("{opcode:?} of {len} bytes, {extension:?}");
-        assert_eq!(pair.endpoints[B].host.done.len(), before, "nothing was touched");
+        assert_eq!(pair.endpoints[B].host.done.len(), before, "memory was accessed");
         pair.assert_failed(Nak::InvalidRequest, QpEvent::RequestError);
     }
 }
 
 #[test]
-fn the_requester_learns_of_a_request_that_was_wrong() {
+fn the_requester_learns_of_an_invalid_request() {
     for (op, len) in [(WrOp::Send, 2 * MTU), (WrOp::Write(REMOTE_ADDR), 2 * MTU)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
         pair.post(A, 0, op, len);
@@ -175,8 +175,8 @@ fn the_requester_learns_of_a_request_that_was_wrong() {
 }
 
 #[test]
-fn a_missing_receive_is_told_before_a_wrong_length() {
-    // The order of judgement is number, sequence, flags, resources, length, memory.
+fn a_missing_receive_is_reported_before_a_wrong_length() {
+    // The order of checks is PSN, opcode sequence, access flags, resources, length, memory.
     for (opcode, extension, len) in [
         (O::SendOnly, Extension::None, MTU + 1),
         (O::SendFirst, Extension::None, 1),
@@ -212,7 +212,7 @@ fn an_empty_read_or_write_names_no_memory() {
 fn more_reads_and_atomics_than_agreed_are_an_invalid_request() {
     for kept in [0, 1, 3, 4] {
         for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
-            // The requester was told a number that the peer did not agree to.
+            // The requester's limit is higher than the responder's.
             let params =
                 ConnParams { max_rd_atomic: 16, max_dest_rd_atomic: kept, ..ConnParams::default() };
             let mut pair = Pair::with(params);
@@ -233,22 +233,22 @@ fn more_reads_and_atomics_than_agreed_are_an_invalid_request() {
 }
 
 #[test]
-fn a_longest_write_begins() {
+fn a_write_of_maximum_length_begins() {
     let mut pair = Pair::new();
     pair.inject_request(O::WriteFirst, Extension::Reth(reth(1 << 31)), MTU).unwrap();
     assert_eq!(pair.endpoints[B].qp.state(), State::Rts);
 }
 
 #[test]
-fn a_send_longer_than_the_longest_message_is_an_invalid_request() {
-    let mtu = 1 << 20; // between our own ends; it needs fewer packets
+fn a_send_longer_than_the_maximum_is_an_invalid_request() {
+    let mtu = 1 << 20; // a nonstandard MTU, which needs fewer packets
     let mut pair = Pair::with(ConnParams { mtu, ..ConnParams::default() });
     pair.endpoints[B].host.add_receive(0, u32::MAX);
     pair.inject_request(O::SendFirst, Extension::None, mtu).unwrap();
     for _ in 1..2048 {
         pair.inject_request(O::SendMiddle, Extension::None, mtu).unwrap();
     }
-    assert_eq!(pair.endpoints[B].qp.state(), State::Rts, "2^31 bytes are not too many");
+    assert_eq!(pair.endpoints[B].qp.state(), State::Rts, "2^31 bytes are allowed");
     pair.inject_request(O::SendLast, Extension::None, 1).unwrap();
     pair.assert_failed(Nak::InvalidRequest, QpEvent::RequestError);
 }

@@ -1,4 +1,4 @@
-//! Answers at the asking end: which are used, and which are passed over.
+//! Responses at the requester: which are used, and which are dropped.
 
 use warpwire_proto::qp::{DiscardReason, Status, WrOp};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
@@ -9,7 +9,7 @@ use crate::directed::pair::{A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, opcod
 use Status::Success;
 
 #[test]
-fn an_answer_to_what_was_never_asked_is_a_ghost() {
+fn a_response_to_a_request_never_sent_is_unexpected() {
     let mut pair = Pair::new();
     assert_eq!(pair.inject_ack(0x100, Syndrome::ACK), Err(DiscardReason::UnexpectedResponse));
     pair.post(A, 0, WrOp::Send, 10);
@@ -24,7 +24,7 @@ fn an_answer_to_what_was_never_asked_is_a_ghost() {
 }
 
 #[test]
-fn an_answer_to_what_is_answered_is_stale() {
+fn a_response_to_a_completed_request_is_stale() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Send, 3 * MTU);
     pair.send_all(A);
@@ -35,7 +35,7 @@ fn an_answer_to_what_is_answered_is_stale() {
         assert_eq!(pair.inject_ack(0x100, syndrome), Err(DiscardReason::StaleResponse));
     }
     assert_eq!(pair.endpoints[A].dropped(DiscardReason::StaleResponse), 7);
-    assert_eq!(pair.send_all(A), [], "a stale refusal makes nobody go back");
+    assert_eq!(pair.send_all(A), [], "a stale NAK caused a retransmission");
     assert_eq!(pair.inject_ack(0x102, Syndrome::ACK), Ok(()));
     assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
 }
@@ -73,13 +73,13 @@ fn data_acknowledges_the_sends_and_writes_before_it() {
         pair.post(A, 1, op, len);
         pair.transfer(A);
         let answers = pair.transfer(B);
-        assert_eq!(answers.len(), 1, "no acknowledgement of its own is needed");
+        assert_eq!(answers.len(), 1, "an ACK in addition to the response");
         assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success)]);
     }
 }
 
 #[test]
-fn an_acknowledgement_beyond_a_read_or_atomic_without_data_makes_us_ask_again_once() {
+fn an_ack_beyond_an_unanswered_read_or_atomic_repeats_the_request_once() {
     for (op, len) in [(WrOp::Read(REMOTE_ADDR), 2 * MTU), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 3);
         pair.post(A, 0, WrOp::Send, 10);
@@ -91,12 +91,8 @@ fn an_acknowledgement_beyond_a_read_or_atomic_without_data_makes_us_ask_again_on
         let ack = answers.last().unwrap();
         assert_eq!(pair.deliver(A, ack), Err(DiscardReason::ResponseGap), "{op:?}");
         assert_eq!(pair.deliver(A, ack), Err(DiscardReason::ResponseGap));
-        assert_eq!(
-            pair.endpoints[A].sent,
-            [(0, Success)],
-            "what is before the read is acknowledged"
-        );
-        assert_eq!(pair.endpoints[A].qp.stats().response_gaps, 1, "once for one place");
+        assert_eq!(pair.endpoints[A].sent, [(0, Success)], "work before the read is complete");
+        assert_eq!(pair.endpoints[A].qp.stats().response_gaps, 1, "counted once per gap");
         let again = pair.send_all(A);
         assert_eq!(again.len(), 3);
         assert_eq!(again[0].headers.psn.value(), 0x101);
@@ -108,7 +104,7 @@ fn an_acknowledgement_beyond_a_read_or_atomic_without_data_makes_us_ask_again_on
 }
 
 #[test]
-fn data_behind_lost_data_is_passed_over_and_asked_for_again_from_there() {
+fn data_after_lost_data_is_dropped_and_requested_again_from_there() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
     pair.transfer(A);
@@ -135,8 +131,9 @@ fn offset(done: &HostEffect) -> u32 {
 }
 
 #[test]
-fn data_is_judged_by_its_number_and_not_by_first_or_middle() {
-    // Linux's rxe answers a partial read with a middle packet where others send a first.
+fn read_data_is_matched_by_psn_and_not_by_first_or_middle() {
+    // Linux's rxe answers a partial read with a middle packet where other implementations send a
+    // first.
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
     pair.transfer(A);
@@ -149,23 +146,23 @@ fn data_is_judged_by_its_number_and_not_by_first_or_middle() {
 }
 
 #[test]
-fn late_answers_to_what_was_sent_before_going_back_are_used() {
+fn late_responses_from_before_a_retransmission_are_used() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.transfer(A);
     let answers = pair.send_all(B);
-    pair.wait(pair.params.ack_timeout()); // goes back before they arrive
+    pair.wait(pair.params.ack_timeout()); // times out before they arrive
     assert_eq!(pair.endpoints[A].qp.stats().timeouts, 1);
     for answer in &answers {
         pair.deliver(A, answer).unwrap();
     }
     assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success)]);
-    assert_eq!(pair.send_all(A), [], "nothing is left to send again");
+    assert_eq!(pair.send_all(A), [], "a retransmission of answered packets");
 }
 
 #[test]
-fn a_sequence_refusal_acknowledges_what_is_before_it_and_goes_back_to_it() {
+fn a_sequence_nak_acknowledges_what_is_before_it_and_goes_back_to_it() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Send, 2 * MTU);
     pair.post(A, 1, WrOp::Send, 2 * MTU);
@@ -176,12 +173,12 @@ fn a_sequence_refusal_acknowledges_what_is_before_it_and_goes_back_to_it() {
     let again = pair.send_all(A);
     assert_eq!(psns(&again), [0x103, 0x104, 0x105]);
     let (first, last) = (Opcode::SendFirst, Opcode::SendLast);
-    assert_eq!(opcodes(&again), [last, first, last], "a message goes on where it was");
+    assert_eq!(opcodes(&again), [last, first, last], "a message resumes where it was");
     assert_eq!(pair.endpoints[A].qp.stats().resent, 3);
 }
 
 #[test]
-fn a_sequence_refusal_does_not_acknowledge_a_read() {
+fn a_sequence_nak_does_not_acknowledge_a_read() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.post(A, 1, WrOp::Send, 10);
@@ -193,7 +190,7 @@ fn a_sequence_refusal_does_not_acknowledge_a_read() {
 }
 
 #[test]
-fn after_a_timeout_a_missing_answer_makes_us_go_back_again() {
+fn after_a_timeout_a_missing_response_causes_another_go_back() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
     pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);

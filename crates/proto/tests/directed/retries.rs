@@ -1,4 +1,4 @@
-//! Silence, and receivers that are not ready: how often we try, and when.
+//! Retries after timeouts, sequence NAKs and RNR NAKs: how many, and when.
 
 use core::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::directed::pair::{
 use Status::{Flushed, Success};
 
 #[test]
-fn silence_ends_after_one_and_retry_count_tries_at_the_agreed_times() {
+fn silence_fails_after_retry_count_retries_at_the_ack_timeout() {
     for retry_count in 0..=7 {
         for timeout in [1, 8, 14, 20] {
             let mut pair = Pair::with(ConnParams { retry_count, timeout, ..ConnParams::default() });
@@ -22,10 +22,10 @@ fn silence_ends_after_one_and_retry_count_tries_at_the_agreed_times() {
             pair.post(A, 0, WrOp::Send, 10);
             pair.post(A, 1, WrOp::Send, 10);
             for retries in 1..=u32::from(retry_count) + 1 {
-                assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101], "try {retries}");
+                assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101], "transmission {retries}");
                 assert_eq!(pair.next_deadline(), start + ack_timeout * retries);
                 pair.advance_to(Instant::from_nanos(pair.next_deadline().as_nanos() - 1));
-                assert_eq!(pair.send_all(A), [], "not a moment too soon");
+                assert_eq!(pair.send_all(A), [], "a retry before the timeout");
                 assert_eq!(pair.endpoints[A].sent, []);
                 pair.wait(Duration::from_nanos(1));
             }
@@ -52,7 +52,7 @@ fn silence_fails_every_operation() {
 }
 
 #[test]
-fn without_a_timeout_nobody_gives_up() {
+fn without_a_timeout_the_requester_never_fails() {
     let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 10);
     pair.send_all(A);
@@ -63,16 +63,16 @@ fn without_a_timeout_nobody_gives_up() {
 }
 
 #[test]
-fn a_link_without_room_spends_tries_as_silence_does() {
+fn a_full_link_uses_up_retries_like_packet_loss() {
     let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
     let ack_timeout = pair.params.ack_timeout();
     pair.endpoints[A].qp.on_link_full(pair.now);
-    assert_eq!(pair.next_deadline(), Instant::NEVER, "there is nothing to send");
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "a timer without anything to send");
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     pair.post(A, 1, WrOp::Send, 10);
-    // Nothing was ever sent; how often it is told does not matter.
+    // Nothing was ever sent; the number of `on_link_full` calls does not matter.
     for retries in 0..3 {
-        assert_eq!(pair.endpoints[A].sent, [], "after {retries} tries");
+        assert_eq!(pair.endpoints[A].sent, [], "after {retries} retries");
         let start = pair.now;
         pair.endpoints[A].qp.on_link_full(pair.now);
         pair.wait(ack_timeout / 2);
@@ -82,11 +82,11 @@ fn a_link_without_room_spends_tries_as_silence_does() {
     }
     assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded), (1, Flushed)]);
     pair.endpoints[A].qp.on_link_full(pair.now);
-    assert_eq!(pair.next_deadline(), Instant::NEVER, "it has failed");
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "a timer after the failure");
 }
 
 #[test]
-fn room_that_comes_in_time_costs_nothing() {
+fn a_link_that_drains_in_time_costs_no_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     let ack_timeout = pair.params.ack_timeout();
     pair.post(A, 0, WrOp::Send, 4 * MTU);
@@ -98,7 +98,7 @@ fn room_that_comes_in_time_costs_nothing() {
     pair.inject_ack(0x103, Syndrome::ACK).unwrap();
     assert_eq!(pair.next_deadline(), Instant::NEVER);
     assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
-    // Who has no time-out waits as long as it takes.
+    // Without a timeout there is no limit.
     let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 10);
     pair.endpoints[A].qp.on_link_full(pair.now);
@@ -106,25 +106,25 @@ fn room_that_comes_in_time_costs_nothing() {
 }
 
 #[test]
-fn progress_restarts_the_timer_and_gives_all_tries_back() {
+fn progress_restarts_the_timer_and_resets_the_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     let ack_timeout = pair.params.ack_timeout();
     pair.post(A, 0, WrOp::Send, 8 * MTU);
     for acked in 0..7 {
         pair.send_all(A);
         pair.wait(ack_timeout);
-        pair.send_all(A); // the last try
+        pair.send_all(A); // the last retry
         pair.wait(ack_timeout / 2);
         pair.inject_ack(0x100 + acked, Syndrome::ACK).unwrap();
         assert_eq!(pair.next_deadline(), pair.now + ack_timeout);
     }
     pair.inject_ack(0x107, Syndrome::ACK).unwrap();
-    assert_eq!(pair.next_deadline(), Instant::NEVER, "nothing is waited for");
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "a timer with nothing outstanding");
     assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
 }
 
 #[test]
-fn a_sequence_refusal_takes_a_try() {
+fn a_sequence_nak_uses_a_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 0, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     pair.send_all(A);
@@ -133,37 +133,37 @@ fn a_sequence_refusal_takes_a_try() {
 }
 
 #[test]
-fn a_place_that_is_refused_without_end_fails_by_the_timer() {
+fn endless_sequence_naks_fail_by_the_timer() {
     let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     pair.send_all(A);
     let (start, ack_timeout) = (pair.now, pair.params.ack_timeout());
-    // What the network repeats must not cost tries; but it must not keep us trying for ever either.
+    // Duplicated NAKs must not use up retries, but neither may they postpone the failure forever.
     while pair.endpoints[A].sent.is_empty() {
-        assert!(pair.now < start + ack_timeout * 4, "the timer runs on");
+        assert!(pair.now < start + ack_timeout * 4, "the timer was postponed");
         let _ = pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence));
         pair.send_all(A);
         pair.wait(ack_timeout / 5);
     }
     assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)]);
-    assert!(pair.now > start + ack_timeout, "it did try");
+    assert!(pair.now > start + ack_timeout, "it failed without a retry");
 }
 
 #[test]
-fn a_sequence_refusal_that_shows_progress_gives_the_tries_back_first() {
+fn a_sequence_nak_with_progress_resets_the_retries_first() {
     let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     for lost in 1..4 {
         pair.send_all(A);
-        pair.wait(pair.params.ack_timeout()); // takes the last try but for the first time
+        pair.wait(pair.params.ack_timeout()); // uses the last retry, except the first time
         pair.send_all(A);
         pair.inject_ack(0x100 + lost, Syndrome::Nak(Nak::Sequence)).unwrap();
-        assert_eq!(pair.endpoints[A].sent, [], "the packets before it got through");
+        assert_eq!(pair.endpoints[A].sent, [], "the NAK acknowledged earlier packets");
     }
 }
 
 #[test]
-fn a_second_sequence_refusal_before_anything_was_sent_again_takes_no_try() {
+fn a_second_sequence_nak_before_retransmission_costs_no_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 4 * MTU);
     pair.send_all(A);
@@ -175,7 +175,7 @@ fn a_second_sequence_refusal_before_anything_was_sent_again_takes_no_try() {
 }
 
 #[test]
-fn a_peer_without_receives_is_tried_one_and_rnr_retry_times() {
+fn a_peer_without_receives_is_retried_rnr_retry_times() {
     for op in
         [WrOp::Send, WrOp::SendImm(1), WrOp::SendInvalidate(1), WrOp::WriteImm(REMOTE_ADDR, 1)]
     {
@@ -196,14 +196,14 @@ fn a_peer_without_receives_is_tried_one_and_rnr_retry_times() {
             }
             assert_eq!(retries, usize::from(rnr_retry) + 1, "{op:?}");
             assert_eq!(pair.endpoints[A].sent, [(0, Status::RnrRetryExceeded), (1, Flushed)]);
-            assert_eq!(pair.endpoints[B].qp.state(), State::Rts, "the peer knows nothing of it");
+            assert_eq!(pair.endpoints[B].qp.state(), State::Rts, "the peer is not affected");
             assert_eq!(pair.endpoints[B].host.done, []);
         }
     }
 }
 
 #[test]
-fn with_seven_a_peer_without_receives_is_tried_without_end() {
+fn with_rnr_retry_7_a_peer_without_receives_is_retried_forever() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 7, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 10);
     for _ in 0..100 {
@@ -217,8 +217,8 @@ fn with_seven_a_peer_without_receives_is_tried_without_end() {
 }
 
 #[test]
-fn a_peer_that_is_not_ready_is_left_alone_for_the_coded_time() {
-    // From the facts, in hundredths of a millisecond.
+fn an_rnr_nak_pauses_sending_for_the_coded_time() {
+    // The RNR timer table of the InfiniBand specification, in units of 0.01 ms.
     const TIMES: [u64; 32] = [
         65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
         1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
@@ -248,7 +248,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
     pair.deliver(A, &responses[0]).unwrap();
     pair.endpoints[B].host.add_receive(0, 0);
     pair.advance_to(pair.next_deadline());
-    assert_eq!(psns(&pair.transfer(A)), [0x102], "it goes on from there");
+    assert_eq!(psns(&pair.transfer(A)), [0x102], "only the last packet is repeated");
     pair.assert_all_succeed(1);
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Send, 3 * MTU);
@@ -261,7 +261,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
 }
 
 #[test]
-fn not_ready_said_twice_takes_one_try() {
+fn a_repeated_rnr_nak_uses_one_retry() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 10);
     pair.send_all(A);
@@ -272,7 +272,7 @@ fn not_ready_said_twice_takes_one_try() {
 }
 
 #[test]
-fn not_ready_acknowledges_what_is_before_it() {
+fn an_rnr_nak_acknowledges_what_is_before_it() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Send, 10);
     pair.post(A, 1, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
@@ -284,7 +284,7 @@ fn not_ready_acknowledges_what_is_before_it() {
 }
 
 #[test]
-fn silence_after_waiting_for_a_receive_ends_too() {
+fn silence_after_an_rnr_wait_fails_too() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 7, retry_count: 2, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Send, 10);
     pair.exchange();
@@ -297,7 +297,7 @@ fn silence_after_waiting_for_a_receive_ends_too() {
 }
 
 #[test]
-fn packets_lost_but_once_each_do_no_harm() {
+fn packets_each_lost_once_do_no_harm() {
     for (op, len) in one_of_each_op(4) {
         let mut pair = Pair::with_receives(ConnParams::default(), 4);
         (0..4).for_each(|id| pair.post(A, id, op, len));
@@ -321,11 +321,11 @@ fn packets_lost_but_once_each_do_no_harm() {
 }
 
 #[test]
-fn progress_gives_the_tries_for_receives_back_too() {
+fn progress_resets_the_rnr_retries_too() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
     for id in 0..4 {
         pair.post(A, id, WrOp::Send, 10);
-        pair.exchange(); // takes the only try
+        pair.exchange(); // uses the only retry
         pair.endpoints[B].host.add_receive(id, 10);
         pair.assert_all_succeed(id + 1);
     }

@@ -1,4 +1,4 @@
-//! What is sent, and when: windows, questions for acknowledgement, fences, reads in pieces.
+//! What is sent, and when: window, ACK requests, fences, split reads.
 
 use warpwire_proto::qp::{Fence, Options, PostError, SendWr, WrOp};
 use warpwire_proto::wire::{Extension, Opcode, Syndrome};
@@ -12,14 +12,17 @@ fn with_options(options: Options) -> ConnParams {
 }
 
 #[test]
-fn the_window_closes_with_a_question_and_opens_with_the_answer() {
+fn the_window_closes_with_an_ack_request_and_opens_with_the_ack() {
     for window in [1, 2, 5, 16] {
         let params = with_options(Options { window, ..Options::default() });
         let mut pair = Pair::with_receives(params, 1);
         pair.post(A, 0, WrOp::Send, 40 * MTU);
         let packets = pair.send_all(A);
         assert_eq!(packets.len(), window as usize);
-        assert!(packets.last().unwrap().headers.ack_request, "before it stalls");
+        assert!(
+            packets.last().unwrap().headers.ack_request,
+            "no ACK request before the window closes"
+        );
         pair.deliver_all(B, &packets);
         pair.transfer(B);
         assert_eq!(pair.send_all(A).len(), window as usize);
@@ -28,7 +31,7 @@ fn the_window_closes_with_a_question_and_opens_with_the_answer() {
 }
 
 #[test]
-fn the_last_packet_of_every_message_asks_for_an_acknowledgement() {
+fn the_last_packet_of_every_message_requests_an_ack() {
     for packets in [1, 3] {
         for (op, len) in one_of_each_op(packets) {
             let mut pair = Pair::new();
@@ -42,7 +45,7 @@ fn the_last_packet_of_every_message_asks_for_an_acknowledgement() {
 }
 
 #[test]
-fn a_long_message_asks_now_and_then() {
+fn a_long_message_requests_periodic_acks() {
     let mut pair = Pair::with(with_options(Options { window: 64, ..Options::default() }));
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 60 * MTU);
     let packets = pair.send_all(A);
@@ -103,7 +106,7 @@ fn a_write_names_its_whole_length_in_its_first_packet_alone() {
 }
 
 #[test]
-fn reads_and_atomics_wait_for_their_turn_and_so_does_what_is_behind_them() {
+fn reads_and_atomics_beyond_the_limit_wait_and_block_later_work() {
     for (op, len) in [(WrOp::Read(REMOTE_ADDR), 2 * MTU), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         let params =
             ConnParams { max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
@@ -132,14 +135,14 @@ fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
             pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(3, fenced, fenced_len) });
             assert_eq!(pair.transfer(A).len(), 3, "{fenced:?} waits");
             pair.transfer(B);
-            assert_eq!(pair.transfer(A).len(), 1, "{fenced:?} goes");
+            assert_eq!(pair.transfer(A).len(), 1, "{fenced:?} is sent");
             pair.assert_all_succeed(4);
         }
     }
 }
 
 #[test]
-fn a_long_read_is_asked_for_in_pieces_each_within_the_peers_number() {
+fn a_long_read_is_split_within_the_peers_read_limit() {
     let options = Options { read_chunk: 4, ..Options::default() };
     let params =
         ConnParams { options, max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
@@ -147,9 +150,9 @@ fn a_long_read_is_asked_for_in_pieces_each_within_the_peers_number() {
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 9 * MTU + 1);
     let requests = pair.transfer(A);
     assert_eq!(psns(&requests), [0x100, 0x104]);
-    let places: Vec<_> = requests.iter().map(|request| request.headers.extension).collect();
-    for (at, place) in (0..).zip(&places) {
-        let Extension::Reth(reth) = place else { panic!("{place:?}") };
+    let extensions: Vec<_> = requests.iter().map(|request| request.headers.extension).collect();
+    for (at, extension) in (0..).zip(&extensions) {
+        let Extension::Reth(reth) = extension else { panic!("{extension:?}") };
         assert_eq!(reth.address, REMOTE_ADDR.address + at * 4 * u64::from(MTU));
         assert_eq!(reth.len, 4 * MTU);
     }
@@ -159,7 +162,7 @@ fn a_long_read_is_asked_for_in_pieces_each_within_the_peers_number() {
 }
 
 #[test]
-fn a_piece_of_a_read_that_lost_data_is_asked_for_from_the_loss_to_its_own_end() {
+fn a_piece_of_a_read_is_repeated_from_the_loss_to_its_end() {
     let options = Options { read_chunk: 4, ..Options::default() };
     let mut pair = Pair::with(with_options(options));
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 8 * MTU);
@@ -176,18 +179,18 @@ fn a_piece_of_a_read_that_lost_data_is_asked_for_from_the_loss_to_its_own_end() 
 }
 
 #[test]
-fn what_is_sent_again_asks_with_its_first_packet() {
+fn a_retransmission_requests_an_ack_with_its_first_packet() {
     let mut pair = Pair::new();
     pair.post(A, 0, WrOp::Send, 10 * MTU);
     assert!(!pair.send_all(A)[0].headers.ack_request);
     pair.wait(pair.params.ack_timeout());
     let again = pair.send_all(A);
-    assert!(again[0].headers.ack_request, "perhaps only the answer was lost");
+    assert!(again[0].headers.ack_request, "only the ACK may have been lost");
     assert!(!again[1].headers.ack_request);
 }
 
 #[test]
-fn the_queue_holds_its_depth_and_has_room_again_when_completions_are_taken() {
+fn the_queue_holds_its_depth_and_frees_slots_when_completions_are_taken() {
     for depth in [1, 3, 8] {
         let options = Options { send_depth: depth, ..Options::default() };
         let mut pair = Pair::with(with_options(options));
@@ -197,14 +200,18 @@ fn the_queue_holds_its_depth_and_has_room_again_when_completions_are_taken() {
         pair.send_all(A);
         pair.endpoints[A].ignore_events = true;
         pair.inject_ack(0x100, Syndrome::ACK).unwrap();
-        assert_eq!(pair.endpoints[A].qp.post(one_more), Err(PostError::Full), "not taken yet");
+        assert_eq!(
+            pair.endpoints[A].qp.post(one_more),
+            Err(PostError::Full),
+            "its completion is still untaken"
+        );
         pair.endpoints[A].drain_events();
         assert_eq!(pair.endpoints[A].qp.post(one_more), Ok(()));
     }
 }
 
 #[test]
-fn local_work_completes_in_its_turn_and_sends_nothing() {
+fn local_work_completes_in_order_and_sends_nothing() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Local, 0);
     assert_eq!(pair.send_all(A), []);
@@ -212,20 +219,21 @@ fn local_work_completes_in_its_turn_and_sends_nothing() {
     pair.post(A, 1, WrOp::Send, 1);
     pair.post(A, 2, WrOp::Local, 0);
     pair.transfer(A);
-    assert_eq!(pair.endpoints[A].sent.len(), 1, "it waits for the send");
+    assert_eq!(pair.endpoints[A].sent.len(), 1, "completed before the send");
     pair.transfer(B);
     assert_eq!(pair.endpoints[A].sent.len(), 3);
 }
 
 #[test]
-fn answers_and_requests_take_turns() {
+fn responses_and_requests_alternate() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 20 * MTU);
     pair.transfer(A);
     pair.post(B, 1, WrOp::Write(REMOTE_ADDR), 20 * MTU);
     let packets = pair.send_all(B);
-    let is_answer: Vec<_> = packets[..40].iter().map(|p| p.headers.opcode.is_response()).collect();
-    assert!(is_answer.windows(2).all(|two| two[0] != two[1]), "{is_answer:?}");
+    let is_response_packet: Vec<_> =
+        packets[..40].iter().map(|p| p.headers.opcode.is_response()).collect();
+    assert!(is_response_packet.windows(2).all(|two| two[0] != two[1]), "{is_response_packet:?}");
 }
 
 #[test]
@@ -242,14 +250,14 @@ fn memory_does_not_grow_after_connecting() {
 }
 
 #[test]
-fn a_read_where_none_may_be_outstanding_ends() {
+fn a_read_with_max_rd_atomic_0_completes() {
     let mut pair = Pair::with(ConnParams { max_rd_atomic: 0, ..ConnParams::default() });
     pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
     pair.run();
 }
 
 #[test]
-fn long_packets_are_fewer_in_the_window() {
+fn fewer_long_packets_fit_in_the_window() {
     let pages = |count: u32| count * 4096;
     let params = || ConnParams { mtu: pages(15), ..with_options(Options::default()) };
     for (len, packets) in [(8, 128), (4096, 128), (4097, 128), (pages(4), 64), (pages(15), 17)] {
@@ -259,7 +267,7 @@ fn long_packets_are_fewer_in_the_window() {
         assert_eq!(sent.len(), packets, "messages of {len} bytes");
         assert!(sent.iter().all(|packet| packet.headers.ack_request));
     }
-    // Short ones do not wait for room that long ones need, nor the other way round for good.
+    // Neither short nor long packets starve the other.
     let mut pair = Pair::with(params());
     pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 40 * pages(15));
     (1..60).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 8));

@@ -1,4 +1,4 @@
-//! The table of steps, checked against a table of its own.
+//! State transitions, checked against an independent table.
 
 use warpwire_proto::Psn;
 use warpwire_proto::qp::attr::QpAttrMask as Set;
@@ -39,7 +39,7 @@ type Row = (Service, State, State, &'static [Set], &'static [Set]);
 const RC_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::ACCESS, Set::MIN_RNR_TIMER];
 const UD_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::QKEY];
 
-/// Part D1 of the facts, without alternate paths, and the usual table of datagram queue pairs.
+/// The transitions of RC queue pairs, without alternate paths, and of UD queue pairs.
 const ROWS: &[Row] = &[
     (Rc, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS], &[]),
     (Rc, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS]),
@@ -102,7 +102,7 @@ fn row(service: Service, from: State, to: State) -> Option<Row> {
     listed.or(always.then_some((service, from, to, &[], &[])))
 }
 
-/// Sets that attribute to a value that it can have.
+/// Sets the attribute to a valid value.
 fn set(attr: &mut QpAttributes, attribute: Set, from: State) {
     let good = ConnParams::default();
     let (init, rtr, rts) = (good.init_attr(), good.rtr_attr(A), good.rts_attr(A));
@@ -134,7 +134,7 @@ fn attr(from: State, to: State, attributes: &[Set]) -> QpAttributes {
     attr
 }
 
-/// Either sort of queue pair.
+/// An RC or UD queue pair.
 enum Either {
     Rc(Box<Qp>),
     Ud(Box<Ud>),
@@ -155,14 +155,14 @@ impl Either {
         }
     }
 
-    fn everything(&self) -> String {
+    fn debug_text(&self) -> String {
         match self {
             Self::Rc(qp) => format!("{qp:?}"),
             Self::Ud(ud) => format!("{ud:?}"),
         }
     }
 
-    /// In that state, by the usual way; none if a queue pair of that sort is never in it.
+    /// A queue pair in `state`; `None` if this service has no such state.
     fn in_state(service: Service, state: State) -> Option<Self> {
         let mut qp = match service {
             Rc if state == Sqe => return None,
@@ -190,10 +190,10 @@ impl Either {
     }
 
     #[track_caller]
-    fn must_refuse(&mut self, attr: &QpAttributes) -> ModifyError {
-        let before = self.everything();
-        let refused = self.modify(attr).expect_err("it must be refused");
-        assert_eq!(self.everything(), before, "a refused step changes nothing");
+    fn must_reject(&mut self, attr: &QpAttributes) -> ModifyError {
+        let before = self.debug_text();
+        let refused = self.modify(attr).expect_err("an invalid transition");
+        assert_eq!(self.debug_text(), before, "a rejected transition changed something");
         refused
     }
 }
@@ -211,7 +211,7 @@ fn every_pair(mut check: impl FnMut(Service, State, State, Either)) {
 }
 
 #[test]
-fn a_step_is_in_the_table_or_refused() {
+fn a_transition_is_in_the_table_or_rejected() {
     every_pair(|service, from, to, mut qp| match row(service, from, to) {
         Some((.., required, optional)) => {
             let all = [required, optional].concat();
@@ -219,9 +219,9 @@ fn a_step_is_in_the_table_or_refused() {
             assert_eq!(qp.state(), to);
         }
         None => {
-            let refused = qp.must_refuse(&QpAttributes::new(to));
+            let refused = qp.must_reject(&QpAttributes::new(to));
             assert_eq!(refused, ModifyError::InvalidTransition { from, to });
-            assert_eq!(refused.to_string(), format!("there is no step from {from} to {to}"));
+            assert_eq!(refused.to_string(), format!("there is no transition from {from} to {to}"));
         }
     });
 }
@@ -238,27 +238,33 @@ fn a_connected_queue_pair_never_enters_or_leaves_sqe() {
 }
 
 #[test]
-fn a_missing_attribute_is_refused_and_named() {
+fn a_missing_attribute_is_rejected_and_named() {
     for &(service, from, to, required, _) in ROWS {
         for missing in required {
             let Some(mut qp) = Either::in_state(service, from) else { continue };
             let others: Vec<_> = required.iter().copied().filter(|one| one != missing).collect();
-            let refused = qp.must_refuse(&attr(from, to, &others));
+            let refused = qp.must_reject(&attr(from, to, &others));
             assert_eq!(refused, ModifyError::MissingAttr { from, to, missing: *missing });
-            assert!(refused.to_string().ends_with(&format!("also needs {missing}")), "{refused}");
+            assert!(
+                refused.to_string().ends_with(&format!("also requires {missing}")),
+                "{refused}"
+            );
         }
     }
 }
 
 #[test]
-fn an_attribute_that_a_step_does_not_take_is_refused_and_named() {
+fn an_attribute_of_another_transition_is_rejected_and_named() {
     every_pair(|service, from, to, mut qp| {
         let Some((.., required, optional)) = row(service, from, to) else { return };
         let known = [required, optional].concat();
         for extra in ALL.into_iter().filter(|one| !known.contains(one)) {
-            let refused = qp.must_refuse(&attr(from, to, &[required, &[extra]].concat()));
+            let refused = qp.must_reject(&attr(from, to, &[required, &[extra]].concat()));
             assert_eq!(refused, ModifyError::ExtraAttr { from, to, extra });
-            assert!(refused.to_string().ends_with(&format!("does not take {extra}")), "{refused}");
+            assert!(
+                refused.to_string().ends_with(&format!("does not accept {extra}")),
+                "{refused}"
+            );
         }
     });
 }
@@ -274,12 +280,12 @@ fn optional_attributes_may_come_alone() {
 }
 
 #[test]
-fn a_wrong_belief_about_the_state_is_refused() {
+fn a_wrong_current_state_is_rejected() {
     for (service, from) in [(Rc, Rtr), (Rc, Rts), (Rc, Sqd), (Dgram, Rts), (Dgram, Sqe)] {
         let mut qp = Either::in_state(service, from).unwrap();
         let (.., required, _) = row(service, from, Rts).unwrap();
         let wrong = QpAttributes { current_state: Some(Init), ..attr(from, Rts, required) };
-        let refused = qp.must_refuse(&wrong);
+        let refused = qp.must_reject(&wrong);
         assert_eq!(refused, ModifyError::WrongState { expected: Init, actual: from });
         assert_eq!(refused.to_string(), format!("the queue pair is in {from}, not in INIT"));
         qp.modify(&QpAttributes { current_state: Some(from), ..wrong }).unwrap();
@@ -287,7 +293,7 @@ fn a_wrong_belief_about_the_state_is_refused() {
 }
 
 #[test]
-fn a_value_that_cannot_be_is_refused() {
+fn an_invalid_value_is_rejected() {
     let good = ConnParams::default();
     let (init, rtr, rts) = (good.init_attr(), good.rtr_attr(A), good.rts_attr(A));
     let far = PathAttributes { flow_label: 1 << 20, ..rtr.path.unwrap() };
@@ -306,7 +312,7 @@ fn a_value_that_cannot_be_is_refused() {
     ];
     for (from, attr, attribute) in wrong {
         let mut qp = Either::in_state(Rc, from).unwrap();
-        let refused = qp.must_refuse(&attr);
+        let refused = qp.must_reject(&attr);
         assert!(
             matches!(refused, ModifyError::InvalidValue { attribute: of, .. } if of == attribute)
         );
@@ -315,9 +321,9 @@ fn a_value_that_cannot_be_is_refused() {
 }
 
 #[test]
-fn sequence_numbers_are_cut_to_24_bits() {
+fn psns_are_truncated_to_24_bits() {
     let mut qp = Qp::new(1, Options::default());
     let params = ConnParams { psn: [0xab00_0001, 0xff12_3456], ..ConnParams::default() };
-    params.to_rts_state(&mut qp, A);
+    params.bring_to_rts(&mut qp, A);
     assert_eq!(qp.next_psns(), (Psn::new(0x12_3456), Psn::new(1)));
 }

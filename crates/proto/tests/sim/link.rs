@@ -1,10 +1,10 @@
-//! A virtual link: what becomes of a packet between two nodes.
+//! A simulated link between two nodes.
 
 use crate::sim::random::Random;
 use core::time::Duration;
 use warpwire_proto::Instant;
 
-/// What a link does to packets; chances in thousandths.
+/// Faults of a link; probabilities per mille.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub loss: u32,
@@ -14,11 +14,11 @@ pub struct Faults {
     pub truncate: u32,
     pub mark: u32,
     pub delay: Duration,
-    /// Up to this much more, at random, without changing the order.
+    /// Maximum random extra delay; does not change the order.
     pub jitter: Duration,
-    /// Bytes in a second; 0 for no limit.
+    /// Bytes per second; 0 for no limit.
     pub bandwidth: u64,
-    /// Packets longer than this are lost, as in a network with a smaller MTU.
+    /// Longer packets are lost, as in a network with a smaller MTU.
     pub max_packet: usize,
 }
 
@@ -53,7 +53,7 @@ impl Link {
         Self { faults, ..Self::default() }
     }
 
-    /// Sends a packet: none, one or two arrive.
+    /// Sends a packet; none, one or two copies arrive.
     pub fn carry(&mut self, now: Instant, bytes: &[u8], random: &mut Random) -> Vec<Arrival> {
         let faults = self.faults;
         let mut arrivals = Vec::with_capacity(1);
@@ -69,7 +69,7 @@ impl Link {
             let jitter = Duration::from_nanos(random.below(faults.jitter.as_nanos() as u64 + 1));
             let mut at = self.free_at.max(now) + faults.delay + jitter;
             if random.chance(faults.reorder) {
-                // Late, so that what was sent after it overtakes it.
+                // Delayed, so that later packets overtake it.
                 at = at + Duration::from_nanos(random.between(1, 50_000));
             } else {
                 at = at.max(self.last_arrival);

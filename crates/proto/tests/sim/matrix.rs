@@ -1,5 +1,5 @@
-//! Goodput and repetition over loss, delay, MTU, depth and operation, kept as a snapshot: a change that hurts
-//! is seen, and so is one that helps.
+//! Goodput and retransmissions over loss, delay, MTU, depth and operation, as a snapshot: it shows
+//! changes for better or worse.
 
 use core::time::Duration;
 use std::fmt::Write as _;
@@ -13,13 +13,13 @@ use crate::sim::plan::{OpMix, add_work};
 const LOSSES: [u32; 4] = [0, 10, 50, 200];
 const MESSAGES: usize = 96;
 
-/// One cell: megabytes in a second of virtual time, and packets for each that would do without loss.
+/// One cell: MB/s of virtual time, and packets sent per packet needed without loss.
 fn cell(mix_of_ops: OpMix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
     let mut net = Network::new(7, 2);
     let delay = Duration::from_micros(delay);
     net.link(0, 1, Faults { loss, delay, bandwidth: 12_500_000_000, ..Faults::default() });
     let options = Options { send_depth: depth, ..Options::default() };
-    // Long enough for the longest queue, short enough that a wait for it is not all that is seen.
+    // A timeout longer than the queueing delay, but short enough not to dominate the result.
     let params = ConnParams {
         options,
         mtu,
@@ -31,7 +31,7 @@ fn cell(mix_of_ops: OpMix, mtu: u32, depth: u32, delay: u64, loss: u32) -> Strin
     let conns = net.connect(0, 1, params);
     add_work(&mut net, (0, conns[0]), MESSAGES, 32 << 10, mix_of_ops);
     for planned in &mut net.conn(0, conns[0]).app.plan {
-        planned.work.fence = Fence::None; // they would be all that is measured
+        planned.work.fence = Fence::None; // they would dominate the result
     }
     for _ in 0..MESSAGES {
         net.conn(1, conns[1]).app.post_receive();

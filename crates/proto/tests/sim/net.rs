@@ -1,4 +1,4 @@
-//! The network: nodes, links and one queue of things to come, in virtual time.
+//! The network: nodes, links and one event queue, in virtual time.
 
 use core::time::Duration;
 use std::cmp::Reverse;
@@ -18,7 +18,7 @@ use crate::sim::link::{Faults, Link};
 use crate::sim::node::{App, Buffer, Node, SimConn, SimHost, SimMemory, fetch, takes_receive};
 use crate::sim::random::{Random, bytes_of};
 
-/// How two queue pairs are connected.
+/// Connection parameters of two queue pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnParams {
     pub options: Options,
@@ -31,10 +31,11 @@ pub struct ConnParams {
     pub rd_atomic: u8,
     pub access: Access,
     pub receive_capacity: u32,
-    /// How long a receive takes to be posted again after use.
+    /// Maximum delay until a consumed receive is posted again.
     pub receive_delay: Duration,
     pub page_faults: u32,
-    /// Packets are handled as they come, but what is to be sent waits up to this long: answers gather.
+    /// Maximum delay of transmissions, so that responses accumulate; packets are handled as they
+    /// arrive.
     pub poll_delay: Duration,
 }
 
@@ -58,7 +59,7 @@ impl Default for ConnParams {
     }
 }
 
-/// Something to come.
+/// A scheduled event.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimEvent {
     PacketArrives { node: usize, bytes: Vec<u8>, marked: bool },
@@ -80,9 +81,9 @@ pub struct Network {
     event_queue: BinaryHeap<Reverse<(Instant, u64, SimEvent)>>,
     counter: u64,
     pub trace: bool,
-    /// Packets on the wire, and those with payload.
+    /// Number of packets sent.
     pub carried: u64,
-    /// Nothing is lost, repeated or out of order.
+    /// Whether all links are free of loss, duplication and reordering.
     pub clean: bool,
 }
 
@@ -108,20 +109,20 @@ impl Network {
         }
     }
 
-    /// Two links, there and back.
+    /// Adds a link in each direction.
     pub fn link(&mut self, a: usize, b: usize, faults: Faults) {
         self.clean &= faults.is_clean();
         self.links.insert((a, b), Link::new(faults));
         self.links.insert((b, a), Link::new(faults));
     }
 
-    /// Connects two new queue pairs, ready to send; returns their sides.
+    /// Connects two new queue pairs in RTS; returns their indices at `a` and `b`.
     pub fn connect(&mut self, a: usize, b: usize, params: ConnParams) -> [usize; 2] {
         let conns = [self.nodes[a].conns.len(), self.nodes[b].conns.len() + usize::from(a == b)];
         for (end, (node, peer)) in [(a, b), (b, a)].into_iter().enumerate() {
             let (mine, theirs) = (conns[end], conns[1 - end]);
             let mut qp = Qp::new(number(mine), params.options);
-            to_rts_state(&mut qp, &params, end, number(theirs), address(peer));
+            bring_to_rts(&mut qp, &params, end, number(theirs), address(peer));
             let app = App {
                 key: 0x1000 + mine as u32,
                 receive_capacity: params.receive_capacity,
@@ -161,7 +162,7 @@ impl Network {
         }
     }
 
-    /// Runs until every plan is at its end, or nothing is to come; panics if that takes too long.
+    /// Runs until every plan is complete; panics if that takes too long or no event is left before.
     pub fn run(&mut self) {
         for node in 0..self.nodes.len() {
             for conn in 0..self.nodes[node].conns.len() {
@@ -174,23 +175,23 @@ impl Network {
             steps += 1;
             assert!(
                 self.now < end && steps < 20_000_000,
-                "every run ends: {:?}",
+                "plans do not complete: {:?}",
                 self.unfinished_conns()
             );
         }
-        assert!(self.is_done(), "every run ends: {:?}", self.unfinished_conns());
+        assert!(self.is_done(), "plans do not complete: {:?}", self.unfinished_conns());
     }
 
-    /// Runs on until nothing is to come: a network that has nothing to do comes to rest.
+    /// Runs until no event is left: an idle network must come to rest.
     pub fn drain(&mut self) {
         let mut steps = 0u64;
         while self.step() {
             steps += 1;
-            assert!(steps < 2_000_000, "a network at rest stays so");
+            assert!(steps < 2_000_000, "an idle network keeps sending");
         }
         for conn in self.nodes.iter().filter(|node| node.alive).flat_map(|node| &node.conns) {
             let deadline = conn.qp.poll_timeout(self.now);
-            assert_eq!(deadline, Instant::NEVER, "nothing is waited for");
+            assert_eq!(deadline, Instant::NEVER, "a timer without outstanding work");
         }
     }
 
@@ -214,7 +215,7 @@ impl Network {
         found
     }
 
-    /// The next thing happens; false if there is none.
+    /// Executes the next event; returns false if there is none.
     pub fn step(&mut self) -> bool {
         let Some(Reverse((when, _, event_kind))) = self.event_queue.pop() else { return false };
         self.now = when;
@@ -248,7 +249,8 @@ impl Network {
             SimEvent::Resume { node, conn } => {
                 let qp = &mut self.conn(node, conn).qp;
                 if qp.state() == State::Sqd {
-                    qp.modify(&QpAttributes::new(State::Rts)).expect("SQD goes back to RTS");
+                    qp.modify(&QpAttributes::new(State::Rts))
+                        .expect("a transition from SQD to RTS");
                 }
                 self.conn(node, conn).app.drained_at = None;
                 self.after(node, conn, true);
@@ -285,7 +287,7 @@ impl Network {
         let headers = transport.headers();
         let index = headers.destination_qp.wrapping_sub(number(0)) as usize;
         let Some(SimConn { qp, app, peer, .. }) = node.conns.get_mut(index) else { return };
-        assert_eq!(packet.ip().source, address(peer.0), "the simulation does not misdirect");
+        assert_eq!(packet.ip().source, address(peer.0), "a packet at the wrong node");
         let payload = transport.payload();
         let rx = RxPacket { headers: &headers, payload_len: payload.len() as u32, marked };
         let mut host = SimHost { memory: &mut node.memory, app, payload, random: &mut self.random };
@@ -296,7 +298,8 @@ impl Network {
         self.after(at, index, true);
     }
 
-    /// What follows any call: events, a time to come back, and (after news) a time to send.
+    /// After any call: handles events, sets the timer, and schedules a poll if `replan` or there
+    /// were events.
     fn after(&mut self, node: usize, conn: usize, replan: bool) {
         if !self.nodes[node].alive {
             return;
@@ -320,7 +323,7 @@ impl Network {
         let state = self.conn(node, conn);
         assert_eq!(state.qp.footprint(), state.footprint, "invariant 5");
         if let Some(drained_at) = state.app.drained_at {
-            assert_eq!(state.qp.next_psns().1, drained_at, "a drained queue begins nothing");
+            assert_eq!(state.qp.next_psns().1, drained_at, "a drained queue sent a new message");
         }
         let deadline = state.qp.poll_timeout(now);
         if deadline < state.timer {
@@ -393,7 +396,7 @@ impl Network {
         let Buffer { id, bytes } = app.in_use.pop_front().expect("a receive in use");
         assert_eq!(
             receive_completion.id, id,
-            "invariant 2: receives end in the order of their use"
+            "invariant 2: receives complete in the order of their use"
         );
         if receive_completion.status != Status::Success || app.expects_forged_packets {
             return;
@@ -402,10 +405,10 @@ impl Network {
         app.delivered += 1;
         let random = self.random.below(delay.as_nanos() as u64 + 1);
         self.at(now + Duration::from_nanos(random), SimEvent::NewReceive { node, conn });
-        // Invariant 1: it is the next message that the peer posted, whole.
+        // Invariant 1: this is the next message that the peer posted, complete.
         let plan = &self.nodes[peer_node].conns[peer_conn].app.plan;
         let mut messages = plan.iter().filter(|planned| takes_receive(&planned.work.op));
-        let sent = messages.nth(index).expect("invariant 1: nobody sent this");
+        let sent = messages.nth(index).expect("invariant 1: a message that was not sent");
         let carried = match sent.work.op {
             WrOp::SendImm(imm) => ReceiveKind::Imm(imm),
             WrOp::SendInvalidate(key) => ReceiveKind::Invalidated(key),
@@ -467,7 +470,7 @@ pub fn number(conn: usize) -> u32 {
     0x100 + conn as u32
 }
 
-fn to_rts_state(qp: &mut Qp, params: &ConnParams, end: usize, destination: u32, peer: Ipv4Addr) {
+fn bring_to_rts(qp: &mut Qp, params: &ConnParams, end: usize, destination: u32, peer: Ipv4Addr) {
     let (send_psn, receive_psn) = (Psn::new(params.psn[end]), Psn::new(params.psn[1 - end]));
     let path = PathAttributes {
         peer: (peer, UDP_PORT).into(),
@@ -501,6 +504,6 @@ fn to_rts_state(qp: &mut Qp, params: &ConnParams, end: usize, destination: u32, 
         },
     ];
     for step in steps {
-        qp.modify(&step).expect("the steps to RTS");
+        qp.modify(&step).expect("a transition towards RTS");
     }
 }

@@ -1,4 +1,4 @@
-//! A machine of the virtual network: memory, and queue pairs with a user behind each.
+//! A node of the simulated network: memory, and queue pairs with an application behind each.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -9,7 +9,7 @@ use warpwire_proto::qp::{
 
 use crate::sim::random::{Random, byte_of, bytes_of};
 
-/// Memory that peers may reach. Keys are 0x1000 + the index of the side that may use them.
+/// Memory that peers may access. Keys are 0x1000 + the index of the connection that may use them.
 #[derive(Debug, Default)]
 pub struct SimMemory {
     pub bytes: Vec<u8>,
@@ -18,7 +18,7 @@ pub struct SimMemory {
 pub const BASE: u64 = 0x7f00_0000_0000;
 
 impl SimMemory {
-    /// A fresh range, filled with the data that `name` stands for, aligned to 8.
+    /// Appends a range filled with the data of `name`, aligned to 8; returns its address.
     pub fn range(&mut self, len: u32, name: u64) -> u64 {
         let start = self.bytes.len().next_multiple_of(8);
         self.bytes.resize(start, 0);
@@ -37,13 +37,13 @@ impl SimMemory {
     }
 }
 
-/// Work of the plan, and what became of it.
+/// A planned work request and its outcome.
 #[derive(Clone, Debug)]
 pub struct PlannedWr {
     pub work: SendWr,
-    /// What its data is called: sent bytes, or those that must be read.
+    /// Seed of its data: the bytes sent, or the bytes that a read must return.
     pub name: u64,
-    /// The data of a read, as it arrives; the result of an atomic.
+    /// Data of a read as it arrives.
     pub read: Vec<u8>,
     pub result: Option<u64>,
     pub status: Option<Status>,
@@ -56,33 +56,33 @@ pub struct Buffer {
     pub bytes: Vec<u8>,
 }
 
-/// The user behind a queue pair.
+/// The application behind a queue pair.
 #[derive(Debug, Default)]
 pub struct App {
     pub key: u32,
     pub plan: Vec<PlannedWr>,
     pub posted: usize,
     pub completed: usize,
-    /// Receives that wait for a message, by id.
+    /// Ids of posted receives.
     pub receives: VecDeque<u64>,
     pub receive_capacity: u32,
     pub in_use: VecDeque<Buffer>,
-    /// How many receives were made.
+    /// Id of the next receive.
     pub next_receive: u64,
-    /// How many messages with a receive have come in whole.
+    /// Number of messages delivered to receives.
     pub delivered: usize,
-    /// Atomics that the peer had executed here: what was there before each.
+    /// Values before each atomic that the peer executed here.
     pub executed: Vec<u64>,
     pub invalidated: Vec<u32>,
-    /// Where the peer's writes were placed: each place once.
+    /// Addresses of the peer's writes: each occurs once.
     pub written: BTreeSet<u64>,
-    /// Chance, in thousandths, that memory is not there at the moment.
+    /// Probability per mille that memory is absent.
     pub page_faults: u32,
-    /// What comes in was not sent by the peer: it is taken, and not compared.
+    /// Incoming messages are forged: accepted, but not compared.
     pub expects_forged_packets: bool,
-    /// Where the send queue stood when it said that it was drained.
+    /// Next send PSN at the time of the drained event.
     pub drained_at: Option<warpwire_proto::Psn>,
-    /// Set when an answer was "not now": the user must poll again.
+    /// Set when a host call answered `Retry`: the application must poll again.
     pub faulted: bool,
 }
 
@@ -102,12 +102,12 @@ impl App {
 pub struct SimConn {
     pub qp: Qp,
     pub app: App,
-    /// The other end: node and side.
+    /// The peer: node and connection index.
     pub peer: (usize, usize),
     pub timer: warpwire_proto::Instant,
     pub poll_scheduled: bool,
     pub footprint: usize,
-    /// It gives up before the seventh try.
+    /// Whether `retry_count` is below 7.
     pub few_retries: bool,
 }
 
@@ -116,11 +116,11 @@ pub struct Node {
     pub memory: SimMemory,
     pub conns: Vec<SimConn>,
     pub alive: bool,
-    /// Packets that were no packets, by reason.
+    /// Number of malformed packets.
     pub malformed: u64,
 }
 
-/// What the queue pair sees of its node while a packet is handled.
+/// The queue pair's host while a packet is handled.
 pub struct SimHost<'a> {
     pub memory: &'a mut SimMemory,
     pub app: &'a mut App,
@@ -159,13 +159,17 @@ impl Host for SimHost<'_> {
     }
 
     fn place(&mut self, to: Target, len: u32) -> HostStatus {
-        assert_eq!(len as usize, self.payload.len(), "the payload is that of the packet at hand");
+        assert_eq!(
+            len as usize,
+            self.payload.len(),
+            "the length differs from the packet's payload"
+        );
         match to {
             Target::Receive { id, offset } => {
                 if self.fault() {
                     return HostStatus::Retry;
                 }
-                let buffer = self.app.in_use.back_mut().expect("a receive was taken");
+                let buffer = self.app.in_use.back_mut().expect("a taken receive");
                 assert_eq!((buffer.id, buffer.bytes.len()), (id, offset as usize), "invariant 1");
                 buffer.bytes.extend_from_slice(self.payload);
                 HostStatus::Ready
@@ -185,7 +189,11 @@ impl Host for SimHost<'_> {
                     return HostStatus::Retry;
                 }
                 let read = &mut self.app.plan[id as usize].read;
-                assert_eq!(read.len(), offset as usize, "invariant 1: data of a read comes once");
+                assert_eq!(
+                    read.len(),
+                    offset as usize,
+                    "invariant 1: data of a read is placed once"
+                );
                 read.extend_from_slice(self.payload);
                 HostStatus::Ready
             }
@@ -226,7 +234,7 @@ impl Host for SimHost<'_> {
             return HostStatus::Retry;
         }
         let planned = &mut self.app.plan[id as usize];
-        assert!(planned.result.replace(value).is_none(), "invariant 4: a result comes once");
+        assert!(planned.result.replace(value).is_none(), "invariant 4: a result is stored once");
         HostStatus::Ready
     }
 
@@ -239,7 +247,7 @@ impl Host for SimHost<'_> {
     }
 }
 
-/// Whether everything that fenced work waits for is done.
+/// Whether the conditions of a request's fence are met.
 pub fn fence_holds(app: &App, index: usize) -> bool {
     let is_done = |planned: &PlannedWr| match planned.work.op {
         WrOp::Read(_) => planned.read.len() == planned.work.len as usize,
@@ -249,25 +257,25 @@ pub fn fence_holds(app: &App, index: usize) -> bool {
     match app.plan[index].work.fence {
         Fence::None => true,
         Fence::Reads => app.plan[..index].iter().all(is_done),
-        // Work that sends nothing may be done and not told yet.
+        // Local work may be complete but not reported yet.
         Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == WrOp::Local),
     }
 }
 
-/// The payload of a packet that goes out.
+/// The payload of an outgoing packet.
 pub fn fetch(memory: &mut SimMemory, app: &App, from: Source, len: u32) -> Vec<u8> {
     match from {
         Source::SendWr { id, offset } => {
             let planned = &app.plan[id as usize];
-            assert!(offset + len <= planned.work.len, "payload lies inside its message");
-            assert!(fence_holds(app, id as usize), "a fence holds back what is behind it");
+            assert!(offset + len <= planned.work.len, "payload beyond its message");
+            assert!(fence_holds(app, id as usize), "a fenced request was sent too early");
             (offset..offset + len).map(|at| byte_of(planned.name, at)).collect()
         }
-        Source::Remote { at, .. } => memory.slice(at, len).expect("it was checked").to_vec(),
+        Source::Remote { at, .. } => memory.slice(at, len).expect("a checked range").to_vec(),
     }
 }
 
-/// Bit by bit, dropping the carry out of the marked ones.
+/// Adds bit by bit, dropping the carry out of the boundary bits.
 fn masked_add(before: u64, add: u64, boundary: u64) -> u64 {
     let (mut sum, mut carry) = (0, 0);
     for bit in 0..64 {
@@ -278,7 +286,7 @@ fn masked_add(before: u64, add: u64, boundary: u64) -> u64 {
     sum
 }
 
-/// Whether work takes a receive of the peer.
+/// Whether the operation consumes a receive of the peer.
 pub fn takes_receive(op: &WrOp) -> bool {
     matches!(op, WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..))
 }

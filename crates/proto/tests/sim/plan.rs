@@ -1,4 +1,4 @@
-//! A whole scenario from one seed.
+//! Random scenarios from one seed.
 
 use core::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::sim::net::{ConnParams, Network, SimEvent};
 use crate::sim::node::PlannedWr;
 use crate::sim::random::{Random, mix};
 
-/// What work there is to choose from.
+/// Operations to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpMix {
     Sends,
@@ -22,7 +22,7 @@ pub enum OpMix {
 pub const MIXES: [OpMix; 5] =
     [OpMix::Sends, OpMix::Writes, OpMix::Reads, OpMix::Atomics, OpMix::Everything];
 
-/// Adds `count` works of that mix to a side's plan, with memory at the peer for each.
+/// Adds `count` requests of that mix to a connection's plan, with memory at the peer for each.
 pub fn add_work(
     net: &mut Network,
     at: (usize, usize),
@@ -33,7 +33,7 @@ pub fn add_work(
     let (node, conn) = at;
     let (peer_node, peer_conn) = net.conn(node, conn).peer;
     let key = 0x1000 + peer_conn as u32;
-    // Counters that every side of the peer's node may share.
+    // Counters that all connections of the peer's node may share.
     let counter = match net.nodes[peer_node].memory.bytes.len() {
         0 => net.nodes[peer_node].memory.range(64, 1),
         _ => crate::sim::node::BASE,
@@ -94,18 +94,18 @@ pub fn add_work(
     }
 }
 
-/// What a random scenario may end with.
+/// Failures that a random scenario may end with.
 #[derive(Clone, Copy, Debug)]
 pub struct Expect {
-    /// A node dies, or a link is cut for good.
+    /// A node fails, or a link is cut permanently.
     pub failure_injected: bool,
-    /// So much is lost that all tries may fail.
+    /// The loss is so high that all retries may fail.
     pub may_exhaust_retries: bool,
-    /// Receives may be missing for longer than the peer waits.
+    /// Receives may be missing for longer than the RNR retries last.
     pub may_exhaust_rnr: bool,
 }
 
-/// Bytes in a second of a link on which packets queue for long.
+/// Bytes per second of a link with long queueing delays.
 const SLOW: u64 = 100_000_000;
 
 pub fn faults(random: &mut Random) -> Faults {
@@ -153,7 +153,8 @@ pub fn params(random: &mut Random) -> ConnParams {
     }
 }
 
-/// Builds the network of a seed: two to four nodes, one to six connections, work in both directions.
+/// Builds the network of a seed: two to four nodes, one to six connections, work in both
+/// directions.
 pub fn build(seed: u64) -> (Network, Expect) {
     let mut random = Random::new(seed);
     let nodes = random.pick(&[2, 2, 2, 3, 4]);
@@ -174,10 +175,10 @@ pub fn build(seed: u64) -> (Network, Expect) {
         let b = (a + 1 + random.below(nodes as u64 - 1) as usize) % nodes;
         let mut params = params(&mut random);
         if slow {
-            params.timeout = 16; // longer than a full window waits for such a link
+            params.timeout = 16; // longer than a full window takes on such a link
         }
         expect.may_exhaust_rnr |= params.rnr_retry != 7;
-        // Where something is lost at all, few tries may all be lost.
+        // With any loss, a small number of retries may all be lost.
         expect.may_exhaust_retries |= params.retry_count < 7 && !net.clean;
         let conns = net.connect(a, b, params);
         let mix_of_ops = random.pick(&MIXES);
@@ -194,7 +195,7 @@ pub fn build(seed: u64) -> (Network, Expect) {
     (net, expect)
 }
 
-/// In some scenarios a node dies, or a link is cut for a while or for good.
+/// In some scenarios a node fails, or a link is cut temporarily or permanently.
 fn inject_failure(net: &mut Network, random: &mut Random, expect: &mut Expect) {
     let when =
         |random: &mut Random| warpwire_proto::Instant::from_nanos(random.between(1, 3_000_000));
@@ -208,7 +209,7 @@ fn inject_failure(net: &mut Network, random: &mut Random, expect: &mut Expect) {
             net.at(when(random), SimEvent::Cut { from: 0, to: 1, cut: true });
         }
         3 => {
-            // The send queue pauses: nothing is lost by that.
+            // The send queue is drained and resumed, which loses nothing.
             let (start, conn) = (when(random), random.below(net.nodes[0].conns.len() as u64 + 1));
             if let Some(conn) = (conn as usize).checked_sub(1) {
                 net.at(start, SimEvent::Pause { node: 0, conn });
@@ -219,7 +220,7 @@ fn inject_failure(net: &mut Network, random: &mut Random, expect: &mut Expect) {
         2 => {
             net.clean = false;
             expect.may_exhaust_retries |= net.nodes[0].conns.iter().any(|conn| conn.few_retries);
-            // Shorter than the tries last: all must come through.
+            // Shorter than the retries last: all work must succeed.
             let start = when(random);
             let heal = start + Duration::from_millis(2);
             net.at(start, SimEvent::Cut { from: 1, to: 0, cut: true });

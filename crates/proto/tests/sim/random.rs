@@ -1,6 +1,6 @@
-//! Chance from one seed.
+//! Random numbers from one seed.
 
-/// SplitMix64: small, quick, and the same everywhere.
+/// SplitMix64: small, fast and portable.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -23,7 +23,7 @@ impl Random {
         first + self.below(last - first + 1)
     }
 
-    /// True in `per_mille` of a thousand cases.
+    /// True with probability `per_mille` / 1000.
     pub fn chance(&mut self, per_mille: u32) -> bool {
         per_mille > 0 && self.below(1000) < u64::from(per_mille)
     }
@@ -39,7 +39,7 @@ pub fn mix(value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// The byte at `at` of the data that `name` stands for: what is sent, and what must arrive.
+/// The byte at offset `at` of the data with seed `name`: what is sent, and what must arrive.
 pub fn byte_of(name: u64, at: u32) -> u8 {
     (u64::from(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ name >> 7)
         .wrapping_mul(name | 1)

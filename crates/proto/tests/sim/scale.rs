@@ -1,4 +1,4 @@
-//! Many queue pairs at once, and strangers among them.
+//! Many concurrent queue pairs, and forged packets.
 
 use core::time::Duration;
 
@@ -66,11 +66,11 @@ fn all_succeed(net: &Network, which: impl Fn(usize, usize) -> bool) -> bool {
     })
 }
 
-/// Headers that make sense by themselves, of any sort and with any numbers.
+/// Well-formed headers of a random kind with random values.
 fn any_headers(random: &mut Random, destination: u32) -> Headers {
     let opcodes: Vec<_> = Opcode::all().collect();
     let opcode = random.pick(&opcodes);
-    // Near the numbers in use, so that some are taken for real.
+    // Near the PSNs in use, so that some are accepted.
     let psn = Psn::new(random.pick(&[0x10, 0x20]) + random.below(64) as u32);
     let reth = Reth {
         address: crate::sim::node::BASE + random.below(4096),
@@ -109,7 +109,7 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
         Extension::DethImm(deth, any),
         Extension::Cnp,
     ];
-    // The one that the opcode has: emitting any other is refused.
+    // The extension that the opcode has: emitting any other fails.
     let mut scratch = [0; 128];
     let fits = |extension: &&Extension| {
         Headers::new(opcode, 0, psn, **extension).emit(&mut scratch, 0).is_some()
@@ -120,7 +120,7 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
 }
 
 #[test]
-fn forged_packets_hurt_only_whom_they_are_for() {
+fn forged_packets_affect_only_their_destination() {
     let mut survivors = 0;
     for seed in 0..60 {
         let mut net = Network::new(seed, 2);
@@ -128,7 +128,7 @@ fn forged_packets_hurt_only_whom_they_are_for() {
         for _ in 0..4 {
             populate(&mut net, 0, 1, small(), OpMix::Everything);
         }
-        // The victim has no plan of its own: whatever comes to it was forged.
+        // The victim's peer has no plan: every packet to the victim is forged.
         let victim = net.connect(0, 1, small());
         net.conn(1, victim[1]).app.post_receive();
         net.conn(1, victim[1]).app.expects_forged_packets = true;
@@ -156,7 +156,7 @@ fn forged_packets_hurt_only_whom_they_are_for() {
         let victim = net.conn(1, victim[1]);
         survivors += u32::from(victim.qp.state() != State::Err);
         let drops: u64 = victim.qp.stats().drops.iter().sum();
-        assert!(drops > 0, "they are counted by reason");
+        assert!(drops > 0, "forged packets were not counted");
     }
-    assert!(survivors < 60, "some of the forgeries do reach the victim");
+    assert!(survivors < 60, "no forged packet failed the victim");
 }

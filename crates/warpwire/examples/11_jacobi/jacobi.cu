@@ -1,23 +1,23 @@
-// One step of a Jacobi solver on the rows of one rank; with `exchange`, also the exchange of its outermost rows with the
-// ranks above and below. The twin for the simulated GPU stands in kernel.rs.
+// One step of a Jacobi solver on the rows of one rank; with `exchange`, also the halo exchange with
+// the ranks above and below. kernel.rs has the same kernel for the simulated GPU.
 #include <warpwire/verbs.cuh>
 
 using namespace warpwire;
 
-// A neighbour. Its words are in the order in which kernel.rs writes them.
+// A neighbour, in the layout that solver.rs writes.
 struct Neighbour {
-    u64 qp;       // 0: there is none
-    u64 to[2];    // where our row goes, in either of its two grids
+    u64 qp;       // 0 if there is no neighbour
+    u64 to[2];    // address of our row in each of its two grids
     u64 rkey;
-    u64 word;     // its count of our rows
+    u64 word;     // its counter of rows from us
     u64 word_rkey;
-    u64 own;      // our count of its rows
+    u64 own;      // our counter of rows from it
 };
 
 struct Exchange {
     Neighbour up, down;
     u64 lkey;
-    u64 finished;  // blocks that have finished, of all steps
+    u64 finished;  // finished blocks, summed over all steps
     u64 report;
     u64 timeout;
 };
@@ -50,7 +50,7 @@ extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, 
         __syncthreads();
         for (u64 column = 1 + threadIdx.x; column + 1 < columns; column += blockDim.x) {
             u64 at = row * columns + column;
-            // Halos are written from outside: they must not come from a cache that nobody cleans.
+            // The HCA writes the halos, so they must bypass L1, which is not coherent with it.
             float above = __ldcg(&old[at - columns]), below = __ldcg(&old[at + columns]);
             next[at] = ((above + below) + (old[at - 1] + old[at + 1])) * 0.25f;
         }
@@ -61,7 +61,7 @@ extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, 
     if (threadIdx.x == 0) {
         u64 before = atomicAdd((u64 *)exchange->finished, 1);
         detail::system_fence();
-        // The last block sends: all rows are there.
+        // The last block to finish sends: all rows are complete.
         if (before + 1 == gridDim.x * (step + 1)) {
             send_row(*exchange, exchange->up, to + columns * 4, columns * 4, step);
             send_row(*exchange, exchange->down, to + rows * columns * 4, columns * 4, step);

@@ -1,4 +1,4 @@
-//! The solver's kernel, and its twin for the simulated GPU.
+//! The solver's kernel: PTX for CUDA, a block function for the simulated GPU.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use warpwire::verbs::Remote;
 
 const STEP: &str = "jacobi_step";
 
-/// How many words a neighbour has in the kernel's parameters, and how many there are in all.
+/// Words per neighbour in the kernel's parameters, and in total.
 pub const SIDE_WORDS: usize = 7;
 pub const WORDS: usize = 2 * SIDE_WORDS + 4;
 
@@ -20,7 +20,7 @@ pub fn load(device: &Device) -> Result<Kernel> {
     device.load(&program)?.kernel(STEP)
 }
 
-/// The kernel's parameters, as they lie in memory.
+/// The kernel's parameters, in the layout of `struct Exchange` in jacobi.cu.
 struct Exchange {
     words: [u64; WORDS],
 }

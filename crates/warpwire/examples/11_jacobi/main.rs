@@ -1,10 +1,14 @@
-//! A Jacobi solver on a grid that is divided among ranks, row by row; after each step neighbours exchange their outermost
-//! rows. Three modes: the CPU waits for the GPU and sends (`cpu`); the stream sends and waits (`stream`); the kernel that
-//! computes sends by itself, and waits before it reads (`kernel`). All give the same bits as one rank alone.
+//! A Jacobi solver on a grid whose rows are divided among ranks. After each step, neighbours
+//! exchange their outermost rows (halo exchange), in three modes: the CPU waits for the GPU and
+//! sends (`cpu`); the stream sends and waits (`stream`); the computing kernel itself sends, and
+//! waits before it reads (`kernel`). The results of all modes are bit-identical to those of a
+//! single rank.
 //!
 //! ```console
-//! $ cargo run --release --example 11_jacobi                                    # two ranks as threads, simulated GPU
-//! $ warpwire run -n 4 -- target/release/examples/11_jacobi 1024 500 cuda:0     # size, steps, device
+//! # Two ranks as threads, on the simulated GPU:
+//! $ cargo run --release --example 11_jacobi
+//! # Four processes; size, steps, device:
+//! $ warpwire run -n 4 -- target/release/examples/11_jacobi 1024 500 cuda:0
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
@@ -21,7 +25,7 @@ use solver::{Mode, Solver};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What to solve.
+/// The problem: a grid of `size` × `size` and the number of steps.
 #[derive(Clone)]
 struct Task {
     size: u64,
@@ -53,22 +57,23 @@ fn main() -> Result<()> {
 
 fn solve(comm: &Comm, task: &Task) -> Result<()> {
     let device = mem::open(&task.device)?;
-    let wanted = (comm.rank() == 0).then(|| solver::alone(task.size, task.steps));
+    let wanted = (comm.rank() == 0).then(|| solver::reference(task.size, task.steps));
     let mut first = None;
     for mode in [Mode::Cpu, Mode::Stream, Mode::Kernel] {
         let mut solver = Solver::new(comm, &device, task.size)?;
-        // Once to warm up, and once more from the beginning.
+        // Warm up, then start over.
         solver.run(mode, task.steps.min(10))?;
         solver.reset()?;
         let took = solver.run(mode, task.steps)?;
         let found = solver.gather()?;
         if let (Some(wanted), Some(found)) = (&wanted, found) {
             let wrong = wanted.iter().zip(&found).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert_eq!(wrong, None, "{mode:?}: not what one rank alone computes");
+            assert_eq!(wrong, None, "{mode:?}: differs from the single-rank result");
             let each = took.as_secs_f64() * 1e6 / task.steps as f64;
             let base = *first.get_or_insert(each);
             println!(
-                "{:>7}: {} x {} on {} ranks, {} steps: {each:.1} us each, {:.2} of cpu's; right to the last bit",
+                "{:>7}: {} x {} on {} ranks, {} steps: {each:.1} us per step, \
+                 {:.2} of the cpu mode; bit-identical",
                 format!("{mode:?}").to_lowercase(),
                 task.size,
                 task.size,

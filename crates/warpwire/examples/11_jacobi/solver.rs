@@ -1,4 +1,4 @@
-//! The rows of one rank, and the exchange of the outermost ones in each mode.
+//! The rows of one rank, and the halo exchange in each mode.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use warpwire::{Error, Result};
 use super::TIMEOUT;
 use super::kernel::{self, SIDE_WORDS, WORDS};
 
-/// Who exchanges rows.
+/// What exchanges the rows: the CPU, the stream, or the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Cpu,
@@ -21,8 +21,8 @@ pub enum Mode {
     Kernel,
 }
 
-/// Two grids, of which one is read and the other written, in turn. Each has a row of the neighbour above and one of the
-/// neighbour below.
+/// Two grids (double buffering): each step reads one and writes the other. Each has a halo row of
+/// the neighbour above and one of the neighbour below.
 pub struct Solver<'a> {
     comm: &'a Comm,
     device_channel: DeviceChannel,
@@ -31,7 +31,7 @@ pub struct Solver<'a> {
     grids: Allocation,
     buffer: Buffer,
     window: RmaWindow,
-    /// Counts of rows that came from above and below; blocks that have finished; a report of what failed.
+    /// Number of rows received from above and from below; finished blocks; the first failure.
     words: Allocation,
     word_window: RmaWindow,
     exchange: Allocation,
@@ -39,7 +39,7 @@ pub struct Solver<'a> {
     columns: u64,
 }
 
-/// The rows of a rank of so many.
+/// First row and number of rows of a rank.
 fn rows_of(size: u64, rank: usize, ranks: usize) -> (u64, u64) {
     let (rank, ranks) = (rank as u64, ranks as u64);
     let inner = size - 2;
@@ -47,15 +47,15 @@ fn rows_of(size: u64, rank: usize, ranks: usize) -> (u64, u64) {
     (first, inner * (rank + 1) / ranks - first)
 }
 
-/// One hot side, three cold ones.
+/// The top edge is 1, everything else 0.
 fn initial(size: u64) -> Vec<f32> {
     let mut grid = vec![0.0; (size * size) as usize];
     grid[..size as usize].fill(1.0);
     grid
 }
 
-/// The same on one CPU.
-pub fn alone(size: u64, steps: u64) -> Vec<f32> {
+/// The solution computed on one CPU.
+pub fn reference(size: u64, steps: u64) -> Vec<f32> {
     let (mut old, n) = (initial(size), size as usize);
     let mut next = old.clone();
     for _ in 0..steps {
@@ -93,7 +93,7 @@ impl<'a> Solver<'a> {
             rows,
             columns: size,
         };
-        solver.describe()?;
+        solver.write_exchange()?;
         solver.reset()?;
         Ok(solver)
     }
@@ -102,7 +102,7 @@ impl<'a> Solver<'a> {
         self.columns * 4
     }
 
-    /// Where a row of a grid lies.
+    /// Byte offset of a row of a grid.
     fn row(&self, grid: u64, row: u64) -> u64 {
         (grid * (self.rows + 2) + row) * self.row_bytes()
     }
@@ -119,19 +119,20 @@ impl<'a> Solver<'a> {
         Some(self.comm.rank() + 1).filter(|rank| *rank < self.comm.size())
     }
 
-    /// Writes what the kernel must know of the neighbours.
-    fn describe(&self) -> Result<()> {
+    /// Writes the kernel's parameters: the neighbours' queue pairs, addresses and keys.
+    fn write_exchange(&self) -> Result<()> {
         let mut words = [0; WORDS];
         for (down, neighbour) in [self.up(), self.down()].into_iter().enumerate() {
             let Some(rank) = neighbour else { continue };
             let (_, rows) = rows_of(self.columns, rank, self.comm.size());
-            // Our first row is the last of the one above, with its halo; our last the first of the one below.
+            // Our first row is the lower halo of the rank above, our last the upper halo of the one
+            // below.
             let row = if down == 1 { 0 } else { rows + 1 };
             let at = |grid: u64| {
                 let offset = (grid * (rows + 2) + row) * self.row_bytes();
                 self.window.remote(rank, offset, self.row_bytes())
             };
-            // There we are the other neighbour.
+            // For the rank above we are the neighbour below, and vice versa.
             let word = self.word_window.word(rank, if down == 1 { 0 } else { 8 }, 8)?;
             let own = self.words.address().raw() + down as u64 * 8;
             let side = [
@@ -157,7 +158,7 @@ impl<'a> Solver<'a> {
         self.exchange.write(0, &bytes)
     }
 
-    /// Back to the beginning; all ranks together.
+    /// Restores the initial state. Collective.
     pub fn reset(&self) -> Result<()> {
         self.comm.barrier(TIMEOUT)?;
         let whole = initial(self.columns);
@@ -171,7 +172,7 @@ impl<'a> Solver<'a> {
         self.comm.barrier(TIMEOUT)
     }
 
-    /// So many steps; how long they took.
+    /// Runs `steps` steps and returns the time they took. Collective.
     pub fn run(&mut self, mode: Mode, steps: u64) -> Result<Duration> {
         self.comm.barrier(TIMEOUT)?;
         let start = Instant::now();
@@ -185,7 +186,8 @@ impl<'a> Solver<'a> {
             }
         }
         if mode == Mode::Kernel {
-            // Nobody waits for the rows of the last step: they must not come when others have begun anew.
+            // No kernel waits for the rows of the last step. They must arrive before a neighbour
+            // starts over.
             for rank in [self.up(), self.down()].into_iter().flatten() {
                 self.device_channel.kernel(rank)?.wait_on_stream(&self.stream)?;
             }
@@ -193,13 +195,13 @@ impl<'a> Solver<'a> {
         self.stream.synchronize(TIMEOUT)?;
         self.device_channel.check()?;
         let report = self.words.word64(24)?.load()?;
-        assert_eq!(report, 0, "a kernel says {report:#x}");
+        assert_eq!(report, 0, "a kernel reports failure {report:#x}");
         let took = start.elapsed();
         self.comm.barrier(TIMEOUT)?;
         self.steps_done(steps).map(|()| took)
     }
 
-    /// The last grid that was written is the first, for whoever looks.
+    /// Copies the result to the first grid, if the last step wrote the second.
     fn steps_done(&mut self, steps: u64) -> Result<()> {
         if steps % 2 == 1 {
             let len = (self.rows + 2) * self.row_bytes();
@@ -227,12 +229,12 @@ impl<'a> Solver<'a> {
             .keep_alive(&self.words.whole()?)
             .keep_alive(&self.exchange.whole()?);
         launch = launch.keep_alive(&self.grids.whole()?);
-        // SAFETY: the kernel reads one grid and writes the other, the words and the parameters, all of which the launch
-        // keeps; the queue pairs live as long as the lane, which outlives the stream's work.
+        // SAFETY: the kernel accesses the grids, the words and the parameters, which the launch
+        // keeps alive, and the queue pairs of the device channel, which outlives the stream's work.
         unsafe { self.stream.launch(launch) }
     }
 
-    /// The CPU waits for the stream, exchanges, and waits for that.
+    /// The CPU waits for the stream, exchanges the rows, and waits for the messages.
     fn exchange_by_cpu(&self, grid: u64) -> Result<()> {
         self.stream.synchronize(TIMEOUT)?;
         let mut requests = Vec::new();
@@ -245,27 +247,27 @@ impl<'a> Solver<'a> {
         wait_all(&mut requests, TIMEOUT)
     }
 
-    /// The CPU prepares, and goes on to the next step.
+    /// The CPU only enqueues; the stream sends and waits.
     fn exchange_by_stream(&self, grid: u64) -> Result<()> {
         let mut receives: Vec<ChannelRequest> = Vec::new();
         let ends = [(self.up(), 0, 1), (self.down(), self.rows + 1, self.rows)];
         for (neighbour, halo, edge) in ends {
             let Some(rank) = neighbour else { continue };
-            receives
-                .push(self.room(|| self.device_channel.receive(rank, self.slice(grid, halo)?))?);
-            self.room(|| {
+            let receive = || self.device_channel.receive(rank, self.slice(grid, halo)?);
+            receives.push(self.retry_while_busy(receive)?);
+            self.retry_while_busy(|| {
                 self.device_channel
                     .send_on_stream(&self.stream, rank, self.slice(grid, edge)?)
                     .map(drop)
             })?;
         }
         receives.iter().try_for_each(|receive| {
-            self.room(|| self.device_channel.wait_on_stream(&self.stream, receive))
+            self.retry_while_busy(|| self.device_channel.wait_on_stream(&self.stream, receive))
         })
     }
 
-    /// Waits while there is no room for more.
-    fn room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    /// Retries while the queue is full.
+    fn retry_while_busy<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         let start = Instant::now();
         loop {
             match attempt() {
@@ -278,7 +280,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// Rank 0 gets all rows.
+    /// Collects all rows at rank 0; `None` on other ranks. Collective.
     pub fn gather(&self) -> Result<Option<Vec<f32>>> {
         let (n, rank) = (self.columns, self.comm.rank());
         if rank != 0 {
@@ -293,12 +295,12 @@ impl<'a> Solver<'a> {
         for other in 1..self.comm.size() {
             let (_, rows) = rows_of(n, other, self.comm.size());
             let into = self.comm.alloc(rows * self.row_bytes())?;
-            let came = self.comm.recv(other, 1, &into, TIMEOUT)?.len;
-            if came != into.len() {
+            let received = self.comm.recv(other, 1, &into, TIMEOUT)?.len;
+            if received != into.len() {
                 let error = Error::new(Kind::Malformed, "gather the rows");
-                return Err(error.why(format!("rank {other} sent {came} bytes")));
+                return Err(error.why(format!("rank {other} sent {received} bytes")));
             }
-            let mut slice = vec![0; came as usize];
+            let mut slice = vec![0; received as usize];
             into.read(0, &mut slice)?;
             bytes.extend(slice);
         }

@@ -1,4 +1,4 @@
-//! The kernels between messages, and their twins for the simulated GPU.
+//! The kernels between messages: PTX for CUDA, block functions for the simulated GPU.
 
 use warpwire::Result;
 use warpwire::mem::sim::{Block, KernelFault};
@@ -24,14 +24,14 @@ impl Kernels {
         Ok(Self { fill: module.kernel(FILL)?, add: module.kernel(ADD)? })
     }
 
-    /// Numbers from `first` on, `step` apart.
+    /// Writes the numbers `first`, `first + step`, `first + 2 * step`, …
     pub fn fill(&self, stream: &Stream, to: &Region, first: u64, step: u64) -> Result<()> {
         let count = to.len() / 8;
         let launch = Launch::new(&self.fill).region(to).value(count).value(first).value(step);
         start(stream, launch)
     }
 
-    /// Adds numbers to others, each to its own.
+    /// Adds `from` to `to`, element by element.
     pub fn add(&self, stream: &Stream, to: &Region, from: &Region) -> Result<()> {
         assert_eq!(to.len(), from.len());
         let launch = Launch::new(&self.add).region(to).region(from).value(to.len() / 8);
@@ -40,7 +40,7 @@ impl Kernels {
 }
 
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernels touch as many numbers as the regions have, which the launch keeps.
+    // SAFETY: the kernels access only the numbers in the regions, which the launch keeps alive.
     unsafe { stream.launch(launch.threads(THREADS)) }
 }
 

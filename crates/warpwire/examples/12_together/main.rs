@@ -1,9 +1,13 @@
-//! Broadcast, all-reduce and barrier on a stream, composed of a lane's messages: the CPU names memory and fills the stream, and waits
-//! once, at the end. In each round another rank draws numbers and broadcasts them, every rank adds its own, and all sum up.
+//! Broadcast, all-reduce and barrier in stream order, composed of the messages of a device channel.
+//! The CPU posts receives and enqueues work on the stream, and waits for it at the end. In each
+//! round another rank generates numbers and broadcasts them, every rank adds its own, and an
+//! all-reduce computes the sums.
 //!
 //! ```console
-//! $ cargo run --release --example 12_together                                 # four ranks as threads, simulated GPU
-//! $ warpwire run -n 4 -- target/release/examples/12_together 4096 16 cuda:0   # numbers, rounds, device
+//! # Four ranks as threads, on the simulated GPU:
+//! $ cargo run --release --example 12_together
+//! # Four processes; numbers, rounds, device:
+//! $ warpwire run -n 4 -- target/release/examples/12_together 4096 16 cuda:0
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
 
@@ -24,10 +28,9 @@ use kernels::Kernels;
 const TIMEOUT: Duration = Duration::from_secs(60);
 const RANKS: usize = 4;
 
-/// What to do.
 #[derive(Clone)]
 struct Task {
-    /// Numbers of each rank, a multiple of how many ranks there are.
+    /// Numbers per rank; a multiple of the number of ranks.
     count: u64,
     rounds: u64,
     device: String,
@@ -40,39 +43,40 @@ fn main() -> Result<()> {
     };
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { count: number(0, 1000), rounds: number(1, 16), device };
-    let place = RankInfo::from_env()?;
+    let rank_info = RankInfo::from_env()?;
     let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
-    if place.launcher != Launcher::Standalone {
+    if rank_info.launcher != Launcher::Standalone {
         options.link = CommOptions::from_env()?.link;
-        return all_rounds(&Comm::open(place, options)?, &task);
+        return all_rounds(&Comm::open(rank_info, options)?, &task);
     }
-    let each = |act: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
+    let run_ranks = |run: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
         let link = CommLink::Hub(Hub::new());
         let comms = Comm::local_with(RANKS, &CommOptions { link, ..options.clone() })?;
         std::thread::scope(|scope| {
-            let start = |comm| scope.spawn(|| act(&{ comm }, &task));
+            let start = |comm| scope.spawn(|| run(&{ comm }, &task));
             let ranks: Vec<_> = comms.into_iter().map(start).collect();
             ranks.into_iter().try_for_each(|rank| rank.join().expect("a rank"))
         })
     };
-    each(all_rounds)?;
-    each(one_rank_fails)
+    run_ranks(all_rounds)?;
+    run_ranks(one_rank_fails)
 }
 
-/// A rank with its numbers on a device.
+/// A rank with its device memory.
 struct Rank<'a> {
     comm: &'a Comm,
     device_channel: DeviceChannel,
     stream: Stream,
     kernels: Kernels,
-    /// The numbers that are broadcast and summed up, and those of this rank alone.
+    /// The numbers that are broadcast and summed (`numbers` is their registration), and those that
+    /// only this rank has.
     memory: Allocation,
     mine: Allocation,
     numbers: Buffer,
-    /// What comes in while sums are made: a place for each step.
+    /// Received partial sums, one slice per step of the reduce-scatter.
     arrivals: Allocation,
     arriving: Buffer,
-    /// The sums of each round.
+    /// The sums of all rounds.
     log: Allocation,
 }
 
@@ -83,7 +87,7 @@ impl<'a> Rank<'a> {
         assert!(task.count.is_multiple_of(ranks), "{} numbers, {ranks} ranks", task.count);
         let (memory, mine) = (device.alloc(bytes)?, device.alloc(bytes)?);
         let arrivals = device.alloc(bytes)?;
-        let ready = Self {
+        let this = Self {
             comm,
             device_channel: comm.device_channel(&device, ChannelOptions::default())?,
             stream: device.stream()?,
@@ -95,40 +99,44 @@ impl<'a> Rank<'a> {
             mine,
             arrivals,
         };
-        // A GPU whose streams wait for others loads no kernels: nobody begins before all have loaded theirs.
+        // CUDA cannot load kernels while streams of the GPU wait, and ranks may share a GPU: no
+        // rank starts before all have loaded their kernels.
         comm.barrier(TIMEOUT)?;
-        Ok(ready)
+        Ok(this)
     }
 
-    /// All ranks get what the root's stream has in its numbers by then. A tree: who has them passes them on.
+    /// Broadcasts the root's numbers, as they are at this point of its stream, along a binomial
+    /// tree.
     ///
-    /// A receive may be filled as soon as it is posted; that nobody is ahead by more than a round is the barrier's doing.
+    /// A posted receive may be filled at any time. The barrier at the end of each round guarantees
+    /// that no rank is more than one round ahead.
     fn broadcast_on(&self, root: usize) -> Result<()> {
         let (size, rank) = (self.comm.size(), self.comm.rank());
-        let place = (rank + size - root) % size;
+        let relative_rank = (rank + size - root) % size;
         let mut sends = Vec::new();
         let mut distance = 1;
         while distance < size {
             let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
-            if place < distance && place + distance < size {
+            if relative_rank < distance && relative_rank + distance < size {
                 sends.push(self.device_channel.send_on_stream(
                     &self.stream,
                     to,
                     self.numbers.whole(),
                 )?);
-            } else if (distance..2 * distance).contains(&place) {
+            } else if (distance..2 * distance).contains(&relative_rank) {
                 let receive = self.device_channel.receive(from, self.numbers.whole())?;
                 self.device_channel.wait_on_stream(&self.stream, &receive)?;
             }
             distance *= 2;
         }
-        // What was sent may be written to again.
+        // After the sends the numbers may be overwritten.
         self.device_channel.wait_all_on_stream(&self.stream, &sends)
     }
 
-    /// Every rank's numbers become the sums over all ranks. A ring: first each part goes round and grows, then the sums go round.
+    /// Sums the numbers of all ranks (ring all-reduce): a reduce-scatter, then an all-gather.
     ///
-    /// A sum comes back to a part only after all have added to it, ours among them, which has therefore been read.
+    /// The final sum of a slice arrives only after every rank has added to it, so this rank's send
+    /// of that slice has completed and the slice may be overwritten.
     fn all_reduce_on(&self) -> Result<()> {
         let (size, rank) = (self.comm.size(), self.comm.rank());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -137,9 +145,9 @@ impl<'a> Rank<'a> {
         let mut sends = Vec::new();
         for step in 0..size - 1 {
             let (outgoing, incoming) = (at(rank + size - step), at(rank + 2 * size - step - 1));
-            let place = step as u64 * bytes;
+            let offset = step as u64 * bytes;
             let receive =
-                self.device_channel.receive(before, self.arriving.slice(place, bytes)?)?;
+                self.device_channel.receive(before, self.arriving.slice(offset, bytes)?)?;
             sends.push(self.device_channel.send_on_stream(
                 &self.stream,
                 next,
@@ -147,7 +155,7 @@ impl<'a> Rank<'a> {
             )?);
             self.device_channel.wait_on_stream(&self.stream, &receive)?;
             let (sum, arrived) =
-                (self.memory.region(incoming, bytes)?, self.arrivals.region(place, bytes)?);
+                (self.memory.region(incoming, bytes)?, self.arrivals.region(offset, bytes)?);
             self.kernels.add(&self.stream, &sum, &arrived)?;
         }
         for step in 0..size - 1 {
@@ -164,7 +172,7 @@ impl<'a> Rank<'a> {
         self.device_channel.wait_all_on_stream(&self.stream, &sends)
     }
 
-    /// One round, put on the stream: no part of it is waited for here.
+    /// Enqueues one round on the stream, without waiting for any of it.
     fn round_on(&self, round: u64) -> Result<()> {
         let (size, rank) = (self.comm.size(), self.comm.rank());
         let root = round as usize % size;
@@ -179,7 +187,7 @@ impl<'a> Rank<'a> {
         self.all_reduce_on()?;
         let log = self.log.region(round * numbers.len(), numbers.len())?;
         self.stream.copy(&log, &numbers)?;
-        // Nobody broadcasts into numbers that another has not copied yet.
+        // The next broadcast must not overwrite numbers that a rank has not copied yet.
         self.device_channel.barrier_on_stream(&self.stream)
     }
 
@@ -191,7 +199,7 @@ impl<'a> Rank<'a> {
 
 const RANDOM_STEP: u64 = 0x9e37_79b9;
 
-/// What the root of a round draws.
+/// The number at `index` that the root of a round generates.
 fn random_values(round: u64, index: u64) -> u64 {
     (round + 1).wrapping_mul(1_000_003).wrapping_add(index.wrapping_mul(RANDOM_STEP))
 }
@@ -201,7 +209,7 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
     let start = Instant::now();
     for round in 0..task.rounds {
         rank.round_on(round)?;
-        // Requests have a bound: the CPU lets the stream catch up now and then.
+        // The number of pending requests is limited: every 8 rounds the CPU waits for the stream.
         if round % 8 == 7 {
             rank.finish()?;
             rank.device_channel.progress()?;
@@ -213,8 +221,8 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
     rank.log.read(0, &mut found)?;
     let ranks = comm.size() as u64;
     let own: u64 = (1..=ranks).sum();
-    for (place, found) in (0..).zip(found.chunks(8)) {
-        let (round, index) = (place / task.count, place % task.count);
+    for (position, found) in (0..).zip(found.chunks(8)) {
+        let (round, index) = (position / task.count, position % task.count);
         let wanted = random_values(round, index)
             .wrapping_mul(ranks)
             .wrapping_add(own.wrapping_mul(index + 1));
@@ -224,7 +232,8 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
     comm.barrier(TIMEOUT)?;
     if comm.rank() == 0 {
         println!(
-            "{} ranks, {} rounds of {} numbers: broadcast, all-reduce, barrier on the stream: {:.1} us a round; every sum is right",
+            "{} ranks, {} rounds of {} numbers: broadcast, all-reduce and barrier on the stream: \
+             {:.1} us per round; all sums are correct",
             comm.size(),
             task.rounds,
             task.count,
@@ -234,7 +243,8 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
     comm.finish(TIMEOUT)
 }
 
-/// The last rank leaves before a round: the streams of the others are released, and told why.
+/// The last rank aborts before a round: the streams of the others are released, and the cause is
+/// reported.
 fn one_rank_fails(comm: &Comm, task: &Task) -> Result<()> {
     let rank = Rank::new(comm, task)?;
     let last = comm.size() - 1;
@@ -246,9 +256,9 @@ fn one_rank_fails(comm: &Comm, task: &Task) -> Result<()> {
     let error = outcome.expect_err("a round without the last rank");
     assert_eq!(error.kind(), &Kind::PeerLost, "{error}");
     if comm.rank() == 0 {
-        println!("rank {last} goes: {error}");
+        println!("after rank {last} aborted: {error}");
     }
-    // Nobody leaves before all have seen it.
+    // No rank leaves before all have seen the abort.
     std::thread::sleep(Duration::from_millis(200));
     Ok(())
 }

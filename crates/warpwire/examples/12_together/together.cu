@@ -1,4 +1,4 @@
-// What ranks do to their numbers between messages. The twins for the simulated GPU stand in kernels.rs.
+// What ranks compute between messages. kernels.rs has the same kernels for the simulated GPU.
 typedef unsigned long long u64;
 
 // to[i] = first + i * step
@@ -7,7 +7,7 @@ extern "C" __global__ void together_fill(u64 to, u64 count, u64 first, u64 step)
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) ((u64 *)to)[i] = first + i * step;
 }
 
-// to[i] += from[i]. Messages are written from outside: they must not come from a cache that nobody cleans.
+// to[i] += from[i]. The HCA writes `from`, so it must bypass L1, which is not coherent with it.
 extern "C" __global__ void together_add(u64 to, u64 from, u64 count) {
     u64 stride = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride)

@@ -1,11 +1,11 @@
-//! Completions: what the protocol reports, in the form in which it is written.
+//! Builds CQEs from the completions that the protocol reports.
 
 use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion, Status as WireStatus};
 
 use super::qpc::QpContext;
 use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Opcode, Queue, RecvKind, Sent, Status};
 
-/// The status as verbs have it.
+/// The verbs status of a protocol status.
 pub(super) fn status(status: WireStatus) -> Status {
     match status {
         WireStatus::Success => Status::Success,
@@ -29,17 +29,17 @@ fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
     Cqe { outcome, qpn, user_index, counter, solicited: false, timestamp: 0 }
 }
 
-/// The completion of a write that was done as it was posted.
+/// The CQE of an inline write.
 #[inline]
 pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> Sent {
     let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
     Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
 }
 
-/// The completion of posted work; none if it succeeded and nobody wants to know.
+/// The CQE of posted work; `None` if it succeeded and is unsignaled.
 pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<Cqe> {
     let work = qpc.qp_memory.wr_state(completion.id);
-    // The first block of the entry, as its writer counts.
+    // The index of the WQE's first WQEBB, as the poster counts.
     let counter = completion.id as u16;
     let opcode = work.opcode;
     if completion.status == WireStatus::Success {
@@ -54,7 +54,7 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
         let bytes = if fetches { work.len } else { 0 };
         return completion.signaled.then(|| cqe(qpc, CqeOutcome::Sent { opcode, bytes }, counter));
     }
-    // "Only the first error" asks for silence once the queue pair has failed.
+    // `OnFirstError` suppresses all CQEs after the first error of the queue pair.
     let silent = std::mem::replace(&mut qpc.error_reported, true)
         && work.cq_update == CqUpdate::OnFirstError;
     let failed = CqeOutcome::Failed {
@@ -66,7 +66,7 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     (!silent).then(|| cqe(qpc, failed, counter))
 }
 
-/// The completion of a receive.
+/// The CQE of a receive.
 pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) -> Cqe {
     let counter = receive_completion.id as u16;
     if receive_completion.status != WireStatus::Success {
@@ -85,7 +85,7 @@ pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) 
     Cqe { solicited: receive_completion.solicited, ..cqe(qpc, outcome, counter) }
 }
 
-/// The completion of a receive that was never used.
+/// The CQE of a receive that was flushed unused.
 pub(super) fn flushed(qpc: &QpContext, counter: u16) -> Cqe {
     let (queue, status) = (Queue::Receive, Status::Flushed);
     cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop }, counter)

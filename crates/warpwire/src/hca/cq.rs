@@ -1,4 +1,4 @@
-//! Completion queues: written by the engine, read by whoever polls.
+//! Completion queues: written by the engine, read by polling threads.
 
 use std::sync::Arc;
 
@@ -8,27 +8,27 @@ use crate::mem::copy::store_fence;
 use crate::mlx5::{CqArm, Cqe, Sent, owner_bit};
 use crate::sync::asymmetric_fence;
 
-/// How large a completion is.
+/// Size of a CQE in bytes.
 pub const CQE_LEN: u64 = 64;
 
-/// What a completion queue is made of.
+/// The memory and layout of a completion queue.
 #[derive(Clone, Debug)]
 pub struct CqSpec {
-    /// Its memory: entries from the beginning on.
+    /// Memory of the queue: CQEs from offset 0.
     pub memory: QueueMemory,
-    /// How many: a power of two.
+    /// Number of CQEs, a power of two.
     pub entries: u32,
-    /// Where the record lies: the consumer's count, and how it is armed.
+    /// Offset of the doorbell record: consumer index, and arm word.
     pub dbrec: u64,
-    /// Every completion goes to the first entry.
+    /// Every CQE is written to the first entry.
     pub collapsed: bool,
-    /// The consumer's count is not looked at: whoever polls keeps up by himself.
+    /// Do not check the consumer index: the consumer guarantees that the queue never overruns.
     pub ignore_overrun: bool,
-    /// Whom to wake when it is armed.
+    /// Raised when a CQE is written while the queue is armed.
     pub signal: Option<Arc<EventFd>>,
 }
 
-/// The queue is full: a completion is lost, and with it the queue.
+/// The queue is full: a CQE is lost, and the queue with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Overrun;
 
@@ -36,11 +36,11 @@ pub(super) struct Overrun;
 #[derive(Debug)]
 pub(super) struct CompletionRing {
     spec: CqSpec,
-    /// How many were made.
+    /// CQEs written.
     produced: u64,
-    /// How many the consumer had taken when we last looked.
+    /// CQEs consumed, as of the last read of the doorbell record.
     consumed: u64,
-    /// The armed word that an event was given for.
+    /// The arm word that was last answered with an event.
     last_armed: u32,
     overrun: bool,
 }
@@ -50,24 +50,24 @@ impl CompletionRing {
         Self { spec, produced: 0, consumed: 0, last_armed: 0, overrun: false }
     }
 
-    /// How many completions were made; the number of the last one is one less.
+    /// CQEs written so far; the index of the last one is one less.
     pub(super) fn produced(&self) -> u64 {
         self.produced
     }
 
-    /// Writes a completion.
+    /// Writes a CQE.
     pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
         let is_error = matches!(cqe.outcome, crate::mlx5::CqeOutcome::Failed { .. });
         self.write(cqe.solicited || is_error, |owner| cqe.encode_words(owner))
     }
 
-    /// Writes the completion of work that has succeeded.
+    /// Writes the CQE of send work that has succeeded.
     #[inline]
     pub(super) fn push_sent(&mut self, sent: &Sent) -> Result<(), Overrun> {
         self.write(false, |owner| sent.encode_words(owner))
     }
 
-    /// Body first, then the word that tells of it.
+    /// Writes the body first, then the word with the owner bit.
     #[inline]
     fn write(
         &mut self,
@@ -76,14 +76,14 @@ impl CompletionRing {
     ) -> Result<(), Overrun> {
         let entries = u64::from(self.spec.entries);
         if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
-            // Told once: the queue takes no more.
+            // Reported once: the queue accepts no more.
             let first = !std::mem::replace(&mut self.overrun, true);
             return if first { Err(Overrun) } else { Ok(()) };
         }
         let words = encode(owner_bit(self.produced, entries));
-        let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
-        // It is there as long as the memory is; when that is gone there is nobody to tell.
-        let (bytes, at) = (self.spec.memory.bytes(), place * CQE_LEN);
+        let slot = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
+        // Stores fail only if the memory is gone, and then no consumer is left.
+        let (bytes, at) = (self.spec.memory.bytes(), slot * CQE_LEN);
         if self.spec.memory.is_write_combining() {
             let [body @ .., tail] = words;
             for (word, value) in (at..).step_by(8).zip(body) {
@@ -109,7 +109,8 @@ impl CompletionRing {
         if self.produced - self.consumed < entries {
             return false;
         }
-        // Only now is the consumer's word read: it shares its cache line with nobody else.
+        // The consumer index is read only now, when the queue may be full: the consumer's line is
+        // left alone otherwise.
         let word = self.spec.memory.bytes().load_u32(self.spec.dbrec).unwrap_or(0);
         let consumer_index = u64::from(CqArm::consumed(word.to_ne_bytes()));
         let newly_consumed = consumer_index.wrapping_sub(self.consumed) & 0xff_ffff;
@@ -119,11 +120,11 @@ impl CompletionRing {
         self.produced - self.consumed >= entries
     }
 
-    /// Wakes who waits, if the queue is armed for such a completion.
+    /// Raises the event if the queue is armed for such a completion.
     #[inline]
     fn wake(&mut self, solicited: bool) {
         let Some(signal) = &self.spec.signal else { return };
-        // The completion must be seen by whoever arms after this looks, or its arming by this.
+        // Either a consumer that arms after this load sees the CQE, or this load sees the arm word.
         asymmetric_fence::light();
         let word = self.spec.memory.bytes().load_u32(self.spec.dbrec + 4).unwrap_or(0);
         let arm = CqArm::parse(word.to_ne_bytes());

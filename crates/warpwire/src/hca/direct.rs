@@ -1,20 +1,23 @@
-//! Operations without packets: where a peer of this machine lets us map its memory, the requester writes, reads and
-//! changes words there by itself.
+//! Direct access: where a peer on this machine lets us map its memory, the requester executes
+//! writes, reads and atomics there without packets.
 //!
-//! The owner's side is a table that peers read ([`ExportTable`]): a row per queue pair that takes requests, a row per
-//! registration that peers may use. [`ExportPublisher`] keeps it. The requester's side is a [`DirectPeer`](super::partner::Partner) per connection, with what it knows of
-//! the peer's keys, and a [`DirectState`] per queue pair.
+//! The owner's side is a table that peers read ([`ExportTable`]): a row per queue pair that accepts
+//! requests, and a row per registration that peers may access, maintained by [`ExportPublisher`].
+//! The requester's side is a [`DirectPeer`](super::direct_peer::DirectPeer) per connection, a cache
+//! of the peer's keys, and a [`DirectState`] per queue pair.
 //!
 //! # Promises
-//! 1. **An operation is done directly only if the protocol would do it, with success.** The rows say all that the peer's
-//!    responder looks at: the queue pair's state, its peer, its rights, its domain, the key and its tag, domain, rights, bounds.
-//!    Whatever does not fit takes the protocol, which then fails on the right side with the right status.
-//! 2. **Order is kept**: nothing of the queue pair is outstanding in the protocol when an operation is done directly. Work that is large, or that
-//!    had to give way often, waits for that; the rest goes by packets behind what is under way.
-//! 3. **What has ended is not touched**: each visit is announced, and each row looked at again after that
-//!    ([`ShmPeer::begin_access`](crate::link::Peer::visit)).
-//! 4. No step is longer than [`QUANTUM`] bytes: others have their turn in between, and who takes memory back waits for
-//!    one turn at most.
+//! 1. **An operation is executed directly only if the protocol would execute it with success.** The
+//!    rows hold all that the peer's responder checks: the queue pair's state, peer, access flags
+//!    and protection domain; the key with its tag, domain, access flags and bounds. Everything else
+//!    takes the protocol, which then fails on the right side with the right status.
+//! 2. **Order is kept**: nothing of the queue pair is outstanding in the protocol when an operation
+//!    is executed directly. Work that is large, or was sent as packets several times in a row,
+//!    waits for that; the rest is sent as packets behind what is in flight.
+//! 3. **Revoked memory is not touched**: each access is announced, and each row checked again after
+//!    that ([`ShmPeer::begin_access`](crate::link::ShmPeer::begin_access)).
+//! 4. No step moves more than [`QUANTUM`] bytes: other queue pairs are served in between, and a
+//!    revocation waits for one quantum at most.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -33,21 +36,22 @@ use crate::mlx5::{self, DataSegment};
 use crate::mr::{Access, ExportObserver, MrExport};
 use crate::sync::Guard;
 
-/// How many bytes one turn of a queue pair moves.
+/// Bytes that one queue pair moves before others are served: 1 MiB.
 pub(super) const QUANTUM: u32 = 1 << 20;
-/// How many turns a poster makes at most before it goes on.
+/// Quanta that a posting thread executes before `post` returns.
 pub(super) const MAX_POSTER_QUANTA: u32 = 2;
 
 /// Rows of queue pairs come first, then those of keys.
 pub(super) const FIRST_KEY_ROW: u32 = 1 << 16;
 const MAX_KEY_ROWS: u32 = 1 << 16;
 
-/// The row of a key, if it has one: those beyond the first 65 536 registrations have none.
+/// The row of a key; `None` beyond the first 65 536 registrations.
 pub(super) fn row_of(key: u32) -> Option<u32> {
     (key >> 8 < MAX_KEY_ROWS).then_some(FIRST_KEY_ROW + (key >> 8))
 }
 
-/// The owner's side. Registrations may outlive the device; its table ends with it, and with the table all rows.
+/// Publishes registrations in the export table. Registrations may outlive the device; the table,
+/// and all its rows with it, ends with the device.
 pub(super) struct ExportPublisher(pub Weak<ExportTable>);
 
 impl ExportObserver for ExportPublisher {
@@ -67,7 +71,7 @@ impl ExportObserver for ExportPublisher {
     }
 }
 
-/// An address in words that compare.
+/// An address as words, for comparison in a row.
 pub(super) fn address_words(address: SocketAddr) -> [u64; 3] {
     let (ip, scope) = match address {
         SocketAddr::V4(v4) => (v4.ip().to_ipv6_mapped(), 0),
@@ -77,49 +81,53 @@ pub(super) fn address_words(address: SocketAddr) -> [u64; 3] {
     [(ip >> 64) as u64, ip as u64, u64::from(scope) << 32 | u64::from(address.port())]
 }
 
-/// The bits of a queue pair's rights.
+/// The access flags of a queue pair, as a row stores them; `reads` is whether it accepts reads and
+/// atomics.
 fn access_bits(access: qp::Access, reads: bool) -> u64 {
-    let qpcs = [
+    let rights = [
         (qp::Access::REMOTE_WRITE, Access::REMOTE_WRITE, true),
         (qp::Access::REMOTE_READ, Access::REMOTE_READ, reads),
         (qp::Access::REMOTE_ATOMIC, Access::REMOTE_ATOMIC, reads),
     ];
-    let blocked = qpcs.iter().filter(|(right, _, allowed)| *allowed && access.contains(*right));
-    blocked.fold(0, |bits, (_, right, _)| bits | u64::from(right.bits()))
+    let granted = rights.iter().filter(|(right, _, allowed)| *allowed && access.contains(*right));
+    granted.fold(0, |bits, (_, right, _)| bits | u64::from(right.bits()))
 }
 
-/// What a turn has left of posted work.
+/// What is left of posted work after one quantum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Remaining {
     Nothing,
-    /// More of the same.
+    /// Work that the poster can execute.
     MoreQuanta,
-    /// What is not for the poster to do.
+    /// Work that only a step of the engine can execute.
     NeedsEngine,
 }
 
-/// What a queue pair says and knows about operations without packets.
+/// Direct access of one queue pair.
 #[derive(Debug)]
 pub(super) struct DirectState {
-    /// What its peer may do here, and how many of its reads and atomics there may be.
+    /// What the peer may do here: its access flags, and the limit of its outstanding reads and
+    /// atomics.
     access: qp::Access,
     max_dest_rd_atomic: u8,
-    /// How many reads and atomics of its own there may be.
+    /// The limit of our own outstanding reads and atomics.
     pub max_rd_atomic: u8,
-    /// What stands in its row.
+    /// The content of this queue pair's row, while it is open.
     published: Option<RowContent>,
-    /// The partner whose memory it reaches.
+    /// Index of the peer whose memory is accessible.
     pub direct_peer: Option<u32>,
-    /// Why there is none.
+    /// Why there is no `direct_peer`.
     pub why: &'static str,
-    /// The opening of the peer's queue pair that was found right, with its domain and rights.
+    /// The generation of the peer's row that was validated, with its protection domain and access
+    /// flags; 0 if none.
     pub generation: u64,
     pub pd: u64,
     pub remote_access: u64,
-    /// Work that waits, or is done in part.
+    /// Work that waits for outstanding packets or for the next quantum, and how many bytes of it
+    /// are done.
     pub blocked: Option<WireWork>,
     pub done: u32,
-    /// So often did work take the protocol because something was outstanding.
+    /// Consecutive operations sent as packets because earlier ones were still outstanding.
     pub consecutive_indirect: u32,
 }
 
@@ -141,44 +149,42 @@ impl DirectState {
         }
     }
 
-    /// Keeps what the protocol keeps for itself.
+    /// Copies the attributes that the protocol keeps private.
     pub(super) fn update_attr(&mut self, change: &QpAttributes) {
         self.access = change.access.unwrap_or(self.access);
         self.max_dest_rd_atomic = change.max_dest_rd_atomic.unwrap_or(self.max_dest_rd_atomic);
         self.max_rd_atomic = change.max_rd_atomic.unwrap_or(self.max_rd_atomic);
     }
 
-    /// Forgets all work, and what the peer was.
+    /// Drops all work, and what was validated of the peer.
     pub(super) fn reset(&mut self) {
         (self.blocked, self.done, self.generation, self.consecutive_indirect) = (None, 0, 0, 0);
         (self.access, self.max_dest_rd_atomic, self.max_rd_atomic) = (qp::Access::NONE, 0, 0);
     }
 
-    /// For people: whether this queue pair needs packets.
+    /// A description for people: whether direct access is on, and why not.
     pub(super) fn describe(&self, direct_peers: &DirectPeers) -> String {
         match self.direct_peer.and_then(|at| direct_peers.get(at)) {
-            None => format!("packets only: {}", self.why),
+            None => format!("direct access: off ({})", self.why),
             Some(direct_peer) if !direct_peer.peer.has_table() => {
-                "packets only: the peer has offered no memory".to_owned()
+                "direct access: off (the peer exports no memory)".to_owned()
             }
-            Some(_) if self.generation == 0 => {
-                "direct where the peer's memory can be mapped; not used so far".to_owned()
-            }
+            Some(_) if self.generation == 0 => "direct access: on (not used yet)".to_owned(),
             Some(direct_peer) => {
                 let count = direct_peer.memories.iter().filter(|known| known.is_alive()).count();
-                format!("direct: writes, reads and atomics in {count} mapped memories of the peer")
+                format!("direct access: on (peer mappings: {count})")
             }
         }
     }
 }
 
 impl QpContext {
-    /// Brings the row of a queue pair up to date: open while it takes requests.
+    /// Updates the row of the queue pair: open while the queue pair accepts requests.
     pub(super) fn publish(&mut self, export_table: Option<&Arc<ExportTable>>) {
         let Some(export_table) = export_table else { return };
         let row = qpn_to_index(self.qp.number()) as usize;
-        let takes = matches!(self.qp.state(), State::Rts | State::Sqd);
-        let connection = self.qp.connection().filter(|_| takes);
+        let accepts = matches!(self.qp.state(), State::Rts | State::Sqd);
+        let connection = self.qp.connection().filter(|_| accepts);
         let content =
             connection.and_then(|qp| qp.path().map(|path| (qp, path))).map(|(qp, path)| {
                 let qpns = u64::from(qp.number()) << 32 | u64::from(qp.destination());
@@ -199,7 +205,7 @@ impl QpContext {
         }
     }
 
-    /// Shuts the row for good.
+    /// Closes the row for good.
     pub(super) fn unpublish(&mut self, export_table: Option<&Arc<ExportTable>>) {
         if let (Some(export_table), Some(_)) = (export_table, self.direct.published.take()) {
             export_table.close(qpn_to_index(self.qp.number()) as usize);
@@ -208,8 +214,8 @@ impl QpContext {
 }
 
 impl Core {
-    /// Does what was posted, as far as that needs no packets, for one turn. The time is that of the last step: what depends on
-    /// it is left to the next one.
+    /// Executes posted work that needs no packets, one quantum of it. Uses the time of the last
+    /// step: what depends on the time is left to the next step.
     pub(super) fn execute_posted(&mut self, index: u32) -> Remaining {
         let Some(Some(qpc)) = self.qpcs.get(index as usize) else { return Remaining::NeedsEngine };
         if qpc.direct.direct_peer.is_none()
@@ -232,7 +238,8 @@ impl Core {
         }
     }
 
-    /// Does a write that has no entry, if nothing is in its way; else it must be posted like any other.
+    /// Executes a write that has no WQE, if nothing is ahead of it. Returns false if it must be
+    /// posted.
     #[inline]
     fn fast_write(&mut self, index: u32, write: &FastWrite<'_>, len: u32) -> bool {
         let Core { qpcs, direct_peers, registry, .. } = self;
@@ -258,7 +265,7 @@ impl Core {
         true
     }
 
-    /// Tells of work that was done without packets.
+    /// Completes work that was executed directly.
     #[inline]
     pub(super) fn complete_direct(&mut self, index: u32, work: &WireWork) {
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
@@ -275,7 +282,8 @@ impl Core {
         }
     }
 
-    /// A peer that went may be back: its queue pairs ask the link.
+    /// Notes that the peer of a queue pair has disconnected; the next step asks the link for a new
+    /// connection.
     #[cold]
     pub(super) fn check_direct_peer(&mut self, index: u32) {
         let Some(Some(qpc)) = self.qpcs.get(index as usize) else { return };
@@ -285,7 +293,7 @@ impl Core {
 }
 
 impl Engine {
-    /// Asks the link whose memory a queue pair may reach.
+    /// Asks the link for the peer whose memory a queue pair may access.
     pub(super) fn find_direct_peer(&mut self, index: u32) {
         let Core { qpcs, direct_peers, export_table, .. } = &mut self.core;
         let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
@@ -306,7 +314,7 @@ impl Engine {
         }
     }
 
-    /// The same for all whose partner went.
+    /// The same for all queue pairs whose peer has disconnected.
     #[cold]
     pub(super) fn find_lost_direct_peers(&mut self) {
         self.core.direct_peer_lost = false;
@@ -318,7 +326,7 @@ impl Engine {
         }
     }
 
-    /// Which way a queue pair's work takes, and why.
+    /// The path that a queue pair's work takes, and why.
     pub(super) fn qp_path(&self, number: u32) -> crate::error::Result<crate::link::LinkPath> {
         let qpc = self.qpc(number)?;
         let mut path = qpc.flow.map_or_else(|| self.link.path(), |flow| self.link.flow_path(flow));
@@ -326,23 +334,24 @@ impl Engine {
         Ok(path)
     }
 
-    /// Takes back all that peers may reach.
+    /// Closes the rows of all queue pairs.
     pub(super) fn end(&mut self) {
         let Core { qpcs, export_table, .. } = &mut self.core;
         qpcs.iter_mut().flatten().for_each(|qpc| qpc.unpublish(export_table.as_ref().ok()));
     }
 }
 
-/// The device, held for writes that are done here and now. See [`Hca::fast_path`](super::Hca::express).
+/// The locked engine, for inline writes: see [`Hca::fast_path`](super::Hca::fast_path).
 pub struct FastPath<'a> {
     pub(super) engine: Guard<'a, Engine>,
     pub(super) index: u32,
-    /// So many bytes may still be moved before others have their turn.
+    /// Bytes that may still be moved before other queue pairs are served.
     pub(super) budget: u32,
 }
 
 impl FastPath<'_> {
-    /// Does a write, only if its queue is empty. If not (`false`), nothing has happened.
+    /// Executes a write if its send queue is empty. On `false` nothing has happened, and it must be
+    /// posted.
     #[inline]
     pub fn write(&mut self, write: &FastWrite<'_>) -> bool {
         let len = write.len();
@@ -355,17 +364,19 @@ impl FastPath<'_> {
     }
 }
 
-/// Where a queue pair's last such write found the memory of its key. A peer that waits for a word looks at it all the time,
-/// and so has its line; to fetch that takes longer than all that is to be made sure of before the store, and goes on meanwhile.
+/// Where a queue pair's last inline write found the memory of its key. The peer is usually spinning
+/// on the target word and owns its cache line; prefetching the line for write overlaps its transfer
+/// with the access checks.
 #[derive(Debug, Default)]
 pub struct PrefetchHint {
     key: AtomicU32,
-    /// What is to be added to the peer's address.
+    /// Mapped address minus the peer's address.
     delta: AtomicU64,
 }
 
 impl PrefetchHint {
-    /// A write to `remote` is about to be tried. That the memory may be another by now, or gone, does no harm: it is a hint.
+    /// Prefetches the target of a write. If the memory has been unmapped meanwhile, that does no
+    /// harm: it is a hint.
     #[inline]
     pub fn prefetch(&self, remote: &mlx5::Remote) {
         if self.key.load(Ordering::Relaxed) == remote.rkey {
@@ -380,17 +391,17 @@ impl PrefetchHint {
     }
 }
 
-/// A write that its poster hands over without an entry in the queue, to be done now or not at all.
+/// A write handed over without a WQE, to be executed now or not at all.
 pub struct FastWrite<'a> {
-    /// The block of the send queue that its entry would begin with, counted without end.
+    /// Index of the WQEBB that its WQE would start at, without wrap-around.
     pub wqe_index: u64,
-    /// Where it goes.
+    /// The target.
     pub remote: mlx5::Remote,
-    /// What is written: bytes, or one range of memory.
+    /// Inline bytes, or one range of memory.
     pub payload: DataSegment<'a>,
-    /// Whether success makes a completion.
+    /// Whether success produces a completion.
     pub signaled: bool,
-    /// Keeps where it went.
+    /// Updated with the address that was written to.
     pub prefetch_hint: &'a PrefetchHint,
 }
 

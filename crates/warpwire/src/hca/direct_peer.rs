@@ -1,4 +1,5 @@
-//! A peer whose memory is mapped: what is known of its keys, and operations in it. See [`direct`](super::direct).
+//! A peer whose memory is mapped: a cache of its keys, and operations on it. See
+//! [`direct`](super::direct).
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -15,14 +16,14 @@ use crate::mem::SharedBytes;
 use crate::mlx5::DataSegment;
 use crate::mr::{Access, AccessDenied, PdId, PeerMapping, Registry};
 
-/// From this length on, work waits until it can be done directly.
+/// From this length on, work waits until it can be executed directly.
 const WAIT_THRESHOLD: u32 = 16 << 10;
-/// Work that is shorter gives way so often, and then waits.
+/// Shorter work is sent as packets this many times in a row before it waits as well.
 const MAX_CONSECUTIVE_INDIRECT: u32 = 16;
-/// An answer that has not come by then is asked for again.
+/// When an unanswered mapping request is repeated.
 const MAPPING_REQUEST_RETRY: Duration = Duration::from_millis(20);
 
-/// A peer's memory that is mapped here, while somebody uses it.
+/// A peer's memory mapped here, weakly referenced: the keys that use it keep it mapped.
 pub(super) struct Memory {
     number: u64,
     writable: bool,
@@ -35,7 +36,7 @@ impl Memory {
     }
 }
 
-/// What is known of a key.
+/// The cached row of a key.
 struct RemoteKey {
     key: u32,
     generation: u64,
@@ -44,7 +45,7 @@ struct RemoteKey {
     iova: u64,
     len: u64,
     number: u64,
-    /// Where in that memory it begins.
+    /// Offset of the registration in that memory.
     start: u64,
     mapping: MappingState,
 }
@@ -55,19 +56,19 @@ enum MappingState {
     Refused,
 }
 
-/// A connection to a process whose memory can be reached.
+/// A connection to a process whose memory can be mapped.
 pub(super) struct DirectPeer {
     pub peer: Arc<ShmPeer>,
     keys: Vec<Option<Box<RemoteKey>>>,
-    /// The places in `keys` that are taken.
+    /// The occupied indices of `keys`.
     known: Vec<u32>,
     pub memories: Vec<Memory>,
     users: u32,
-    /// How many keys were known after the last sweep.
+    /// How many keys were left after the last sweep.
     swept: usize,
 }
 
-/// All of them.
+/// All peers, by index.
 #[derive(Default)]
 pub(super) struct DirectPeers(Vec<Option<DirectPeer>>);
 
@@ -76,7 +77,7 @@ impl DirectPeers {
         self.0.get(at as usize)?.as_ref()
     }
 
-    /// Joins the users of this peer's memory.
+    /// Adds a user of this peer's memory; returns the peer's index.
     pub(super) fn attach(&mut self, peer: Arc<ShmPeer>) -> u32 {
         let same = |known: &Option<DirectPeer>| {
             known.as_ref().is_some_and(|known| Arc::ptr_eq(&known.peer, &peer))
@@ -96,7 +97,7 @@ impl DirectPeers {
         at as u32
     }
 
-    /// Leaves; the last one takes the mappings with it.
+    /// Removes a user; with the last one the mappings go.
     pub(super) fn detach(&mut self, at: u32) {
         if let Some(slot) = self.0.get_mut(at as usize)
             && let Some(direct_peer) = slot
@@ -108,12 +109,11 @@ impl DirectPeers {
         }
     }
 
-    /// Lets go of memory whose registrations have ended.
+    /// Unmaps memory whose registrations have ended.
     pub(super) fn sweep(&mut self) {
         self.0.iter_mut().flatten().for_each(DirectPeer::sweep);
     }
 
-    /// Tries work without packets; see [`DirectOutcome`].
     pub(super) fn try_execute(
         &mut self,
         qpc: &mut QpContext,
@@ -146,8 +146,8 @@ impl DirectPeers {
         outcome.unwrap_or_else(|why| DirectOutcome::UsePackets(Some(why)))
     }
 
-    /// Tries a write that was handed over without an entry, all of it at once, to the queue pair with that row. Whatever
-    /// is not as it was the last time is left to [`DirectPeers::try_execute`].
+    /// Executes a write without a WQE, all of it, to the queue pair with that row. Only the fast
+    /// path: whatever differs from the last time is left to [`DirectPeers::try_execute`].
     #[inline]
     pub(super) fn try_write(
         &mut self,
@@ -171,10 +171,10 @@ impl DirectPeers {
         if known.key != write.remote.rkey {
             return false;
         }
-        let Ok(at) = known.slot(direct.pd, need, write.remote.address, len) else { return false };
+        let Ok(at) = known.offset(direct.pd, need, write.remote.address, len) else { return false };
         let Some(peer_bytes) = memory.bytes(true) else { return false };
         let rows = [row, FIRST_KEY_ROW + slot as u32];
-        let Some(begin_access) =
+        let Some(guard) =
             peer.begin_access(rows, [direct.generation, known.generation], len.into())
         else {
             return false;
@@ -185,40 +185,41 @@ impl DirectPeers {
                 .put(&peer_bytes, at, segment, 0, len, pd, registry)
                 .is_ok(),
         };
-        drop(begin_access);
+        drop(guard);
         write.prefetch_hint.take(&write.remote, peer_bytes.address().wrapping_add(at));
         direct.consecutive_indirect = 0;
         moved
     }
 
-    /// Whether the partner's connection has ended, so that the link should be asked for the next one.
+    /// Whether the peer's connection has ended, so that the link should be asked for a new one.
     pub(super) fn is_gone(&self, at: u32) -> bool {
         self.get(at).is_none_or(|direct_peer| direct_peer.peer.is_gone())
     }
 }
 
-/// What an operation needs of the peer.
+/// The peer's memory that an operation accesses, and how.
 struct Requested {
     remote: qp::Remote,
     need: Access,
     len: u32,
 }
 
-/// What came of an attempt.
+/// The result of an attempt at direct access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DirectOutcome {
-    /// It is done, all of it.
+    /// Executed completely.
     Done,
-    /// It is not done, and nothing is in the way but the others' turn.
+    /// Incomplete: the quantum is spent.
     OutOfBudget,
-    /// What is under way by packets must end first.
+    /// Packets of earlier work must be acknowledged first.
     WaitForOutstanding,
-    /// It must go by packets.
+    /// To be sent as packets; the reason is counted if there is one.
     UsePackets(Option<IndirectReason>),
 }
 
 impl DirectPeer {
-    /// Does what is asked, or a turn of it, by `execute`, which is told from which byte on and how many.
+    /// Executes the request, or a quantum of it, by `execute`, which gets the target, the first
+    /// byte and the length.
     #[inline]
     fn try_execute(
         &mut self,
@@ -251,7 +252,7 @@ impl DirectPeer {
         let MappingState::Mapped(memory) = &known.mapping else {
             return Err(self.resolve_key(remote.key, now));
         };
-        let offset = known.slot(direct.pd, need, remote.address, len)?;
+        let offset = known.offset(direct.pd, need, remote.address, len)?;
         if qp.outstanding() > 0 {
             let waits =
                 len >= WAIT_THRESHOLD || direct.consecutive_indirect >= MAX_CONSECUTIVE_INDIRECT;
@@ -269,7 +270,7 @@ impl DirectPeer {
         let step = (len - direct.done).min(*budget);
         let rows = [qp_row, FIRST_KEY_ROW + at as u32];
         let generations = [direct.generation, known.generation];
-        let Some(begin_access) = self.peer.begin_access(rows, generations, step.into()) else {
+        let Some(guard) = self.peer.begin_access(rows, generations, step.into()) else {
             if self.peer.generation(rows[1]) != generations[1] {
                 self.evict_key(at);
             }
@@ -277,7 +278,7 @@ impl DirectPeer {
         };
         let target = RemoteTarget { memory, at: offset.saturating_add(direct.done.into()) };
         let moved = execute(&target, qp_memory, direct.done, step);
-        drop(begin_access);
+        drop(guard);
         moved.map_err(|_| IndirectReason::LocalMemory)?;
         *budget -= step;
         direct.done += step;
@@ -288,7 +289,7 @@ impl DirectPeer {
         Ok(DirectOutcome::Done)
     }
 
-    /// Whether the peer's queue pair is connected to ours, and takes requests.
+    /// Checks that the peer's queue pair is connected to ours and accepts requests.
     #[cold]
     fn validate_remote_qp(
         &self,
@@ -310,7 +311,7 @@ impl DirectPeer {
         Ok(())
     }
 
-    /// Looks a key up in the peer's table, and asks for its memory if that is not mapped yet.
+    /// Looks a key up in the peer's table, and requests its memory if that is not mapped yet.
     #[cold]
     fn resolve_key(&mut self, key: u32, now: Instant) -> IndirectReason {
         let Some(row) = row_of(key) else { return IndirectReason::KeyNotExported };
@@ -342,7 +343,7 @@ impl DirectPeer {
         let mapping = match mapped {
             Some(mapped) => MappingState::Mapped(mapped),
             None => {
-                self.peer.ask(key, generation);
+                self.peer.request_file(key, generation);
                 MappingState::Requested(now)
             }
         };
@@ -356,23 +357,23 @@ impl DirectPeer {
         if self.known.len() > 2 * self.swept + 64 {
             self.sweep();
         }
-        // The next operation finds it.
+        // The next operation uses it.
         IndirectReason::MappingRequested
     }
 
-    /// Takes the answers that came.
+    /// Processes the replies to mapping requests.
     #[cold]
     fn process_replies(&mut self) {
-        for answer in self.peer.answers() {
-            let Some(Some(known)) = self.keys.get_mut((answer.key >> 8) as usize) else { continue };
-            if (known.key, known.generation) != (answer.key, answer.word) {
+        for reply in self.peer.take_replies() {
+            let Some(Some(known)) = self.keys.get_mut((reply.key >> 8) as usize) else { continue };
+            if (known.key, known.generation) != (reply.key, reply.word) {
                 continue;
             }
             let writable = known.access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
-            let mapped = answer.file.and_then(|file| match PeerMapping::open(file, writable) {
+            let mapped = reply.file.and_then(|file| match PeerMapping::open(file, writable) {
                 Ok(mapped) => Some(Arc::new(mapped)),
                 Err(why) => {
-                    tracing::debug!(%why, "a peer's memory is reached by packets");
+                    tracing::debug!(%why, "cannot map a peer's memory; packets are used");
                     None
                 }
             });
@@ -389,7 +390,7 @@ impl DirectPeer {
         }
     }
 
-    /// Forgets a key that was taken back.
+    /// Removes a revoked key.
     #[cold]
     fn evict_key(&mut self, at: usize) {
         if let Some(slot) = self.keys.get_mut(at)
@@ -399,7 +400,7 @@ impl DirectPeer {
         }
     }
 
-    /// Lets go of keys that were taken back, and with them of their memory.
+    /// Removes revoked keys; memory that no other key uses is unmapped.
     fn sweep(&mut self) {
         let Self { peer, keys, known, swept, .. } = self;
         known.retain(|at| {
@@ -417,9 +418,9 @@ impl DirectPeer {
 }
 
 impl RemoteKey {
-    /// Where a range lies in the memory, if the key admits it.
+    /// The offset of a range in the memory, if the key permits the access.
     #[inline]
-    fn slot(&self, pd: u64, need: Access, address: u64, len: u32) -> Result<u64, IndirectReason> {
+    fn offset(&self, pd: u64, need: Access, address: u64, len: u32) -> Result<u64, IndirectReason> {
         if self.pd != pd || !self.access.contains(need) {
             return Err(IndirectReason::AccessDenied);
         }
@@ -427,19 +428,19 @@ impl RemoteKey {
         if address < self.iova || offset > self.len || u64::from(len) > self.len - offset {
             return Err(IndirectReason::AccessDenied);
         }
-        // Whatever the owner wrote there: a place outside the mapping is found out when it is used.
+        // The owner's row is not trusted: the access itself checks the offset against the mapping.
         Ok(self.start.saturating_add(offset))
     }
 }
 
-/// The place in a peer's memory that an operation touches.
+/// The memory of a peer that an operation accesses.
 struct RemoteTarget<'a> {
     memory: &'a PeerMapping,
     at: u64,
 }
 
 impl RemoteTarget<'_> {
-    /// Does `len` bytes of work, from byte `from` of its payload on.
+    /// Executes `len` bytes of work, from byte `from` of its payload on.
     #[inline]
     fn execute(
         &self,
@@ -475,8 +476,8 @@ impl RemoteTarget<'_> {
         })
     }
 
-    /// Writes `len` bytes of a piece, after `skip` of it, to the peer's memory.
-    #[allow(clippy::too_many_arguments)] // a copy has two ends
+    /// Writes `len` bytes of a segment, from byte `skip` on, to the peer's memory.
+    #[allow(clippy::too_many_arguments)] // source and destination
     #[inline]
     fn put(
         &self,
@@ -533,7 +534,8 @@ impl RemoteTarget<'_> {
         atomic: qp::Atomic,
     ) -> Result<(), AccessDenied> {
         let width = atomic.len();
-        // One range, and one that takes the result, whatever that is: nothing may fail once the word has changed.
+        // One writable range for the result, checked before: nothing may fail once the word has
+        // changed.
         let data = qp_memory.wr_state(wqe_index).single_sge.ok_or(AccessDenied::Range)?;
         if data.len < width {
             return Err(AccessDenied::Range);
@@ -544,7 +546,7 @@ impl RemoteTarget<'_> {
         let mut outcome = Ok(());
         local.with(registry, |local| {
             outcome = self.memory.atomic(self.at, &from_wire(atomic)).map(|old| {
-                // As the protocol does: a word of four bytes arrives big-endian.
+                // As in the protocol, a four-byte result is big-endian.
                 let placed = match width {
                     4 => local.write(0, &(old as u32).to_be_bytes()),
                     _ => local.write(0, &old.to_ne_bytes()),
@@ -557,7 +559,7 @@ impl RemoteTarget<'_> {
     }
 }
 
-/// A range of our own memory that work names.
+/// A range of local memory that a WQE names.
 struct LocalRange {
     key: u32,
     pd: PdId,
@@ -567,7 +569,7 @@ struct LocalRange {
 }
 
 impl LocalRange {
-    /// Uses its bytes, if they are the host's.
+    /// Passes its bytes to `then`; fails unless it is host memory.
     #[inline]
     fn with(
         &self,

@@ -1,15 +1,17 @@
-//! Which queue pairs have been rung: one bit each, so that the engine need not look at every doorbell.
+//! Which doorbells have been rung: one bit per queue pair, so that the engine need not read every
+//! doorbell.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::engine::MAX_QPS;
 
-/// A bit for each queue pair. Whoever rings sets it; the engine takes all that are set.
+/// A bit per queue pair. A poster sets it after it rang the doorbell; the engine takes all bits
+/// that are set.
 pub(super) struct DoorbellBitmap {
     words: Box<[AtomicU64]>,
     /// How many words are in use.
     used: AtomicUsize,
-    /// One bit for each word of the first 64 words' groups: most are empty, and need not be read.
+    /// One bit per word, in groups of 64 words: most words are zero and need not be read.
     groups: Box<[AtomicU64]>,
 }
 
@@ -17,7 +19,7 @@ const WORDS: usize = MAX_QPS as usize / 64;
 
 impl std::fmt::Debug for DoorbellBitmap {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Rung({} words)", self.used.load(Ordering::Relaxed))
+        write!(f, "DoorbellBitmap({} words)", self.used.load(Ordering::Relaxed))
     }
 }
 
@@ -27,12 +29,12 @@ impl DoorbellBitmap {
         Self { words: words(WORDS), used: AtomicUsize::new(0), groups: words(WORDS / 64) }
     }
 
-    /// Makes room for so many queue pairs.
+    /// Grows to at least `qpcs` queue pairs.
     pub(super) fn grow_to(&self, qpcs: usize) {
         self.used.fetch_max(qpcs.div_ceil(64).min(WORDS), Ordering::Relaxed);
     }
 
-    /// This one was rung.
+    /// Sets the bit of a queue pair.
     #[inline]
     pub(super) fn ring(&self, index: u32) {
         let word = index as usize / 64;
@@ -42,12 +44,12 @@ impl DoorbellBitmap {
         }
     }
 
-    /// Takes all that were rung.
+    /// Takes and clears all bits.
     #[inline]
     pub(super) fn take(&self, mut each: impl FnMut(u32)) {
         let groups = self.used.load(Ordering::Relaxed).div_ceil(64);
         for (at, group) in self.groups.iter().take(groups).enumerate() {
-            // A plain load first: taking a line away from those who ring costs more.
+            // A plain load first: a swap would take the cache line away from the posters.
             if group.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -81,6 +83,6 @@ mod tests {
         doorbell_bitmap.take(|index| found.push(index));
         assert_eq!(found, [0, 63, 64, 4095, 4096, 9999]);
         doorbell_bitmap.take(|index| panic!("{index} again"));
-        doorbell_bitmap.ring(u32::MAX); // nobody
+        doorbell_bitmap.ring(u32::MAX); // out of range: ignored
     }
 }

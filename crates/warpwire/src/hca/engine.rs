@@ -1,7 +1,7 @@
-//! The engine: one step looks at doorbells and timers, sends what is due, and takes what came in.
+//! The engine: one step handles doorbells, transmits what is due, receives packets and runs timers.
 //!
-//! Nothing is allocated, locked or formatted for a packet. The engine's own lock is taken for a whole step, by
-//! whoever drives it; control calls take it too.
+//! No packet causes an allocation, a lock or formatting. The engine's lock is held for a whole step
+//! by the thread that runs it; control calls take it too.
 
 mod control;
 mod datagram;
@@ -38,89 +38,91 @@ use crate::link::{
 use crate::mr::{AccessDenied, Registry};
 use datagram::Destinations;
 
-/// How many packets a queue pair may send before another has its turn, and how many bytes.
+/// How many packets, and how many bytes, a queue pair may send before the next one is served.
 const BUDGET: usize = 32;
 const BUDGET_BYTES: usize = 128 << 10;
-/// As many packets in one step: the link may hold more, and timers wait for these, for at most
-/// [`MAX_POSTPONED_STEPS`] steps.
+/// A step that received this many packets probably left more in the link; timers are then postponed
+/// until those have been handled, for at most [`MAX_POSTPONED_STEPS`] steps.
 const FULL_RX_BATCH: usize = 32;
 const MAX_POSTPONED_STEPS: u32 = 16;
-/// How soon to come back to memory that was not there.
+/// When to retry access to memory that was not resident.
 const RETRY_DELAY: Duration = Duration::from_micros(20);
 
-/// Everything that a step needs.
+/// All state that a step needs.
 pub(super) struct Engine {
     pub(super) link: Box<dyn Link>,
-    /// Nobody makes a next step if the program does not: what came in is answered in the same.
+    /// In manual mode ACKs are sent in the step that received the request: no other thread makes a
+    /// next step.
     acks_immediately: bool,
     pub(super) core: Core,
 }
 
-/// All but the link, which lends its buffers while the rest works on them.
+/// All but the link, whose buffers are borrowed while the rest works on them.
 pub(super) struct Core {
     pub registry: Registry,
     pub qpcs: Vec<Option<Box<QpContext>>>,
-    /// Places that were used and are free, the one that has been free for longest first.
+    /// Slots that are free again, oldest first.
     free: VecDeque<u32>,
-    /// How often each place has been used: part of the number, so that late packets find nobody.
+    /// How often each slot was used, modulo 256: part of the QP number, so that late packets do not
+    /// reach a slot's next queue pair.
     generations: Vec<u8>,
     pub cqs: Vec<Option<CompletionRing>>,
     pub srqs: Vec<Option<SharedReceiveQueue>>,
     srq_limits: Vec<Option<u32>>,
-    /// Whom datagrams may go to.
+    /// The peers that datagrams may be sent to.
     destinations: Destinations,
-    /// Queue pairs that may have something to send, in turn.
+    /// Queue pairs that may have packets to send, served round-robin.
     active: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(Instant, u32)>>,
-    /// Steps in a row in which timers were not looked at.
+    /// Consecutive steps that postponed the timers.
     postponed: u32,
-    /// Those whose doorbells are rung by others than our CPU.
+    /// Queue pairs whose doorbells are rung without a notification and must be polled.
     poll_doorbell: Vec<u32>,
     pub async_events: Arc<AsyncEventQueue>,
     pub doorbell_bitmap: Arc<DoorbellBitmap>,
-    /// Those that were rung, while they are looked at; kept for its room.
+    /// The queue pairs of this round of doorbells; kept for its capacity.
     rung_scratch: Vec<u32>,
-    /// A queue pair stands still until some completion is made.
+    /// A queue pair waits for a completion (`WAIT`).
     blocked: bool,
-    /// An entry was promised and is not there yet.
+    /// A doorbell announced a WQE that is not visible yet.
     wqe_missing: bool,
-    /// A queue pair's turn was over before its work was.
+    /// A queue pair spent its quantum before its work was done.
     has_more_work: bool,
-    /// What peers of this machine may reach by themselves; or why they may not.
+    /// Memory that peers on this machine may access directly; or why there is none.
     pub export_table: std::result::Result<Arc<ExportTable>, &'static str>,
-    /// Whose memory we reach by ourselves.
+    /// Peers whose memory we may access directly.
     pub direct_peers: DirectPeers,
-    /// A partner's connection has ended.
+    /// A direct peer has disconnected.
     pub direct_peer_lost: bool,
-    /// There is one, for those who ring.
+    /// Whether there is any direct peer; read by posters.
     pub has_direct_peers: Arc<AtomicBool>,
-    /// When the last step was made.
+    /// The time of the last step.
     pub last_step: Instant,
     pub totals: Totals,
 }
 
-/// Queue pair numbers begin here: the first few mean something in InfiniBand.
+/// The first QP number: InfiniBand reserves the lower ones.
 const FIRST_QPN: u32 = 0x10;
-/// So many places are free before one of them is used again.
+/// A slot is reused only if at least this many are free.
 const MIN_FREE_SLOTS: usize = 256;
-/// How many queue pairs an engine may have.
+/// Queue pairs of one engine, at most.
 pub(super) const MAX_QPS: u32 = 1 << 16;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepSummary {
-    /// Packets that came in.
+    /// Packets received.
     pub received: usize,
-    /// Packets that went out.
+    /// Packets sent.
     pub sent: usize,
-    /// Operations that were done without packets.
+    /// Operations executed without packets.
     pub direct: usize,
-    /// Something is left to do at once.
+    /// Work is left that can be done immediately.
     pub more: bool,
 }
 
 impl StepSummary {
-    /// Whether it did nothing, and nothing is left.
+    /// Whether it did nothing, and no work is left.
     pub fn is_idle(&self) -> bool {
         self.received == 0 && self.sent == 0 && self.direct == 0 && !self.more
     }
@@ -168,8 +170,8 @@ impl Engine {
         &*self.link
     }
 
-    /// One step: doorbells, out, in, timers. What just came in is answered in the next: whoever waits for it sees it
-    /// first, and what he has to say to it goes out together with its acknowledgement.
+    /// One step: doorbells, transmit, receive, timers. ACKs are deferred to the next step, so that
+    /// a reply posted by the application can be piggy-backed.
     pub(super) fn step(&mut self, now: Instant) -> Result<StepSummary> {
         if self.core.direct_peer_lost {
             self.find_lost_direct_peers();
@@ -186,10 +188,10 @@ impl Engine {
                 core.on_packet(now, &head, Some((pending_payload, len)))
             }
         })?;
-        // Nothing is acknowledged that is not in its place.
+        // Flush write-behind before ACKs: only placed data may be acknowledged.
         core.flush_staged();
-        // Timers last: after a pause, answers that lie in the link are taken before they are called
-        // missing (no spurious retransmission).
+        // Timers last: after a pause, responses that wait in the link are handled before they count
+        // as missing (no spurious retransmission).
         if received < FULL_RX_BATCH || core.postponed == MAX_POSTPONED_STEPS {
             core.postponed = 0;
             core.run_timers(now);
@@ -200,7 +202,7 @@ impl Engine {
             sent += self.transmit(now)?;
         }
         let core = &self.core;
-        // Completions that were made since the doorbells were looked at may be what somebody waits for.
+        // Completions written since the doorbells were handled may release a blocked queue pair.
         let blocked = core.blocked && core.totals.completions != completions_before;
         let more = !core.active.is_empty() || core.has_more_work || blocked;
         let direct = (core.totals.direct_operations - direct) as usize;
@@ -218,7 +220,7 @@ impl Engine {
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
         let mut sent = 0;
-        // Each that is in the list now has one turn.
+        // Each queue pair that is in the list now is served once.
         for _ in 0..self.core.active.len() {
             let Some(index) = self.core.active.pop_front() else { break };
             let (count, outcome) = self.transmit_one(now, index);
@@ -229,11 +231,12 @@ impl Engine {
                 TxOutcome::LinkFull => {
                     let left = self.link.flush()?;
                     self.core.requeue(index);
-                    // Nobody has room; the next in the list is the first to try again, and learns of it then.
+                    // The link is full for all peers; the next in the list is the first to retry.
                     if left.waiting > 0 {
                         return Ok(sent);
                     }
-                    // Or its own peer has none: others do not wait for that.
+                    // Otherwise only this peer's queue is full: no head-of-line blocking of the
+                    // others.
                 }
             }
         }
@@ -252,13 +255,13 @@ impl Engine {
             *active = false;
             return (0, TxOutcome::Done);
         };
-        let room = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
+        let max_len = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
         let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
-        let turn = loop {
+        let outcome = loop {
             if count == BUDGET || bytes >= BUDGET_BYTES {
                 break TxOutcome::More;
             }
-            match self.link.reserve(flow, room.min(self.link.max_packet())) {
+            match self.link.reserve(flow, max_len.min(self.link.max_packet())) {
                 Ok(_) => {}
                 Err(crate::link::ReserveError::Full) => {
                     qp.on_link_full(now);
@@ -287,14 +290,15 @@ impl Engine {
                 continue;
             };
             let Some(at) = packet.headers.emit(slot, len) else { continue };
-            // Memory that went away since it was looked at.
+            // Fails if the memory was deregistered or evicted since the packet was built.
             let part = &mut slot[at..at + len];
             if let Some(payload) = packet.payload
                 && let Err(denied) = gather(qp_memory, registry, payload, part)
             {
                 totals.count_drop(DropReason::MemoryGone);
-                // Where the next look sees it too, the packet is made again then. Where a copy fails for another
-                // reason it is lost, and tries are spent on it, so that it fails in the end.
+                // If the next attempt will see the same, the packet is built again then. If the
+                // copy fails for another reason, the packet counts as lost: its retries run out and
+                // the work fails.
                 if denied.is_transient() || denied == AccessDenied::Gone {
                     qp.undo_transmit(&packet);
                     qp_memory.retry_soon = true;
@@ -306,18 +310,17 @@ impl Engine {
             count += 1;
             bytes += wire_len;
         };
-        if matches!(turn, TxOutcome::Done) {
+        if matches!(outcome, TxOutcome::Done) {
             *active = false;
         }
         if std::mem::take(&mut qp_memory.resets_faults) {
             registry.reset_fault_state();
         }
         self.core.post_process(now, index);
-        (count, turn)
+        (count, outcome)
     }
 }
 
-/// How a queue pair's turn to send ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TxOutcome {
     Done,
@@ -325,10 +328,12 @@ enum TxOutcome {
     LinkFull,
 }
 
-/// The most that stands around a payload: a write's headers with immediate, and the ICRC. An MTU needs no pad.
+/// Maximum bytes around a payload: the headers of a write with immediate, and the ICRC. A payload
+/// of the full MTU needs no padding.
 pub(super) const MAX_PACKET_OVERHEAD: usize = BTH_LEN + 20 + ICRC_LEN;
 
-/// Sends a packet with its payload where that lies, if it is one piece of the host's memory, and the link can do that.
+/// Sends a packet without copying its payload (zero-copy), if that is one contiguous range of host
+/// memory and the link supports it.
 #[inline(never)]
 fn send_zero_copy(
     link: &mut dyn Link,
@@ -338,7 +343,7 @@ fn send_zero_copy(
     packet: &Transmit,
 ) -> Option<()> {
     let Payload { from, len } = packet.payload?;
-    // Held while the link works on it: the memory stays.
+    // The span is held while the link sends: the memory stays valid.
     let span = qp_memory.single_span(registry, from, len)?;
     let bytes = span.host_bytes()?;
     let slot = link.reserve(flow, packet.headers.wire_len(len as usize)).ok()?;
@@ -361,7 +366,8 @@ fn gather(
 }
 
 impl Core {
-    /// A packet came; or its beginning, and the link has the rest of it: so many bytes in all.
+    /// Handles a packet; with `pending_payload`, `frame` has only its beginning and the link still
+    /// holds the rest, `usize` bytes in total.
     fn on_packet(
         &mut self,
         now: Instant,
@@ -384,7 +390,8 @@ impl Core {
             let Some((pending_payload, _)) = pending_payload else {
                 return self.on_datagram(now, index, &transport, frame);
             };
-            // A route goes with it, to the same place: it is read first.
+            // Datagrams need the whole packet, as the GRH is placed before the payload: read the
+            // rest first.
             if let Some(bytes) = pending_payload.read() {
                 self.on_packet(now, &Frame { bytes, ..*frame }, None);
             }
@@ -409,13 +416,13 @@ impl Core {
         let rx =
             RxPacket { headers: &headers, payload_len: payload_len as u32, marked: frame.marked };
         let mut view = HostView { qp_memory, registry, srqs, payload };
-        // Counted by the queue pair itself.
+        // Discarded packets are counted by the queue pair.
         let _ = qp.handle_packet(now, &rx, &mut view);
         self.activate(index);
         self.post_process(now, index);
     }
 
-    /// What follows every call of a queue pair: completions, a place in the heap of timers.
+    /// Follows every call into a queue pair: reports its completions and sets its timer.
     fn post_process(&mut self, now: Instant, index: u32) {
         let has_events =
             |qpc: &Option<Box<QpContext>>| qpc.as_ref().is_some_and(|p| p.qp.has_events());
@@ -428,11 +435,11 @@ impl Core {
         }
     }
 
-    /// Tells the completion queues and the news what happened.
+    /// Writes the CQEs and publishes the asynchronous events of a queue pair.
     #[inline(never)]
     fn report(&mut self, now: Instant, index: u32) {
         let mut freed = false;
-        // Data before the completion that tells of it.
+        // Data must be visible before the CQE.
         let staging_failed = !self.flush_staged();
         if let Some(Some(qpc)) = self.qpcs.get(index as usize)
             && qpc.qp.state() == State::Err
@@ -485,7 +492,7 @@ impl Core {
             qpc.publish(self.export_table.as_ref().ok());
             self.flush_receives(index);
         }
-        // Room in the state machine: more of the send queue fits.
+        // The state machine has room: take more from the send queue.
         if freed {
             self.take_work(now, index);
         }
@@ -505,14 +512,14 @@ impl Core {
     pub(super) fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
-        // Data before the completion that tells of it, also where stores are combined.
+        // Data must be visible before the CQE, also in write-combining memory.
         self.registry.publish_all();
         if cq.push(cqe).is_err() {
             self.fail_cq(cqn);
         }
     }
 
-    /// The same, of a write into mapped host memory, whose stores nothing holds back.
+    /// The same after a write to mapped host memory, whose stores need no flush.
     #[inline]
     pub(super) fn push_fast(&mut self, cqn: u32, sent: &crate::mlx5::Sent) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
@@ -528,7 +535,8 @@ impl Core {
         self.fail_users_of(cqn);
     }
 
-    /// Waits for data that goes through pinned memory. What a device lost on the way must not be acknowledged.
+    /// Waits for staged data (write-behind through pinned memory). Returns false if a device lost
+    /// some of it, which must not be acknowledged.
     #[inline]
     fn flush_staged(&mut self) -> bool {
         self.registry.flush_staged() || self.fail_staged()
@@ -544,20 +552,20 @@ impl Core {
         false
     }
 
-    /// A completion queue is lost: so are the queue pairs that use it.
+    /// Fails the queue pairs of a completion queue that has overrun.
     #[cold]
     fn fail_users_of(&mut self, cqn: u32) {
         for (index, qpc) in self.qpcs.iter_mut().enumerate() {
             let Some(qpc) = qpc else { continue };
             if qpc.send_cq == cqn || qpc.receive_cq == cqn {
                 let _ = qpc.qp.modify(&QpAttributes::new(State::Err));
-                // What it has to say is said when it is looked at next.
+                // The next service of the queue pair reports it.
                 self.doorbell_bitmap.ring(index as u32);
             }
         }
     }
 
-    /// All receives of a queue pair that failed come back, in order.
+    /// Flushes all receives of a failed queue pair, in order.
     #[cold]
     fn flush_receives(&mut self, index: u32) {
         loop {
@@ -583,15 +591,15 @@ impl Core {
 
     fn check_limit(&mut self, srqn: u32) {
         let Some(Some(srq)) = self.srqs.get(srqn as usize) else { return };
-        let Some(place) = self.srq_limits.get_mut(srqn as usize) else { return };
-        if place.is_some_and(|limit| srq.waiting() < limit) {
-            *place = None; // once, then it must be set again
+        let Some(limit_slot) = self.srq_limits.get_mut(srqn as usize) else { return };
+        if limit_slot.is_some_and(|limit| srq.waiting() < limit) {
+            *limit_slot = None; // reported once, until the limit is armed again
             self.async_events.publish(AsyncEvent::LimitReached { srqn });
         }
     }
 
     fn poll_doorbells(&mut self, now: Instant) {
-        // Set again by those who still are, as each of them rings for itself.
+        // Each queue pair that still is in such a state rings for itself and sets these again.
         (self.blocked, self.wqe_missing, self.has_more_work) = (false, false, false);
         let mut rung_scratch = std::mem::take(&mut self.rung_scratch);
         self.doorbell_bitmap.take(|index| rung_scratch.push(index));
@@ -605,7 +613,7 @@ impl Core {
         }
     }
 
-    /// Whether a doorbell that is watched has been rung: told without a step.
+    /// Whether a polled doorbell has been rung; cheaper than a step.
     pub(super) fn any_doorbell_rung(&mut self) -> bool {
         let Self { poll_doorbell, qpcs, .. } = self;
         poll_doorbell.iter().any(|index| match qpcs.get_mut(*index as usize) {
@@ -624,23 +632,23 @@ impl Core {
         }
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
         if qpc.qp.state() == State::Err {
-            // Whatever is posted now comes back at once.
+            // Work posted in the error state is flushed immediately.
             self.report(now, index);
         }
     }
 
-    /// Posts what lies in the send queue.
+    /// Posts the WQEs of the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
         if !matches!(qpc.qp.state(), State::Rts | State::Sqd | State::Sqe | State::Err) {
             return;
         }
-        let (mut turn, before) = (QUANTUM, qpc.qp.outstanding());
+        let (mut budget, before) = (QUANTUM, qpc.qp.outstanding());
         let outcome = loop {
             let Core { qpcs, cqs, registry, direct_peers, totals, .. } = &mut *self;
             let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
             let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
-            match qpc.take_work(now, registry, produced, direct_peers, &mut turn) {
+            match qpc.take_work(now, registry, produced, direct_peers, &mut budget) {
                 TakeOutcome::Direct(work) => self.complete_direct(index, &work),
                 TakeOutcome::Packets(why) => {
                     totals.count_indirect(why);
@@ -657,7 +665,7 @@ impl Core {
         self.wqe_missing |= wqe_missing;
         self.has_more_work |= more;
         if blocked || wqe_missing || more {
-            // Nobody rings for that: look again at the next step.
+            // No doorbell is rung for that: look again in the next step.
             self.doorbell_bitmap.ring(index);
         }
         if posted_any {
@@ -673,7 +681,7 @@ impl Core {
             self.timers.pop();
             let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { continue };
             if qpc.timer > when {
-                continue; // it was set anew since
+                continue; // the timer was set again since
             }
             qpc.timer = Instant::NEVER;
             qpc.qp.handle_timeout(now);
@@ -689,15 +697,16 @@ impl Core {
         }
     }
 
-    /// Puts one that had its turn and is not done at the end of the list.
+    /// Appends a queue pair that was served and has more to send.
     fn requeue(&mut self, index: u32) {
         if self.qpcs.get(index as usize).is_some_and(Option::is_some) {
             self.active.push_back(index);
         }
     }
 
-    /// A place for a queue pair. One that was used before comes last, and only when several are free: its number
-    /// comes again after it has had 256 queue pairs, and late packets must not find one of them.
+    /// A slot for a new queue pair. Used slots are taken last, oldest first, and only if several
+    /// are free: a slot's QP number repeats after 256 queue pairs, and late packets must not reach
+    /// any of them.
     fn alloc_slot(&mut self) -> Option<u32> {
         let made = self.qpcs.len();
         let is_full = made as u32 >= MAX_QPS - FIRST_QPN;
@@ -720,20 +729,20 @@ impl Core {
     }
 }
 
-/// The place of the queue pair with that number; any number gives one.
+/// The slot index of a QP number; any number gives one.
 #[inline]
 pub(super) fn qpn_to_index(number: u32) -> u32 {
     (number & (MAX_QPS - 1)).wrapping_sub(FIRST_QPN)
 }
 
-/// Whether a packet from `from` is the peer's. Port 4791 is everybody's: those who listen there (NICs, and Linux's
-/// soft-RoCE) send from any port, not the same for all queue pairs, and not all of them from the range that the
-/// standard has for it. Their IP address is all that can be asked for; the rest is the sequence number's business.
+/// Whether a packet from `from` is the peer's. A peer on port 4791 may send from any port: NICs,
+/// and Linux's soft-RoCE (rxe), use one per queue pair, not always from the range that the standard
+/// has for it. Only their IP address can be checked; the rest is left to the sequence number.
 fn is_from(peer: SocketAddr, from: SocketAddr) -> bool {
     peer.ip() == from.ip() && (peer.port() == UDP_PORT || peer.port() == from.port())
 }
 
-/// Puts a queue pair into the heap if it wants to be woken earlier than it would be.
+/// Puts a queue pair into the timer heap if it needs an earlier deadline than it has.
 fn set_timer(
     qpc: &mut QpContext,
     timers: &mut BinaryHeap<Reverse<(Instant, u32)>>,

@@ -1,4 +1,4 @@
-//! Waking: who waits for completions or for news of queue pairs sleeps on a file descriptor.
+//! Wake-ups: threads block on a file descriptor until completions or asynchronous events arrive.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use crate::error::{Error, Result};
 pub use crate::work::AsyncEvent;
 
-/// A file descriptor that becomes readable when it is raised, until it is taken back.
+/// An eventfd: readable from [`raise`](Self::raise) until [`take`](Self::take).
 ///
 /// ```
 /// use std::time::Duration;
@@ -25,47 +25,49 @@ pub use crate::work::AsyncEvent;
 #[derive(Debug)]
 pub struct EventFd {
     fd: OwnedFd,
-    /// Raised already: another system call would say nothing new.
+    /// Whether it is raised already, which saves the system call.
     raised: AtomicBool,
 }
 
 impl EventFd {
-    /// One that is not raised.
+    /// Creates one that is not raised.
     pub fn new() -> Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|why| Error::os("make an event descriptor", &why.into()))?;
+            .map_err(|why| Error::os("create an eventfd", &why.into()))?;
         Ok(Self { fd, raised: AtomicBool::new(false) })
     }
 
-    /// One that somebody else's descriptor is: raised while that is readable. Taking it back does nothing.
+    /// Wraps a foreign descriptor: raised while that is readable; taking it does nothing.
     pub(crate) fn of(fd: OwnedFd) -> Self {
         Self { fd, raised: AtomicBool::new(true) }
     }
 
-    /// Raises it.
+    /// Makes it readable.
     pub fn raise(&self) {
         if !self.raised.swap(true, Ordering::AcqRel) {
-            // It fails only when the counter is full, and then it is raised.
+            // Fails only if the counter is at its maximum, and then it is readable.
             let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
         }
     }
 
-    /// Takes it back; tells whether it was raised.
+    /// Clears it; returns whether it was raised.
     pub fn take(&self) -> bool {
         let mut count = [0; 8];
-        // Before the flag: the other way round, a raise in between would be read, and none after it written. One in
-        // between is part of what is taken here; its reason is seen by whoever looks after this, as the swap says.
+        // Read before the flag is cleared: in the other order a `raise` in between would be
+        // consumed by the read, and later ones would not write. A `raise` between read and swap is
+        // part of this `take`; the swap makes what it signals visible to the caller.
         let was = rustix::io::read(&self.fd, &mut count).is_ok();
         self.raised.swap(false, Ordering::AcqRel);
         was
     }
 
-    /// Waits until it is raised, without taking it back; tells whether it was, in that time.
+    /// Waits until it is raised, without clearing it; returns whether it was raised within
+    /// `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         wait_any(&[self.fd.as_fd()], timeout)
     }
 
-    /// Waits until that is readable; tells whether it is.
+    /// Waits until `what` is readable; returns whether it is.
     pub(crate) fn wait_readable(what: &impl AsFd, timeout: Duration) -> Result<bool> {
         wait_any(&[what.as_fd()], timeout)
     }
@@ -77,7 +79,7 @@ impl AsFd for EventFd {
     }
 }
 
-/// Waits until one of them is readable.
+/// Waits until one of at most four descriptors is readable; returns whether one is.
 pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<bool> {
     let mut entries = [const { None }; 4];
     for (entry, fd) in entries.iter_mut().zip(fds) {
@@ -95,7 +97,7 @@ pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<bool
     }
 }
 
-/// News that wait to be taken. The oldest give way when nobody takes them.
+/// Pending asynchronous events. When the queue is full, the oldest is dropped.
 #[derive(Debug)]
 pub(super) struct AsyncEventQueue {
     pending: Mutex<VecDeque<AsyncEvent>>,

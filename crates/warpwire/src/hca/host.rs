@@ -1,4 +1,5 @@
-//! The engine as the protocol's host: keys, ranges and receives of one queue pair while a packet is handled.
+//! The engine as the protocol's [`Host`]: keys, ranges and receives of one queue pair while a
+//! packet is handled.
 
 use warpwire_proto::qp::{self, Host, HostStatus, Receive, Remote, Source, Target};
 
@@ -12,14 +13,14 @@ pub(super) struct HostView<'a> {
     pub qp_memory: &'a mut QpMemory,
     pub registry: &'a Registry,
     pub srqs: &'a mut [Option<SharedReceiveQueue>],
-    /// The payload of the packet at hand.
+    /// The payload of the received packet.
     pub payload: PacketPayload<'a>,
 }
 
 /// A packet's payload.
 pub(super) enum PacketPayload<'a> {
     Bytes(&'a [u8]),
-    /// The link has it still, behind so many bytes of headers.
+    /// The link still holds it, after `headers` bytes of headers.
     Deferred {
         pending_payload: &'a mut dyn PendingPayload,
         headers: usize,
@@ -27,7 +28,7 @@ pub(super) enum PacketPayload<'a> {
 }
 
 impl PacketPayload<'_> {
-    /// That of packets that have none, or have it yet to be fetched.
+    /// For transmitted packets, and received ones without payload.
     pub(super) const NONE: Self = Self::Bytes(&[]);
 }
 
@@ -67,22 +68,24 @@ impl HostView<'_> {
             Target::Response { id, offset } => {
                 self.qp_memory.scatter(self.registry, id, offset, payload)
             }
-            // Datagrams come to queue pairs of another sort.
+            // Datagrams are handled by `DatagramHostView`.
             Target::Grh { .. } => Err(AccessDenied::Range),
         }
     }
 
-    /// Lets the link put the payload where it belongs, if that is one piece of the host's memory; else it is copied there, as others are.
+    /// Lets the link read the payload directly into its target, if that is one contiguous range of
+    /// host memory; otherwise copies it.
     #[inline(never)]
     fn place_deferred(&mut self, to: Target, len: u32) -> HostStatus {
         let payload = std::mem::replace(&mut self.payload, PacketPayload::NONE);
         let PacketPayload::Deferred { pending_payload, headers } = payload else {
             return HostStatus::Denied;
         };
-        // Held while the link works on it: the memory stays.
+        // The span is held while the link reads into it: the memory stays valid.
         let span = self.qp_memory.target_span(self.registry, to, len);
         if let Some(bytes) = span.as_ref().and_then(|span| span.host_bytes()) {
-            // What was not right is as if it had not come; but the protocol has begun with it.
+            // A damaged packet counts as lost, but the protocol has already begun to handle it: the
+            // peer is asked to send it again.
             return if pending_payload.read_into(headers, &bytes) {
                 HostStatus::Ready
             } else {
@@ -138,7 +141,8 @@ impl Host for HostView<'_> {
     }
 
     fn store_result(&mut self, id: u64, value: u64) -> HostStatus {
-        // A word of four bytes arrives big-endian, as ConnectX's does; one of eight in the host's order.
+        // A four-byte result is stored big-endian, as ConnectX does; an eight-byte one in host byte
+        // order.
         let outcome = match self.qp_memory.wr_state(id).len {
             4 => self.qp_memory.scatter(self.registry, id, 0, &(value as u32).to_be_bytes()),
             _ => self.qp_memory.scatter(self.registry, id, 0, &value.to_ne_bytes()),
@@ -153,7 +157,8 @@ impl Host for HostView<'_> {
             }
             Source::Remote { at, .. } => {
                 let found = self.resolve(Access::REMOTE_READ, at, len);
-                // The peer may be told so without a failure of this side, if it had asked before.
+                // The peer gets a NAK without an error on this side, if it had requested the same
+                // before.
                 self.qp_memory.resets_faults |=
                     found.as_ref().is_err_and(|denied| *denied == AccessDenied::Gone);
                 found

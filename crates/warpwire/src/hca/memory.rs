@@ -1,4 +1,4 @@
-//! Where queues lie: memory that the engine and whoever posts both reach.
+//! Memory of queues, which the engine and posters both access.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -10,10 +10,10 @@ use crate::error::Result;
 use crate::mem::{Allocation, DeviceAddr, SharedBytes, Window};
 use crate::mr::HostMemory;
 
-/// Memory for queues, doorbell records and doorbells. Clones are the same memory.
+/// Memory for queues, doorbell records and doorbells. Clones share the memory.
 ///
-/// Host memory serves CPUs; pinned memory and device memory behind a window serve streams and kernels too. The
-/// engine reads and writes all of them alike, and trusts nothing that it finds there.
+/// Host memory serves CPU threads; pinned memory, and device memory behind a window, serve streams
+/// and kernels too. The engine accesses all of them alike, and trusts nothing that it reads there.
 ///
 /// ```
 /// use warpwire::hca::QueueMemory;
@@ -25,25 +25,27 @@ use crate::mr::HostMemory;
 #[derive(Clone)]
 pub struct QueueMemory {
     backing: Arc<Backing>,
-    /// Where the CPU finds it, for as long as the place is there; posting and polling look nowhere else.
+    /// The CPU address, valid as long as `backing` lives; posting and polling use only this.
     base: NonNull<u8>,
     len: usize,
-    /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
+    /// Whether the CPU mapping is write-combining, so that later stores may overtake earlier ones:
+    /// true for windows.
     is_write_combining: bool,
 }
 
 enum Backing {
     Empty,
-    /// A part of other memory.
+    /// A slice of other memory.
     Slice(QueueMemory, u64),
-    /// What a driver has mapped.
-    Mapped(#[allow(dead_code)] Arc<dyn Any + Send + Sync>), // kept, not looked at
+    /// Memory mapped by a driver.
+    Mapped(#[allow(dead_code)] Arc<dyn Any + Send + Sync>), // only keeps it mapped
     Host(HostMemory),
     Pinned(Allocation),
     Window(Window),
 }
 
-// SAFETY: every sort may be used from any thread; what a driver has mapped is shared memory, seen through SharedBytes only.
+// SAFETY: every kind of backing may be used from any thread; driver mappings are shared memory,
+// accessed only through `SharedBytes`.
 unsafe impl Send for QueueMemory {}
 // SAFETY: as above.
 unsafe impl Sync for QueueMemory {}
@@ -52,7 +54,7 @@ impl fmt::Debug for QueueMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { base, len, .. } = self;
         match &*self.backing {
-            Backing::Empty => f.write_str("Nothing"),
+            Backing::Empty => f.write_str("Empty"),
             Backing::Slice(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
             Backing::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
             Backing::Host(memory) => write!(f, "{memory:?}"),
@@ -63,20 +65,21 @@ impl fmt::Debug for QueueMemory {
 }
 
 impl QueueMemory {
-    /// Memory whose bytes are there as long as the place is.
+    /// `bytes` stay valid as long as `backing` lives.
     fn new(backing: Backing, bytes: (NonNull<u8>, usize), is_write_combining: bool) -> Self {
         let (base, len) = bytes;
         Self { backing: Arc::new(backing), base, len, is_write_combining }
     }
 
-    /// Ordinary host memory.
+    /// Ordinary host memory, zeroed.
     pub fn host(len: u64) -> Result<Self> {
         let memory = HostMemory::new(len)?;
         let raw_parts = raw_parts(memory.bytes());
         Ok(Self::new(Backing::Host(memory), raw_parts, false))
     }
 
-    /// Pinned host memory that a device reaches as well; the allocation must be of that kind.
+    /// Pinned host memory, which the device accesses as well. Fails if the allocation is not pinned
+    /// memory.
     pub fn pinned(memory: Allocation) -> Result<Self> {
         let raw_parts = raw_parts(memory.host_bytes()?);
         Ok(Self::new(Backing::Pinned(memory), raw_parts, false))
@@ -88,16 +91,16 @@ impl QueueMemory {
         Self::new(Backing::Window(window), raw_parts, true)
     }
 
-    /// A part of it.
+    /// A slice, which keeps the whole alive.
     pub(crate) fn slice(&self, offset: u64, len: u64) -> Self {
         let raw_parts = raw_parts(self.bytes().slice_or_empty(offset, len));
         Self::new(Backing::Slice(self.clone(), offset), raw_parts, self.is_write_combining)
     }
 
-    /// Memory that a driver has mapped.
+    /// Memory mapped by a driver.
     ///
     /// # Safety
-    /// So many bytes at `base` stay mapped as long as `owner` lives, and nobody has references to them.
+    /// `len` bytes at `base` stay mapped as long as `owner` lives, and no references to them exist.
     pub(crate) unsafe fn mapped(
         base: NonNull<u8>,
         len: u64,
@@ -106,7 +109,7 @@ impl QueueMemory {
         Self::new(Backing::Mapped(owner), (base, len as usize), false)
     }
 
-    /// No memory at all: every access is out of range.
+    /// No memory: every access is out of range.
     pub(crate) fn no_memory() -> Self {
         Self::new(Backing::Empty, raw_parts(SharedBytes::empty()), false)
     }
@@ -114,18 +117,19 @@ impl QueueMemory {
     /// The bytes, as the CPU sees them.
     #[inline]
     pub fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: the place keeps them mapped as long as this lives: its own memory, or a driver's by its promise. What was freed
-        // elsewhere is kept mapped by the handle.
+        // SAFETY: `backing` keeps them mapped as long as this lives: its own memory, or a driver's
+        // by the contract of `mapped`. Memory that was freed elsewhere is kept mapped by the
+        // handle.
         unsafe { SharedBytes::new(self.base, self.len) }
     }
 
-    /// Whether stores are combined and kept, so that those that follow may overtake them.
+    /// Whether later stores may overtake earlier ones.
     #[inline]
     pub(super) fn is_write_combining(&self) -> bool {
         self.is_write_combining
     }
 
-    /// Puts what was stored on its way, where stores are combined and kept; elsewhere it is there already.
+    /// Flushes write-combining buffers; does nothing for other memory.
     #[inline]
     pub(crate) fn flush_stores(&self) {
         if self.is_write_combining() {
@@ -133,7 +137,7 @@ impl QueueMemory {
         }
     }
 
-    /// Where a device finds it, if one does.
+    /// The address that a device accesses it by, if one can.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.backing {
             Backing::Empty | Backing::Mapped(_) | Backing::Host(_) => None,
@@ -146,7 +150,7 @@ impl QueueMemory {
     }
 }
 
-/// Where a view lies, for those who keep its memory alive.
+/// The address and length of a view, for callers that keep its memory alive.
 fn raw_parts(bytes: SharedBytes<'_>) -> (NonNull<u8>, usize) {
     (bytes.base(), bytes.len() as usize)
 }

@@ -1,30 +1,31 @@
-//! The software HCA: ConnectX's queues in memory, RoCEv2 on a link.
+//! The software HCA: ConnectX queues in memory, RoCEv2 on a link.
 //!
-//! Whoever fills mlx5 queues and rings a doorbell drives it: a CPU thread, a CUDA stream, a kernel. It takes entries
-//! from send queues, runs the protocol over a [`Link`], moves bytes between packets and registered memory, and
-//! writes completions. What it finds in queues and packets is never trusted: it gives an error completion or is
-//! counted and dropped.
+//! A CPU thread, a CUDA stream or a kernel fills mlx5 queues and rings a doorbell. The engine takes
+//! WQEs from send queues, runs the transport protocol over a [`Link`], moves bytes between packets
+//! and registered memory, and writes CQEs. The contents of queues and packets are never trusted:
+//! invalid ones produce an error completion, or are counted and dropped.
 //!
 //! | type | what it is |
 //! |---|---|
 //! | [`Hca`] | the device: engine, registry, queues by number |
-//! | [`QpSpec`], [`CqSpec`], [`SrqSpec`] | what queues are made of: memory and where things lie in it |
-//! | [`QueueMemory`] | host, pinned or device memory for them |
-//! | [`ProgressMode`] | who runs the engine |
-//! | [`EventFd`], [`AsyncEvent`] | how sleepers are woken, and what befalls queues beside completions |
-//! | [`Stats`] | what it has counted |
-//! | [`publish`] | the same, for other processes to see |
+//! | [`QpSpec`], [`CqSpec`], [`SrqSpec`] | the memory and layout of queues |
+//! | [`QueueMemory`] | host, pinned or device memory for queues |
+//! | [`ProgressMode`] | which threads run the engine |
+//! | [`EventFd`], [`AsyncEvent`] | wake-ups, and events outside completions |
+//! | [`Stats`] | counters |
+//! | [`publish`] | counters for other processes, through a Unix socket |
 //!
-//! This is the level of registers and bytes; [`verbs`](crate::verbs) is the one for programs.
+//! This is the level of registers and bytes; programs use [`verbs`](crate::verbs).
 //!
-//! # A step
-//! 1. doorbells: entries are copied out of send queues and posted;
-//! 2. timers;
-//! 3. packets that are due, each queue pair a few in its turn, in one batch;
-//! 4. packets that came in: sorted by queue pair, handed to its state machine, payload placed, completions written.
+//! # A step of the engine
+//! 1. Doorbells: WQEs are copied out of send queues and posted.
+//! 2. Transmit: every queue pair with packets due sends a bounded number of them, in one batch.
+//! 3. Receive: packets are dispatched to the state machines of their queue pairs, payload is
+//!    placed, CQEs are written.
+//! 4. Timers.
 //!
-//! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
-//! steps in when nobody polls.
+//! Polling a CQ also advances the engine ([`Hca::poll`]), so no hand-off to another thread is
+//! needed. A fallback thread advances it when nothing polls.
 
 mod complete;
 mod cq;
@@ -72,13 +73,14 @@ use event::AsyncEventQueue;
 use progress_mode::Waker;
 use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
 
-/// How a software HCA is opened.
+/// How to open a software HCA.
 #[derive(Clone, Copy, Debug)]
 pub struct HcaOptions {
-    /// Who drives it.
+    /// Which threads run the engine.
     pub progress_mode: ProgressMode,
-    /// Whether peers of this machine may map registered memory and work in it without packets, and this device in
-    /// theirs. Links that wrap others switch it off by themselves.
+    /// Whether peers on this machine may map registered memory and access it without packets, and
+    /// this device theirs (direct access). Links that wrap others, such as fault injection, disable
+    /// it. Default: true.
     pub direct: bool,
 }
 
@@ -88,20 +90,20 @@ impl Default for HcaOptions {
     }
 }
 
-/// What a shared receive queue is made of.
+/// The memory and layout of a shared receive queue.
 #[derive(Clone, Debug)]
 pub struct SrqSpec {
-    /// Its memory: entries from the beginning on, each linked to the next.
+    /// Memory of the queue: entries from offset 0, each linked to the next.
     pub memory: QueueMemory,
-    /// How many: a power of two.
+    /// Number of entries, a power of two.
     pub entries: u32,
-    /// How long each is: a power of two.
+    /// Bytes per entry, a power of two.
     pub stride: u32,
-    /// Where the word lies that counts what was posted.
+    /// Offset of the doorbell record: the producer counter.
     pub dbrec: u64,
 }
 
-/// A software HCA. Clones are the same one; it ends with the last.
+/// A software HCA. Clones share the device; dropping the last one closes it.
 #[derive(Clone)]
 pub struct Hca(Arc<HcaInner>);
 
@@ -115,7 +117,7 @@ struct HcaInner {
     path: link::LinkPath,
     max_packet: usize,
     polled_doorbells: std::sync::atomic::AtomicU32,
-    /// Some queue pair has a peer whose memory it may reach by itself.
+    /// Whether any queue pair has a peer whose memory it may access directly.
     has_direct_peers: Arc<AtomicBool>,
     has_thread: bool,
     progress_mode: ProgressMode,
@@ -145,11 +147,12 @@ impl HcaInner {
         engine.step(self.now())
     }
 
-    /// How long the engine may sleep.
+    /// How long the engine's thread may sleep: until the next deadline, at most `limit`, or
+    /// `polling_limit` if doorbells are polled.
     fn sleep_duration(&self, polling_limit: Duration, limit: Duration) -> Duration {
         let mut engine = self.engine.lock();
         engine.core.direct_peers.sweep();
-        // Asking arms links that signal only on request.
+        // Asking for the descriptor arms links that signal only on request.
         let _ = engine.link().wait_fd();
         let now = self.now();
         let limit = match self.polled_doorbells.load(Ordering::Relaxed) {
@@ -172,12 +175,12 @@ impl Hca {
         let registry = Registry::new();
         let export_table = match options.direct {
             true => export_table(&mut link, &registry),
-            false => Err("switched off"),
+            false => Err("disabled by option"),
         };
         let (mut path, max_packet) = (link.path(), link.max_packet());
         path.why += &match &export_table {
-            Ok(_) => "; direct where peers and we can map each other's memory".to_owned(),
-            Err(why) => format!("; packets only: {why}"),
+            Ok(_) => "; direct access: on where memory can be mapped".to_owned(),
+            Err(why) => format!("; direct access: off ({why})"),
         };
         let async_events = Arc::new(AsyncEventQueue::new()?);
         let doorbell_bitmap = Arc::new(DoorbellBitmap::new());
@@ -212,7 +215,8 @@ impl Hca {
         Ok(shared)
     }
 
-    /// A device that is on no network, which nobody drives and nobody is told of.
+    /// A device without a network, in manual progress mode, absent from the published counters: a
+    /// placeholder for code that needs an [`Hca`].
     pub(crate) fn placeholder() -> Result<Self> {
         let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
         let link = link::Hub::new().endpoint(unspecified)?;
@@ -220,40 +224,41 @@ impl Hca {
         Ok(Self(Self::start(link, options)?))
     }
 
-    /// The registrations of this device.
+    /// The memory registrations of this device.
     pub fn registry(&self) -> &Registry {
         &self.0.registry
     }
 
-    /// The link that it uses, and why.
+    /// The link, and why it was chosen.
     pub fn path(&self) -> &link::LinkPath {
         &self.0.path
     }
 
-    /// The most payload that a packet on its link has room for.
+    /// The maximum payload of a packet on the link, in bytes.
     pub fn max_payload(&self) -> usize {
         self.0.max_packet.saturating_sub(engine::MAX_PACKET_OVERHEAD)
     }
 
-    /// Whether both are one device.
+    /// Whether both handles refer to one device.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
+    /// Whether a thread advances the engine while nothing polls, so that a program may block until
+    /// it is woken. False in [`ProgressMode::Manual`].
     pub fn supports_blocking_wait(&self) -> bool {
         self.0.has_thread
     }
 
-    /// Who drives it.
+    /// Which threads run the engine.
     pub fn progress_mode(&self) -> ProgressMode {
         self.0.progress_mode
     }
 
-    /// Makes a step, unless somebody else is making one.
+    /// Advances the engine by one step, unless another thread is doing so.
     ///
     /// # Errors
-    /// If the link is beyond repair.
+    /// If the link has failed permanently.
     #[inline]
     pub fn poll(&self) -> Result<StepSummary> {
         let steps = &self.0.waker.poller_steps;
@@ -261,7 +266,8 @@ impl Hca {
             steps.fetch_add(1, Ordering::Relaxed);
             return Ok(StepSummary::default());
         };
-        // A change is all that anybody looks for: one that is lost to those who did not get in is no loss.
+        // Observers look only for a change, so an increment lost to a thread that did not get the
+        // lock does no harm.
         steps.store(steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         engine.core.totals.steps += 1;
         let progress = engine.step(self.0.now());
@@ -269,49 +275,60 @@ impl Hca {
         progress
     }
 
-    /// Makes a completion queue; returns its number.
+    /// Creates a completion queue; returns its number.
+    ///
+    /// # Errors
+    /// If a size is not a power of two, or the memory is too small.
     pub fn create_cq(&self, spec: CqSpec) -> Result<u32> {
         check_power_of_two(spec.entries, "completion queue entries")?;
         check_fits(&spec.memory, u64::from(spec.entries) * CQE_LEN, "the completion queue")?;
-        check_fits(&spec.memory, spec.dbrec.saturating_add(8), "the completion queue's record")?;
+        check_fits(&spec.memory, spec.dbrec.saturating_add(8), "its doorbell record")?;
         self.0.engine.lock().add_cq(spec)
     }
 
-    /// Ends a completion queue; what would go there is lost.
+    /// Destroys a completion queue; further completions for it are dropped.
     pub fn destroy_cq(&self, cqn: u32) {
-        if let Some(place) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
-            *place = None;
+        if let Some(slot) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
+            *slot = None;
         }
     }
 
-    /// Makes a shared receive queue; returns its number.
+    /// Creates a shared receive queue; returns its number.
+    ///
+    /// # Errors
+    /// If a size is not a power of two or out of range, or the memory is too small.
     pub fn create_srq(&self, spec: SrqSpec) -> Result<u32> {
         check_power_of_two(spec.entries, "shared receive queue entries")?;
         check_stride(spec.stride, 32, MAX_RECV_WQE_LEN as u32 * 2)?;
         let bytes = u64::from(spec.entries) * u64::from(spec.stride);
         check_fits(&spec.memory, bytes, "the shared receive queue")?;
-        check_fits(&spec.memory, spec.dbrec.saturating_add(4), "its record")?;
+        check_fits(&spec.memory, spec.dbrec.saturating_add(4), "its doorbell record")?;
         let ring = SharedReceiveQueue::new(spec.memory, spec.dbrec, spec.entries, spec.stride);
         self.0.engine.lock().add_srq(ring)
     }
 
-    /// Asks for [`AsyncEvent::LimitReached`], once, when fewer than `limit` receives wait; 0 asks for none.
+    /// Requests one [`AsyncEvent::LimitReached`] when fewer than `limit` receives are posted; 0
+    /// disarms.
     pub fn arm_srq(&self, srqn: u32, limit: u32) {
         self.0.engine.lock().set_limit(srqn, limit);
     }
 
-    /// Ends a shared receive queue.
+    /// Destroys a shared receive queue.
     pub fn destroy_srq(&self, srqn: u32) {
-        if let Some(place) = self.0.engine.lock().core.srqs.get_mut(srqn as usize) {
-            *place = None;
+        if let Some(slot) = self.0.engine.lock().core.srqs.get_mut(srqn as usize) {
+            *slot = None;
         }
     }
 
-    /// Makes a queue pair, in `RESET`; returns its number.
+    /// Creates a queue pair in the state `RESET`; returns its number.
+    ///
+    /// # Errors
+    /// If a size or an alignment is invalid, the memory is too small, the datagram MTU exceeds the
+    /// link's packets, or no number is free.
     pub fn create_qp(&self, spec: QpSpec) -> Result<u32> {
-        check_power_of_two(spec.send_wqebbs, "send queue blocks")?;
+        check_power_of_two(spec.send_wqebbs, "send queue WQEBBs")?;
         if spec.send_wqebbs > crate::mlx5::MAX_SEND_WQEBBS {
-            return Err(invalid("send queue blocks", "32768 at most"));
+            return Err(invalid("send queue WQEBBs", "at most 32768"));
         }
         let QpLayout { receive, send, dbrec, doorbell } = spec.layout;
         let send_end = send.saturating_add(u64::from(spec.send_wqebbs) * 64);
@@ -330,8 +347,8 @@ impl Hca {
         if let Some(mtu) = spec.datagrams
             && mtu.bytes() as usize > self.max_payload()
         {
-            let max = format!("at most {}, which is what the link carries", self.max_payload());
-            return Err(invalid("the length of datagrams", &max));
+            let max = format!("at most {}, the maximum of the link", self.max_payload());
+            return Err(invalid("the datagram MTU", &max));
         }
         let poll_doorbell = spec.poll_doorbell;
         let number = self.0.engine.lock().add_qp(spec)?;
@@ -342,21 +359,22 @@ impl Hca {
         Ok(number)
     }
 
-    /// Makes ready to send datagrams to that peer: entries may name it from now on. Slow, for setup; closed as often as
-    /// it was opened.
+    /// Prepares to send datagrams to `peer`, so that WQEs may name it. Slow: for setup only. Every
+    /// call needs a [`close_destination`](Self::close_destination).
     ///
     /// # Errors
-    /// If nothing can be sent to this address from here, with the reason.
+    /// If the address cannot be reached from here, with the reason.
     pub fn open_destination(&self, peer: SocketAddr) -> Result<()> {
         self.0.engine.lock().open_destination(peer)
     }
 
-    /// Ends what [`open_destination`](Self::open_destination) began. Datagrams to a peer that nobody has opened fail.
+    /// Undoes one [`open_destination`](Self::open_destination). Datagrams to a peer that is not
+    /// open fail.
     pub fn close_destination(&self, peer: SocketAddr) {
         self.0.engine.lock().close_destination(peer);
     }
 
-    /// Ends a queue pair: nothing of it is sent, received or completed any more when this returns.
+    /// Destroys a queue pair: once this returns, nothing of it is sent, received or completed.
     pub fn destroy_qp(&self, qpn: u32) {
         let mut engine = self.0.engine.lock();
         if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
@@ -365,7 +383,7 @@ impl Hca {
         engine.remove_qp(qpn);
     }
 
-    /// Takes a queue pair a step further, or changes its attributes; what is refused changes nothing.
+    /// Changes the state or the attributes of a queue pair. A rejected change has no effect.
     pub fn modify_qp(&self, qpn: u32, change: &QpAttributes) -> Result<()> {
         let now = self.0.now();
         self.0.engine.lock().modify(qpn, change, now)?;
@@ -378,7 +396,7 @@ impl Hca {
         Ok(self.0.engine.lock().qpc(qpn)?.qp.state())
     }
 
-    /// What a queue pair has counted.
+    /// The counters of a queue pair.
     pub fn qp_stats(&self, qpn: u32) -> Result<qp::Stats> {
         Ok(*self.0.engine.lock().qpc(qpn)?.qp.stats())
     }
@@ -388,8 +406,9 @@ impl Hca {
         self.0.engine.lock().qpc(qpn).ok()?.qp_memory.denied
     }
 
-    /// A way to have writes done here and now that a peer's memory takes without packets, as if they had been posted and
-    /// their doorbell rung: only if there is such a peer, and nobody else makes a step.
+    /// A guard through which RDMA writes are executed inline (fast path) into a peer's mapped
+    /// memory, as if they had been posted and their doorbell rung. `None` if there is no such peer,
+    /// or another thread is running the engine.
     #[inline]
     pub fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
         if !self.0.has_direct_peers.load(Ordering::Relaxed) {
@@ -399,24 +418,26 @@ impl Hca {
         Some(FastPath { engine, index: engine::qpn_to_index(qpn), budget: direct::QUANTUM })
     }
 
-    /// To be called by who is about to sleep until something completes: whoever drives the engine otherwise does so at once.
+    /// To be called by a poller before it blocks on a completion: the fallback thread takes over
+    /// the engine immediately.
     pub fn wake_fallback(&self) {
         self.0.waker.wake_fallback();
     }
 
-    /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are
-    /// [watched](QpSpec::watched).
+    /// Notifies the engine that a doorbell was rung. A doorbell rung without this call is seen only
+    /// on queue pairs with [`QpSpec::poll_doorbell`].
     #[inline]
     pub fn ring(&self, qpn: u32) {
         let index = engine::qpn_to_index(qpn);
-        // Where a peer's memory is mapped, most work can be done here and now, if nobody else makes a step. What is left from
-        // the last time is done with it: a queue that is never empty takes no writes at once, though they cost much less.
-        let turns = if self.0.has_direct_peers.load(Ordering::Relaxed) {
+        // Where a peer's memory is mapped, the poster executes most work itself if no other thread
+        // is running the engine. It drains leftovers of earlier posts too: the inline fast path
+        // requires an empty send queue.
+        let quanta = if self.0.has_direct_peers.load(Ordering::Relaxed) {
             direct::MAX_POSTER_QUANTA
         } else {
             0
         };
-        for _ in 0..turns {
+        for _ in 0..quanta {
             match self.0.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
                 Some(direct::Remaining::Nothing) => return,
                 Some(direct::Remaining::MoreQuanta) => {}
@@ -427,17 +448,17 @@ impl Hca {
         self.0.waker.wake();
     }
 
-    /// The oldest news that nobody has taken.
+    /// Takes the oldest pending asynchronous event.
     pub fn next_event(&self) -> Option<AsyncEvent> {
         self.0.async_events.take()
     }
 
-    /// Raised while there is news.
+    /// Readable while asynchronous events are pending.
     pub fn events(&self) -> &EventFd {
         &self.0.async_events.signal
     }
 
-    /// What it has counted.
+    /// The counters of the device since it was opened.
     pub fn stats(&self) -> Stats {
         let engine = self.0.engine.lock();
         let mut stats = Stats::of(&engine.core.totals, engine.qpcs().map(|qpc| qpc.qp.stats()));
@@ -447,18 +468,19 @@ impl Hca {
         stats
     }
 
-    /// Which way a queue pair's work takes, and why: its link, and whether it needs packets.
+    /// The path that a queue pair's work takes, and why: its link, and whether direct access is
+    /// possible.
     pub fn qp_path(&self, qpn: u32) -> Result<link::LinkPath> {
         self.0.engine.lock().qp_path(qpn)
     }
 
-    /// What its link has counted.
+    /// The counters of the link.
     pub fn link_counters(&self) -> link::Counters {
         self.0.engine.lock().link().counters()
     }
 }
 
-/// Offers registered memory to peers, if the link can; or says why it cannot.
+/// Exports registered memory to peers, if the link can; or the reason why it cannot.
 fn export_table(
     link: &mut impl Link,
     registry: &Registry,
@@ -466,8 +488,8 @@ fn export_table(
     let files = registry.clone();
     let export_table = link::ExportTable::new(Box::new(move |key| files.file_for_key(key)))
         .map_err(|why| {
-            tracing::debug!(%why, "peers need packets");
-            "this process has no memory for the table of what peers may reach"
+            tracing::debug!(%why, "direct access is off");
+            "the export table could not be allocated"
         })?;
     link.install_exports(&export_table)?;
     registry.observer(Arc::new(direct::ExportPublisher(Arc::downgrade(&export_table))));
@@ -475,7 +497,7 @@ fn export_table(
 }
 
 fn invalid(what: &str, must_be: &str) -> Error {
-    Error::new(Kind::InvalidArgument, "make a queue").why(format!("{what} must be {must_be}"))
+    Error::new(Kind::InvalidArgument, "create a queue").why(format!("{what} must be {must_be}"))
 }
 
 fn check_power_of_two(count: u32, what: &str) -> Result<()> {
@@ -486,13 +508,13 @@ fn check_stride(stride: u32, min: u32, max: u32) -> Result<()> {
     if stride.is_power_of_two() && (min..=max).contains(&stride) {
         return Ok(());
     }
-    Err(invalid("the length of an entry", &format!("a power of two from {min} to {max}")))
+    Err(invalid("the entry stride", &format!("a power of two from {min} to {max}")))
 }
 
 fn check_fits(memory: &QueueMemory, end: u64, what: &str) -> Result<()> {
     if end <= memory.bytes().len() {
         return Ok(());
     }
-    let why = format!("{what} ends at byte {end} of memory with {}", memory.bytes().len());
-    Err(Error::new(Kind::OutOfRange, "make a queue").why(why).fix("give it more memory"))
+    let why = format!("{what} ends at byte {end}, the memory at {}", memory.bytes().len());
+    Err(Error::new(Kind::OutOfRange, "create a queue").why(why).fix("provide more memory"))
 }

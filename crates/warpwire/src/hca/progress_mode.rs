@@ -1,4 +1,5 @@
-//! Who drives the engine: the threads that poll, a thread that steps in when they do not, or a thread of its own.
+//! Progress: which threads run the engine. Polling threads, a fallback thread that takes over when
+//! nothing polls, or a dedicated thread.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,49 +11,51 @@ use super::event::{EventFd, wait_any};
 use crate::error::{Error, Result};
 use crate::sync::asymmetric_fence;
 
-/// Who drives an engine.
+/// Which threads run the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ProgressMode {
-    /// Whoever polls; and when nobody does, a thread that otherwise sleeps. No thread stands between a program that
-    /// polls and the wire, and peers are answered all the same.
+    /// Threads that poll; and when none does, a fallback thread that otherwise sleeps. A polling
+    /// program sends and receives without a hand-off to another thread, and peers get responses
+    /// even while nothing polls.
     #[default]
     Auto,
-    /// Whoever polls, and nobody else: a program that does not poll answers nobody. For tests that want to decide
-    /// each step.
+    /// Only threads that poll: while the program does not poll, peers get no answer. For tests that
+    /// control each step.
     Manual,
-    /// A thread of its own that spins for so long after the last work before it sleeps. Needed where a stream or a
-    /// kernel rings the doorbell, which wakes nobody.
+    /// A dedicated thread that spins for `spin` after the last work before it sleeps. Needed where
+    /// a stream or a kernel rings the doorbell, which wakes no thread.
     Thread {
-        /// How long it spins.
+        /// How long it spins without work.
         spin: Duration,
-        /// The processor that it keeps to.
+        /// The CPU to pin it to. If that fails it runs unpinned.
         core: Option<usize>,
     },
 }
 
-/// How long doorbells that nobody announces may stay unseen while the engine sleeps: at least, and at most. In between
-/// it is a small part of the time for which nothing has happened, so that rest costs next to nothing.
+/// How often a sleeping engine polls doorbells that are rung without a notification: bounds of the
+/// interval. In between it is 1/32 of the idle time, so that an idle engine costs next to nothing.
 const MIN_DOORBELL_POLL_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_DOORBELL_POLL_INTERVAL: Duration = Duration::from_millis(4);
 const DOORBELL_POLL_DIVISOR: u32 = 32;
-/// The longest sleep.
+/// Upper bound of one sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
-/// How long a guard looks for more before it sleeps: packets come in bursts, and waking costs as much as many steps.
+/// How long the fallback thread spins before it sleeps: packets come in bursts, and a wake-up costs
+/// as much as many steps.
 const FALLBACK_SPIN: Duration = Duration::from_micros(50);
-/// How long a guard stays away after it has seen somebody poll.
+/// How long the fallback thread backs off after it has seen a thread poll.
 const FALLBACK_BACKOFF: Duration = Duration::from_millis(1);
 
-/// What a sleeping thread is woken by.
+/// Wakes the engine's thread.
 #[derive(Debug)]
 pub(super) struct Waker {
     signal: EventFd,
     asleep: AtomicBool,
-    /// A guard stays away, as somebody polls.
+    /// The fallback thread backs off because another thread polls.
     backing_off: AtomicBool,
-    /// Somebody who polled is about to sleep.
+    /// A poller is about to block.
     fallback_requested: AtomicBool,
     stop: AtomicBool,
-    /// Steps that were driven by pollers.
+    /// Steps made by pollers.
     pub(super) poller_steps: AtomicU64,
 }
 
@@ -68,18 +71,20 @@ impl Waker {
         })
     }
 
-    /// Work came: wakes the thread if it sleeps.
+    /// Wakes the engine's thread if it sleeps, after work was published.
     #[inline]
     pub(super) fn wake(&self) {
-        // The work must be seen by a thread that falls asleep after this looks, or its sleep by this.
+        // Either a thread that falls asleep after this load sees the work, or this load sees that
+        // it sleeps.
         asymmetric_fence::light();
         if self.asleep.load(Ordering::Relaxed) {
             self.signal.raise();
         }
     }
 
-    /// A poller has made a step, under the engine's lock, and taken the link's notice away from a thread that sleeps:
-    /// let it look again. It set its mark before it last had the lock, so that the mark is seen_steps here.
+    /// A poller has made a step under the engine's lock, and may have consumed the link's
+    /// notification that a sleeping thread waits for: wakes that thread to check again. It set
+    /// `asleep` before it last held the lock, so a relaxed load sees it.
     #[inline]
     pub(super) fn on_poller_step(&self) {
         if self.asleep.load(Ordering::Relaxed) {
@@ -87,7 +92,7 @@ impl Waker {
         }
     }
 
-    /// Somebody who may have polled is about to sleep: a guard that stays away because of that comes at once.
+    /// A poller is about to block: ends the back-off of the fallback thread.
     pub(super) fn wake_fallback(&self) {
         self.fallback_requested.store(true, Ordering::SeqCst);
         if self.backing_off.load(Ordering::SeqCst) {
@@ -110,7 +115,7 @@ impl Waker {
     }
 }
 
-/// Starts the thread that the drive asks for.
+/// Starts the thread that the mode requires.
 pub(super) fn start(shared: &Arc<HcaInner>, progress_mode: ProgressMode) -> Result<()> {
     let (is_fallback, spin, core) = match progress_mode {
         ProgressMode::Manual => return Ok(()),
@@ -118,7 +123,9 @@ pub(super) fn start(shared: &Arc<HcaInner>, progress_mode: ProgressMode) -> Resu
         ProgressMode::Thread { spin, core } => (false, spin, core),
     };
     let link_fd = shared.engine.lock().link().wait_fd().map(|fd| fd.try_clone_to_owned());
-    let link_fd = link_fd.transpose().map_err(|why| Error::os("copy a file descriptor", &why))?;
+    let link_fd = link_fd
+        .transpose()
+        .map_err(|why| Error::os("duplicate the link's file descriptor", &why))?;
     let thread = Thread {
         shared: Arc::downgrade(shared),
         waker: shared.waker.clone(),
@@ -138,13 +145,13 @@ pub(super) fn start(shared: &Arc<HcaInner>, progress_mode: ProgressMode) -> Resu
     started.map(drop).map_err(|why| Error::os("start the engine's thread", &why))
 }
 
-/// Keeps the thread to a processor; one that does not exist is left alone, as the drive still works.
+/// Pins the calling thread to a CPU. Failure is only logged: the engine works without.
 fn pin(core: usize) {
     let mut set = rustix::thread::CpuSet::new();
     if core < rustix::thread::CpuSet::MAX_CPU {
         set.set(core);
         if let Err(why) = rustix::thread::sched_setaffinity(None, &set) {
-            tracing::warn!(core, %why, "the engine's thread is not pinned");
+            tracing::warn!(core, %why, "cannot pin the engine's thread");
         }
     }
 }
@@ -155,9 +162,9 @@ struct Thread {
     link_fd: Option<OwnedFd>,
     is_fallback: bool,
     spin: Duration,
-    /// The pollers' steps when we last looked.
+    /// `poller_steps` at the last check.
     seen_steps: u64,
-    /// Since when nothing has happened.
+    /// When the engine became idle.
     idle_since: Option<Instant>,
 }
 
@@ -180,7 +187,7 @@ impl Thread {
                 Ok(_) if self.should_spin() => std::hint::spin_loop(),
                 Ok(_) => self.sleep(shared),
                 Err(why) => {
-                    tracing::error!(%why, "the engine stops");
+                    tracing::error!(%why, "the link failed; the engine stops");
                     return;
                 }
             }
@@ -191,24 +198,24 @@ impl Thread {
         self.spin > Duration::ZERO && self.idle_for() < self.spin
     }
 
-    /// For how long nothing has happened.
     fn idle_for(&mut self) -> Duration {
         self.idle_since.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Sleeps until a packet comes, somebody rings, or a timer is due.
+    /// Sleeps until a packet arrives, a doorbell is rung, or a timer is due.
     fn sleep(&mut self, mut shared: Arc<HcaInner>) {
         self.waker.asleep.store(true, Ordering::SeqCst);
         asymmetric_fence::heavy();
         loop {
-            // Once more, now that everybody knows: what came in between is seen here, or wakes us.
+            // One more step now that `asleep` is visible: work that came in between is found here,
+            // or wakes this thread.
             if !shared.step().is_ok_and(|progress| progress.is_idle()) {
                 self.idle_since = None;
                 break;
             }
             let wait = shared.sleep_duration(MAX_SLEEP, MAX_SLEEP);
             drop(shared);
-            // Somebody else's wake-up ends it; a timer, or a doorbell that wakes nobody, only makes another step.
+            // A wake-up ends the loop; a timer or a polled doorbell only makes another step.
             match self.idle_wait(wait) {
                 Some(still) => shared = still,
                 None => break,
@@ -218,8 +225,8 @@ impl Thread {
         self.waker.signal.take();
     }
 
-    /// Waits for so long; `None` if somebody woke us, or the device is gone. Doorbells that are watched are looked at
-    /// now and then, and end the wait when they were rung.
+    /// Waits up to `wait`; `None` if the thread was woken or the device is gone. Polled doorbells
+    /// are checked at intervals and end the wait when rung.
     fn idle_wait(&mut self, wait: Duration) -> Option<Arc<HcaInner>> {
         let (start, mut remaining) = (Instant::now(), wait);
         while remaining > Duration::ZERO {

@@ -1,4 +1,4 @@
-//! The protocol of a queue pair: a connection, or datagrams. What both have is asked for in one way.
+//! The transport of a queue pair, RC or UD, behind one interface.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -13,8 +13,8 @@ use super::host::HostView;
 use crate::link::Frame;
 use crate::mlx5::{AddressVector, Origin};
 
-/// What a queue pair speaks.
-// Most are connections, and queue pairs are boxed already.
+/// The transport of a queue pair.
+// Most queue pairs are RC, and their contexts are boxed already.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub(super) enum Protocol {
@@ -22,15 +22,15 @@ pub(super) enum Protocol {
     Datagram(Box<Datagrams>),
 }
 
-/// A datagram queue pair's part.
+/// State of a UD queue pair.
 #[derive(Debug)]
 pub(super) struct Datagrams {
     pub ud: Ud,
-    /// Who sent the packet at hand.
+    /// Source address of the packet being handled.
     pub from: SocketAddr,
 }
 
-/// What both do, each in its own way.
+/// Calls the same method on either transport.
 macro_rules! either {
     ($protocol:expr, $one:ident => $does:expr) => {
         match $protocol {
@@ -69,7 +69,7 @@ impl Protocol {
         }
     }
 
-    /// The connection, if it is one.
+    /// The connection of an RC queue pair.
     #[inline]
     pub(super) fn connection(&self) -> Option<&Qp> {
         match self {
@@ -110,7 +110,7 @@ impl Protocol {
         either!(self, one => one.poll_event())
     }
 
-    /// Datagrams wait for nobody.
+    /// UD has no timers.
     #[inline]
     pub(super) fn poll_timeout(&mut self, now: Instant) -> Instant {
         match self {
@@ -125,7 +125,7 @@ impl Protocol {
         }
     }
 
-    /// Posts work; a datagram goes to that address.
+    /// Posts work; `to` is the destination of a datagram.
     #[inline]
     pub(super) fn post(
         &mut self,
@@ -138,7 +138,7 @@ impl Protocol {
         }
     }
 
-    /// Where a message came from; of a connection that is known.
+    /// The origin of a message, for its CQE. A connection has only one.
     pub(super) fn origin(&self, qpn: u32) -> Origin {
         match self {
             Self::Connected(_) => Origin { qpn, ..Origin::default() },
@@ -171,7 +171,8 @@ impl Datagrams {
     }
 }
 
-/// The engine as a datagram queue pair sees it: its memory and its receives, and who sent the packet at hand.
+/// The engine as a UD queue pair sees it: memory, receives, and the received frame, from which the
+/// GRH is built.
 pub(super) struct DatagramHostView<'a> {
     pub view: HostView<'a>,
     pub frame: Option<&'a Frame<'a>>,
@@ -196,7 +197,7 @@ impl Host for DatagramHostView<'_> {
         self.view.fetch(from, len, headers_len)
     }
 
-    // What needs a connection is never asked for.
+    // Operations that UD does not have.
 
     fn may_access(&mut self, _: qp::Access, _: Remote, _: u32) -> HostStatus {
         HostStatus::Denied
@@ -215,8 +216,9 @@ impl Host for DatagramHostView<'_> {
     }
 }
 
-/// The 40 bytes that stand before a datagram: the IPv6 header that it came with, or 20 zeros and its IPv4 header. Its
-/// hop limit and traffic class are not told by a socket: they say what a sender on this network would have set.
+/// The 40 bytes before a datagram: the IPv6 header that it arrived with, or 20 zero bytes and its
+/// IPv4 header. A socket does not report the hop limit and traffic class: they are what a sender on
+/// this network would have set.
 fn grh(frame: &Frame<'_>) -> [u8; GRH_LEN as usize] {
     let mut grh = [0; GRH_LEN as usize];
     let header = IpRepr {

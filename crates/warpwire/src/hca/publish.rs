@@ -1,14 +1,15 @@
-//! Counters for others to see: who asks this process, by a socket, is told what its devices have counted.
+//! Counters for other processes: the devices of a process can be queried through a Unix socket.
 //!
-//! The first device that is opened starts a thread, which sleeps in `accept` on the abstract Unix socket
-//! `warpwire-stat-PID`; nothing is counted, copied or written for its sake until somebody connects. It answers with
-//! one line of JSON, a [`ProcessStats`], and hangs up. Only the same user and root are answered. `WARPWIRE_STAT=0` turns
-//! it off.
+//! The first device that is opened starts a thread that blocks in `accept` on the abstract socket
+//! `warpwire-stat-PID`; nothing is counted or copied for it until a client connects. It replies
+//! with one line of JSON, a [`ProcessStats`], and closes the connection. Only the same user and
+//! root get a reply. `WARPWIRE_STAT=0` disables it.
 //!
 //! ```
 //! use warpwire::hca::{Hca, HcaOptions, publish};
 //! use warpwire::link::Hub;
-//! let hca = Hca::open(Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?, HcaOptions::default())?;
+//! let endpoint = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?;
+//! let hca = Hca::open(endpoint, HcaOptions::default())?;
 //! let report = publish::query(std::process::id())?;
 //! assert_eq!(report.devices[0].queue_pairs, 0);
 //! # Ok::<(), warpwire::Error>(())
@@ -27,57 +28,57 @@ use serde::{Deserialize, Serialize};
 use super::{Hca, HcaInner, QpTotals};
 use crate::error::{Error, Kind, Result};
 
-/// What the names of sockets begin with.
+/// Prefix of the socket names.
 const PREFIX: &str = "warpwire-stat-";
-/// The variable that turns it off.
+/// Set to 0 to disable the socket.
 const ENV_VAR: &str = "WARPWIRE_STAT";
-/// The version of the line.
+/// Version of the JSON.
 const VERSION: u32 = 1;
-/// A process that works answers within this.
+/// A running process replies within this time.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_REPLY_LEN: u64 = 16 << 20;
 
-/// What a process tells of itself.
+/// The reply of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ProcessStats {
-    /// The version of this.
+    /// Version of this format: 1.
     pub warpwire: u32,
-    /// The process.
+    /// The process id.
     pub pid: u32,
-    /// Its program's name.
+    /// The program's name (`/proc/PID/comm`).
     pub program: String,
-    /// Its devices, in the order in which they were opened.
+    /// The open devices, in the order in which they were opened.
     pub devices: Vec<DeviceStats>,
 }
 
-/// What a device has counted since it was opened.
+/// Counters of a device since it was opened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DeviceStats {
-    /// Which of the process's devices: it keeps its number when others are closed.
+    /// Index of the device in its process; does not change when other devices are closed.
     pub number: u64,
-    /// Its link, and why that one.
+    /// The link, and why it was chosen.
     pub link: String,
-    /// How long ago it was opened.
+    /// Seconds since the device was opened.
     pub seconds: f64,
-    /// How many queue pairs it has.
+    /// Number of existing queue pairs.
     pub queue_pairs: usize,
-    /// What they have counted, those that are gone too.
+    /// Counters of all queue pairs, including destroyed ones.
     pub pairs: QpTotals,
     /// Operations without packets.
     #[serde(default)]
     pub direct: super::DirectStats,
-    /// Completions written.
+    /// CQEs written.
     pub completions: u64,
     /// Steps of the engine.
     pub steps: u64,
     /// System calls of the link.
     pub calls: u64,
-    /// Packets lost, by reason: in the link, in the device, or not acted upon by a queue pair. None is left out that
-    /// is not zero.
+    /// Packets dropped by the link, by the device or by a queue pair, by reason; only nonzero
+    /// counts.
     pub lost: BTreeMap<String, u64>,
 }
 
-/// The devices of this process, with the number of each.
+/// The devices of this process, each with its number.
 struct DeviceRegistry {
     next: u64,
     devices: Vec<(u64, Weak<HcaInner>)>,
@@ -86,7 +87,7 @@ struct DeviceRegistry {
 static DEVICES: Mutex<DeviceRegistry> = Mutex::new(DeviceRegistry { next: 0, devices: Vec::new() });
 static START: Once = Once::new();
 
-/// Makes a device known.
+/// Registers a device; the first one starts the thread.
 pub(super) fn add(shared: Weak<HcaInner>) {
     let mut known = DEVICES.lock();
     known.devices.retain(|(_, device)| device.strong_count() > 0);
@@ -99,7 +100,7 @@ pub(super) fn add(shared: Weak<HcaInner>) {
             return;
         }
         if let Err(why) = start() {
-            // The device works all the same.
+            // The device works without.
             tracing::debug!(%why, "counters are not published");
         }
     });
@@ -107,42 +108,41 @@ pub(super) fn add(shared: Weak<HcaInner>) {
 
 fn address(pid: u32) -> Result<SocketAddr> {
     SocketAddr::from_abstract_name(format!("{PREFIX}{pid}"))
-        .map_err(|why| Error::os("name the counters' socket", &why))
+        .map_err(|why| Error::os("name the counter socket", &why))
 }
 
 fn start() -> Result<()> {
     let listener = UnixListener::bind_addr(&address(std::process::id())?)
-        .map_err(|why| Error::os("listen on the counters' socket", &why))?;
+        .map_err(|why| Error::os("listen on the counter socket", &why))?;
     let run = move || {
         for stream in listener.incoming() {
             match stream {
                 Ok(stream) => serve_client(stream),
-                // No more descriptors, say: not to be tried again at once.
+                // Out of descriptors, for example: retry later.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
             }
         }
     };
     let started = std::thread::Builder::new().name("warpwire-stat".to_owned()).spawn(run);
-    started.map(drop).map_err(|why| Error::os("start the counters' thread", &why))
+    started.map(drop).map_err(|why| Error::os("start the counter thread", &why))
 }
 
-/// Answers, if the asker is the same user or root.
+/// Replies if the client has the same user or is root.
 fn serve_client(mut stream: UnixStream) {
     let own = rustix::process::geteuid();
     let Ok(client) = rustix::net::sockopt::socket_peercred(&stream) else { return };
     if client.uid != own && !client.uid.is_root() {
-        tracing::debug!(uid = client.uid.as_raw(), "another user asked for counters");
+        tracing::debug!(uid = client.uid.as_raw(), "query by another user refused");
         return;
     }
     let _ = stream.set_write_timeout(Some(TIMEOUT));
     if let Ok(mut line) = serde_json::to_vec(&snapshot()) {
         line.push(b'\n');
-        // Who has gone needs no answer.
+        // The client may have disconnected.
         let _ = stream.write_all(&line);
     }
 }
 
-/// What this process has counted.
 fn snapshot() -> ProcessStats {
     let known: Vec<_> = DEVICES.lock().devices.clone();
     let alive = known.into_iter().filter_map(|(number, weak)| Some((number, Hca(weak.upgrade()?))));
@@ -180,41 +180,40 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
     }
 }
 
-/// Asks a process of this machine what its devices have counted.
+/// Queries the counters of a process on this machine.
 ///
 /// # Errors
-/// If there is no such process, it has no device or does not publish, it belongs to another user, or it does not
-/// answer.
+/// If there is no such process, it has no device or does not publish, it belongs to another user,
+/// or it does not reply within 2 s.
 pub fn query(pid: u32) -> Result<ProcessStats> {
-    let what = || format!("ask process {pid} for its counters");
-    let failed = |why: std::io::Error| {
-        match why.kind() {
+    let what = || format!("query the counters of process {pid}");
+    let failed = |why: std::io::Error| match why.kind() {
         std::io::ErrorKind::ConnectionRefused => Error::new(Kind::Unavailable, what())
-            .why("it publishes none: it has ended, has opened no device, or runs with WARPWIRE_STAT=0")
-            .fix("see which processes do, with warpwire stat --all"),
+            .why("it has exited, has no open device, or runs with WARPWIRE_STAT=0")
+            .fix("list the processes that publish counters with warpwire stat --all"),
         std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
-            Error::new(Kind::Timeout, what()).why("it does not answer").fix("see whether it is stopped")
+            Error::new(Kind::Timeout, what())
+                .why("it does not reply")
+                .fix("check whether it is stopped")
         }
         _ => Error::os(what(), &why),
-    }
     };
     let stream = UnixStream::connect_addr(&address(pid)?).map_err(failed)?;
     stream.set_read_timeout(Some(TIMEOUT)).map_err(failed)?;
     let mut line = Vec::new();
     BufReader::new(stream.take(MAX_REPLY_LEN)).read_until(b'\n', &mut line).map_err(failed)?;
     if line.is_empty() {
-        let error = Error::new(Kind::PermissionDenied, what())
-            .why("it refuses: it belongs to another user");
-        return Err(error.fix("ask as that user, or as root"));
+        let error = Error::new(Kind::PermissionDenied, what()).why("it belongs to another user");
+        return Err(error.fix("run as that user, or as root"));
     }
     let report: ProcessStats = serde_json::from_slice(&line).map_err(|why| {
-        let error = Error::new(Kind::Malformed, what()).why(format!("not our language: {why}"));
-        error.fix("use one version of warpwire in both")
+        let error = Error::new(Kind::Malformed, what()).why(format!("unknown reply format: {why}"));
+        error.fix("use the same version of warpwire in both processes")
     })?;
     Ok(report)
 }
 
-/// The processes of this machine (of its network namespace) that publish counters, of whichever user.
+/// The processes in this network namespace that publish counters, of any user.
 pub fn processes() -> Result<Vec<u32>> {
     let table = std::fs::read_to_string("/proc/net/unix")
         .map_err(|why| Error::os("read /proc/net/unix", &why))?;

@@ -1,4 +1,5 @@
-//! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
+//! A queue pair inside the engine: the protocol's state machine, the queues, and the memory that
+//! work requests name.
 
 use std::cell::Cell;
 
@@ -21,48 +22,49 @@ use crate::mlx5::{
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
-/// What a queue pair is made of.
+/// The memory, layout and options of a queue pair.
 #[derive(Clone, Debug)]
 pub struct QpSpec {
-    /// Its memory.
+    /// Memory of its queues and doorbells.
     pub memory: QueueMemory,
-    /// Where its parts lie in it.
+    /// Offsets in that memory.
     pub layout: QpLayout,
-    /// How many blocks the send queue has: a power of two.
+    /// WQEBBs of the send queue, a power of two.
     pub send_wqebbs: u32,
-    /// How many entries the receive queue has, and how long each is: powers of two. None with a shared one.
+    /// Entries of the receive queue, a power of two; ignored with `srq`.
     pub receive_entries: u32,
-    /// How long each is.
+    /// Bytes per receive entry, a power of two; ignored with `srq`.
     pub receive_stride: u32,
-    /// The completion queue of its send queue.
+    /// The completion queue of the send queue.
     pub send_cq: u32,
-    /// The completion queue of its receive queue.
+    /// The completion queue of the receive queue.
     pub receive_cq: u32,
-    /// The shared receive queue that takes the place of its own.
+    /// The shared receive queue that replaces its own.
     pub srq: Option<u32>,
-    /// Its protection domain.
+    /// The protection domain.
     pub pd: PdId,
-    /// Whether every work makes a completion.
+    /// Whether all send work is signaled.
     pub signal_all: bool,
-    /// The number that completions bear beside the queue pair's: 24 bits.
+    /// A 24-bit number that CQEs carry beside the QP number.
     pub user_index: u32,
-    /// Somebody other than this process's CPU rings the doorbell: it must be watched.
+    /// Poll the doorbell: set if a stream, a kernel or another process rings it, without
+    /// [`Hca::ring`](super::Hca::ring).
     pub poll_doorbell: bool,
-    /// How the protocol is tuned; the depth of the queue is set from `send_wqebbs`.
+    /// Options of the protocol; the queue depth is set from `send_wqebbs`.
     pub options: qp::Options,
-    /// For datagrams, of so many bytes at most; `None` for a connection.
+    /// The maximum datagram (UD); `None` for a connection (RC).
     pub datagrams: Option<qp::Mtu>,
 }
 
-/// What is remembered of work that is under way, by its first block.
+/// State of a work request in progress, by the index of its first WQEBB.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WrState {
     pub opcode: Opcode,
     pub cq_update: CqUpdate,
     pub len: u32,
-    /// The only range of its payload, if there is just one: most work is like that.
+    /// The only range of its payload, if there is just one: the common case.
     pub single_sge: Option<Data>,
-    /// Where in the entry's copy its payload lies, if all of it does.
+    /// Offset of its payload in the copy of the WQE, if all of it is inline.
     pub inline: Option<u16>,
 }
 
@@ -82,60 +84,60 @@ pub(super) struct QpContext {
     pub qp: Protocol,
     pub qp_memory: QpMemory,
     pub flow: Option<FlowId>,
-    /// In the list of those that may have something to send.
+    /// Whether it is in the engine's list of queue pairs that may have packets to send.
     pub active: bool,
-    /// When the earliest timer in the engine's heap is for it.
+    /// Its earliest deadline in the engine's timer heap.
     pub timer: Instant,
-    /// Its failure has been dealt with.
+    /// The transition to the error state has been handled.
     pub failed: bool,
-    /// A failure of its work has been told.
+    /// An error CQE of its send queue has been written.
     pub error_reported: bool,
     pub send_cq: u32,
     pub receive_cq: u32,
     pub user_index: u32,
     pub poll_doorbell: bool,
     pub signal_all: bool,
-    /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
-    /// that asked for it.
+    /// The send queue is held until a completion queue has produced a given completion; only then
+    /// does the work that requested it (`WAIT`) complete.
     pub wait: Option<(mlx5::Wait, WireWork)>,
-    /// Whether its peer needs packets.
+    /// Direct access to the peer's memory.
     pub direct: DirectState,
 }
 
 /// What was taken from a send queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TakeOutcome {
-    /// What there was is begun, or waits.
+    /// Everything available was started, or waits.
     All,
-    /// This one is done without packets; there may be more.
+    /// This one was executed without packets; there may be more.
     Direct(WireWork),
-    /// This one goes by packets for that reason; there may be more.
+    /// This one is sent as packets, for this reason; there may be more.
     Packets(IndirectReason),
-    /// The turn is over, and there is more.
+    /// The quantum is spent, and there is more.
     BudgetSpent,
 }
 
-/// The part of it that the protocol asks about memory.
+/// The queues and the memory that the protocol accesses through its `Host`.
 #[derive(Debug)]
 pub(super) struct QpMemory {
     pub ring: SendRing,
     wr_state: Box<[WrState]>,
     pub receives: RecvSource,
-    /// The receives in use: a message has one, and another may wait for the next.
+    /// Receives in use: one by the current message, one perhaps taken for the next.
     active_receives: [Option<TakenReceive>; 2],
     pub pd: PdId,
-    /// Payload of device memory that was fetched ahead.
+    /// Read-ahead of payload in device memory.
     read_ahead: ReadAhead,
-    /// Why the last range was denied, for whoever asks.
+    /// Why the last range was denied, for queries.
     pub denied: Option<AccessDenied>,
-    /// It has placed data in memory that goes through pinned memory.
+    /// Data was placed through staging, and may not have reached device memory yet.
     pub staged: Cell<bool>,
-    /// The peer learns that what it reads is gone.
+    /// The peer gets a NAK because the memory that it reads is gone.
     pub resets_faults: bool,
-    /// An answer was "not now": poll again soon.
+    /// The host answered `Retry`: poll again soon.
     pub retry_soon: bool,
     wqebb_mask: u64,
-    /// Its messages are datagrams: their entries say whom they are for.
+    /// UD: WQEs contain the destination.
     datagrams: bool,
 }
 
@@ -193,7 +195,7 @@ impl QpContext {
         }
     }
 
-    /// Forgets all work, as the protocol just did.
+    /// Drops all work, after the protocol was reset.
     pub(super) fn reset(&mut self, srqs: &mut [Option<SharedReceiveQueue>]) {
         (self.failed, self.error_reported, self.wait) = (false, false, None);
         self.qp_memory.ring.reset();
@@ -205,8 +207,9 @@ impl QpContext {
         }
     }
 
-    /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
-    /// tells how many completions a queue has made; `budget` is how many bytes may still be moved without packets.
+    /// Takes WQEs from the send queue and posts them, as long as the protocol has room. `produced`
+    /// returns the number of completions of a CQ; `budget` is how many bytes may still be moved by
+    /// direct access.
     pub(super) fn take_work(
         &mut self,
         now: Instant,
@@ -220,7 +223,8 @@ impl QpContext {
                 return TakeOutcome::All;
             }
             if let Some((wait, work)) = self.wait {
-                // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
+                // A CQ that does not exist or has not reached the index holds the queue; an error
+                // of the queue pair ends the wait.
                 let reached =
                     produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
                 if !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe) {
@@ -266,7 +270,7 @@ impl QpContext {
         }
     }
 
-    /// What an entry asks for; and what it waits for, if it is a wait.
+    /// The work that a WQE requests, and its condition if it is a `WAIT`.
     fn decode(&mut self, taken: &TakenWqe, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
@@ -298,19 +302,20 @@ impl QpContext {
     fn begin(&mut self, work: WireWork) {
         let Self { qp, qp_memory, .. } = self;
         if qp.post(work, || qp_memory.address(work.id)).is_err() {
-            // A length that this MTU does not carry, or a state that takes no work: the same to the user.
+            // A length beyond the maximum, or a state that accepts no work: the same error for the
+            // user.
             let bad = WrOp::Bad(WireStatus::LocalOperation);
             let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
         }
     }
 }
 
-/// Whether a queue that made `count` completions has made the one numbered `index`, modulo 2^32.
+/// Whether a queue with `count` completions has produced the one with `index`, modulo 2^32.
 fn has_reached(count: u64, index: u32) -> bool {
     (count as u32).wrapping_sub(index).wrapping_sub(1) as i32 >= 0
 }
 
-/// The status as the protocol has it.
+/// The protocol status of a verbs status.
 fn wire_status(status: Status) -> WireStatus {
     match status {
         Status::LocalLength => WireStatus::LocalLength,
@@ -324,7 +329,7 @@ impl QpMemory {
         self.wr_state[(wqe_index & self.wqebb_mask) as usize]
     }
 
-    /// The entry that was taken at that block.
+    /// Parses the WQE that was taken at that index.
     fn parse(&self, wqe_index: u64) -> Result<Wqe<'_>, mlx5::WqeError> {
         let copy = self.ring.copy(wqe_index);
         match self.datagrams {
@@ -333,14 +338,14 @@ impl QpMemory {
         }
     }
 
-    /// Whom the datagram at that block is for.
+    /// The destination of the datagram at that index.
     pub(super) fn address(&self, wqe_index: u64) -> Option<AddressVector> {
         let segments = ADDRESS_SEGMENTS * SEGMENT;
         let bytes = self.ring.copy(wqe_index).get(SEGMENT..SEGMENT + segments)?;
         Some(AddressVector::parse(bytes.try_into().ok()?))
     }
 
-    /// What an entry means to the protocol: operation, length, and a wait if it is one.
+    /// The operation and length of a WQE in the protocol's terms, and the condition of a `WAIT`.
     fn translate(
         &mut self,
         taken: &TakenWqe,
@@ -367,7 +372,8 @@ impl QpMemory {
                 wait = Some(found);
                 (WrOp::Local, 0)
             }
-            // What is read locally goes nowhere, and all that was placed before is in its place already.
+            // Data placed before is visible already, so the local read itself can be omitted; only
+            // its range is checked.
             Work::Dump { from } => {
                 dump_len = record_wr(&from);
                 (WrOp::Local, 0)
@@ -396,7 +402,7 @@ impl QpMemory {
         };
         self.record_wr(taken, len, single_sge, inline);
         match self.check_gather(registry, taken.wqe_index, 0, dump_len) {
-            // Memory that moves is there, and nobody sees what was read of it.
+            // Non-resident memory passes: the data read would be discarded anyway.
             Ok(()) => Ok((op, len, wait)),
             Err(denied) if denied.is_transient() => Ok((op, len, wait)),
             Err(denied) => {
@@ -418,8 +424,8 @@ impl QpMemory {
             WrState { opcode, cq_update, len, single_sge, inline };
     }
 
-    /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`QpMemory::walk`] does, and
-    /// faster where there is just one.
+    /// Calls `each` for the segments that hold `len` bytes of the payload from `offset` on:
+    /// [`QpMemory::walk`] with a fast path for a single segment.
     #[inline]
     pub(super) fn data_segments(
         &self,
@@ -440,7 +446,7 @@ impl QpMemory {
         self.walk(wqe_index, offset, len, each)
     }
 
-    /// Copies payload of work, `offset` bytes into it, to `into`.
+    /// Copies the payload of a work request, from byte `offset` on, to `into`.
     pub(super) fn gather(
         &mut self,
         registry: &Registry,
@@ -479,7 +485,7 @@ impl QpMemory {
         })
     }
 
-    /// The memory of a packet's payload, if it is one range, and that may be used.
+    /// The memory of a packet's payload, if it is one range and accessible.
     pub(super) fn single_span<'a>(
         &self,
         registry: &'a Registry,
@@ -496,7 +502,7 @@ impl QpMemory {
         registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
     }
 
-    /// The memory that a packet's payload goes to, if it is one range, and that may be used.
+    /// The memory that a packet's payload is placed in, if it is one range and accessible.
     pub(super) fn target_span<'a>(
         &self,
         registry: &'a Registry,
@@ -511,7 +517,7 @@ impl QpMemory {
             }
             qp::Target::Receive { id, offset } => {
                 let data = self.single_sge_receive(id)?;
-                // What does not fit into it is the usual way's to refuse.
+                // A payload that does not fit is rejected on the regular path.
                 data.len.checked_sub(offset)?.checked_sub(len)?;
                 (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
             }
@@ -520,7 +526,8 @@ impl QpMemory {
         registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
     }
 
-    /// Copies what a peer reads to `into`; the request asks for `remaining` bytes from there on.
+    /// Copies the data of a read response to `into`; the request has `remaining` bytes from there
+    /// on.
     pub(super) fn gather_read_response(
         &mut self,
         registry: &Registry,
@@ -540,7 +547,7 @@ impl QpMemory {
         self.read_ahead.gather(registry, &fetch_request, into)
     }
 
-    /// Whether payload of work may be fetched.
+    /// Checks that the payload of a work request is accessible.
     pub(super) fn check_gather(
         &self,
         registry: &Registry,
@@ -564,7 +571,8 @@ impl QpMemory {
         })
     }
 
-    /// Copies what came for work (a read's data, an atomic's result) into its buffers.
+    /// Copies received data of a work request (a read response, an atomic's result) into its
+    /// memory.
     pub(super) fn scatter(
         &self,
         registry: &Registry,
@@ -592,8 +600,8 @@ impl QpMemory {
         })
     }
 
-    /// Goes through the pieces of work's payload that hold `len` bytes from `offset` on: each piece, how much of it
-    /// to skip, and how much of it is meant.
+    /// Calls `each` for the segments that hold `len` bytes of the payload from `offset` on, with
+    /// the number of bytes to skip in the segment and the number to use.
     fn walk(
         &self,
         wqe_index: u64,
@@ -616,21 +624,21 @@ impl QpMemory {
         )
     }
 
-    /// Takes a receive for a message that begins.
+    /// Takes a receive for a message that starts.
     pub(super) fn take_receive(
         &mut self,
         srqs: &mut [Option<SharedReceiveQueue>],
     ) -> Option<qp::Receive> {
-        // Before one is taken: it must not be lost for want of a place.
-        let place = self.active_receives.iter_mut().find(|place| place.is_none())?;
+        // Find a slot first: a receive that was taken must not be lost.
+        let slot = self.active_receives.iter_mut().find(|slot| slot.is_none())?;
         let taken = match &mut self.receives {
             RecvSource::Rq(ring) => ring.take()?,
             RecvSource::Srq(srqn) => srqs.get_mut(*srqn as usize)?.as_mut()?.take()?,
         };
         let entry = &taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)];
-        // An entry that makes no sense has room for nothing: whoever sends into it finds it too small.
+        // A malformed receive WQE has no capacity: messages find it too small.
         let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
-        *place = Some(taken);
+        *slot = Some(taken);
         let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
         Some(qp::Receive { id: u64::from(taken.counter), capacity })
     }
@@ -641,14 +649,14 @@ impl QpMemory {
         mlx5::Receive::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
     }
 
-    /// The only piece of memory of a receive in use, if it has one.
+    /// The memory of a receive in use, if it is a single segment.
     fn single_sge_receive(&self, id: u64) -> Option<Data> {
         let receive = self.active_receive(id)?;
         let mut data_segments = receive.segments();
         data_segments.next().filter(|_| data_segments.next().is_none())
     }
 
-    /// Copies a message's bytes into the receive that it uses.
+    /// Copies data of a message into its receive.
     pub(super) fn scatter_received(
         &self,
         registry: &Registry,
@@ -669,7 +677,7 @@ impl QpMemory {
         })
     }
 
-    /// Copies bytes into memory, and notes whether they are there at once.
+    /// Copies bytes into memory; notes in `staged` whether they went through staging.
     pub(super) fn put(&self, span: &Span<'_>, from: &[u8]) -> Result<(), AccessDenied> {
         if span.is_staged() {
             self.staged.set(true);
@@ -677,29 +685,29 @@ impl QpMemory {
         span.scatter(0, from)
     }
 
-    /// Gives the receives in use back, and forgets them: shared ones serve others.
+    /// Releases the receives in use; those of a shared receive queue are returned to it.
     pub(super) fn release(&mut self, srqs: &mut [Option<SharedReceiveQueue>]) {
         let active_receives = std::mem::take(&mut self.active_receives);
         let RecvSource::Srq(srqn) = self.receives else { return };
         let Some(Some(srq)) = srqs.get_mut(srqn as usize) else { return };
-        // The last is taken first.
+        // In reverse, because a shared receive queue hands out the last one returned first.
         for taken in active_receives.iter().rev().flatten() {
             srq.release(taken.counter);
         }
     }
 
-    /// A receive has ended: its place is free.
+    /// Frees the slot of a completed receive.
     pub(super) fn end_receive(&mut self, id: u64) {
-        for place in &mut self.active_receives {
-            if place.is_some_and(|taken| u64::from(taken.counter) == id) {
-                *place = None;
+        for slot in &mut self.active_receives {
+            if slot.is_some_and(|taken| u64::from(taken.counter) == id) {
+                *slot = None;
                 return;
             }
         }
     }
 }
 
-/// The pieces, each with its length, that hold `len` bytes from `offset` on.
+/// Calls `each` for the segments (with their lengths) that hold `len` bytes from `offset` on.
 fn walk_segments<P>(
     data_segments: impl Iterator<Item = (u64, P)>,
     offset: u32,
@@ -713,7 +721,7 @@ fn walk_segments<P>(
             continue;
         }
         let chunk = u32::try_from(size - skip).unwrap_or(u32::MAX).min(remaining);
-        // Less than the piece's size, which is 31 bits.
+        // `skip` is below the segment's length, which has 31 bits.
         each(segment, skip as u32, chunk)?;
         (skip, remaining) = (0, remaining - chunk);
         if remaining == 0 {
@@ -723,7 +731,6 @@ fn walk_segments<P>(
     if remaining == 0 { Ok(()) } else { Err(AccessDenied::Range) }
 }
 
-/// The atomic as the protocol has it.
 fn to_wire(op: Atomic) -> qp::Atomic {
     let width = |width| match width {
         AtomicWidth::Four => qp::Width::Four,
@@ -742,7 +749,7 @@ fn to_wire(op: Atomic) -> qp::Atomic {
     }
 }
 
-/// And back.
+/// The inverse of `to_wire`.
 pub(super) fn from_wire(op: qp::Atomic) -> Atomic {
     let width = |width| match width {
         qp::Width::Four => AtomicWidth::Four,

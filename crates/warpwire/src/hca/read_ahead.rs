@@ -1,48 +1,49 @@
-//! Device memory fetched ahead: one large copy for the packets of a message, rather than one for each.
+//! Read-ahead of device memory: one large copy for the packets of a message instead of one per
+//! packet.
 //!
-//! A copy out of device memory costs microseconds, however short it is. So the first packet of a message that needs
-//! one fetches for those behind it too, at most as much as the message has. What was fetched belongs to that message
-//! alone: the next sees memory as it is then.
+//! A copy out of device memory costs microseconds, however short it is. So the first packet of a
+//! message that needs one also fetches data for the packets behind it, at most to the end of the
+//! message. Fetched data serves that message alone: the next one reads memory anew.
 
 use warpwire_proto::Psn;
 
 use crate::mr::{Access, AccessDenied, PdId, Registry};
 
-/// The most that is fetched at a time: long enough that a copy's price does not matter, short enough that packets
-/// begin to flow soon.
+/// Maximum of one fetch: long enough to amortize the cost of a copy, short enough that packets
+/// start soon.
 const MAX_READ_AHEAD: usize = 256 << 10;
 
-/// Which message data belongs to.
+/// The message that fetched data belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MessageId {
-    /// Work of ours, by its first block; the count never comes again.
+    /// A local work request, by the index of its first WQEBB, which never repeats.
     Work(u64),
-    /// A read of the peer, by its number.
+    /// A read request of the peer, by its PSN.
     Read(Psn),
 }
 
-/// What is wanted, and what will be.
+/// The data that a packet needs, and how much of the message follows.
 pub(super) struct FetchRequest {
     pub message: MessageId,
     pub key: u32,
     pub pd: PdId,
     pub need: Access,
     pub address: u64,
-    /// How many bytes the message has from there on.
+    /// Bytes of the message from `address` to its end.
     pub remaining: u32,
 }
 
-/// What was fetched ahead.
+/// The read-ahead buffer of a queue pair.
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
-    /// Made when it is first needed: most queue pairs never touch device memory.
+    /// Allocated on first use: most queue pairs never touch device memory.
     bytes: Vec<u8>,
     cached: Option<(MessageId, u32, u64)>,
     len: usize,
 }
 
 impl ReadAhead {
-    /// Copies what is wanted to `into`, out of what was fetched ahead if it is there.
+    /// Copies the requested data to `into`, from the buffer if it is there.
     pub(super) fn gather(
         &mut self,
         registry: &Registry,
@@ -60,7 +61,8 @@ impl ReadAhead {
             return span.gather(0, into);
         }
         drop(span);
-        // All of it, or as much as the packet needs: a message that ends outside fails where it does.
+        // All of it, or just what the packet needs: a message that exceeds its registration fails
+        // at the packet that does.
         let Ok(span) = registry.resolve(key, pd, need, address, more as u64) else {
             return registry.resolve(key, pd, need, address, into.len() as u64)?.gather(0, into);
         };
@@ -105,11 +107,11 @@ mod tests {
         let (first, second) = (MessageId::Read(Psn::new(1)), MessageId::Read(Psn::new(2)));
         assert_eq!(fetch(first, 0, 64 << 10), Ok([0; 4096]));
         memory.write(0, &[7; 128 << 10]).unwrap();
-        // The message was read as it was when it began; the next one is read as it is now.
+        // A message is read as memory was when it began; the next one as it is now.
         assert_eq!(fetch(first, 4096, 60 << 10), Ok([0; 4096]));
         assert_eq!(fetch(second, 4096, 60 << 10), Ok([7; 4096]));
         assert_eq!(fetch(first, 64 << 10, 4096), Ok([7; 4096]));
-        // A message that passes the end fails there, not before.
+        // A message that exceeds the registration fails at the end, not before.
         let last = (1 << 20) - 4096;
         assert_eq!(fetch(MessageId::Work(9), last, 8192), Ok([0; 4096]));
         assert_eq!(fetch(MessageId::Work(9), last + 4096, 4096), Err(AccessDenied::Range));

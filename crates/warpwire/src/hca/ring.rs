@@ -1,7 +1,8 @@
-//! The queues as the engine sees them: rings in memory that somebody else fills or empties.
+//! The queues as the engine sees them: ring buffers in memory that a program, a stream or a kernel
+//! fills or empties.
 //!
-//! Nothing that is read here is trusted: positions are taken modulo the ring, counts are bounded by it, and entries
-//! are copied out before they are looked at.
+//! Nothing read here is trusted: positions are taken modulo the ring, counts are bounded by it, and
+//! WQEs are copied out before they are parsed.
 
 use std::time::Duration;
 
@@ -13,11 +14,12 @@ use crate::mlx5::{
     SEGMENT, WQEBB_LEN,
 };
 
-/// How long an entry may be promised by a doorbell and not be there, before it counts as wrong. Doorbells may
-/// overtake what they tell of, and whoever stores one in two halves may lose his turn in between; not for that long.
+/// How long a WQE may be announced by a doorbell without being visible before it counts as torn. A
+/// doorbell may overtake the WQE, and a writer may be preempted between the two halves of a
+/// doorbell; neither takes that long.
 pub(super) const WQE_ARRIVAL_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Where the parts of a queue pair lie in its memory.
+/// Offsets of the parts of a queue pair in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpLayout {
     /// The receive queue.
@@ -26,7 +28,8 @@ pub struct QpLayout {
     pub send: u64,
     /// The doorbell record: two words.
     pub dbrec: u64,
-    /// The doorbell: eight bytes, and eight more 256 bytes behind.
+    /// The doorbell: two BlueFlame buffers, 256 bytes apart, of which the first eight bytes are
+    /// read.
     pub doorbell: u64,
 }
 
@@ -36,25 +39,26 @@ pub(super) struct SendRing {
     memory: QueueMemory,
     layout: QpLayout,
     wqebbs: u32,
-    /// The block that is consumed next, counted without end; its low 16 bits are what writers count.
+    /// Index of the next WQEBB, without wrap-around; posters count its low 16 bits.
     consumer: u64,
     producer: ProducerTracker,
-    /// What either half of the doorbell said when it was last looked at.
+    /// The producer index in each doorbell buffer at the last refresh.
     halves: [u16; 2],
     producer_index: u16,
-    /// Entries as they were when they were taken: the queue may change, they must not.
+    /// Copies of WQEs at the time they were taken: a poster may overwrite the queue, work in
+    /// progress must not change.
     copies: Box<[u8]>,
-    /// Since when the next entry has been missing.
+    /// Since when the next WQE has been missing.
     missing_since: Option<Instant>,
 }
 
-/// An entry that was taken.
+/// A WQE that was taken.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TakenWqe {
-    /// Its first block, counted without end.
+    /// Index of its first WQEBB, without wrap-around.
     pub wqe_index: u64,
     pub control: ControlSegment,
-    /// It never appeared, or is longer than the queue says.
+    /// It never became visible, or is longer than what the doorbell announced.
     pub torn: bool,
 }
 
@@ -74,18 +78,18 @@ impl SendRing {
         }
     }
 
-    /// Begins anew, as if nothing had ever been posted.
+    /// Restarts at index 0, as if nothing had been posted.
     pub(super) fn reset(&mut self) {
         (self.consumer, self.producer_index, self.missing_since) = (0, 0, None);
         self.halves = [0; 2];
         self.producer = ProducerTracker::starting_at(0);
     }
 
-    /// Looks at the doorbell and its record; tells whether there are entries to take.
+    /// Reads the doorbell and its record; returns whether there are WQEs to take.
     pub(super) fn refresh(&mut self) -> bool {
         let bytes = self.memory.bytes();
         let word = |at: u64| {
-            // Out of range only if the memory went away: nothing is there then.
+            // Fails only if the memory is gone: then nothing is posted.
             let raw = bytes.load_u64(self.layout.doorbell + at).unwrap_or(0);
             Doorbell::parse(raw.to_ne_bytes()).producer()
         };
@@ -93,7 +97,7 @@ impl SendRing {
         let dbrec = u32::from_be(dbrec) as u16;
         let consumer = self.consumer as u16;
         let halves = [word(0), word(BLUEFLAME_BUFFER_LEN as u64)];
-        // Each half speaks only when it changes: one that nobody rings would look like news once a lap.
+        // A doorbell buffer counts only when it changes: an unused one would look new once per lap.
         let [first, second] = std::mem::replace(&mut self.halves, halves);
         let changed = (halves[0] != first).then_some(halves[0]);
         self.producer_index = self.producer.refresh(consumer, self.wqebbs, changed, dbrec);
@@ -104,14 +108,15 @@ impl SendRing {
         self.producer_index != consumer
     }
 
-    /// Takes the next entry, if the doorbell promised one and it is there.
+    /// Takes the next WQE, if the doorbell announced one and it is visible.
     pub(super) fn take(&mut self, now: Instant) -> Option<TakenWqe> {
         let index = self.consumer as u16;
         let available = self.producer_index.wrapping_sub(index);
         if available == 0 {
             return None;
         }
-        // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
+        // Read once: what is executed must be what was checked, even if the queue changes
+        // meanwhile.
         let mut first = [0; WQEBB_LEN];
         let at = self.copy_at(self.consumer);
         copy_wrapping(&self.memory, self.layout.send, self.wqebbs, at, &mut first);
@@ -137,36 +142,36 @@ impl SendRing {
         Some(TakenWqe { wqe_index, control, torn: !is_complete })
     }
 
-    /// The copy of an entry that was taken and is not done, with whatever lies behind it.
+    /// The copy of a WQE that was taken and is in progress, followed by unrelated bytes.
     pub(super) fn copy(&self, wqe_index: u64) -> &[u8] {
         let at = self.copy_at(wqe_index);
         &self.copies[at..at + MAX_WQE_LEN]
     }
 
-    /// Whether the next entry has been missing for too long.
+    /// Whether the next WQE has been missing for too long.
     fn missing_expired(&mut self, now: Instant) -> bool {
         let since = *self.missing_since.get_or_insert(now);
         now - since >= WQE_ARRIVAL_TIMEOUT
     }
 
-    /// Whether a promised entry is missing: somebody must look again soon.
+    /// Whether an announced WQE is missing, so that the queue must be checked again soon.
     pub(super) fn is_wqe_missing(&self) -> bool {
         self.missing_since.is_some()
     }
 
-    /// Whether the entry of this number would be the next: nothing that was posted before waits.
+    /// Whether the WQE with this index would be the next: nothing posted before is pending.
     pub(super) fn is_at(&self, wqe_index: u64) -> bool {
         self.consumer == wqe_index && self.producer_index == wqe_index as u16
     }
 
-    /// Passes over the next block, whose work was handed over without an entry.
+    /// Skips the next WQEBB, whose work was handed over without a WQE.
     pub(super) fn skip_one(&mut self) {
         self.consumer += 1;
         self.producer_index = self.consumer as u16;
         self.producer.skip_to(self.producer_index);
     }
 
-    /// Begins to wait anew at the next look, whose time is the right one.
+    /// Restarts the timeout at the next check, which has the current time.
     pub(super) fn reset_missing(&mut self) {
         self.missing_since = None;
     }
@@ -176,13 +181,13 @@ impl SendRing {
     }
 }
 
-/// Copies from the queue at `start`, `at` bytes into it, going on at its beginning where it ends.
+/// Copies from the queue at `start`, from byte `at` of it, wrapping around at its end.
 #[inline]
 fn copy_wrapping(memory: &QueueMemory, start: u64, wqebbs: u32, at: usize, into: &mut [u8]) {
     let until_wrap = (wqebbs as usize * WQEBB_LEN - at).min(into.len());
     let (head, tail) = into.split_at_mut(until_wrap);
     let bytes = memory.bytes();
-    // As above: what cannot be read stays as it is, and is refused as an entry.
+    // Fails only if the memory is gone; what `into` had is then rejected as a WQE.
     let _ = bytes.read(start + at as u64, head);
     if !tail.is_empty() {
         let _ = bytes.read(start, tail);
@@ -199,10 +204,10 @@ pub(super) struct ReceiveRing {
     consumer: u16,
 }
 
-/// The longest entry of a receive queue: more ranges than that are not taken.
+/// Maximum length of a receive WQE in bytes; further segments are ignored.
 pub(super) const MAX_RECV_WQE_LEN: usize = 16 * SEGMENT;
 
-/// A receive that was taken: its number, and a copy of its entry.
+/// A receive that was taken: its index, and a copy of its WQE.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TakenReceive {
     pub counter: u16,
@@ -215,31 +220,31 @@ impl ReceiveRing {
         Self { memory, layout, entries, stride, consumer: 0 }
     }
 
-    /// Begins anew, as if nothing had ever been posted.
+    /// Restarts at index 0, as if nothing had been posted.
     pub(super) fn reset(&mut self) {
         self.consumer = 0;
     }
 
-    /// How many are posted and not taken.
+    /// Receives posted and not taken.
     pub(super) fn waiting(&self) -> u32 {
         let dbrec =
             self.memory.bytes().load_u32(self.layout.dbrec + DoorbellRecord::RECEIVE as u64);
         let posted = u32::from_be(dbrec.unwrap_or(0)) as u16;
         let count = u32::from(posted.wrapping_sub(self.consumer));
-        // More than there is room for is no count; nothing is there that could be trusted.
+        // A count beyond the capacity is invalid, so nothing behind it can be trusted.
         if count <= self.entries { count } else { 0 }
     }
 
-    /// Takes the next, if there is one.
+    /// Takes the next receive, if there is one.
     pub(super) fn take(&mut self) -> Option<TakenReceive> {
         if self.waiting() == 0 {
             return None;
         }
         let counter = self.consumer;
-        let place = u32::from(counter) & (self.entries - 1);
+        let slot = u32::from(counter) & (self.entries - 1);
         let mut taken =
             TakenReceive { counter, entry: [0; MAX_RECV_WQE_LEN], len: self.stride as usize };
-        let at = self.layout.receive + u64::from(place) * u64::from(self.stride);
+        let at = self.layout.receive + u64::from(slot) * u64::from(self.stride);
         let _ = self.memory.bytes().read(at, &mut taken.entry[..self.stride as usize]);
         self.consumer = self.consumer.wrapping_add(1);
         Some(taken)
@@ -253,10 +258,10 @@ pub(super) struct SharedReceiveQueue {
     dbrec: u64,
     entries: u32,
     stride: u32,
-    /// The slot that is taken next.
+    /// The entry to be taken next.
     head: u16,
     taken: u16,
-    /// Slots that were taken and came back unused: they go first.
+    /// Entries that were taken and returned unused; they are taken first.
     returned: Vec<u16>,
 }
 
@@ -265,7 +270,7 @@ impl SharedReceiveQueue {
         Self { memory, dbrec, entries, stride, head: 0, taken: 0, returned: Vec::new() }
     }
 
-    /// How many are posted and not taken.
+    /// Receives posted and not taken.
     pub(super) fn waiting(&self) -> u32 {
         let dbrec = self.memory.bytes().load_u32(self.dbrec).unwrap_or(0);
         let count = u32::from((u32::from_be(dbrec) as u16).wrapping_sub(self.taken));
@@ -273,12 +278,12 @@ impl SharedReceiveQueue {
         listed + self.returned.len() as u32
     }
 
-    /// A receive that was taken will not be used: it serves the next who takes one.
+    /// Returns a receive that was taken and not used.
     pub(super) fn release(&mut self, slot: u16) {
         self.returned.push(slot);
     }
 
-    /// Takes the next, if there is one.
+    /// Takes the next receive, if there is one.
     pub(super) fn take(&mut self) -> Option<TakenReceive> {
         if let Some(slot) = self.returned.pop() {
             return Some(self.entry(slot).0);
@@ -292,7 +297,7 @@ impl SharedReceiveQueue {
         Some(taken)
     }
 
-    /// What lies in that slot, and which is the next.
+    /// A copy of an entry, and the index of the next one.
     fn entry(&self, slot: u16) -> (TakenReceive, u16) {
         let mut header = [0; SEGMENT];
         let at = u64::from(slot) * u64::from(self.stride);

@@ -1,31 +1,31 @@
-//! What an engine counts.
+//! Counters of an engine.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use warpwire_proto::qp;
 
-/// Why a packet was lost before it reached a queue pair, or after it left one.
+/// Why the engine dropped a packet, before it reached a queue pair or after it left one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropReason {
-    /// Not a packet.
+    /// Not a valid packet.
     Malformed,
-    /// For a queue pair that does not exist.
+    /// Addressed to a queue pair that does not exist.
     NoQueuePair,
     /// Not from the peer of its queue pair.
     WrongPeer,
-    /// The link takes no packets for that peer any more.
+    /// The link has closed the flow to the peer.
     NoFlow,
-    /// Longer than the link carries.
+    /// Longer than the link's maximum packet.
     TooLong,
-    /// Its memory went away in between.
+    /// The memory of the payload was deregistered in between.
     MemoryGone,
-    /// A datagram for a peer that takes no packets.
+    /// A datagram, while the peer's queue on the link is full.
     NoRoom,
 }
 
 impl DropReason {
-    /// All of them, in the order in which they are counted.
+    /// All reasons with their names, in counting order.
     pub const ALL: [(Self, &'static str); 7] = [
         (Self::Malformed, "malformed"),
         (Self::NoQueuePair, "no-queue-pair"),
@@ -37,29 +37,31 @@ impl DropReason {
     ];
 }
 
-/// Why a write, a read or an atomic went by packets although the peer's process is on this machine.
+/// Why a write, a read or an atomic was sent as packets although the peer's process is on this
+/// machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IndirectReason {
-    /// The peer has offered no memory, or not yet.
+    /// The peer exports no memory, or not yet.
     NoExports,
-    /// The peer's queue pair takes no requests of ours, or not yet.
+    /// The peer's queue pair does not accept our requests, or not yet.
     QpNotReady,
-    /// The key is not one that can be mapped: another sort of memory, or no key at all.
+    /// The key cannot be mapped: another kind of memory, or an invalid key.
     KeyNotExported,
-    /// The memory was asked for, and is used as soon as it is mapped.
+    /// The mapping was requested; later operations use it.
     MappingRequested,
-    /// Rights, domain or bounds forbid it; the protocol says so on both sides.
+    /// Access flags, protection domain or bounds forbid it; the protocol reports that on both
+    /// sides.
     AccessDenied,
-    /// Other work of the queue pair was under way.
+    /// Earlier work of the queue pair was still in flight.
     Outstanding,
-    /// Our own memory is not the host's, or the work names it wrongly.
+    /// The local memory is not host memory, or the WQE names it wrongly.
     LocalMemory,
-    /// The owner took the memory, or the queue pair, back.
+    /// The owner revoked the memory or the queue pair.
     Revoked,
 }
 
 impl IndirectReason {
-    /// All of them, in the order in which they are counted.
+    /// All reasons with their names, in counting order.
     pub const ALL: [(Self, &'static str); 8] = [
         (Self::NoExports, "nothing-offered"),
         (Self::QpNotReady, "pair-not-open"),
@@ -72,22 +74,23 @@ impl IndirectReason {
     ];
 }
 
-/// Operations without packets, in memory of other processes of this machine.
+/// Direct access: operations without packets in memory of other processes on this machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirectStats {
-    /// Writes, reads and atomics done so.
+    /// Writes, reads and atomics executed directly.
     pub operations: u64,
-    /// Their bytes.
+    /// Bytes of these operations.
     pub bytes: u64,
-    /// What peers did so in our memory: a long operation is several.
+    /// Direct accesses by peers to our memory; a long operation counts once per quantum.
     pub by_peers: u64,
-    /// Their bytes.
+    /// Bytes of these accesses.
     pub bytes_by_peers: u64,
-    /// Those that went by packets to a peer of this machine, by reason. None is left out that is not zero.
+    /// Operations sent as packets to a peer on this machine, by [`IndirectReason`] name; only
+    /// nonzero counts.
     pub not: BTreeMap<String, u64>,
 }
 
-/// What the engine has counted beside its queue pairs.
+/// Counters of the engine outside its queue pairs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub packets_received: u64,
@@ -97,11 +100,11 @@ pub(super) struct Totals {
     pub direct_bytes: u64,
     indirect: [u64; IndirectReason::ALL.len()],
     lost: [u64; DropReason::ALL.len()],
-    /// Of queue pairs that are gone.
+    /// Of destroyed queue pairs.
     removed_qps: QpTotals,
 }
 
-/// The counts of all queue pairs together.
+/// Counters summed over all queue pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QpTotals {
     /// Packets sent.
@@ -112,15 +115,15 @@ pub struct QpTotals {
     pub packets_received: u64,
     /// Payload bytes received.
     pub bytes_received: u64,
-    /// Requests sent again.
+    /// Requests retransmitted.
     pub resent: u64,
-    /// Times that no answer came.
+    /// Expiries of the retransmission timer.
     pub timeouts: u64,
-    /// Sequence errors told to peers, and told by them.
+    /// Sequence-error NAKs, sent and received.
     pub sequence_errors: u64,
-    /// Times that a receiver was not ready, on either side.
+    /// RNR NAKs, sent and received.
     pub not_ready: u64,
-    /// Packets that queue pairs did not act upon.
+    /// Packets that queue pairs discarded.
     pub discarded: u64,
 }
 
@@ -144,12 +147,10 @@ impl Totals {
         self.lost[reason as usize] += 1;
     }
 
-    /// An operation needs packets.
     pub(super) fn count_indirect(&mut self, why: IndirectReason) {
         self.indirect[why as usize] += 1;
     }
 
-    /// Operations without packets.
     pub(super) fn direct(&self) -> DirectStats {
         let named =
             IndirectReason::ALL.into_iter().map(|(why, name)| (name, self.indirect[why as usize]));
@@ -162,13 +163,13 @@ impl Totals {
         }
     }
 
-    /// Keeps the counts of a queue pair that goes.
+    /// Adds the counters of a queue pair that is destroyed.
     pub(super) fn absorb(&mut self, stats: &qp::Stats) {
         self.removed_qps.add(stats);
     }
 }
 
-/// What a software HCA has counted since it was opened.
+/// Counters of a software HCA since it was opened.
 ///
 /// ```
 /// use warpwire::hca::{Hca, HcaOptions};
@@ -180,19 +181,19 @@ impl Totals {
 /// ```
 #[derive(Clone, Debug, Serialize)]
 pub struct Stats {
-    /// All queue pairs together, those that are gone too.
+    /// All queue pairs together, including destroyed ones.
     pub pairs: QpTotals,
-    /// How many queue pairs there are.
+    /// Number of existing queue pairs.
     pub queue_pairs: usize,
-    /// Operations without packets.
+    /// Direct access.
     pub direct: DirectStats,
-    /// Completions written.
+    /// CQEs written.
     pub completions: u64,
     /// Steps of the engine.
     pub steps: u64,
-    /// Packets lost outside queue pairs, by reason.
+    /// Packets dropped outside queue pairs, by [`DropReason`] name.
     pub lost: Vec<(&'static str, u64)>,
-    /// Packets that queue pairs did not act upon, by reason.
+    /// Packets that queue pairs discarded, by reason.
     pub discarded: Vec<(&'static str, u64)>,
 }
 

@@ -1,37 +1,38 @@
-//! Access control services: whether a PCIe port sends peer-to-peer traffic up to the root complex.
+//! PCIe Access Control Services (ACS): whether a port redirects peer-to-peer traffic to the root
+//! complex.
 
 use super::{PciAddress, System};
 
-/// Extended capabilities start behind the 256 bytes of the conventional configuration space.
+/// Offset of the extended capabilities, after the 256 bytes of conventional configuration space.
 const EXTENDED_START: usize = 0x100;
-/// The configuration space's full length.
+/// Length of the extended configuration space, in bytes.
 const CONFIG_LENGTH: usize = 0x1000;
 const ACS_CAPABILITY: u16 = 0x000d;
-/// The control register's place in the capability.
+/// Offset of the control register in the capability.
 const ACS_CONTROL: usize = 6;
-/// Request redirect, completion redirect, upstream forwarding: what makes peers' traffic detour.
+/// P2P request redirect, P2P completion redirect and upstream forwarding.
 const REDIRECT_BITS: u16 = 0x04 | 0x08 | 0x10;
 
-/// What is known of access control on one PCIe port.
+/// The ACS state of a PCIe port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acs {
-    /// The port has no such capability: peers talk directly.
+    /// The port does not have the capability: peer-to-peer traffic takes the direct path.
     Absent,
-    /// The control register's value.
+    /// The value of the control register.
     Control(u16),
-    /// The extended configuration space could not be read; the kernel shows it to root only.
+    /// The extended configuration space could not be read; only root may read it.
     UnknownNeedsRoot,
 }
 
 impl Acs {
-    /// Whether traffic between devices below this port is known to be sent through the root complex.
+    /// Whether the port is known to redirect traffic between devices below it to the root complex.
     pub fn redirects(self) -> bool {
         matches!(self, Self::Control(bits) if bits & REDIRECT_BITS != 0)
     }
 }
 
 impl System {
-    /// Access control of a port, from its configuration space.
+    /// The ACS state of a port, from its configuration space.
     pub fn acs(&self, port: &PciAddress) -> Acs {
         let config = self.read_bytes(&format!("/sys/bus/pci/devices/{port}/config"));
         parse_config(&config.unwrap_or_default())
@@ -40,9 +41,9 @@ impl System {
 
 fn parse_config(config: &[u8]) -> Acs {
     let mut offset = EXTENDED_START;
-    // Each capability takes at least eight bytes, so a list that goes round is noticed.
+    // Each capability is at least eight bytes long, which bounds the walk of a circular list.
     for _ in 0..CONFIG_LENGTH / 8 {
-        // Without root, the kernel gives the first 64 bytes; a conventional device has only 256.
+        // An unprivileged user can read the first 64 bytes only; a conventional device has 256.
         let Some(header) = word(config, offset).zip(word(config, offset + 2)) else {
             return Acs::UnknownNeedsRoot;
         };
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn the_control_register_is_found_behind_other_capabilities() {
+    fn the_control_register_is_found_after_other_capabilities() {
         let on = parse_config(&config(&[(0x100, 1, 0x148, 0), (0x148, 13, 0, 0x1d)]));
         assert_eq!(on, Acs::Control(0x1d));
         assert!(on.redirects());
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_unknown_and_not_off() {
+    fn unreadable_config_space_is_unknown_rather_than_absent() {
         for short in [0, 64, 256, 0x102] {
             assert_eq!(parse_config(&vec![0; short]), Acs::UnknownNeedsRoot, "{short}");
         }
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn circular_and_wild_lists_end() {
+    fn circular_and_malformed_lists_terminate() {
         assert_eq!(parse_config(&config(&[(0x100, 1, 0x100, 0)])), Acs::Absent);
         assert_eq!(parse_config(&vec![0xff; CONFIG_LENGTH]), Acs::Absent);
         let wild = config(&[(0x100, 1, 0xfff, 0)]);

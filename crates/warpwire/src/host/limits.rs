@@ -1,19 +1,19 @@
-//! Limits that the kernel sets: locked memory, socket buffers, huge pages.
+//! Kernel limits: locked memory, socket buffers, huge pages.
 
 use std::fmt;
 
 use super::System;
 use crate::units;
 
-/// CAP_IPC_LOCK's bit in a capability set: the right to lock memory past the limit.
+/// Bit of `CAP_IPC_LOCK` in a capability set: allows a process to lock memory beyond the limit.
 const CAP_IPC_LOCK: u32 = 14;
 
-/// A limit in bytes, or none.
+/// A resource limit in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
     /// No limit.
     Unlimited,
-    /// This many bytes.
+    /// A limit of this many bytes.
     Bytes(u64),
 }
 
@@ -26,25 +26,26 @@ impl fmt::Display for Limit {
     }
 }
 
-/// How much memory this process may lock, which registration with a NIC counts against.
+/// The limit on locked memory (`RLIMIT_MEMLOCK`), which memory registered with a NIC counts
+/// against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memlock {
-    /// The limit in force.
+    /// The effective limit.
     pub soft: Limit,
-    /// How far the process may raise it.
+    /// The maximum to which the process may raise it.
     pub hard: Limit,
-    /// Whether the process may lock memory past the limit (CAP_IPC_LOCK).
+    /// Whether the process may lock memory beyond the limit (`CAP_IPC_LOCK`).
     pub exempt: bool,
 }
 
 /// Huge pages of the default size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HugePages {
-    /// Reserved.
+    /// Number of reserved pages.
     pub total: u64,
-    /// Reserved and not in use.
+    /// Number of reserved pages that are not in use.
     pub free: u64,
-    /// Size of one, in bytes.
+    /// Page size in bytes.
     pub page_bytes: u64,
 }
 
@@ -56,12 +57,12 @@ impl System {
         Some(Memlock { soft, hard, exempt: has_capability(&status, CAP_IPC_LOCK) })
     }
 
-    /// The huge pages set aside; `None` if the kernel does not say.
+    /// The reserved huge pages; `None` if `/proc/meminfo` does not list them.
     pub fn huge_pages(&self) -> Option<HugePages> {
         parse_huge_pages(&self.read("/proc/meminfo")?)
     }
 
-    /// The largest receive and send buffers that an ordinary user's socket may ask for, in bytes.
+    /// `rmem_max` and `wmem_max`: maximum socket buffers of an unprivileged process, in bytes.
     pub fn socket_buffer_limits(&self) -> (Option<u64>, Option<u64>) {
         let limit = |name| self.read(name)?.parse().ok();
         (limit("/proc/sys/net/core/rmem_max"), limit("/proc/sys/net/core/wmem_max"))
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locked_memory_is_read() {
+    fn the_memlock_limit_is_parsed() {
         let text = "Limit                     Soft Limit           Hard Limit           Units\n\
                     Max open files            20000                20000                files\n\
                     Max locked memory         8388608              unlimited            bytes";
@@ -114,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_are_bits() {
+    fn capability_bits_are_parsed() {
         assert!(has_capability("Name:\tx\nCapEff:\t0000000000004000", CAP_IPC_LOCK));
         for none in ["", "CapEff:\t0000000000003fff", "CapEff: zz", "CapPrm: ffff"] {
             assert!(!has_capability(none, CAP_IPC_LOCK), "{none}");
@@ -122,8 +123,9 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_read() {
-        let text = "MemTotal: 1 kB\nHugePages_Total:       4\nHugePages_Free:        3\nHugepagesize:       2048 kB";
+    fn huge_pages_are_parsed() {
+        let text = "MemTotal: 1 kB\nHugePages_Total:       4\nHugePages_Free:        3\n\
+                    Hugepagesize:       2048 kB";
         let pages = parse_huge_pages(text).unwrap();
         assert_eq!((pages.total, pages.free, pages.page_bytes), (4, 3, 2 << 20));
         for bad in

@@ -1,8 +1,8 @@
-//! The machine as files: what `/sys`, `/proc` and `/dev` say of buses, drivers, NICs and limits.
+//! The machine as files: buses, drivers, NICs and limits, read from `/sys`, `/proc` and `/dev`.
 //!
-//! Everything is read through a [`System`], which is either the machine that the program runs on or a
-//! folder with another machine's files in it. Every reader answers with `Option` or an empty list where
-//! the files are absent or make no sense: a machine is never too broken to look at.
+//! Everything is read through a [`System`], which is either the running machine or a directory with
+//! a recording of another machine's files. Where a file is absent or malformed, readers return
+//! `None` or an empty list, so that a broken machine can be examined too.
 //!
 //! ```
 //! use warpwire::host::System;

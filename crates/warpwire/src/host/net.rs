@@ -1,35 +1,35 @@
-//! Network interfaces, as `/sys/class/net` shows them.
+//! Network interfaces, from `/sys/class/net`.
 
 use super::{PciAddress, System};
 
 /// A network interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetInterface {
-    /// Its name: `eth0`.
+    /// Interface name: `eth0`.
     pub name: String,
-    /// The longest packet it carries, in bytes.
+    /// Maximum transmission unit in bytes.
     pub mtu: Option<u32>,
-    /// `up`, `down`, or `unknown` (loopback).
+    /// Operational state: `up`, `down`, or `unknown` (loopback).
     pub state: Option<String>,
     /// The PCI function behind it; `None` for loopback, bridges, tunnels and the like.
     pub address: Option<PciAddress>,
-    /// The PCI function's NUMA node, where it is known.
+    /// The PCI function's NUMA node, if known.
     pub numa_node: Option<u32>,
 }
 
 impl NetInterface {
-    /// Whether it carries traffic now.
+    /// Whether its operational state is `up`.
     pub fn is_up(&self) -> bool {
         self.state.as_deref() == Some("up")
     }
 }
 
 impl System {
-    /// Every network interface, by name.
+    /// All network interfaces, sorted by name.
     pub fn net_interfaces(&self) -> Vec<NetInterface> {
         self.list("/sys/class/net")
             .into_iter()
-            // Bonding puts a plain file into this folder.
+            // The bonding driver creates a plain file in this directory.
             .filter(|name| self.exists(&format!("/sys/class/net/{name}/mtu")))
             .map(|name| {
                 let path = format!("/sys/class/net/{name}");
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn interfaces_find_their_pci_function_and_survive_nonsense() {
+    fn interfaces_have_their_pci_function_and_malformed_files_are_skipped() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let real = root.join("sys/devices/pci0000:00/0000:00:03.0/virtio2/net/eth0");

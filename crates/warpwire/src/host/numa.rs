@@ -2,20 +2,20 @@
 
 use super::System;
 
-/// A NUMA node.
+/// A NUMA node, from `/sys/devices/system/node`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
-    /// Its number.
+    /// Node number.
     pub id: u32,
-    /// Its processors, as the kernel writes them: `0-15,32-47`. Empty for a node of memory only, and
-    /// where the kernel's text makes no sense.
+    /// Its CPUs, in the kernel's list format: `0-15,32-47`. Empty for a memory-only node, and if
+    /// the list is malformed.
     pub cpu_list: String,
-    /// How many processors that is; `None` if the list makes no sense.
+    /// Number of CPUs in the list; `None` if it is malformed.
     pub cpu_count: Option<u32>,
 }
 
 impl System {
-    /// Every NUMA node; empty if the kernel shows none.
+    /// All NUMA nodes; empty if sysfs lists none.
     pub fn numa_nodes(&self) -> Vec<NumaNode> {
         let folder = "/sys/devices/system/node";
         let names = self.list(folder);
@@ -35,7 +35,7 @@ impl System {
     }
 }
 
-/// How many processors `0-3,8` names.
+/// Number of CPUs in a list such as `0-3,8`; `None` if it is malformed.
 fn count_cpus(list: &str) -> Option<u32> {
     if list.is_empty() {
         return Some(0);
@@ -52,21 +52,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processor_lists_are_counted() {
+    fn cpu_lists_are_counted() {
         for (list, count) in [("", 0), ("0", 1), ("0-15", 16), ("0-3,8,10-11", 7)] {
             assert_eq!(count_cpus(list), Some(count), "{list}");
         }
     }
 
     #[test]
-    fn nonsense_is_not_counted() {
+    fn malformed_cpu_lists_are_rejected() {
         for list in ["a", "3-0", "0-", ",", "0-4294967295", "0-3,0-4294967294", "-1"] {
             assert_eq!(count_cpus(list), None, "{list}");
         }
     }
 
     #[test]
-    fn a_function_without_a_node_is_near_the_only_one() {
+    fn a_pci_function_without_a_node_belongs_to_the_only_one() {
         let folder = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
             let file = folder.path().join(path);
@@ -79,7 +79,7 @@ mod tests {
         let gpu = "0000:00:06.0".parse().unwrap();
         assert_eq!(system.numa_node_of(&gpu), Some(3));
         write("sys/devices/system/node/node4/cpulist", "16-31\n");
-        assert_eq!(system.numa_node_of(&gpu), None, "it could be either");
+        assert_eq!(system.numa_node_of(&gpu), None, "ambiguous");
         write("sys/bus/pci/devices/0000:00:06.0/numa_node", "4\n");
         assert_eq!(system.numa_node_of(&gpu), Some(4));
     }

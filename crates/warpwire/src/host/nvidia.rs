@@ -1,52 +1,53 @@
-//! What NVIDIA's kernel driver says of itself in `/proc/driver/nvidia`.
+//! NVIDIA's kernel driver: version, parameters and GPUs, from `/proc/driver/nvidia`.
 
 use super::{PciAddress, System};
 
-/// The kernel driver's version line.
+/// Version of the loaded kernel driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverVersion {
     /// The full version: `580.159.04`.
     pub version: String,
-    /// Its branch: 580.
+    /// The release branch: 580.
     pub major: u32,
-    /// Whether these are the open kernel modules, and not the proprietary ones.
+    /// Whether these are the open kernel modules rather than the proprietary ones.
     pub open: bool,
 }
 
-/// The kernel module's parameters that matter here; `None` where this driver does not list one.
+/// Parameters of the kernel module that RDMA from the GPU depends on; `None` if the driver does not
+/// list one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverParams {
-    /// Stream memory operations of the first kind, which drivers before R515 keep off by default.
+    /// `EnableStreamMemOPs`: stream memory operations v1, off by default before R515.
     pub enable_stream_mem_ops: Option<bool>,
-    /// Whether ordinary users may map a NIC's doorbell page for the GPU.
+    /// `PeerMappingOverride`: whether unprivileged users may map a NIC's doorbell page for the GPU.
     pub peer_mapping_override: Option<bool>,
 }
 
-/// One GPU, as its `information` file describes it.
+/// One GPU, from its `information` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuInformation {
-    /// Where it sits.
+    /// PCI address.
     pub address: PciAddress,
     /// Marketing name: `NVIDIA H200`.
     pub model: Option<String>,
-    /// `GPU-…`, the name that stays the same.
+    /// `GPU-…`, unique and stable across reboots.
     pub uuid: Option<String>,
     /// N in `/dev/nvidiaN`.
     pub minor: Option<u32>,
 }
 
 impl System {
-    /// The loaded NVIDIA driver's version; `None` if no driver is loaded or its text has another form.
+    /// Version of the loaded NVIDIA driver; `None` if none is loaded, or its text is malformed.
     pub fn nvidia_driver(&self) -> Option<DriverVersion> {
         parse_version(&self.read("/proc/driver/nvidia/version")?)
     }
 
-    /// The NVIDIA kernel module's parameters.
+    /// Parameters of the loaded NVIDIA kernel module.
     pub fn nvidia_params(&self) -> DriverParams {
         parse_params(&self.read("/proc/driver/nvidia/params").unwrap_or_default())
     }
 
-    /// What the driver says of each GPU that it runs, by PCI address.
+    /// The GPUs that the driver is bound to, sorted by PCI address.
     pub fn nvidia_information(&self) -> Vec<GpuInformation> {
         let folder = "/proc/driver/nvidia/gpus";
         let mut gpus: Vec<GpuInformation> = self
@@ -62,7 +63,7 @@ impl System {
     }
 
     /// Whether a kernel module is loaded (or built in and known to sysfs).
-    /// Dashes and underscores are the same, as they are to modprobe.
+    /// Dashes and underscores are equivalent, as in modprobe.
     pub fn has_module(&self, name: &str) -> bool {
         let name = name.replace('-', "_");
         let listed = self.read("/proc/modules").unwrap_or_default();
@@ -81,7 +82,7 @@ fn parse_version(text: &str) -> Option<DriverVersion> {
     })
 }
 
-/// Digits with at least one dot among them; `x86_64` and a build date are not.
+/// Whether the word is numbers separated by dots, unlike `x86_64` or a build date.
 fn looks_like_version(word: &str) -> bool {
     let parts: Vec<&str> = word.split('.').collect();
     parts.len() >= 2 && parts.iter().all(|part| part.parse::<u32>().is_ok())
@@ -128,21 +129,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn open_and_proprietary_versions_are_told_apart() {
-        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  \
-                    (nixbld@)\nGCC version:  gcc version 15.3.0 (GCC)";
+    fn open_and_proprietary_drivers_are_distinguished() {
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  \
+                    Release Build  (nixbld@)\nGCC version:  gcc version 15.3.0 (GCC)";
         let version = parse_version(open).unwrap();
         assert_eq!(
             (version.version.as_str(), version.major, version.open),
             ("580.159.04", 580, true)
         );
-        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024";
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  \
+                      Sun May 12 19:39:15 UTC 2024";
         let version = parse_version(closed).unwrap();
         assert_eq!((version.major, version.open), (535, false));
     }
 
     #[test]
-    fn other_text_is_no_version() {
+    fn malformed_versions_are_rejected() {
         for text in [
             "",
             "GCC version:  gcc version 15.3.0 (GCC)",
@@ -156,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_read() {
+    fn parameters_are_parsed() {
         let off = parse_params(
             "EnableStreamMemOPs: 0\nRegistryDwords: \"\"\nRegistryDwordsPerDevice: \"\"",
         );
@@ -170,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_that_make_no_sense_are_unknown() {
+    fn malformed_parameters_are_unknown() {
         for text in ["", "EnableStreamMemOPs", "EnableStreamMemOPs: maybe", ":::"] {
             assert_eq!(parse_params(text), DriverParams::default(), "{text}");
         }
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn gpu_information_is_read() {
+    fn gpu_information_is_parsed() {
         let address: PciAddress = "0000:00:06.0".parse().unwrap();
         let text = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-cd0e\nDevice Minor: \t 3\n";
         let gpu = parse_information(address, text);

@@ -1,4 +1,4 @@
-//! PCI functions: where they sit, what they are, and what lies between them and the host.
+//! PCI functions: address, class, BARs, driver, and the bridges above them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,20 +8,20 @@ use serde::{Deserialize, Serialize};
 use super::System;
 use crate::error::{Error, Kind};
 
-/// PCI's base class for display controllers; data-centre GPUs are "3D controllers" in it.
+/// PCI base class of display controllers; data-centre GPUs are its subclass "3D controller".
 const BASE_CLASS_DISPLAY: u32 = 0x03;
 
-/// NVIDIA's PCI vendor number.
+/// NVIDIA's PCI vendor ID.
 const VENDOR_NVIDIA: u16 = 0x10de;
 
 // Flags in the third column of sysfs's `resource` file (include/linux/ioport.h).
 const RESOURCE_MEMORY: u64 = 0x0000_0200;
 const RESOURCE_PREFETCHABLE: u64 = 0x0000_2000;
 
-/// The first lines of `resource` are the six base address registers; the rest are not.
+/// Only the first six lines of `resource` are base address registers.
 const BAR_LINES: usize = 6;
 
-/// Where a function sits on the PCI buses: `0000:1a:00.0`.
+/// The address of a PCI function: `0000:1a:00.0` (domain, bus, device, function).
 ///
 /// ```
 /// use warpwire::host::PciAddress;
@@ -32,7 +32,7 @@ const BAR_LINES: usize = 6;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct PciAddress {
-    /// Segment, as ACPI calls it; more than 16 bits behind some volume-management devices.
+    /// PCI segment; more than 16 bits wide behind volume-management devices (VMD).
     pub domain: u32,
     /// Bus number.
     pub bus: u8,
@@ -87,57 +87,57 @@ impl TryFrom<String> for PciAddress {
     }
 }
 
-/// A memory window that a PCI function asks the host for.
+/// A memory BAR of a PCI function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bar {
-    /// Which base address register: the line in sysfs's `resource` file. A 64-bit one takes two.
+    /// Number of the base address register, 0 to 5. A 64-bit BAR occupies two.
     pub index: usize,
     /// Length in bytes.
     pub size: u64,
-    /// Whether reads have no side effects, so that it may be large and write-combined.
+    /// Whether reads have no side effects, so that it may be mapped write-combining.
     pub prefetchable: bool,
 }
 
 /// A PCI function, as sysfs describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciDevice {
-    /// Where it sits.
+    /// Domain, bus, device and function number.
     pub address: PciAddress,
-    /// Vendor number (0x10de is NVIDIA).
+    /// Vendor ID (0x10de is NVIDIA).
     pub vendor: u16,
-    /// Device number, given by the vendor.
+    /// Device ID, assigned by the vendor.
     pub device: u16,
     /// Class code: base class, subclass and interface, a byte each.
     pub class: u32,
-    /// The NUMA node that firmware names for it; `None` where it names none, as in most VMs.
+    /// The NUMA node according to firmware; `None` if it reports none, as in most VMs.
     pub numa_node: Option<u32>,
-    /// Its memory windows.
+    /// The memory BARs, in register order.
     pub bars: Vec<Bar>,
-    /// The kernel driver bound to it.
+    /// The kernel driver bound to it; `None` if there is none.
     pub driver: Option<String>,
-    /// The host bridge that it hangs below: `pci0000:00`.
+    /// The host bridge above it: `pci0000:00`.
     pub host_bridge: Option<String>,
-    /// The bridges from the host bridge down to it, itself not included.
+    /// The bridges from the host bridge down to the function, which is not included.
     pub bridges: Vec<PciAddress>,
-    /// Its IOMMU group, if an IOMMU is in use.
+    /// The IOMMU group number, if an IOMMU is in use.
     pub iommu_group: Option<u32>,
 }
 
 impl PciDevice {
-    /// Whether this is an NVIDIA GPU.
+    /// Whether this is an NVIDIA GPU, by vendor ID and base class.
     pub fn is_nvidia_gpu(&self) -> bool {
         self.vendor == VENDOR_NVIDIA && self.class >> 16 == BASE_CLASS_DISPLAY
     }
 
-    /// What NVIDIA calls BAR1, the window onto GPU memory: the largest prefetchable one.
-    /// (Register 1 where register 0 is a 32-bit one, register 2 where it is a 64-bit one.)
+    /// NVIDIA's "BAR1", the aperture to GPU memory: the largest prefetchable BAR. Its register is 1
+    /// if BAR 0 is 32 bits wide, and 2 if BAR 0 is 64 bits wide.
     pub fn bar1(&self) -> Option<&Bar> {
         self.bars.iter().filter(|bar| bar.prefetchable).max_by_key(|bar| bar.size)
     }
 }
 
 impl System {
-    /// Every PCI function, by address.
+    /// All PCI functions, sorted by address.
     pub fn pci_devices(&self) -> Vec<PciDevice> {
         let mut devices: Vec<PciDevice> = self
             .list("/sys/bus/pci/devices")
@@ -148,7 +148,8 @@ impl System {
         devices
     }
 
-    /// One PCI function; `None` if it is not there or its vendor, device or class cannot be read.
+    /// One PCI function; `None` if it does not exist, or its vendor, device or class cannot be
+    /// read.
     pub fn pci_device(&self, address: &PciAddress) -> Option<PciDevice> {
         let path = format!("/sys/bus/pci/devices/{address}");
         let hexadecimal = |name: &str| parse_hexadecimal(&self.read(&format!("{path}/{name}"))?);
@@ -170,20 +171,21 @@ impl System {
         })
     }
 
-    /// Every NVIDIA GPU on the PCI buses, in `nvidia-smi`'s order, whether or not a driver runs it.
+    /// All NVIDIA GPUs on the PCI buses, in `nvidia-smi`'s order, with or without a driver.
     pub fn nvidia_gpus(&self) -> Vec<PciDevice> {
         let mut devices = self.pci_devices();
         devices.retain(PciDevice::is_nvidia_gpu);
         devices
     }
 
-    /// The PCI function that a device folder in `/sys` belongs to: the last one on its real path.
+    /// The PCI function that a device directory in `/sys` belongs to: the last one on its real
+    /// path.
     pub(super) fn pci_parent(&self, path: &str) -> Option<PciAddress> {
         let real = self.real_path(path)?;
         real.rsplit('/').find_map(|name| name.parse().ok())
     }
 
-    /// The NUMA node of a PCI function: the one that firmware names for it, or the machine's only one.
+    /// The NUMA node of a PCI function: the one reported by firmware, or the machine's only node.
     pub fn numa_node_of(&self, address: &PciAddress) -> Option<u32> {
         let named = parse_node(self.read(&format!("/sys/bus/pci/devices/{address}/numa_node")));
         named.or_else(|| match self.numa_nodes().as_slice() {
@@ -197,13 +199,13 @@ fn parse_hexadecimal(text: &str) -> Option<u64> {
     u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()
 }
 
-/// A node number; the kernel writes -1 where there is none.
+/// A NUMA node number; the kernel writes -1 for none.
 pub(super) fn parse_node(text: Option<String>) -> Option<u32> {
     text?.parse().ok()
 }
 
-/// Reads sysfs's `resource` file: a line per window, with start, end and flags. Lines that make no
-/// sense are no windows.
+/// Parses sysfs's `resource` file: a line per BAR, with start, end and flags. Malformed lines are
+/// skipped.
 fn parse_resource(text: &str) -> Vec<Bar> {
     text.lines()
         .take(BAR_LINES)
@@ -223,9 +225,9 @@ fn parse_resource(text: &str) -> Vec<Bar> {
         .collect()
 }
 
-/// Takes `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0` apart: the host bridge's name and the
-/// bridges above `address`. Behind a volume-management device there are two host bridges on the path;
-/// the lower one counts.
+/// Parses `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0`: the host bridge's name, and the
+/// bridges above `address`. Behind a volume-management device the path has two host bridges; the
+/// lower one counts.
 fn parse_device_path(path: &str, address: &PciAddress) -> (Option<String>, Vec<PciAddress>) {
     let mut host_bridge = None;
     let mut bridges = Vec::new();
@@ -246,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows_are_read_and_nonsense_is_not() {
+    fn bars_are_parsed_and_malformed_lines_skipped() {
         let h200 = "0x0000104002000000 0x0000104002ffffff 0x000000000014220c\n\
                     0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
                     0x0000100000000000 0x0000103fffffffff 0x000000000014220c\n";
@@ -267,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_give_host_bridge_and_bridges() {
+    fn device_paths_contain_host_bridge_and_bridges() {
         let gpu: PciAddress = "0000:03:00.0".parse().unwrap();
         let (host, bridges) = parse_device_path(
             "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0",
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn only_addresses_are_addresses() {
+    fn malformed_addresses_are_rejected() {
         for text in [
             "",
             "0000:1a:00",

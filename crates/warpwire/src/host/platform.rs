@@ -1,4 +1,4 @@
-//! What the program runs on: kernel, container, virtual machine, IOMMU.
+//! The platform: kernel, container, virtual machine, IOMMU.
 
 use std::fmt;
 
@@ -7,11 +7,11 @@ use super::System;
 /// The kernel's version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelVersion {
-    /// First number.
+    /// First number of the release.
     pub major: u32,
-    /// Second number.
+    /// Second number of the release.
     pub minor: u32,
-    /// All of it: `6.1.0-18-amd64`.
+    /// The full release: `6.1.0-18-amd64`.
     pub release: String,
 }
 
@@ -22,34 +22,34 @@ impl KernelVersion {
     }
 }
 
-/// Signs that the program runs in a container.
+/// The container that the program runs in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Container {
     /// `docker`, `podman`, `kubernetes`, …
     pub kind: String,
-    /// The file that says so.
+    /// The file by which it was detected.
     pub evidence: String,
 }
 
-/// Signs that the machine is virtual.
+/// The hypervisor that the machine runs under.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Virtualization {
-    /// The vendor's name where firmware gives one, else `unnamed`.
+    /// The vendor's name according to firmware, or `unnamed`.
     pub vendor: String,
-    /// The file that says so.
+    /// The file by which it was detected.
     pub evidence: String,
 }
 
 /// How this kernel uses an IOMMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Iommu {
-    /// It sees none, or uses none (in a VM, the host's is not visible).
+    /// None is present or in use (in a VM, the host's is not visible).
     None,
-    /// Devices see physical addresses.
+    /// DMA uses physical addresses.
     Passthrough,
-    /// Devices' addresses are translated.
+    /// DMA addresses are translated.
     Translated,
-    /// There is one, and the kernel does not say how it is used.
+    /// One is present, but its mode is not known.
     Unknown,
 }
 
@@ -65,12 +65,12 @@ impl fmt::Display for Iommu {
 }
 
 impl System {
-    /// The running kernel's version.
+    /// The kernel's version; `None` if it cannot be read or parsed.
     pub fn kernel(&self) -> Option<KernelVersion> {
         parse_release(&self.read("/proc/sys/kernel/osrelease")?)
     }
 
-    /// Whether this is a container, by the marks that container engines leave.
+    /// The container that this runs in, detected by the files that container engines create.
     pub fn container(&self) -> Option<Container> {
         let found = |kind: &str, evidence: &str| {
             Some(Container { kind: kind.to_owned(), evidence: evidence.to_owned() })
@@ -78,7 +78,7 @@ impl System {
         if self.exists("/var/run/secrets/kubernetes.io") {
             return found("kubernetes", "/var/run/secrets/kubernetes.io");
         }
-        // A VM that was made from a container's image carries the engine's marks, on a disk of its own.
+        // A VM created from a container image has the engine's files, but on a disk of its own.
         if !self.root_is_a_disk() {
             for (kind, evidence) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
                 if self.exists(evidence) {
@@ -97,7 +97,7 @@ impl System {
         found(kind, "/proc/1/cgroup")
     }
 
-    /// Whether the root file system is a whole disk, as on a machine, and not an engine's layer.
+    /// Whether the root file system is on a block device, rather than a container engine's overlay.
     fn root_is_a_disk(&self) -> bool {
         let mounts = self.read("/proc/self/mountinfo").unwrap_or_default();
         mounts.lines().any(|line| {
@@ -110,13 +110,13 @@ impl System {
         })
     }
 
-    /// Whether this is a virtual machine, by firmware's names and the processor's flags.
+    /// The hypervisor, detected by DMI names and the CPU's `hypervisor` flag; `None` on bare metal.
     pub fn virtualization(&self) -> Option<Virtualization> {
         let product_file = "/sys/class/dmi/id/product_name";
         let product = self.read(product_file).unwrap_or_default();
         for evidence in ["/sys/hypervisor/type", "/sys/class/dmi/id/sys_vendor", product_file] {
             let vendor = self.read(evidence).filter(|name| is_hypervisor(name));
-            // Clouds that rent whole machines put the same vendor name into those.
+            // The bare-metal instances of clouds have the same vendor name.
             if let Some(vendor) = vendor.filter(|_| !product.contains("metal")) {
                 let evidence = evidence.to_owned();
                 return Some(Virtualization { vendor, evidence });
@@ -131,7 +131,7 @@ impl System {
         })
     }
 
-    /// How this kernel uses an IOMMU: by the types of its groups, else by the kernel's command line.
+    /// The IOMMU mode, from the types of the IOMMU groups, or else from the kernel command line.
     pub fn iommu(&self) -> Iommu {
         let folder = "/sys/kernel/iommu_groups";
         let groups = self.list(folder);
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_releases_compare() {
+    fn kernel_releases_are_compared() {
         let kernel = parse_release("6.18.44-fc-v445-gpu").unwrap();
         assert!(kernel.at_least(5, 12) && kernel.at_least(6, 18) && !kernel.at_least(6, 19));
         assert!(!parse_release("5.4.0").unwrap().at_least(5, 12));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn iommu_modes() {
+    fn iommu_modes_are_detected() {
         let types = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert_eq!(iommu_mode(&types(&["identity", "DMA-FQ"]), ""), Iommu::Translated);
         assert_eq!(iommu_mode(&types(&["identity"]), ""), Iommu::Passthrough);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn real_vendors_are_not_hypervisors() {
+    fn hardware_vendors_are_not_hypervisors() {
         assert!(is_hypervisor("QEMU") && is_hypervisor("Amazon EC2"));
         assert!(!is_hypervisor("Supermicro") && !is_hypervisor("") && !is_hypervisor("NVIDIA"));
     }

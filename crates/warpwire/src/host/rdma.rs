@@ -1,89 +1,89 @@
-//! RDMA devices, as `/sys/class/infiniband` shows them.
+//! RDMA devices, from `/sys/class/infiniband`.
 
 use super::{PciAddress, System};
 
-/// An RDMA device.
+/// An RDMA device, hardware or software.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaDevice {
-    /// Its name to verbs: `mlx5_0`.
+    /// Device name in verbs: `mlx5_0`.
     pub name: String,
-    /// The RDMA driver, as rdma-core names it: `mlx5`, `efa`, `irdma`, `bnxt_re`, `rxe`, …;
-    /// the PCI driver's own name where that is not known.
+    /// The RDMA driver's name in rdma-core: `mlx5`, `efa`, `irdma`, `bnxt_re`, `rxe`, …; the PCI
+    /// driver's name if that is not known.
     pub driver: Option<String>,
-    /// `CA`, `RNIC`, …
+    /// Node type: `CA`, `RNIC`, …
     pub node_type: Option<String>,
     /// Firmware version.
     pub firmware: Option<String>,
-    /// The vendor's board identity.
+    /// The vendor's board identifier.
     pub board_id: Option<String>,
-    /// Its ports.
+    /// The ports, in order of their numbers.
     pub ports: Vec<RdmaPort>,
     /// The PCI function behind it; `None` for a software device.
     pub address: Option<PciAddress>,
     /// The device node that programs open: `/dev/infiniband/uverbs0`.
     pub uverbs: Option<String>,
-    /// The network interfaces of the same PCI function.
+    /// Network interfaces of the same PCI function.
     pub interfaces: Vec<String>,
 }
 
 /// A port of an RDMA device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaPort {
-    /// Its number, from 1.
+    /// Port number, from 1.
     pub number: u32,
-    /// `ACTIVE`, `DOWN`, `INIT`, …
+    /// Logical state: `ACTIVE`, `DOWN`, `INIT`, …
     pub state: Option<String>,
-    /// `LinkUp`, `Disabled`, `Polling`, …
+    /// Physical state: `LinkUp`, `Disabled`, `Polling`, …
     pub physical_state: Option<String>,
     /// `InfiniBand`, `Ethernet`, or `Unspecified` (EFA).
     pub link_layer: Option<String>,
-    /// As the kernel words it: `400 Gb/sec (4X NDR)`.
+    /// Rate in the kernel's format: `400 Gb/sec (4X NDR)`.
     pub rate: Option<String>,
-    /// Addresses that are set.
+    /// The GIDs that are not zero.
     pub gids: Vec<Gid>,
 }
 
-/// An address of a port.
+/// An entry of a port's GID table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gid {
-    /// Its place in the port's table.
+    /// Index in the port's GID table.
     pub index: u32,
-    /// The address, written like IPv6.
+    /// The GID, written like an IPv6 address.
     pub gid: String,
-    /// `RoCE v2`, `IB/RoCE v1`, …
+    /// GID type: `RoCE v2`, `IB/RoCE v1`, …
     pub kind: Option<String>,
 }
 
 impl RdmaPort {
-    /// Whether the port can carry traffic now.
+    /// Whether the logical state is `ACTIVE`, so that the port can carry traffic.
     pub fn is_active(&self) -> bool {
         self.state.as_deref() == Some("ACTIVE")
     }
 }
 
 impl RdmaDevice {
-    /// Whether any port can carry traffic now.
+    /// Whether any port is active.
     pub fn is_active(&self) -> bool {
         self.ports.iter().any(RdmaPort::is_active)
     }
 
     /// Whether the driver implements registration of dma-bufs; `None` if the driver is not known.
     ///
-    /// By driver, from rdma-core and the kernel: mlx5, efa, irdma, bnxt_re, mana and ionic do.
+    /// According to rdma-core and the kernel, mlx5, efa, irdma, bnxt_re, mana and ionic do.
     pub fn supports_dma_buf_mr(&self) -> Option<bool> {
         let driver = self.driver.as_deref()?;
         Some(["mlx5", "efa", "irdma", "bnxt_re", "mana", "ionic"].contains(&driver))
     }
 
-    /// Whether the driver is known to implement on-demand paging (the NIC's firmware has the last word);
-    /// `None` if the driver is not known. By driver: mlx5 is.
+    /// Whether the driver implements on-demand paging, as mlx5 does (the NIC's firmware must
+    /// support it too); `None` if the driver is not known.
     pub fn supports_odp(&self) -> Option<bool> {
         Some(self.driver.as_deref()? == "mlx5")
     }
 }
 
 impl System {
-    /// Every RDMA device, hardware and software, by name.
+    /// All RDMA devices, hardware and software, sorted by name.
     pub fn rdma_devices(&self) -> Vec<RdmaDevice> {
         self.list("/sys/class/infiniband").iter().map(|name| self.rdma_device(name)).collect()
     }
@@ -105,7 +105,7 @@ impl System {
         }
     }
 
-    /// The driver of an RDMA device, as rdma-core names it, without reading anything else of it.
+    /// The driver's name in rdma-core, without reading the rest of the device.
     pub fn rdma_driver(&self, name: &str) -> Option<String> {
         let path = format!("/sys/class/infiniband/{name}");
         if self.pci_parent(&format!("{path}/device")).is_some() {
@@ -117,8 +117,8 @@ impl System {
         self.software_driver(&path, node_type.as_deref())
     }
 
-    /// Software devices have no driver link. Only rxe has a `parent` file (the interface below it);
-    /// of the rest, siw is the one that calls itself an RNIC.
+    /// Software devices have no driver link. Only rxe has a `parent` file (its network interface);
+    /// of the others, siw is the one with node type RNIC.
     fn software_driver(&self, path: &str, node_type: Option<&str>) -> Option<String> {
         let is_virtual =
             self.real_path(path).is_some_and(|real| real.starts_with("/sys/devices/virtual/"));
@@ -174,7 +174,7 @@ impl System {
     }
 }
 
-/// rdma-core's name for the RDMA driver that sits on a PCI driver.
+/// rdma-core's name for the RDMA driver on top of a PCI driver.
 fn verbs_driver(pci_driver: &str) -> &str {
     match pci_driver {
         "mlx5_core" => "mlx5",
@@ -191,7 +191,7 @@ fn strip_state_number(text: &str) -> String {
     name.trim().to_owned()
 }
 
-/// Whether the text is an address and not all zeros; an unused entry reads as zeros.
+/// Whether the GID is valid and not zero; unused entries of the table are zero.
 fn is_set(gid: &str) -> bool {
     gid.parse::<std::net::Ipv6Addr>().is_ok_and(|address| !address.is_unspecified())
 }
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_lose_their_numbers() {
+    fn state_numbers_are_stripped() {
         assert_eq!(strip_state_number("4: ACTIVE"), "ACTIVE");
         assert_eq!(strip_state_number("5: LinkUp"), "LinkUp");
         assert_eq!(strip_state_number("odd"), "odd");
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn only_addresses_that_are_set_count() {
+    fn zero_and_malformed_gids_are_skipped() {
         assert!(is_set("fe80:0000:0000:0000:0a00:27ff:fe00:0001"));
         assert!(is_set("0000:0000:0000:0000:0000:ffff:0a00:0001"));
         for unset in ["0000:0000:0000:0000:0000:0000:0000:0000", "", "garbage", "10.0.0.1"] {
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn abilities_go_by_driver() {
+    fn capabilities_depend_on_the_driver() {
         let mut device = RdmaDevice {
             name: "x".into(),
             driver: Some(verbs_driver("mlx5_core").into()),
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn software_devices_are_told_apart() {
+    fn software_devices_are_distinguished() {
         let folder = tempfile::tempdir().unwrap();
         let class = folder.path().join("sys/class/infiniband");
         std::fs::create_dir_all(&class).unwrap();

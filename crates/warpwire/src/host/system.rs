@@ -1,4 +1,4 @@
-//! One view of a machine's files, live or recorded.
+//! Access to a machine's files, live or recorded.
 
 use std::cmp::Ordering;
 use std::ffi::OsString;
@@ -9,29 +9,30 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
 
-/// As many symlinks as the kernel follows before it calls a path a loop.
+/// The kernel's limit on symlinks in a path; beyond it, the path counts as a loop.
 const MAX_SYMLINKS: usize = 40;
 
-/// No file that is read here is near this long; a recorded one may be anything.
+/// Maximum number of bytes read from a file. The files of interest are far shorter, but a recorded
+/// file may have any length.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What this user may do with a file or device node.
+/// The current user's permissions on a file or device node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileAccess {
-    /// There is no such file.
+    /// The file does not exist.
     Missing,
-    /// It exists, and this user may neither read nor write it, or may only write it.
+    /// The file exists, but this user may not read it.
     Denied,
-    /// This user may read it and not write it.
+    /// This user may read the file, but not write it.
     ReadOnly,
-    /// This user may read and write it.
+    /// This user may read and write the file.
     ReadWrite,
 }
 
-/// A machine's files: the running machine's, or those of a recorded one below a folder.
+/// A machine's files: those of the running machine, or a recording below a directory.
 ///
-/// Paths are always written as on the machine itself (`/sys/class/net`), whatever the root is, and
-/// symlinks never lead out of the root.
+/// Paths are written as on the machine itself (`/sys/class/net`), whatever the root is, and
+/// symlinks are resolved inside the root.
 ///
 /// ```
 /// use warpwire::host::{FileAccess, System};
@@ -52,18 +53,19 @@ pub struct System {
 }
 
 impl System {
-    /// The machine that this program runs on.
+    /// The running machine.
     pub fn live() -> Self {
         Self { root: PathBuf::from("/"), live: true }
     }
 
-    /// A recorded machine, whose files lie below `root` (`root/sys`, `root/proc`, `root/dev`, …).
+    /// A recorded machine, whose files are below `root` (`root/sys`, `root/proc`, `root/dev`, …).
+    /// If `root` is `/`, the running machine.
     ///
     /// # Errors
-    /// If `root` is not a folder, cannot be read, or is empty.
+    /// If `root` is not a directory, cannot be read, or is empty.
     pub fn at(root: &Path) -> Result<Self> {
-        let what = format!("look at the recorded machine in {}", root.display());
-        let fix = "name a folder that holds the machine's sys, proc and dev folders";
+        let what = format!("read the recorded machine in {}", root.display());
+        let fix = "pass a directory that contains the machine's sys, proc and dev directories";
         let unreadable = |source| Error::os(what.clone(), &source).fix(fix);
         let root = fs::canonicalize(root).map_err(unreadable)?;
         if root == Path::new("/") {
@@ -71,28 +73,28 @@ impl System {
         }
         if fs::read_dir(&root).map_err(unreadable)?.next().is_none() {
             return Err(Error::new(Kind::InvalidArgument, what)
-                .why("the folder is empty")
+                .why("the directory is empty")
                 .fix(fix));
         }
         Ok(Self { root, live: false })
     }
 
-    /// Whether this is the running machine, on which things can be tried and not only read.
+    /// Whether this is the running machine, on which probes can be run.
     pub fn is_live(&self) -> bool {
         self.live
     }
 
-    /// A file's text without surrounding white space; `None` if it cannot be read.
-    /// Bytes that are not UTF-8 become replacement characters.
+    /// A file's text without surrounding white space; `None` if it cannot be read. Invalid UTF-8 is
+    /// replaced by U+FFFD.
     pub fn read(&self, path: &str) -> Option<String> {
         let bytes = self.read_bytes(path)?;
         Some(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A file's bytes, the first mebibyte at most; `None` if it cannot be read or is no regular file.
+    /// A file's bytes, at most the first MiB; `None` if it cannot be read or is not a regular file.
     pub fn read_bytes(&self, path: &str) -> Option<Vec<u8>> {
         let file = self.locate(path)?;
-        // Opening a FIFO would wait for ever, and opening a device node may do anything.
+        // Opening a FIFO would block, and opening a device node may have side effects.
         if !fs::metadata(&file).ok()?.is_file() {
             return None;
         }
@@ -102,8 +104,8 @@ impl System {
         Some(bytes)
     }
 
-    /// The names in a folder, sorted with numbers by value (`mlx5_2` before `mlx5_10`); empty if the
-    /// folder cannot be read.
+    /// The names in a directory, in natural order (`mlx5_2` before `mlx5_10`); empty if it cannot
+    /// be read.
     pub fn list(&self, folder: &str) -> Vec<String> {
         let entries = self.locate(folder).and_then(|path| fs::read_dir(path).ok());
         let mut names: Vec<String> = entries
@@ -115,31 +117,32 @@ impl System {
         names
     }
 
-    /// Whether the path, symlinks followed, leads to something.
+    /// Whether the path exists, after following symlinks.
     pub fn exists(&self, path: &str) -> bool {
         self.locate(path).is_some()
     }
 
-    /// The path with every symlink resolved, as the machine itself would write it.
-    /// `None` if it leads nowhere or around in a circle.
+    /// The path with all symlinks resolved, as on the machine itself; `None` if it does not exist
+    /// or is a symlink loop.
     pub fn real_path(&self, path: &str) -> Option<String> {
         let located = self.locate(path)?;
         let inside = located.strip_prefix(&self.root).ok()?;
         Some(format!("/{}", inside.to_str()?))
     }
 
-    /// The last name in a symlink's target, whether or not the target exists: `nvidia` for
-    /// `driver -> ../../../bus/pci/drivers/nvidia`. `None` if the path is no symlink.
+    /// The last component of a symlink's target, whether or not the target exists: `nvidia` for
+    /// `driver -> ../../../bus/pci/drivers/nvidia`. `None` if the path is not a symlink.
     pub fn link_name(&self, path: &str) -> Option<String> {
         let (folder, name) = path.trim_end_matches('/').rsplit_once('/')?;
         let target = fs::read_link(self.locate(folder)?.join(name)).ok()?;
         Some(target.file_name()?.to_str()?.to_owned())
     }
 
-    /// What this user may do with a file.
+    /// The current user's permissions on a file.
     ///
-    /// Live, the kernel is asked (`access(2)`; a container's device rules show only when a node is
-    /// opened). Recorded, the permission bits for "other" decide, since the user is not recorded.
+    /// On the running machine by `access(2)`, which does not see a container's device cgroup: only
+    /// opening the node does. In a recording by the permission bits for "other", since the user is
+    /// not recorded.
     pub fn access(&self, path: &str) -> FileAccess {
         let Some(file) = self.locate(path) else {
             return FileAccess::Missing;
@@ -158,7 +161,7 @@ impl System {
         }
     }
 
-    /// Where the file really lies on this machine, with every symlink resolved below the root.
+    /// The file's path on the running machine, with all symlinks resolved below the root.
     fn locate(&self, path: &str) -> Option<PathBuf> {
         let mut resolved = self.root.clone();
         let mut pending: Vec<OsString> = Vec::new();
@@ -187,7 +190,7 @@ impl System {
     }
 }
 
-/// Puts a path's names on the stack, the first on top; `/` and `.` are no names.
+/// Pushes a path's components on the stack, the first on top; skips `/` and `.`.
 fn push_components(pending: &mut Vec<OsString>, path: &Path) {
     for component in path.components().rev() {
         match component {
@@ -198,7 +201,7 @@ fn push_components(pending: &mut Vec<OsString>, path: &Path) {
     }
 }
 
-/// Compares names so that runs of digits count as numbers.
+/// Natural order: runs of digits are compared as numbers.
 fn natural_cmp(a: &str, b: &str) -> Ordering {
     let (mut left, mut right) = (a, b);
     while !left.is_empty() && !right.is_empty() {
@@ -207,7 +210,7 @@ fn natural_cmp(a: &str, b: &str) -> Ordering {
         let order = if left_number.is_empty() || right_number.is_empty() {
             left.chars().next().cmp(&right.chars().next())
         } else {
-            // Longer is larger once leading zeros are gone, and no length overflows.
+            // Without leading zeros the longer number is larger; no parsing, so no overflow.
             let (x, y) =
                 (left_number.trim_start_matches('0'), right_number.trim_start_matches('0'));
             x.len().cmp(&y.len()).then_with(|| x.cmp(y))
@@ -253,13 +256,13 @@ mod tests {
     }
 
     #[test]
-    fn a_root_that_is_no_machine_is_refused_with_advice() {
+    fn an_invalid_root_is_rejected_with_advice() {
         let folder = tempfile::tempdir().unwrap();
         let missing = System::at(&folder.path().join("nowhere")).unwrap_err();
         assert_eq!(missing.kind(), &Kind::Unavailable);
         assert!(missing.to_string().contains("nowhere"), "{missing}");
         let empty = System::at(folder.path()).unwrap_err();
-        assert!(empty.to_string().contains("the folder is empty; name a folder"));
+        assert!(empty.to_string().contains("the directory is empty; pass a directory"));
         fs::write(folder.path().join("file"), "").unwrap();
         assert!(System::at(&folder.path().join("file")).is_err());
     }
@@ -280,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn circles_and_missing_files_are_nothing() {
+    fn symlink_loops_and_missing_files_do_not_exist() {
         let (folder, system) = recorded();
         symlink("loop", folder.path().join("sys/loop")).unwrap();
         assert_eq!(system.real_path("/sys/loop"), None);
@@ -308,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn the_live_machine_answers() {
+    fn the_running_machine_can_be_read() {
         let system = System::live();
         assert_eq!(system.access("/dev/null"), FileAccess::ReadWrite);
         assert_eq!(system.access("/dev/no such node"), FileAccess::Missing);
@@ -318,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn names_sort_by_number() {
+    fn names_are_in_natural_order() {
         let mut names = vec!["mlx5_10", "mlx5_2", "mlx5", "é", "mlx5_02", "a1b", "a1a"];
         names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["a1a", "a1b", "mlx5", "mlx5_02", "mlx5_2", "mlx5_10", "é"]);

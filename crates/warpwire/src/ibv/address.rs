@@ -1,4 +1,4 @@
-//! Where a peer is, as a device wants to be told.
+//! Address handles and their attributes.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,29 +11,29 @@ use super::memory::{Pd, PdInner};
 use super::sys;
 use crate::error::Result;
 
-/// The way to a peer.
+/// Attributes of a route to a peer (`ibv_ah_attr`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AhAttributes {
-    /// The peer's address, 16 bytes: of RoCE, an IPv6 address, or an IPv4 address mapped into one.
+    /// Destination GID. On RoCE: an IPv6 address, or an IPv4-mapped one.
     pub gid: [u8; 16],
-    /// Which of the port's own addresses to send from.
+    /// Index of the source GID in the port's table.
     pub gid_index: u8,
-    /// The port to send from.
+    /// Local port, counted from 1.
     pub port: u8,
-    /// The peer's local identifier; 0 on Ethernet.
+    /// Destination LID; 0 on Ethernet.
     pub lid: u16,
-    /// InfiniBand's service level; on Ethernet, the priority.
+    /// Service level on InfiniBand; priority on Ethernet.
     pub service_level: u8,
-    /// Traffic class of our packets.
+    /// Traffic class (DSCP and ECN) of sent packets.
     pub traffic_class: u8,
-    /// Hop limit of our packets.
+    /// Hop limit of sent packets.
     pub hop_limit: u8,
-    /// Spreads queue pairs over the network's paths: 20 bits.
+    /// Flow label, 20 bits; the entropy for ECMP.
     pub flow_label: u32,
 }
 
 impl AhAttributes {
-    /// The way to an IP address, by RoCE.
+    /// A RoCE route to an IP address, with hop limit 64 and all else 0.
     ///
     /// ```
     /// use warpwire::ibv::AhAttributes;
@@ -84,7 +84,8 @@ impl AhAttributes {
     }
 }
 
-/// A peer to send datagrams to. Clones are the same one. Keep it until the datagrams' completions have come.
+/// An address handle (`ibv_ah`): a peer that UD messages can be sent to. Clones refer to the same
+/// handle. Keep one until the sends have completed.
 #[derive(Clone, Debug)]
 pub struct AddressHandle(pub(super) Arc<AhInner>);
 
@@ -101,9 +102,9 @@ impl Drop for AhInner {
     }
 }
 
-/// A peer's address that hardware may know.
+/// A destination type that may have a hardware address handle.
 pub trait AsAddressHandle {
-    /// What queue pairs of that domain know it by; `None` if it is no hardware's.
+    /// The handle for queue pairs of domain `pd`; `None` if there is none.
     fn hardware(&self, pd: &Pd) -> Option<&AddressHandle>;
 }
 
@@ -122,12 +123,12 @@ impl AddressHandle {
         Ok(Self(Arc::new(AhInner { raw, pd: domain, route: *route })))
     }
 
-    /// Whether it belongs to that domain.
+    /// Whether it was created in this domain.
     pub fn belongs_to(&self, pd: &Pd) -> bool {
         Arc::ptr_eq(&self.0.pd, &pd.0)
     }
 
-    /// The way to the peer.
+    /// The attributes that it was created with.
     pub fn route(&self) -> &AhAttributes {
         &self.0.route
     }
@@ -138,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_route_is_written_as_the_library_reads_it() {
+    fn route_converts_to_ah_attributes() {
         let path = PathAttributes {
             peer: "[fd00::7]:4791".parse().unwrap(),
             traffic_class: 0x68,

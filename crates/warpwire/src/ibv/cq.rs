@@ -1,4 +1,4 @@
-//! Completion queues.
+//! Completion queues of libibverbs, and the conversion of `ibv_wc`.
 
 use std::collections::VecDeque;
 use std::mem::MaybeUninit;
@@ -21,7 +21,7 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::{Opcode, Status};
 use crate::work::{Completion, CompletionKind, DatagramSender};
 
-/// What the library says of a completion, but for what the program called it.
+/// Converts an `ibv_wc`, whose `wr_id` is still the library's.
 fn completion_from_wc(wc: &sys::Wc, queue: WrQueue, invalidated_flags: u32) -> Completion {
     let status = status_of(wc.status);
     let imm = wc.imm_data.to_ne_bytes();
@@ -35,7 +35,8 @@ fn completion_from_wc(wc: &sys::Wc, queue: WrQueue, invalidated_flags: u32) -> C
         _ if has(invalidated_flags) => CompletionKind::ReceiveInvalidate(wc.imm_data),
         _ => CompletionKind::Receive,
     };
-    // rxe says of connections too that they have a route; of them no queue pair is told. 0 and 1 are the managers'.
+    // rxe sets the GRH flag on connections too, but then without a source QP. QPs 0 and 1 are
+    // management QPs.
     let is_datagram = has(sys::WC_GRH) && queue != WrQueue::Send && wc.src_qp > 1;
     let address = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0);
     Completion {
@@ -50,7 +51,7 @@ fn completion_from_wc(wc: &sys::Wc, queue: WrQueue, invalidated_flags: u32) -> C
     }
 }
 
-/// What work was, by the number of its completion.
+/// The opcode for an `ibv_wc_opcode`.
 fn opcode_of(number: u32) -> Opcode {
     match number {
         sys::WC_SEND => Opcode::Send,
@@ -62,7 +63,7 @@ fn opcode_of(number: u32) -> Opcode {
     }
 }
 
-/// The status with that number; those that have no name here are general errors.
+/// The status for an `ibv_wc_status`; unknown ones are general errors.
 fn status_of(number: u32) -> Status {
     use Status::*;
     const ALL: [Status; 15] = [
@@ -85,7 +86,8 @@ fn status_of(number: u32) -> Status {
     ALL.into_iter().find(|status| *status as u32 == number).unwrap_or(General)
 }
 
-/// A completion queue, with events. Clones are the same one; it ends with the last queue pair that uses it.
+/// A completion queue with its own completion channel. Clones refer to the same queue; it is
+/// destroyed when the last clone and the last queue pair that uses it are dropped.
 #[derive(Clone, Debug)]
 pub struct Cq(pub(super) Arc<CqInner>);
 
@@ -94,12 +96,13 @@ pub(super) struct CqInner {
     pub(super) raw: Raw<sys::Cq>,
     poll: sys::PollCq,
     notify: sys::NotifyCq,
-    /// Held from taking completions until they are told: else their places could be used anew in between.
+    /// Held from polling completions until their ids are resolved: their slots must not be reused
+    /// in between.
     reading: Mutex<()>,
-    /// Completions that were taken from the library before anybody asked for them, the oldest first.
+    /// Completions polled from the library but not yet returned, oldest first.
     backlog: Mutex<VecDeque<Completion>>,
     has_backlog: AtomicBool,
-    /// It is ended after the queue.
+    /// Destroyed after the queue: fields drop in order.
     channel: Channel,
 }
 
@@ -122,7 +125,7 @@ impl Drop for CqInner {
 }
 
 impl CqInner {
-    /// Takes completions from the library; those that nobody wants to know of are left out.
+    /// Polls the library; completions of unknown work request ids are dropped.
     #[inline]
     fn take(&self, into: &mut [Completion]) -> Result<usize> {
         let context = &*self.channel.context;
@@ -132,17 +135,17 @@ impl CqInner {
             let wanted = (into.len() - filled).min(CHUNK);
             let mut found = [const { MaybeUninit::<sys::Wc>::uninit() }; CHUNK];
             let first = found.as_mut_ptr().cast::<sys::Wc>();
-            // Providers leave fields of failed work as they were.
-            // SAFETY: as many as the array has, at most; numbers, for which zero is a value.
+            // Zeroed, because providers leave some fields of failed work unwritten.
+            // SAFETY: `wanted` is at most the array's length; plain numbers may be zero.
             unsafe { first.write_bytes(0, wanted) };
-            // SAFETY: a queue that lives, and room for so many.
+            // SAFETY: the queue is alive, and the array has room for `wanted` entries.
             let count = unsafe { (self.poll)(self.raw.ptr(), wanted as i32, first) };
             let Ok(count) = usize::try_from(count) else { return Err(poll_failed(count)) };
             if count == 0 {
                 break;
             }
             let count = count.min(wanted);
-            // SAFETY: so many were written, at least with zeros.
+            // SAFETY: the first `count` entries were initialised, at least with zeros.
             let found = unsafe { std::slice::from_raw_parts_mut(first, count) };
             if !context.staging_table.has_no_inbound() {
                 found.iter_mut().for_each(|wc| context.staging_table.completed(wc));
@@ -161,7 +164,7 @@ impl CqInner {
     }
 }
 
-/// Completions in the words of the program; returns how many there are.
+/// Converts completions and resolves their ids; returns how many were known.
 #[inline]
 fn translate(found: &[sys::Wc], wr_ids: &Reader<'_>, flags: u32, into: &mut [Completion]) -> usize {
     let known = found.iter().filter_map(|wc| wr_ids.completed(wc.wr_id).map(|named| (wc, named)));
@@ -174,7 +177,10 @@ fn translate(found: &[sys::Wc], wr_ids: &Reader<'_>, flags: u32, into: &mut [Com
 }
 
 impl Context {
-    /// Makes a completion queue with room for at least so many completions.
+    /// Creates a completion queue with at least `entries` entries (`ibv_create_cq`).
+    ///
+    /// # Errors
+    /// If the device's limits are exceeded, or memory is short.
     pub fn create_cq(&self, entries: u32) -> Result<Cq> {
         self.create_cq_by(|channel| {
             let (library, raw) = (self.0.library, self.0.raw.ptr());
@@ -184,10 +190,11 @@ impl Context {
         })
     }
 
-    /// Makes one of an mlx5 device that is written over when it is full: for who counts by himself, and reads it in place.
+    /// Creates a completion queue of an mlx5 device that overwrites unread entries when it is full,
+    /// for callers that track the producer themselves and read the queue with direct verbs.
     ///
     /// # Errors
-    /// As for [`Qp::mlx5dv`](super::Qp::direct).
+    /// As for [`Qp::mlx5dv`](super::Qp::mlx5dv).
     pub fn create_cq_ignoring_overrun(&self, entries: u32) -> Result<Cq> {
         self.create_cq_by(|channel| {
             created(mlx5dv_create_cq(&self.0, entries, channel)?, Attempt::CreateCq(entries))
@@ -204,11 +211,11 @@ impl Context {
         let channel = Channel { raw: channel, context: context.clone() };
         event::set_nonblocking(channel.as_fd())?;
         let cq = create(channel.raw.ptr())?;
-        // SAFETY: an open device; its operations do not change once it is open.
+        // SAFETY: the device is open; its operations table does not change after that.
         let ops = unsafe { &(*raw).ops };
         let (Some(poll), Some(notify)) = (ops.poll_cq, ops.req_notify_cq) else {
             if let Some(destroy) = library.functions.destroy_cq {
-                // SAFETY: just made, and used by nobody.
+                // SAFETY: just created, and not used by anything.
                 unsafe { destroy(cq.ptr()) };
             }
             return Err(unsupported(&context, "completion queues"));
@@ -223,20 +230,21 @@ impl Context {
 pub(super) fn unsupported(context: &ContextInner, what: &str) -> Error {
     Error::new(Kind::Unsupported, format!("use {what}"))
         .on(context.device.name.clone())
-        .why("its driver has none")
+        .why("its provider does not implement it")
 }
 
 impl Cq {
-    /// Its number, as events tell it.
+    /// The queue's number, which asynchronous events name.
     pub fn number(&self) -> u32 {
-        // SAFETY: the library's object, which lives as long as this.
+        // SAFETY: the library's object lives as long as this handle.
         unsafe { (*self.0.raw.ptr()).handle }
     }
 
-    /// Takes completions; returns how many of `into` were filled. Never blocks.
+    /// Polls up to `into.len()` completions (`ibv_poll_cq`); returns how many entries of `into`
+    /// were written. Never blocks.
     ///
     /// # Errors
-    /// If the device is beyond repair, or the queue ran over.
+    /// If the device has failed, or the queue has overrun.
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         if self.0.has_backlog.load(Ordering::Acquire) {
@@ -245,7 +253,7 @@ impl Cq {
         self.0.take(into)
     }
 
-    /// What was put aside first, then the rest; nobody else takes any meanwhile.
+    /// Returns the backlog first, then polls; holds the backlog's lock meanwhile.
     #[cold]
     fn poll_backlog(&self, into: &mut [Completion]) -> Result<usize> {
         let mut backlog = self.0.backlog.lock();
@@ -258,7 +266,7 @@ impl Cq {
         Ok(count + rest)
     }
 
-    /// Whether a completion waits to be taken.
+    /// Whether a completion is available; polls the library into the backlog.
     pub fn has_completions(&self) -> Result<bool> {
         let mut backlog = self.0.backlog.lock();
         if backlog.is_empty() {
@@ -270,7 +278,7 @@ impl Cq {
         Ok(!backlog.is_empty())
     }
 
-    /// Work that no device was given ends here.
+    /// Adds completions of work that was never given to the device.
     #[cold]
     pub(super) fn push_backlog(&self, completions: impl IntoIterator<Item = Completion>) {
         let mut backlog = self.0.backlog.lock();
@@ -278,8 +286,9 @@ impl Cq {
         self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
     }
 
-    /// Takes what waits from the library, and lets go of what belongs to that queue pair: it is ending, and the library
-    /// would let go of its completions without a word, with the places in a shared queue that they stand for.
+    /// Polls the library and drops the completions of a queue pair that is being destroyed or
+    /// reset. The library would drop them silently, and with them the SRQ slots that they stand
+    /// for.
     #[cold]
     pub(super) fn discard(&self, qpn: u32) {
         let mut found = [Completion::EMPTY; CHUNK];
@@ -291,41 +300,43 @@ impl Cq {
         self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
     }
 
-    /// Asks for an event at the next completion, or at the next that is solicited or an error. Completions that are
-    /// there already make none: look once more after arming.
+    /// Requests a completion event (`ibv_req_notify_cq`) for the next completion or, if
+    /// `solicited_only`, for the next one that is solicited or failed. Completions already in the
+    /// queue generate none: poll again after arming.
     pub fn arm(&self, solicited_only: bool) -> Result<()> {
         let queue = &*self.0;
-        // SAFETY: a queue that lives.
+        // SAFETY: the queue is alive.
         let code = unsafe { (queue.notify)(queue.raw.ptr(), i32::from(solicited_only)) };
         check(code, Attempt::Events)
     }
 
-    /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
-    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+    /// Waits for the event and acknowledges it; returns whether it occurred within `timeout`.
+    pub fn wait_event(&self, timeout: Duration) -> Result<bool> {
         Ok(event::wait(&self.0.channel, timeout)? && self.take_event()?)
     }
 
-    /// Takes an event, for those who wait on the file descriptor themselves; tells whether there was one.
+    /// Takes and acknowledges an event without blocking, for callers that wait on the file
+    /// descriptor; returns whether there was one.
     pub fn take_event(&self) -> Result<bool> {
         let queue = &*self.0;
         let library = queue.channel.context.library;
         let get = function!(library, get_cq_event)?;
         let acknowledge = function!(library, ack_cq_events)?;
         let (mut cq, mut program) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: a channel that lives, and room for what it tells.
+        // SAFETY: the channel is alive, and both results are local variables.
         if unsafe { get(queue.channel.raw.ptr(), &mut cq, &mut program) } != 0 {
             return match last_errno() {
                 libc::EAGAIN | libc::EINTR => Ok(false),
                 errno => Err(explain(errno, Attempt::Events).into_error(Attempt::Events)),
             };
         }
-        // SAFETY: the channel has one queue, this one, which lives.
+        // SAFETY: the channel has one queue, this one, which is alive.
         unsafe { acknowledge(cq, 1) };
         Ok(true)
     }
 
-    /// The next completion, waiting for it if need be; `None` when the time is over. It sleeps between events.
-    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
+    /// Waits for the next completion; `None` when `timeout` has passed. Sleeps between events.
+    pub fn wait_next(&self, timeout: Duration) -> Result<Option<Completion>> {
         let start = Instant::now();
         let mut one = [Completion::EMPTY];
         loop {
@@ -333,7 +344,7 @@ impl Cq {
                 return Ok(Some(one[0]));
             }
             self.arm(false)?;
-            // It may have come before the arming, and then makes no event.
+            // A completion that arrived before the arming generates no event.
             if self.poll(&mut one)? == 1 {
                 return Ok(Some(one[0]));
             }
@@ -341,7 +352,7 @@ impl Cq {
             if waited >= timeout {
                 return Ok(None);
             }
-            self.wait(timeout - waited)?;
+            self.wait_event(timeout - waited)?;
         }
     }
 
@@ -356,13 +367,13 @@ impl Cq {
 
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel lives as long as this, and its descriptor with it.
+        // SAFETY: the channel lives as long as this handle, and its descriptor with it.
         unsafe { BorrowedFd::borrow_raw((*self.raw.ptr()).fd) }
     }
 }
 
 impl AsFd for Cq {
-    /// Readable when the event that was asked for has come.
+    /// Readable once the requested event has occurred, until it is taken.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.channel.as_fd()
     }
@@ -378,7 +389,7 @@ mod tests {
     use super::*;
 
     fn wc(status: u32, opcode: u32, wc_flags: u32) -> sys::Wc {
-        // SAFETY: numbers, for which zero is a value.
+        // SAFETY: plain numbers, which may be zero.
         let empty: sys::Wc = unsafe { std::mem::zeroed() };
         let imm_data = u32::from_ne_bytes([1, 2, 3, 4]);
         sys::Wc { wr_id: 7, status, opcode, wc_flags, imm_data, src_qp: 9, ..empty }
@@ -398,7 +409,7 @@ mod tests {
         assert_eq!(received(128, 2), CompletionKind::ReceiveImm([1, 2, 3, 4]));
         let key = u32::from_ne_bytes([1, 2, 3, 4]);
         assert_eq!(received(128, 8), CompletionKind::ReceiveInvalidate(key));
-        // Bit 2 means "checksum is right", but for rxe.
+        // Bit 2 means "IP checksum OK", except on rxe.
         assert_eq!(received(128, 4), CompletionKind::Receive);
         assert_eq!(received(129, 2), CompletionKind::WriteImm([1, 2, 3, 4]));
         let datagram = completion_from_wc(&wc(0, 128, 1), WrQueue::Srq, 1 << 3);
@@ -413,7 +424,7 @@ mod tests {
         for (number, status) in
             [(10, Status::RemoteAccess), (12, Status::RetryExceeded), (5, Status::Flushed)]
         {
-            // What its opcode is nobody says, whichever side it was.
+            // The opcode of failed work is undefined; its id identifies the queue.
             let failed = completion_from_wc(&wc(number, 0, 0), WrQueue::Send, 0);
             assert_eq!((failed.status, failed.kind), (status, CompletionKind::SendFailed));
             let failed = completion_from_wc(&wc(number, 0, 0), WrQueue::Receive, 0);

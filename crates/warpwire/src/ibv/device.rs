@@ -1,4 +1,4 @@
-//! Devices: which there are, what they can do, their ports and addresses.
+//! Device enumeration, attributes, ports and GIDs.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -20,48 +20,49 @@ use crate::host::{FileAccess, System};
 use crate::mlx5::gid_address;
 use crate::work::AsyncEvent;
 
-/// An RDMA device that the kernel knows.
+/// An RDMA device of this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct IbvDevice {
-    /// Its name: `mlx5_0`.
+    /// Name in sysfs, such as `mlx5_0`.
     pub name: String,
-    /// Its number in the network of RDMA devices, as people write it: `0c42:a103:00c3:5d8a`.
+    /// Node GUID in the usual notation: `0c42:a103:00c3:5d8a`.
     pub guid: String,
-    /// What its connections are.
+    /// Transport type.
     pub transport: Transport,
-    /// The kernel's driver: `mlx5`, `rxe`, …; `None` if that is not known.
+    /// Kernel driver: `mlx5`, `rxe`, …; `None` if unknown.
     pub driver: Option<String>,
-    /// The node that is opened: `/dev/infiniband/uverbs0`.
+    /// Device node: `/dev/infiniband/uverbs0`.
     pub node: String,
 }
 
-/// What a device's connections are.
+/// Transport type of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Transport {
-    /// InfiniBand's, on InfiniBand or on Ethernet (RoCE).
+    /// InfiniBand transport, on InfiniBand or Ethernet (RoCE).
     InfiniBand,
-    /// TCP: iWARP.
+    /// iWARP, over TCP.
     Iwarp,
-    /// A vendor's own.
+    /// A vendor-specific transport.
     Other,
 }
 
-/// Every RDMA device that libibverbs finds, in its order.
+/// Lists the RDMA devices of this machine, in libibverbs' order.
 ///
 /// # Errors
-/// If there is no libibverbs, or the kernel has no RDMA. No device at all is no error: the list is empty.
+/// If libibverbs is not installed, or the kernel has no RDMA support. A machine without devices is
+/// no error: the list is empty.
 pub fn devices() -> Result<Vec<IbvDevice>> {
     let library = Library::get()?;
     let list = List::new(library)?;
     list.entries().iter().map(|raw| describe(library, &list, *raw)).collect()
 }
 
-/// What the library and the kernel say of an entry of the list.
+/// Describes an entry of the list.
 fn describe(library: &Library, _alive: &List, raw: *mut sys::IbvDevice) -> Result<IbvDevice> {
     let get_guid = function!(library, get_device_guid)?;
-    // SAFETY: an entry of a list that is alive.
+    // SAFETY: an entry of a live list.
     let (device, guid) = unsafe { (&*raw, get_guid(raw)) };
     let name = text(&device.name);
     let driver = System::live().rdma_driver(&name);
@@ -74,7 +75,7 @@ fn describe(library: &Library, _alive: &List, raw: *mut sys::IbvDevice) -> Resul
     Ok(IbvDevice { name, guid: guid_text(u64::from_be(guid)), transport, driver, node })
 }
 
-/// The library's list of devices, as long as it is needed.
+/// The library's device list; freed on drop.
 struct List {
     library: &'static Library,
     first: Raw<*mut sys::IbvDevice>,
@@ -89,7 +90,7 @@ impl List {
     }
 
     fn entries(&self) -> &[*mut sys::IbvDevice] {
-        // SAFETY: the library made a list of so many pointers, which lives as long as this.
+        // SAFETY: the library returned `count` pointers, which live as long as this.
         unsafe { std::slice::from_raw_parts(self.first.ptr(), self.count) }
     }
 }
@@ -97,13 +98,13 @@ impl List {
 impl Drop for List {
     fn drop(&mut self) {
         if let Some(free) = self.library.functions.free_device_list {
-            // SAFETY: the library made it, and nobody has pointers into it any more.
+            // SAFETY: allocated by the library, and no pointers into it remain.
             unsafe { free(self.first.ptr()) };
         }
     }
 }
 
-/// A string of C's that may fill its place.
+/// A C string in a fixed field, which it may fill without a terminator.
 fn text(field: &[c_char]) -> String {
     let bytes: Vec<u8> = field.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -114,71 +115,71 @@ fn guid_text(guid: u64) -> String {
     format!("{:04x}:{:04x}:{:04x}:{:04x}", part(48), part(32), part(16), part(0))
 }
 
-/// What a device can do. Numbers are the most of each.
+/// Attributes of a device (`ibv_device_attr`). Numbers are maxima unless noted otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceAttributes {
-    /// The firmware's version.
+    /// Firmware version.
     pub firmware: String,
-    /// The vendor's number.
+    /// Vendor id.
     pub vendor_id: u32,
-    /// The vendor's number of this sort of device.
+    /// Vendor's part id of this device type.
     pub vendor_part_id: u32,
-    /// The hardware's revision.
+    /// Hardware version.
     pub hardware_version: u32,
-    /// How many ports it has.
+    /// Number of physical ports.
     pub ports: u8,
-    /// Bytes in a registration.
+    /// Bytes of a memory region.
     pub max_mr_bytes: u64,
-    /// Registrations.
+    /// Memory regions.
     pub max_mrs: u32,
     /// Queue pairs.
     pub max_qps: u32,
-    /// Work requests in a queue.
+    /// Outstanding work requests of a queue.
     pub max_qp_depth: u32,
-    /// Ranges in a work request.
+    /// Scatter-gather entries of a work request (`max_sge`).
     pub max_ranges: u32,
     /// Completion queues.
     pub max_cqs: u32,
-    /// Completions in a queue.
+    /// Entries of a completion queue.
     pub max_cq_entries: u32,
     /// Protection domains.
     pub max_pds: u32,
     /// Address handles.
     pub max_address_handles: u32,
-    /// Shared receive queues; 0 if it has none.
+    /// Shared receive queues; 0 if not supported.
     pub max_srqs: u32,
-    /// Receives in a shared queue.
+    /// Outstanding receives of a shared receive queue.
     pub max_srq_depth: u32,
-    /// Ranges in a receive of a shared queue.
+    /// Scatter-gather entries of a receive in a shared receive queue.
     pub max_srq_ranges: u32,
-    /// Reads and atomics of a peer that a queue pair answers at a time.
+    /// RDMA reads and atomics of a peer that a queue pair executes at a time.
     pub max_dest_rd_atomic: u32,
-    /// Reads and atomics that a queue pair has outstanding.
+    /// RDMA reads and atomics that a queue pair has in flight as initiator.
     pub max_rd_atomic: u32,
-    /// Whether it has atomics.
+    /// Whether atomics are supported.
     pub atomics: bool,
-    /// The library's flags for what else it can do.
+    /// `device_cap_flags` of the library.
     pub capability_flags: u32,
 }
 
-/// The state of a port.
+/// Logical state of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum PortState {
     /// No link.
     Down,
-    /// A link, and nobody has set it up.
+    /// Link up, not configured by a subnet manager.
     Init,
-    /// Set up, and not yet in use.
+    /// Configured, not yet active.
     Armed,
-    /// It carries traffic.
+    /// Carries traffic.
     Active,
-    /// Anything else.
+    /// Any other state.
     Unknown,
 }
 
-/// What a port's cable carries.
+/// Link layer of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -187,47 +188,47 @@ pub enum LinkLayer {
     InfiniBand,
     /// Ethernet: RoCE, or iWARP.
     Ethernet,
-    /// Neither, or not said.
+    /// Neither, or not reported.
     Unspecified,
 }
 
-/// A port of a device.
+/// Attributes of a port (`ibv_port_attr`).
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Port {
-    /// Its number, from 1.
+    /// Port number, counted from 1.
     pub number: u8,
-    /// Its state.
+    /// Logical state.
     pub state: PortState,
-    /// What its cable carries.
+    /// Link layer.
     pub link_layer: LinkLayer,
-    /// The most payload in a packet that it carries now, in bytes.
+    /// Active MTU in bytes.
     pub active_mtu: u32,
-    /// The most that it could carry.
+    /// Maximum MTU in bytes.
     pub max_mtu: u32,
-    /// The longest message.
+    /// Maximum message size in bytes.
     pub max_message: u32,
-    /// How many lanes; 0 if that is not known.
+    /// Number of lanes; 0 if unknown.
     pub lanes: u8,
-    /// Gb/s of all lanes together; `None` if that is not known.
+    /// Rate in Gb/s of all lanes together; `None` if unknown.
     pub gbps: Option<f64>,
-    /// Its local identifier; 0 on Ethernet.
+    /// LID; 0 on Ethernet.
     pub lid: u16,
-    /// The subnet manager's.
+    /// LID of the subnet manager.
     pub sm_lid: u16,
-    /// How many addresses it has room for.
+    /// Length of the GID table.
     pub gid_table_len: u32,
-    /// How many partitions.
+    /// Length of the partition key table.
     pub partition_table_len: u16,
 }
 
-/// What sort of address a GID is.
+/// Type of a GID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum GidKind {
-    /// InfiniBand's.
+    /// InfiniBand.
     InfiniBand,
-    /// RoCE v1: Ethernet frames, which routers do not pass.
+    /// RoCE v1: Ethernet frames, not routable.
     RoceV1,
     /// RoCE v2: UDP packets.
     RoceV2,
@@ -243,25 +244,26 @@ impl fmt::Display for GidKind {
     }
 }
 
-/// An address of a port.
+/// An entry of a port's GID table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gid {
-    /// The port.
+    /// Port number, counted from 1.
     pub port: u8,
-    /// Its place in the port's table.
+    /// Index in the port's table.
     pub index: u32,
-    /// Its 16 bytes.
+    /// The GID in network byte order.
     #[serde(skip)]
     pub bytes: [u8; 16],
-    /// The same as an IP address.
+    /// The GID as an IP address; IPv4-mapped ones become IPv4.
     pub address: IpAddr,
-    /// What sort of address.
+    /// Type of the GID.
     pub kind: GidKind,
-    /// The network interface that it belongs to, where there is one.
+    /// Network interface of the GID, if it has one.
     pub interface: Option<String>,
 }
 
-/// An open device. Clones are the same one; it is closed with the last object that uses it.
+/// An open device (`ibv_context`). Clones refer to the same device; it is closed when the last
+/// object created from it is dropped.
 #[derive(Clone, Debug)]
 pub struct Context(pub(super) Arc<ContextInner>);
 
@@ -270,11 +272,11 @@ pub(super) struct ContextInner {
     pub(super) library: &'static Library,
     pub(super) raw: Raw<sys::Context>,
     pub(super) device: IbvDevice,
-    /// The flags of a completion that mean that a key was invalidated.
+    /// Completion flags that mean that an rkey was invalidated.
     pub(super) invalidated_flags: u32,
-    /// What programs call their work.
+    /// Work request ids of all queues.
     pub(super) wr_ids: WrIdRegistry,
-    /// Memory that goes through other.
+    /// Staged memory regions.
     pub(super) staging_table: StagingTable,
 }
 
@@ -290,18 +292,18 @@ impl fmt::Debug for Library {
     }
 }
 
-/// rxe passes on the kernel's flag for "invalidated", which is another than the library's.
+/// rxe passes the kernel's "invalidated" flag on, which differs from the library's.
 const KERNEL_WC_WITH_INVALIDATE: u32 = 1 << 2;
 
 impl Context {
-    /// Opens the device of that name.
+    /// Opens the device of this name.
     ///
     /// # Errors
-    /// If there is none (with the names of those that there are), or this user may not open it.
+    /// If there is none (the text lists those that exist), or this user may not open it.
     pub fn open(name: &str) -> Result<Self> {
         let library = Library::get()?;
         let list = List::new(library)?;
-        // SAFETY: entries of a list that is alive.
+        // SAFETY: entries of a live list.
         let name_of = |raw: &*mut sys::IbvDevice| text(unsafe { &(**raw).name });
         let Some(entry) = list.entries().iter().find(|raw| name_of(raw) == name) else {
             return Err(no_such_device(name, list.entries().iter().map(name_of).collect()));
@@ -325,14 +327,14 @@ impl Context {
         Ok(context)
     }
 
-    /// Which device it is.
+    /// The device's description.
     pub fn device(&self) -> &IbvDevice {
         &self.0.device
     }
 
-    /// What it can do.
+    /// Queries the device's attributes (`ibv_query_device`): a system call.
     pub fn attributes(&self) -> Result<DeviceAttributes> {
-        // SAFETY: numbers and bytes, for which zero is a value.
+        // SAFETY: plain numbers and bytes, which may be zero.
         let mut attr: sys::DeviceAttr = unsafe { std::mem::zeroed() };
         let ContextInner { library, raw, device, .. } = &*self.0;
         call!(library, Attempt::Query(&device.name), query_device(raw.ptr(), &mut attr))?;
@@ -362,9 +364,12 @@ impl Context {
         })
     }
 
-    /// The state of a port; the first is 1.
+    /// Queries a port (`ibv_query_port`); the first is 1.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if there is no such port.
     pub fn port(&self, number: u8) -> Result<Port> {
-        // SAFETY: numbers, for which zero is a value. The library writes as much of it as it knows.
+        // SAFETY: plain numbers, which may be zero. The library writes the fields that it knows.
         let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
         let ContextInner { library, raw, device, .. } = &*self.0;
         let attempt = Attempt::QueryPort(&device.name, number);
@@ -372,7 +377,7 @@ impl Context {
         Ok(Port::of(number, &attr))
     }
 
-    /// All addresses of all ports that are set.
+    /// All GIDs that are set, of all ports.
     pub fn gids(&self) -> Result<Vec<Gid>> {
         let ContextInner { library, raw, device, .. } = &*self.0;
         let attempt = Attempt::QueryGids(&device.name);
@@ -382,11 +387,11 @@ impl Context {
         let ports = self.attributes()?.ports;
         let room: u32 =
             (1..=ports).map(|port| self.port(port).map_or(0, |p| p.gid_table_len)).sum();
-        // SAFETY: numbers, for which zero is a value.
+        // SAFETY: plain numbers, which may be zero.
         let empty: sys::GidEntry = unsafe { std::mem::zeroed() };
         let mut entries = vec![empty; room as usize];
         let (first, size) = (entries.as_mut_ptr(), size_of::<sys::GidEntry>());
-        // SAFETY: room for so many entries of that size, and a device that is open.
+        // SAFETY: `first` points to `entries.len()` entries of `size` bytes; the device is open.
         let found = unsafe { query(raw.ptr(), first, entries.len(), 0, size) };
         let Ok(found) = usize::try_from(found) else {
             check(i32::try_from(found).unwrap_or(-1), attempt)?;
@@ -395,10 +400,11 @@ impl Context {
         Ok(entries.iter().take(found).map(Gid::of).collect())
     }
 
-    /// The address at that place of a port's table, if the port carries traffic.
+    /// The GID at this index of an active port.
     ///
     /// # Errors
-    /// If the port is down, or there is no address at that place: the text lists those that there are.
+    /// [`Kind::Unavailable`] if the port is not active; [`Kind::InvalidArgument`] if there is no
+    /// GID at this index: the text lists those that exist.
     pub fn gid(&self, port: u8, index: u32) -> Result<Gid> {
         let name = &self.0.device.name;
         let what = format!("use GID {index} of port {port}");
@@ -407,7 +413,10 @@ impl Context {
             return Err(Error::new(Kind::Unavailable, what)
                 .on(name.clone())
                 .why(format!("the port is {state}"))
-                .fix("look at its cable and at `ip link` or the subnet manager; `warpwire devices` shows all ports"));
+                .fix(
+                    "check its cable, and `ip link` or the subnet manager; `warpwire devices` \
+                     lists all ports",
+                ));
         }
         let gids = self.gids()?;
         let found = gids.iter().find(|gid| gid.port == port && gid.index == index);
@@ -417,27 +426,27 @@ impl Context {
                 .map(|gid| format!("{} {} ({})", gid.index, gid.address, gid.kind))
                 .collect();
             let fix = match list.as_slice() {
-                [] => "give its network interface an IP address".to_owned(),
-                list => format!("take one of: {}", list.join(", ")),
+                [] => "assign an IP address to its network interface".to_owned(),
+                list => format!("use one of: {}", list.join(", ")),
             };
-            let why = "there is no address at that place";
+            let why = "there is no GID at this index";
             Error::new(Kind::InvalidArgument, what).on(name.clone()).why(why).fix(fix)
         })
     }
 
-    /// The oldest news of queues and ports that nobody has taken; never waits.
+    /// Takes the oldest pending asynchronous event and acknowledges it. Never blocks.
     pub fn next_event(&self) -> Result<Option<AsyncEvent>> {
         event::next(&self.0)
     }
 
     fn async_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the context is open as long as this, and its descriptor with it.
+        // SAFETY: the context is open for as long as this handle, and so is its descriptor.
         unsafe { BorrowedFd::borrow_raw((*self.0.raw.ptr()).async_fd) }
     }
 }
 
 impl AsFd for Context {
-    /// Readable while there is news for [`next_event`](Self::next_event).
+    /// Readable while events for [`next_event`](Self::next_event) are pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.async_fd()
     }
@@ -489,12 +498,12 @@ impl Port {
     }
 }
 
-/// The MTU with that code.
+/// The MTU for an `ibv_mtu` code.
 pub(super) fn mtu_of(code: i32) -> Option<Mtu> {
     Mtu::ALL.get(usize::try_from(code).ok()?.checked_sub(1)?).copied()
 }
 
-/// How many lanes that bit of the link's width stands for.
+/// Number of lanes of an active width code.
 fn lanes(width: u8) -> u8 {
     match width {
         1 => 1,
@@ -506,7 +515,7 @@ fn lanes(width: u8) -> u8 {
     }
 }
 
-/// Gb/s of a lane at that speed: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
+/// Gb/s per lane of an active speed code: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
 fn lane_gbps(speed: u8) -> Option<f64> {
     const SPEEDS: [f64; 8] = [2.5, 5.0, 10.0, 10.0, 14.0, 25.0, 50.0, 100.0];
     speed.is_power_of_two().then(|| SPEEDS[speed.trailing_zeros() as usize])
@@ -526,7 +535,7 @@ impl Gid {
     }
 }
 
-/// The addresses as `/sys` has them, for libraries older than rdma-core 32.
+/// GIDs from sysfs, for libraries older than rdma-core 32.
 fn gids_from_sysfs(system: &System, name: &str) -> Vec<Gid> {
     let devices = system.rdma_devices();
     let mut all = Vec::new();
@@ -555,7 +564,7 @@ fn gids_from_sysfs(system: &System, name: &str) -> Vec<Gid> {
     all
 }
 
-/// The words of a GID, as its bytes.
+/// Converts a GID of the library to bytes.
 fn gid_bytes(words: [u64; 2]) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&words[0].to_ne_bytes());
@@ -563,18 +572,19 @@ fn gid_bytes(words: [u64; 2]) -> [u8; 16] {
     bytes
 }
 
-/// The name of the network interface with that number.
+/// The name of the network interface with this index.
 fn interface(index: u32) -> Option<String> {
     if index == 0 {
         return None;
     }
     let mut name = [0; libc::IF_NAMESIZE];
-    // SAFETY: room for a name, which the function fills with one that ends with a zero.
+    // SAFETY: the buffer has IF_NAMESIZE bytes; the function writes a terminated name.
     let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr()) };
     (!found.is_null()).then(|| text(&name))
 }
 
-/// The library looks for another node when it may not open the one that is there, and then says that there is none.
+/// Without permission for the node, the library falls back to another path and then reports that
+/// there is no node.
 #[cold]
 fn explain_open_error(error: Error, device: &IbvDevice) -> Error {
     let attempt = Attempt::Open(&device.name);
@@ -591,10 +601,10 @@ fn no_such_device(name: &str, names: Vec<String>) -> Error {
     let (why, fix) = match names.as_slice() {
         [] => (
             "this machine has no RDMA device".to_owned(),
-            "`warpwire doctor` says why; the software device needs none".to_owned(),
+            "`warpwire doctor` shows why; the software HCA needs none".to_owned(),
         ),
         names => {
-            ("there is none of that name".to_owned(), format!("take one of: {}", names.join(", ")))
+            ("there is no such device".to_owned(), format!("use one of: {}", names.join(", ")))
         }
     };
     Error::new(Kind::Unavailable, format!("open RDMA device {name:?}")).why(why).fix(fix)
@@ -605,7 +615,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_ends_with_its_zero_or_its_place() {
+    fn text_ends_at_its_terminator_or_its_field() {
         let field =
             |bytes: &[u8]| text(&bytes.iter().map(|byte| *byte as c_char).collect::<Vec<_>>());
         assert_eq!(field(b"mlx5_0\0junk"), "mlx5_0");
@@ -614,8 +624,8 @@ mod tests {
     }
 
     #[test]
-    fn ports_say_what_their_codes_mean() {
-        // SAFETY: numbers, for which zero is a value.
+    fn port_codes_are_decoded() {
+        // SAFETY: plain numbers, which may be zero.
         let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
         let unknown = Port::of(1, &attr);
         assert_eq!(
@@ -666,7 +676,7 @@ mod tests {
     #[test]
     fn missing_device_error_lists_available_devices() {
         let text = no_such_device("x", vec!["mlx5_0".into(), "rxe0".into()]).to_string();
-        assert!(text.contains("take one of: mlx5_0, rxe0"), "{text}");
+        assert!(text.contains("use one of: mlx5_0, rxe0"), "{text}");
         assert!(no_such_device("x", vec![]).to_string().contains("warpwire doctor"));
     }
 }

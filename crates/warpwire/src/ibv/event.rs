@@ -1,4 +1,4 @@
-//! News of queues, ports and the device.
+//! Asynchronous events of queues, ports and the device.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,14 +14,14 @@ use super::sys;
 use crate::error::{Error, Result};
 use crate::work::AsyncEvent;
 
-/// Reads of that descriptor return at once.
+/// Makes reads of the descriptor non-blocking.
 pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<()> {
-    let failed = |source: rustix::io::Errno| Error::os("set an event channel up", &source.into());
+    let failed = |source: rustix::io::Errno| Error::os("set up an event channel", &source.into());
     let flags = fcntl_getfl(fd).map_err(failed)?;
     fcntl_setfl(fd, flags | OFlags::NONBLOCK).map_err(failed)
 }
 
-/// Waits until there is something to read; tells whether there is.
+/// Waits until the descriptor is readable; returns whether it is.
 pub(super) fn wait(fd: &impl AsFd, timeout: Duration) -> Result<bool> {
     let time = Timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
@@ -35,12 +35,12 @@ pub(super) fn wait(fd: &impl AsFd, timeout: Duration) -> Result<bool> {
     }
 }
 
-/// The next event, if there is one.
+/// Takes and acknowledges the next event, if there is one.
 pub(super) fn next(context: &ContextInner) -> Result<Option<AsyncEvent>> {
     let get = function!(context.library, get_async_event)?;
     let acknowledge = function!(context.library, ack_async_event)?;
     let mut event = sys::AsyncEvent { element: std::ptr::null_mut(), event_type: 0 };
-    // SAFETY: an open device, and room for an event.
+    // SAFETY: the device is open, and `event` is a local variable.
     if unsafe { get(context.raw.ptr(), &mut event) } != 0 {
         return match last_errno() {
             libc::EAGAIN | libc::EINTR => Ok(None),
@@ -48,22 +48,23 @@ pub(super) fn next(context: &ContextInner) -> Result<Option<AsyncEvent>> {
         };
     }
     let kind = u32::try_from(event.event_type).unwrap_or(u32::MAX);
-    // SAFETY: the library just filled it in. Whoever ends the object waits until the event is acknowledged.
+    // SAFETY: just filled in by the library. Destroying the object waits for the acknowledgement.
     let decoded = unsafe { decode(kind, event.element) };
-    // SAFETY: an event that was taken, and not yet acknowledged.
+    // SAFETY: an event that was taken and not yet acknowledged.
     unsafe { acknowledge(&mut event) };
     Ok(Some(decoded))
 }
 
-/// What an event says.
+/// Converts an event.
 ///
 /// # Safety
-/// `element` is what the library gave with an event of that kind, and the object that it may point to lives.
+/// `element` was returned by the library with an event of this kind, and the object that it may
+/// point to is alive.
 unsafe fn decode(kind: u32, element: *mut c_void) -> AsyncEvent {
     use AsyncEvent::*;
-    // The number of a port lies in the first four bytes of the union.
+    // A port number occupies the first four bytes of the union.
     let port = (element as usize as u32) as u8;
-    // SAFETY: the caller's promise; called only for kinds whose element is a queue pair.
+    // SAFETY: guaranteed by the caller; used only for kinds whose element is a queue pair.
     let qpn = || unsafe { (*element.cast::<sys::Qp>()).qp_num };
     // SAFETY: the same, for shared receive queues.
     let srq = || unsafe { (*element.cast::<sys::Srq>()).handle };
@@ -94,10 +95,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_of_ports_and_devices_point_to_nothing() {
+    fn port_and_device_events_have_no_pointer() {
         let port = 2 as *mut c_void;
         let decoded = |kind| {
-            // SAFETY: kinds whose element is no pointer.
+            // SAFETY: the element of these kinds is not a pointer.
             unsafe { decode(kind, port) }
         };
         assert_eq!(decoded(9), AsyncEvent::PortActive(2));

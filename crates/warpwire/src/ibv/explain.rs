@@ -1,6 +1,6 @@
-//! What an errno of the kernel's, or a status of a completion, means, and what to do about it.
+//! What an errno or a completion status means, and what to do about it.
 //!
-//! Pure functions of what was tried: a test holds each.
+//! Pure functions of the attempted operation and its result.
 
 use std::borrow::Cow;
 
@@ -11,97 +11,97 @@ use crate::host::{Limit, Memlock};
 use crate::mlx5::Status;
 use crate::units;
 
-/// What was tried.
+/// The attempted operation.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Attempt<'a> {
     /// List devices.
     List,
-    /// Open that device.
+    /// Open the device of this name.
     Open(&'a str),
     /// Close a device.
     Close,
-    /// Read what that device can do.
+    /// Query the attributes of this device.
     Query(&'a str),
-    /// Read the state of a port.
+    /// Query a port of this device.
     QueryPort(&'a str, u8),
-    /// Read the addresses of a port.
+    /// List the GIDs of this device.
     QueryGids(&'a str),
-    /// Make a protection domain.
+    /// Allocate a protection domain.
     CreatePd,
     /// Register memory.
     Register {
-        /// How many bytes.
+        /// Length in bytes.
         len: u64,
-        /// Whether its pages were to be found when they are needed.
+        /// Whether on-demand paging was requested.
         on_demand: bool,
-        /// How much memory this process may lock, where that is known.
+        /// Locked-memory limit of this process, if known.
         memlock: Option<Memlock>,
     },
-    /// Register a dma-buf with that device.
+    /// Register a dma-buf with this device.
     RegisterDmaBuf(&'a str),
-    /// Make a completion queue of so many entries.
+    /// Create a completion queue of this many entries.
     CreateCq(u32),
-    /// Make a shared receive queue.
+    /// Create a shared receive queue.
     CreateSrq,
     /// Arm a shared receive queue.
     ArmSrq,
-    /// Make a queue pair.
+    /// Create a queue pair.
     CreateQp,
-    /// Read the state of a queue pair.
+    /// Query a queue pair.
     QueryQp,
-    /// Take a queue pair to a state.
+    /// Move a queue pair to this state.
     Modify(State),
-    /// Make ready to send datagrams to a peer.
+    /// Create an address handle.
     CreateAddress,
-    /// Post work.
+    /// Post a send.
     PostSend,
     /// Post a receive.
     PostReceive,
-    /// Take completions.
+    /// Poll completions.
     Poll,
-    /// Ask for an event, or take one.
+    /// Create an event channel, arm a queue, or take an event.
     Events,
 }
 
 impl Attempt<'_> {
-    /// It, as a verb phrase.
+    /// The operation as a verb phrase.
     fn phrase(&self) -> Cow<'static, str> {
         match self {
             Self::List => "list RDMA devices".into(),
             Self::Open(name) => format!("open {name}").into(),
             Self::Close => "close an RDMA device".into(),
-            Self::Query(name) => format!("ask {name} what it can do").into(),
-            Self::QueryPort(name, port) => {
-                format!("ask port {port} of {name} for its state").into()
-            }
-            Self::QueryGids(name) => format!("list the addresses (GIDs) of {name}").into(),
-            Self::CreatePd => "make a protection domain".into(),
+            Self::Query(name) => format!("query {name}").into(),
+            Self::QueryPort(name, port) => format!("query port {port} of {name}").into(),
+            Self::QueryGids(name) => format!("list the GIDs of {name}").into(),
+            Self::CreatePd => "allocate a protection domain".into(),
             Self::Register { len, .. } => format!("register {}", units::bytes(*len)).into(),
             Self::RegisterDmaBuf(name) => format!("register a dma-buf with {name}").into(),
-            Self::CreateCq(entries) => format!("make a completion queue of {entries}").into(),
-            Self::CreateSrq => "make a shared receive queue".into(),
+            Self::CreateCq(entries) => {
+                format!("create a completion queue of {entries} entries").into()
+            }
+            Self::CreateSrq => "create a shared receive queue".into(),
             Self::ArmSrq => "arm a shared receive queue".into(),
-            Self::CreateQp => "make a queue pair".into(),
-            Self::QueryQp => "read a queue pair's state".into(),
-            Self::Modify(to) => format!("take a queue pair to {to}").into(),
-            Self::CreateAddress => "make an address handle".into(),
-            Self::PostSend => "post work".into(),
+            Self::CreateQp => "create a queue pair".into(),
+            Self::QueryQp => "query a queue pair".into(),
+            Self::Modify(to) => format!("move a queue pair to {to}").into(),
+            Self::CreateAddress => "create an address handle".into(),
+            Self::PostSend => "post a send".into(),
             Self::PostReceive => "post a receive".into(),
-            Self::Poll => "take completions".into(),
-            Self::Events => "ask for events".into(),
+            Self::Poll => "poll completions".into(),
+            Self::Events => "use events".into(),
         }
     }
 }
 
-/// Why something failed, and what to do.
+/// Why an operation failed, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    /// The sort of failure.
+    /// The kind of failure, for programs.
     pub kind: Kind,
-    /// Why it failed.
+    /// The reason, as a clause.
     pub why: String,
-    /// What to do, where that is known.
+    /// What to do, if known.
     pub fix: Option<String>,
 }
 
@@ -124,10 +124,10 @@ pub(super) fn last_errno() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
-const MEMLOCK_FIX: &str = "`ulimit -l unlimited`, with `* - memlock unlimited` in /etc/security/limits.conf; Docker: \
-     `--ulimit memlock=-1`; or register less";
+const MEMLOCK_FIX: &str = "`ulimit -l unlimited`, with `* - memlock unlimited` in \
+     /etc/security/limits.conf; Docker: `--ulimit memlock=-1`; or register less";
 
-/// What that errno means for what was tried.
+/// Explains an errno of the attempted operation.
 ///
 /// ```
 /// use warpwire::ibv::{Attempt, explain};
@@ -161,8 +161,9 @@ fn listing(errno: i32) -> Option<Explanation> {
     (errno == libc::ENOSYS || errno == libc::ENOENT).then(|| {
         Explanation::new(
             Kind::Unavailable,
-            "the kernel has no RDMA (ib_uverbs is not loaded)",
-            "`sudo modprobe ib_uverbs`, and the NIC's RDMA driver, as mlx5_ib; `warpwire doctor` says what is there",
+            "the kernel has no RDMA support (ib_uverbs is not loaded)",
+            "`sudo modprobe ib_uverbs` and the NIC's RDMA driver, such as mlx5_ib; `warpwire \
+             doctor` shows what is present",
         )
     })
 }
@@ -172,13 +173,14 @@ fn opening(errno: i32, name: &str) -> Option<Explanation> {
         libc::EACCES | libc::EPERM => Some(Explanation::new(
             Kind::PermissionDenied,
             format!("this user may not open /dev/infiniband/uverbs* of {name}"),
-            "let the node be 0666, which rdma-core's udev rule does, or join its group; Docker: \
-             `--device=/dev/infiniband`; or run as root",
+            "set the node's mode to 0666, as rdma-core's udev rule does, or join its group; \
+             Docker: `--device=/dev/infiniband`; or run as root",
         )),
         libc::ENOENT | libc::ENXIO | libc::ENODEV => Some(Explanation::new(
             Kind::Unavailable,
             format!("there is no node in /dev/infiniband for {name}"),
-            "Docker: `--device=/dev/infiniband`; else `sudo modprobe ib_uverbs` and see whether udev makes it",
+            "Docker: `--device=/dev/infiniband`; else `sudo modprobe ib_uverbs`, and check that \
+             udev creates it",
         )),
         _ => None,
     }
@@ -195,58 +197,63 @@ fn registering(
         (libc::ENOMEM, Some(Limit::Bytes(limit))) => Some(Explanation::new(
             Kind::OutOfMemory,
             format!(
-                "this process may lock {} in all, and registered memory is locked",
+                "this process may lock {} in total, and registered memory is locked",
                 units::bytes(limit)
             ),
             MEMLOCK_FIX,
         )),
         (libc::ENOMEM, Some(Limit::Unlimited)) => Some(Explanation::new(
             Kind::OutOfMemory,
-            "the machine, or the NIC's tables, have no room for it (the limit on locked memory is not the reason)",
-            "register less, or fewer pieces; huge pages need fewer entries",
+            "the host or the NIC's translation table is out of memory (the locked-memory limit \
+             is not the reason)",
+            "register less, or fewer regions; huge pages need fewer table entries",
         )),
         (libc::ENOMEM, None) => Some(Explanation::new(
             Kind::OutOfMemory,
-            "the kernel could not lock that much memory, or the NIC's tables are full",
+            "the kernel could not lock that much memory, or the NIC's translation table is full",
             MEMLOCK_FIX,
         )),
         (libc::EOPNOTSUPP | libc::EINVAL, _) if on_demand => Some(Explanation::new(
             Kind::Unsupported,
-            "this device, or its driver, does not page on demand",
-            "register without on-demand; the memory is then locked",
+            "the device or its driver does not support on-demand paging",
+            "register without on-demand; the memory is then pinned",
         )),
         (libc::EFAULT, _) => Some(Explanation::new(
             Kind::OutOfRange,
             format!(
-                "not all of the {} are memory of this process that may be used so",
+                "part of the {} is not mapped in this process with the required rights",
                 units::bytes(len)
             ),
-            "map them first; memory that peers write must be writable; GPU memory needs a dma-buf",
+            "map all of it first, writable if peers write to it; GPU memory needs a dma-buf",
         )),
         (libc::EINVAL, _) => Some(Explanation::new(
             Kind::InvalidArgument,
-            "the range is empty or wraps, or the device does not take these rights",
-            "remote-write and remote-atomic need local-write; atomics and relaxed ordering depend on the device",
+            "the range is empty or wraps, or the device does not support these access rights",
+            "remote-write and remote-atomic need local-write; atomics and relaxed ordering \
+             depend on the device",
         )),
         _ => None,
     }
 }
 
 fn registering_dma_buf(errno: i32, name: &str) -> Option<Explanation> {
-    const STAGED: &str = "data goes the staged path, through pinned host memory: slower, and right";
+    const STAGED: &str = "the staged path is used: copies through pinned host memory, slower";
     match errno {
         libc::EOPNOTSUPP => Some(Explanation::new(
             Kind::Unsupported,
             format!(
-                "the driver of {name} does not register dma-bufs (rxe does on no kernel; mlx5, efa, irdma and bnxt_re do)"
+                "the driver of {name} does not support dma-bufs (rxe never does; mlx5, efa, irdma \
+                 and bnxt_re do)"
             ),
-            format!("use such a NIC, with Linux 5.12 or newer; until then {STAGED}"),
+            format!("use one of those NICs, with Linux 5.12 or newer; until then {STAGED}"),
         )),
         libc::EINVAL => Some(Explanation::new(
             Kind::InvalidArgument,
-            "offset and iova differ within a page, the range is not in the dma-buf, or the NIC cannot reach its memory",
+            "offset and iova differ within a page, the range is not in the dma-buf, or the NIC \
+             cannot reach its memory",
             format!(
-                "let iova and offset be equal modulo 4096; GPU and NIC must be under one PCIe root; else {STAGED}"
+                "make iova and offset equal modulo 4096; put GPU and NIC under one PCIe root; else \
+                 {STAGED}"
             ),
         )),
         libc::EBADF => Some(Explanation::new(
@@ -262,31 +269,33 @@ fn modifying(errno: i32, to: State) -> Option<Explanation> {
     match (errno, to) {
         (libc::EINVAL, _) => Some(Explanation::new(
             Kind::InvalidArgument,
-            format!("the device does not take this step to {to} with these attributes"),
-            "take RESET, INIT, RTR, RTS in turn; let MTU, timeouts and numbers of reads be within the device's",
+            format!("the device rejects the transition to {to} with these attributes"),
+            "go through RESET, INIT, RTR and RTS in order; keep MTU, timeouts and max_rd_atomic \
+             within the device's limits",
         )),
         (_, State::Rtr) => unreachable_peer(errno),
         _ => None,
     }
 }
 
-/// A peer that is to be found by its address.
+/// Failures to resolve the address of a peer.
 fn unreachable_peer(errno: i32) -> Option<Explanation> {
     match errno {
         libc::ETIMEDOUT | libc::EHOSTUNREACH => Some(Explanation::new(
             Kind::Unavailable,
-            "nobody answers at the peer's address (no reply to ARP or neighbour discovery)",
-            "`ping` it from the interface of this device; look at cable, VLAN and address",
+            "the peer's address does not resolve (no reply to ARP or neighbour discovery)",
+            "`ping` it from the interface of this device; check cable, VLAN and address",
         )),
         libc::ENETUNREACH => Some(Explanation::new(
             Kind::Unavailable,
-            "no route leads from this device to the peer's address",
-            "choose the GID whose network the peer is in, or add a route",
+            "there is no route from this device to the peer's address",
+            "use a GID in the network of the peer, or add a route",
         )),
         libc::EINVAL | libc::ENOENT | libc::ENODATA => Some(Explanation::new(
             Kind::InvalidArgument,
-            "the device does not take this address: the GID index is not one of this port's, or of another family",
-            "`warpwire devices -v` lists the GIDs; take one of the peer's family",
+            "the device rejects this address: the GID index is not in this port's table, or is of \
+             another address family",
+            "`warpwire devices -v` lists the GIDs; use one of the peer's family",
         )),
         _ => None,
     }
@@ -297,12 +306,13 @@ fn posting(errno: i32) -> Option<Explanation> {
         libc::ENOMEM | libc::ENOSPC => Some(Explanation::new(
             Kind::Busy,
             "the queue is full",
-            "take completions first, or make it deeper",
+            "poll completions first, or create a deeper queue",
         )),
         libc::EINVAL => Some(Explanation::new(
             Kind::InvalidArgument,
-            "the device does not take this work: its state, its operation, or more ranges or inline bytes than it has",
-            "connect the queue pair first; see what it was made with",
+            "the device rejects the request: wrong state or opcode, or too many scatter-gather \
+             entries or inline bytes",
+            "connect the queue pair first; check the options that it was created with",
         )),
         _ => None,
     }
@@ -312,19 +322,19 @@ fn creating(errno: i32) -> Option<Explanation> {
     match errno {
         libc::EINVAL => Some(Explanation::new(
             Kind::InvalidArgument,
-            "more was asked for than the device has",
-            "`warpwire devices -v` says how deep its queues may be, and how many ranges they take",
+            "the request exceeds the limits of the device",
+            "`warpwire devices -v` shows its limits on queue depth and scatter-gather entries",
         )),
         libc::ENOMEM => Some(Explanation::new(
             Kind::OutOfMemory,
-            "no memory for its queues, or more than the device has, or the limit on locked memory is reached",
+            "no memory for its queues, or a limit of the device or on locked memory is reached",
             MEMLOCK_FIX,
         )),
         _ => None,
     }
 }
 
-/// An errno with no meaning of its own here.
+/// An errno without a specific explanation.
 fn plain(errno: i32) -> Explanation {
     let kind = match errno {
         libc::EACCES | libc::EPERM => Kind::PermissionDenied,
@@ -335,12 +345,12 @@ fn plain(errno: i32) -> Explanation {
         other => Kind::Os(other),
     };
     let fix = (kind == Kind::DeviceLost).then(|| {
-        "see `dmesg`: the device failed or went away; open it anew when it is back".to_owned()
+        "see `dmesg`: the device failed or was removed; reopen it when it is back".to_owned()
     });
     Explanation { kind, why: std::io::Error::from_raw_os_error(errno).to_string(), fix }
 }
 
-/// Why work ended with that status, and what to do; `None` for success.
+/// Explains a completion status; `None` for success.
 ///
 /// ```
 /// use warpwire::ibv::explain_status;
@@ -354,54 +364,59 @@ pub fn explain_status(status: Status) -> Option<Explanation> {
         Status::Success => return None,
         Status::RetryExceeded => (
             Kind::Unavailable,
-            "the peer does not answer, however often it was asked",
-            "see that its process lives, that its queue pair is in RTR with our number and sequence, that both use one \
-             MTU, and that UDP port 4791 passes",
+            "the peer does not answer: all retries were used up",
+            "check that its process is alive, that its queue pair is in RTR with the QPN and PSN \
+             of this side, that both use the same MTU, and that UDP port 4791 is not blocked",
         ),
         Status::RnrRetryExceeded => (
             Kind::Unavailable,
-            "the peer had no receive posted, however often it was tried",
-            "let it post receives earlier, or let rnr_retry be 7 (without end)",
+            "the peer had no receive posted: all RNR retries were used up",
+            "post receives earlier there, or set rnr_retry to 7 (no limit)",
         ),
         Status::LocalProtection => (
             Kind::InvalidArgument,
-            "a range of the work is not in registered memory of this queue pair's domain, or may not be written",
-            "compare address, length and lkey with the registration; receives and reads need local-write",
+            "a scatter-gather entry is not in a memory region of the queue pair's domain, or may \
+             not be written",
+            "compare address, length and lkey with the registration; receives and reads need \
+             local-write",
         ),
         Status::LocalLength => (
             Kind::InvalidArgument,
-            "a message was longer than the receive that took it, or than the port's longest",
+            "a message was longer than the receive that it consumed, or than the port's maximum",
             "post longer receives",
         ),
         Status::RemoteAccess => (
             Kind::PermissionDenied,
-            "the peer does not let us reach that memory: rkey, range or right are wrong",
-            "compare address and rkey with the peer's registration, its rights, and the rights of its queue pair",
+            "the peer rejects the access: rkey, range or access right is wrong",
+            "compare address and rkey with the peer's memory region, its access rights, and \
+             those of its queue pair",
         ),
         Status::RemoteInvalidRequest => (
             Kind::InvalidArgument,
-            "the peer could not make sense of the request: too long for its receive, or an operation that it lacks",
-            "post longer receives there; let it allow reads and atomics",
+            "the peer rejects the request: too long for its receive, or an operation that it \
+             does not support",
+            "post longer receives there; allow reads and atomics on its queue pair",
         ),
         Status::RemoteOperation => (
             Kind::Unavailable,
-            "the peer could not carry it out; its own completion says why",
-            "look at the peer's completions (rxe answers so when a receive is too short)",
+            "the peer failed to execute it; its own completion has the reason",
+            "check the peer's completions (rxe reports this when a receive is too short)",
         ),
         Status::Flushed => (
             Kind::Busy,
-            "the queue pair had failed, or was taken to ERR, before this was begun",
-            "the first completion that failed has the reason; take it through RESET and connect anew",
+            "the queue pair had failed, or was moved to ERR, before this was executed",
+            "the first failed completion has the reason; move the queue pair to RESET and \
+             reconnect",
         ),
         Status::LocalQpOperation => (
             Kind::InvalidArgument,
-            "the device found the request itself wrong",
-            "see operation, ranges and inline bytes",
+            "the device rejects the request as invalid",
+            "check opcode, scatter-gather entries and inline bytes",
         ),
         _ => (
             Kind::Unavailable,
-            "the device gave the work up",
-            "see the vendor's number in the completion, and `dmesg`",
+            "the device aborted the work",
+            "see vendor_error in the completion, and `dmesg`",
         ),
     };
     Some(Explanation::new(kind, why, fix))
@@ -420,11 +435,11 @@ mod tests {
     }
 
     #[test]
-    fn every_usual_failure_names_its_fix() {
+    fn common_failures_name_their_fix() {
         let small =
             Memlock { soft: Limit::Bytes(8 << 20), hard: Limit::Bytes(8 << 20), exempt: false };
         let none = Memlock { soft: Limit::Unlimited, ..small };
-        for (errno, attempt, says) in [
+        for (errno, attempt, expected) in [
             (libc::ENOSYS, Attempt::List, ["no RDMA", "modprobe ib_uverbs"]),
             (libc::EACCES, Attempt::Open("mlx5_0"), ["may not open /dev/infiniband", "0666"]),
             (libc::EPERM, Attempt::Open("mlx5_0"), ["open mlx5_0", "--device=/dev/infiniband"]),
@@ -432,28 +447,24 @@ mod tests {
             (libc::ENOMEM, register(Some(small), false), ["may lock 8 MiB", "ulimit -l unlimited"]),
             (libc::ENOMEM, register(None, false), ["register 1 GiB", "ulimit -l"]),
             (libc::ENOMEM, register(Some(none), false), ["is not the reason", "register less"]),
-            (libc::EINVAL, register(None, true), ["page on demand", "without on-demand"]),
+            (libc::EINVAL, register(None, true), ["on-demand paging", "without on-demand"]),
             (libc::EINVAL, register(None, false), ["empty or wraps", "local-write"]),
-            (libc::EFAULT, register(None, false), ["not all of the 1 GiB", "dma-buf"]),
-            (
-                libc::EOPNOTSUPP,
-                Attempt::RegisterDmaBuf("rxe0"),
-                ["rxe does on no kernel", "staged path"],
-            ),
+            (libc::EFAULT, register(None, false), ["part of the 1 GiB", "dma-buf"]),
+            (libc::EOPNOTSUPP, Attempt::RegisterDmaBuf("rxe0"), ["rxe never does", "staged path"]),
             (libc::EINVAL, Attempt::RegisterDmaBuf("mlx5_0"), ["within a page", "modulo 4096"]),
             (libc::EBADF, Attempt::RegisterDmaBuf("mlx5_0"), ["not a dma-buf", "export_dmabuf"]),
-            (libc::ETIMEDOUT, Attempt::Modify(State::Rtr), ["nobody answers", "ping"]),
+            (libc::ETIMEDOUT, Attempt::Modify(State::Rtr), ["no reply to ARP", "ping"]),
             (libc::ENETUNREACH, Attempt::CreateAddress, ["no route", "GID"]),
             (libc::EINVAL, Attempt::CreateAddress, ["GID index", "warpwire devices -v"]),
-            (libc::EINVAL, Attempt::Modify(State::Rts), ["step to RTS", "in turn"]),
-            (libc::ENOMEM, Attempt::PostSend, ["queue is full", "take completions"]),
-            (libc::EINVAL, Attempt::PostReceive, ["does not take", "connect"]),
-            (libc::EINVAL, Attempt::CreateQp, ["more was asked", "devices -v"]),
+            (libc::EINVAL, Attempt::Modify(State::Rts), ["transition to RTS", "in order"]),
+            (libc::ENOMEM, Attempt::PostSend, ["queue is full", "poll completions"]),
+            (libc::EINVAL, Attempt::PostReceive, ["rejects the request", "connect"]),
+            (libc::EINVAL, Attempt::CreateQp, ["exceeds the limits", "devices -v"]),
             (libc::EINVAL, Attempt::QueryPort("mlx5_0", 3), ["no port 3", "count from 1"]),
             (libc::EIO, Attempt::QueryQp, ["Input/output error", "dmesg"]),
         ] {
             let text = text(errno, attempt);
-            assert!(says.iter().all(|part| text.contains(part)), "{attempt:?}: {text}");
+            assert!(expected.iter().all(|part| text.contains(part)), "{attempt:?}: {text}");
         }
     }
 

@@ -6,27 +6,28 @@ use super::explain::{Attempt, explain, last_errno};
 use super::sys::Functions;
 use crate::error::{Error, Kind, Result};
 
-/// The library that rdma-core installs. (`libibverbs.so` comes with headers only.)
+/// Installed by rdma-core. (`libibverbs.so` comes with the development package only.)
 const LIBRARY: &str = "libibverbs.so.1";
 
-/// Names another file to load: a library that is not where the loader looks.
+/// Environment variable with another file to load.
 const ENV_VAR: &str = "WARPWIRE_IBVERBS";
 
-pub(super) const INSTALL_HINT: &str = "install rdma-core (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`; \
-     Fedora, RHEL: `sudo dnf install libibverbs`); the software device works without";
+pub(super) const INSTALL_HINT: &str = "install rdma-core (Debian, Ubuntu: \
+     `sudo apt install libibverbs1 ibverbs-providers`; Fedora, RHEL: \
+     `sudo dnf install libibverbs`); the software HCA does not need it";
 
 pub(super) struct Library {
     pub(super) functions: Functions,
-    /// How it was asked for.
+    /// File name or path that it was loaded by.
     name: String,
-    /// Functions point into it, so it stays.
+    /// Keeps the functions valid.
     _library: libloading::Library,
 }
 
-/// The function of that name; an error if this library lacks it.
+/// The function of this name; an error if the library lacks it.
 ///
-/// Calling it is unsafe because the library trusts pointers. The rule that makes it right: an object is passed only by
-/// the one that owns it, and pointers are to live local variables.
+/// Calling it is unsafe because the library trusts pointers. It is sound under this rule: an object
+/// is passed only by its owner, and other pointers are to live local variables.
 macro_rules! function {
     ($library:expr, $function:ident) => {{
         let library: &$crate::ibv::library::Library = $library;
@@ -41,15 +42,15 @@ macro_rules! function {
 macro_rules! create {
     ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::ibv::library::function!($library, $function).and_then(|function| {
-            // SAFETY: the caller owns the objects that it passes and the variables that it points to; they live
-            // until the call returns.
+            // SAFETY: the caller owns the objects that it passes and the variables that it points
+            // to; they live until the call returns.
             let created = unsafe { function($($argument),*) };
             $crate::ibv::library::created(created, $attempt)
         })
     };
 }
 
-/// Calls a function that returns 0, or what went wrong.
+/// Calls a function that returns 0 or an error code.
 macro_rules! call {
     ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::ibv::library::function!($library, $function).and_then(|function| {
@@ -60,11 +61,11 @@ macro_rules! call {
     };
 }
 
-/// Ends an object whose owner is being dropped: what goes wrong can only be logged.
+/// Destroys an object whose owner is being dropped; a failure can only be logged.
 macro_rules! destroy {
     ($library:expr, $function:ident($object:expr)) => {
         if let Some(function) = $library.functions.$function {
-            // SAFETY: the caller owns the object, nobody uses it any more, and it is not used afterwards.
+            // SAFETY: the caller owns the object, which is no longer used, now or afterwards.
             let code = unsafe { function($object) };
             if code != 0 {
                 tracing::warn!(code, "{} failed", $crate::ibv::sys::symbol::$function.0);
@@ -75,10 +76,10 @@ macro_rules! destroy {
 
 pub(super) use {call, create, destroy, function};
 
-/// An object of the library's, which who holds this owns.
+/// An object of the library, owned by the holder of this.
 pub(super) struct Raw<T>(pub(super) std::ptr::NonNull<T>);
 
-// SAFETY: libibverbs' objects may be used from any thread, and its providers lock what needs it.
+// SAFETY: libibverbs is thread safe: objects may be used from any thread, and providers lock.
 unsafe impl<T> Send for Raw<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Raw<T> {}
@@ -95,7 +96,7 @@ impl<T> Raw<T> {
     }
 }
 
-/// What a function made; null means that it could not, and that `errno` says why.
+/// Wraps the result of a constructor; null means failure, with the reason in `errno`.
 pub(super) fn created<T>(created: *mut T, attempt: Attempt<'_>) -> Result<Raw<T>> {
     match std::ptr::NonNull::new(created) {
         Some(object) => Ok(Raw(object)),
@@ -103,7 +104,7 @@ pub(super) fn created<T>(created: *mut T, attempt: Attempt<'_>) -> Result<Raw<T>
     }
 }
 
-/// Functions return an errno, some of them negated, and some -1 with `errno` set.
+/// Converts a return code: an errno, a negated errno, or -1 with `errno` set.
 pub(super) fn check(code: i32, attempt: Attempt<'_>) -> Result<()> {
     match code {
         0 => Ok(()),
@@ -113,7 +114,7 @@ pub(super) fn check(code: i32, attempt: Attempt<'_>) -> Result<()> {
 }
 
 impl Library {
-    /// The library, loaded once in this process.
+    /// The library, loaded once per process.
     pub(super) fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Library>> = OnceLock::new();
         let load = || match std::env::var(ENV_VAR) {
@@ -124,7 +125,7 @@ impl Library {
     }
 
     fn load(name: &str) -> Result<Self> {
-        // SAFETY: loading the library runs its initialisers, which have no conditions.
+        // SAFETY: loading the library runs its initialisers, which have no preconditions.
         let library = unsafe { libloading::Library::new(name) }.map_err(|error| {
             let detail =
                 std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
@@ -142,7 +143,8 @@ impl Library {
     #[cold]
     pub(super) fn missing(&self, (symbol, since): (&'static str, u32)) -> Error {
         let fix = match since {
-            0 => "it is no libibverbs: unset WARPWIRE_IBVERBS, or let it name one".to_owned(),
+            0 => "it is not libibverbs: unset WARPWIRE_IBVERBS, or set it to the right file"
+                .to_owned(),
             since => format!("install rdma-core {since} or newer, which has it"),
         };
         Error::new(Kind::Unavailable, "use RDMA hardware")
@@ -157,7 +159,7 @@ mod tests {
     use crate::ibv::sys;
 
     #[test]
-    fn a_library_that_is_not_there_says_what_to_install() {
+    fn missing_library_error_names_the_package() {
         let error = Library::load("libibverbs-that-is-not-there.so.1").err().unwrap();
         assert_eq!(error.kind(), &Kind::Unavailable);
         let text = error.to_string();
@@ -176,8 +178,8 @@ mod tests {
     }
 
     #[test]
-    fn an_old_library_is_an_error_that_names_symbol_and_release() {
-        // It has none of the symbols, as a library of long ago has not all of them.
+    fn missing_symbol_error_names_symbol_and_release() {
+        // libc has none of the symbols; an old libibverbs lacks some of them.
         let old = Library::load("libc.so.6").unwrap();
         let nothing = std::ptr::null_mut();
         for (error, symbol, release) in [
@@ -187,7 +189,7 @@ mod tests {
             (
                 call!(&old, Attempt::Close, close_device(nothing)).err(),
                 "ibv_close_device",
-                "no libibverbs",
+                "not libibverbs",
             ),
         ] {
             let text = error.unwrap().to_string();
@@ -197,20 +199,20 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_taken_however_they_are_given() {
+    fn all_error_conventions_are_accepted() {
         assert!(check(0, Attempt::Close).is_ok());
         for code in [libc::EINVAL, -libc::EINVAL] {
             assert_eq!(check(code, Attempt::Close).unwrap_err().kind(), &Kind::Os(libc::EINVAL));
         }
-        rustix_errno(libc::EBUSY);
+        set_errno(libc::EBUSY);
         assert_eq!(check(-1, Attempt::Close).unwrap_err().kind(), &Kind::Busy);
-        rustix_errno(libc::EACCES);
+        set_errno(libc::EACCES);
         let error = created::<u8>(std::ptr::null_mut(), Attempt::Open("mlx5_0")).unwrap_err();
         assert_eq!(error.kind(), &Kind::PermissionDenied);
     }
 
-    fn rustix_errno(code: i32) {
-        // SAFETY: this thread's own errno.
+    fn set_errno(code: i32) {
+        // SAFETY: the errno of this thread.
         unsafe { *libc::__errno_location() = code };
     }
 }

@@ -1,4 +1,4 @@
-//! Protection domains and registered memory.
+//! Protection domains and memory regions.
 
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
@@ -15,7 +15,8 @@ use crate::mem::Region;
 use crate::mr::{Access, DmaBufRange, HostMemory};
 use crate::work::{Remote, Sge};
 
-/// A protection domain: work of its queue pairs reaches memory of its registrations. Clones are the same one.
+/// A protection domain (`ibv_pd`): work of its queue pairs can only access its memory regions.
+/// Clones refer to the same domain.
 #[derive(Clone, Debug)]
 pub struct Pd(pub(super) Arc<PdInner>);
 
@@ -31,18 +32,18 @@ impl Drop for PdInner {
     }
 }
 
-/// Registered memory. The registration ends when this is dropped.
+/// A memory region (`ibv_mr`). Dropping it deregisters the memory.
 #[derive(Debug)]
 pub struct Mr {
     raw: Raw<sys::Mr>,
     iova: u64,
     len: u64,
     access: Access,
-    /// The domain ends after it.
+    /// Keeps the domain alive until the memory is deregistered.
     pd: Arc<PdInner>,
-    /// Memory that this registration keeps.
+    /// Keeps the memory alive.
     _memory: Option<HostMemory>,
-    /// It stands in for memory that the device cannot reach.
+    /// The region is a staging buffer for memory that the device cannot reach.
     is_staged: bool,
 }
 
@@ -57,7 +58,10 @@ impl Drop for Mr {
 }
 
 impl Context {
-    /// A new protection domain.
+    /// Allocates a protection domain (`ibv_alloc_pd`).
+    ///
+    /// # Errors
+    /// If the device has none left.
     pub fn create_pd(&self) -> Result<Pd> {
         let context = self.0.clone();
         let raw = create!(context.library, Attempt::CreatePd, alloc_pd(context.raw.ptr()))?;
@@ -66,19 +70,20 @@ impl Context {
 }
 
 impl Pd {
-    /// The device that it belongs to.
+    /// The device that the domain belongs to.
     pub fn context(&self) -> Context {
         Context(self.0.context.clone())
     }
 
-    /// Registers memory of the host; work finds its first byte at `iova`, or at its own address if none is given.
-    /// The registration keeps the memory.
+    /// Registers host memory; work requests address its first byte as `iova`, by default its own
+    /// address. The region keeps the memory alive.
     ///
     /// # Errors
-    /// If the process may not lock so much memory, or the device does not take these rights; if the library is too old
-    /// for an address of one's own or relaxed ordering (rdma-core 28).
+    /// [`Kind::OutOfMemory`] if the locked-memory limit is reached; [`Kind::InvalidArgument`] if
+    /// the device does not support the access flags; [`Kind::Unavailable`] if `iova` or relaxed
+    /// ordering need a newer library (rdma-core 28).
     pub fn register(&self, memory: &HostMemory, iova: Option<u64>, access: Access) -> Result<Mr> {
-        // SAFETY: the registration keeps the memory, of which nobody has references: it is shared memory.
+        // SAFETY: the region keeps the memory alive; it is shared memory, without references to it.
         let mut mr =
             unsafe { self.register_address(memory.address(), memory.len(), iova, access) }?;
         mr._memory = Some(memory.clone());
@@ -87,9 +92,12 @@ impl Pd {
 
     /// Registers `len` bytes at `address`.
     ///
+    /// # Errors
+    /// As for [`register`](Self::register).
+    ///
     /// # Safety
-    /// Until the registration is dropped the range stays mapped, and whatever the rights let the device write, nobody
-    /// has references to.
+    /// Until the region is dropped, the range stays mapped, and no references exist to bytes that
+    /// `access` lets the device write.
     pub unsafe fn register_address(
         &self,
         address: u64,
@@ -104,17 +112,17 @@ impl Pd {
         let size = usize::try_from(len).map_err(|_| too_long(len))?;
         let flags = access_flags(access);
         let start = address as *mut std::ffi::c_void;
-        // The older call refuses flags that devices may ignore, and knows no address but the memory's own.
+        // ibv_reg_mr rejects optional flags and always uses the memory's own address.
         let plain =
             iova.is_none_or(|iova| iova == address) && flags & sys::ACCESS_RELAXED_ORDERING == 0;
         let pd = domain.raw.ptr();
         let raw = if plain {
             let register = function!(library, reg_mr)?;
-            // SAFETY: a domain that lives, and a range that the caller vouches for.
+            // SAFETY: the domain is alive; the caller guarantees the range.
             unsafe { register(pd, start, size, flags as i32) }
         } else {
             let register = function!(library, reg_mr_iova2)?;
-            // SAFETY: the same.
+            // SAFETY: as above.
             unsafe { register(pd, start, size, iova.unwrap_or(address), flags) }
         };
         let raw = NonNull::new(raw).map(Raw).ok_or_else(|| {
@@ -128,12 +136,13 @@ impl Pd {
         Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None, is_staged: false })
     }
 
-    /// Registers a range of a dma-buf: memory of a GPU, say. Work finds its first byte at `iova`, or at the range's
-    /// offset if none is given; the two must be equal within a page. The registration keeps the dma-buf.
+    /// Registers a range of a dma-buf, such as GPU memory (`ibv_reg_dmabuf_mr`). Work requests
+    /// address its first byte as `iova`, by default the range's offset; the two must be equal
+    /// modulo the page size. The kernel keeps the dma-buf alive.
     ///
     /// # Errors
-    /// [`Kind::Unsupported`] where the device's driver cannot: use staged memory then. [`Kind::Unavailable`] where the
-    /// library is older than rdma-core 34.
+    /// [`Kind::Unsupported`] if the driver cannot: use [`register_staged`](Self::register_staged)
+    /// then. [`Kind::Unavailable`] before rdma-core 34.
     pub fn register_dmabuf(
         &self,
         range: DmaBufRange<'_>,
@@ -148,17 +157,19 @@ impl Pd {
         let size = usize::try_from(len).map_err(|_| too_long(len))?;
         let (iova, flags) = (iova.unwrap_or(offset), access_flags(access) as i32);
         let register = function!(library, reg_dmabuf_mr)?;
-        // SAFETY: a domain that lives, and a descriptor that the kernel checks and keeps what it names.
+        // SAFETY: the domain is alive; the kernel checks the descriptor and keeps the dma-buf.
         let raw = unsafe { register(domain.raw.ptr(), offset, size, iova, fd.as_raw_fd(), flags) };
         let raw = created(raw, attempt)?;
         Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None, is_staged: false })
     }
 
-    /// Registers memory of a GPU that the device cannot reach: through pinned memory, which is as long. What is sent is
-    /// copied as it is posted, what arrives before its completion is taken. Registration and copies keep the memory.
+    /// Registers GPU memory that the device cannot reach, through pinned memory of the same size.
+    /// Data to send is copied when it is posted; received data is copied before its completion is
+    /// polled. The region keeps the memory alive.
     ///
     /// # Errors
-    /// [`Kind::Unsupported`] if peers should have rights: nobody would copy what they write and read by themselves.
+    /// [`Kind::Unsupported`] if `access` has remote rights: RDMA operations of peers would not
+    /// trigger a copy.
     pub fn register_staged(
         &self,
         memory: &Region,
@@ -173,14 +184,18 @@ impl Pd {
         let stage = StagingBuffer::new(memory, begins, access)?;
         let (address, len) = (stage.address()?, memory.len());
         let iova = Some(begins).filter(|_| !access.contains(Access::ZERO_BASED));
-        // SAFETY: pinned memory that is shared with a device anyhow; the table keeps it until the registration has ended.
+        // SAFETY: pinned memory is shared with a device in any case; the staging table keeps it
+        // alive until the region is deregistered.
         let mut mr = unsafe { self.register_address(address, len, iova, access) }?;
         self.0.context.staging_table.add(mr.lkey(), stage);
         mr.is_staged = true;
         Ok(mr)
     }
 
-    /// Makes ready to send datagrams along that route.
+    /// Creates an address handle (`ibv_create_ah`).
+    ///
+    /// # Errors
+    /// If the address does not resolve, or the GID index is invalid.
     pub fn create_address_handle(
         &self,
         route: &address::AhAttributes,
@@ -189,7 +204,7 @@ impl Pd {
     }
 }
 
-/// The flags that the library has for these rights.
+/// The `ibv_access_flags` for these rights.
 pub(super) fn access_flags(access: Access) -> u32 {
     const FLAGS: [(Access, u32); 7] = [
         (Access::LOCAL_WRITE, sys::ACCESS_LOCAL_WRITE),
@@ -209,49 +224,49 @@ pub(super) fn access_flags(access: Access) -> u32 {
 #[cold]
 fn too_long(len: u64) -> Error {
     Error::new(Kind::InvalidArgument, format!("register {len} bytes"))
-        .why("no address reaches that far")
+        .why("the length exceeds the address space")
 }
 
 impl Mr {
-    /// The key for work of this side.
+    /// Local key, for scatter-gather entries.
     pub fn lkey(&self) -> u32 {
-        // SAFETY: the library's object, which lives as long as this; nobody changes its keys.
+        // SAFETY: the library's object lives as long as this, and its keys do not change.
         unsafe { (*self.raw.ptr()).lkey }
     }
 
-    /// The key for peers.
+    /// Remote key, for RDMA operations of peers.
     pub fn rkey(&self) -> u32 {
-        // SAFETY: as for the other key.
+        // SAFETY: as for `lkey`.
         unsafe { (*self.raw.ptr()).rkey }
     }
 
-    /// The address of its first byte, in work and for peers.
+    /// I/O virtual address: the address of the first byte in work requests, local and remote.
     pub fn iova(&self) -> u64 {
         self.iova
     }
 
-    /// How many bytes it has.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// What may be done with it.
+    /// Access flags given at registration.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// `len` bytes of it, `offset` bytes from its beginning, for a work request. Nothing is checked here: a range
-    /// that is not in it fails the work.
+    /// A scatter-gather entry for `len` bytes at `offset`. Not checked here: work that names a
+    /// range outside the region fails.
     pub fn sge(&self, offset: u64, len: u32) -> Sge {
         Sge { address: self.iova.wrapping_add(offset), len, lkey: self.lkey() }
     }
 
-    /// The place `offset` bytes from its beginning, for a peer.
+    /// The remote address of byte `offset` with its rkey, to be sent to a peer.
     pub fn remote(&self, offset: u64) -> Remote {
         Remote { address: self.iova.wrapping_add(offset), rkey: self.rkey() }
     }
@@ -262,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rights_become_the_librarys_flags() {
+    fn access_rights_convert_to_ibv_flags() {
         assert_eq!(access_flags(Access::NONE), 0);
         assert_eq!(access_flags(Access::ALL), 15);
         assert_eq!(access_flags(Access::LOCAL_WRITE | Access::REMOTE_READ), 1 | 4);

@@ -1,8 +1,9 @@
-//! Queues of mlx5 devices where they lie, by libmlx5's `mlx5dv_init_obj`.
+//! Direct verbs of mlx5 devices: the memory of their queues, by libmlx5's `mlx5dv_init_obj`.
 //!
-//! What the library tells is plain structures with pointers in them: to rings in this process's memory, to a doorbell record
-//! beside them, and to a page of the device. They are checked here and become a [`DirectQp`] or a [`DirectCq`], in the
-//! words of ConnectX's formats ([`mlx5`](crate::mlx5)), which the software HCA has too.
+//! The library returns plain structures with pointers: to rings in this process's memory, to a
+//! doorbell record, and to a UAR page of the device. They are checked here and become a
+//! [`DirectQp`] or a [`DirectCq`], in the ConnectX formats of [`mlx5`](crate::mlx5), which the
+//! software HCA shares.
 
 use std::any::Any;
 use std::ffi::c_int;
@@ -18,11 +19,11 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::{MAX_SEND_WQEBBS, WQEBB_LEN};
 
 const LIBRARY: &str = "libmlx5.so.1";
-/// Names another file than that.
+/// Environment variable with another file to load.
 const ENV_VAR: &str = "WARPWIRE_MLX5";
 const SYMBOL: &str = "mlx5dv_init_obj";
-const INSTALL_HINT: &str = "install the mlx5 provider of rdma-core (Debian, Ubuntu: `sudo apt install ibverbs-providers`; \
-     Fedora, RHEL: `sudo dnf install libibverbs`)";
+const INSTALL_HINT: &str = "install the mlx5 provider of rdma-core (Debian, Ubuntu: \
+     `sudo apt install ibverbs-providers`; Fedora, RHEL: `sudo dnf install libibverbs`)";
 
 /// `struct mlx5dv_qp`.
 #[derive(Clone, Copy, Debug)]
@@ -63,12 +64,12 @@ struct DvCq {
     comp_mask: u64,
 }
 
-/// `struct mlx5dv_obj`: what goes in and what comes out, of each sort.
+/// `struct mlx5dv_obj`: for each object type, the input object and the output structure.
 #[repr(C)]
 struct DvObject {
     qp: (*mut sys::Qp, *mut DvQp),
     cq: (*mut sys::Cq, *mut DvCq),
-    /// Shared queues, work queues, device memory, addresses, domains.
+    /// SRQs, work queues, device memory, address handles, PDs.
     others: [*mut u8; 10],
 }
 
@@ -88,23 +89,23 @@ const OBJECT_CQ: u64 = 2;
 
 type InitObject = unsafe extern "C" fn(*mut DvObject, u64) -> c_int;
 
-/// A range of this process's addresses that a device reads or writes too.
+/// A range of this process's address space that a device accesses too.
 #[derive(Clone)]
 pub struct MappedRange {
     base: NonNull<u8>,
     len: usize,
-    /// Keeps it mapped.
+    /// Keeps the range mapped.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: it is a range of memory that is shared anyhow; who touches it does so by atomic or volatile accesses.
+// SAFETY: shared memory; all accesses to it are atomic or volatile.
 unsafe impl Send for MappedRange {}
 // SAFETY: as above.
 unsafe impl Sync for MappedRange {}
 
 impl std::fmt::Debug for MappedRange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Mapped({} bytes at {:p})", self.len, self.base)
+        write!(f, "MappedRange({} bytes at {:p})", self.len, self.base)
     }
 }
 
@@ -116,66 +117,64 @@ impl MappedRange {
         owner: &Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
         let base =
-            NonNull::new(base).ok_or_else(|| unexpected_layout(format!("{what} is nowhere")))?;
+            NonNull::new(base).ok_or_else(|| unexpected_layout(format!("{what} is null")))?;
         if base.addr().get() % 8 != 0 {
-            return Err(unexpected_layout(format!(
-                "{what} lies at {base:p}, which is not aligned"
-            )));
+            return Err(unexpected_layout(format!("{what} at {base:p} is not aligned")));
         }
         Ok(Self { base, len: len as usize, _owner: owner.clone() })
     }
 
-    /// Its first byte.
+    /// Address of the first byte; aligned to 8 bytes.
     pub fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// How many bytes.
-    #[allow(clippy::len_without_is_empty)] // none is empty
+    /// Length in bytes; never 0.
+    #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> u64 {
         self.len as u64
     }
 }
 
-/// Where the queues of a queue pair lie.
+/// Mapped queues of a queue pair.
 #[derive(Clone, Debug)]
 pub struct DirectQp {
-    /// The queue pair's number.
+    /// Queue pair number, 24 bits.
     pub number: u32,
-    /// The send queue.
+    /// The send queue's memory.
     pub send: MappedRange,
-    /// How many blocks of 64 bytes it has: a power of two.
+    /// Length of the send queue in WQEBBs of 64 bytes, a power of two.
     pub send_wqebbs: u32,
-    /// The receive queue, if it has one of its own.
+    /// The receive queue's memory; `None` with an SRQ.
     pub receive: Option<MappedRange>,
-    /// How many entries that has: a power of two.
+    /// Length of the receive queue in entries, a power of two; 0 if there is none.
     pub receive_entries: u32,
-    /// How long each of them is.
+    /// Size of a receive queue entry in bytes, a power of two.
     pub receive_stride: u32,
-    /// The doorbell record: two words.
+    /// The doorbell record: two words, of the receive and of the send queue.
     pub dbrec: MappedRange,
-    /// The doorbell, in a page of the device.
+    /// The doorbell register, in a UAR page of the device.
     pub doorbell: MappedRange,
 }
 
-/// Where a completion queue lies.
+/// Mapped completion queue.
 #[derive(Clone, Debug)]
 pub struct DirectCq {
-    /// Its number.
+    /// The queue's number in hardware (CQN), not the handle that [`Cq::number`] returns.
     pub number: u32,
-    /// The entries, of 64 bytes each.
+    /// The entries' memory, 64 bytes each.
     pub entries: MappedRange,
-    /// How many: a power of two.
+    /// Number of entries, a power of two.
     pub count: u32,
-    /// Its doorbell record: two words.
+    /// The doorbell record: two words, consumer index and arming.
     pub dbrec: MappedRange,
 }
 
 #[cold]
 fn unexpected_layout(why: String) -> Error {
-    Error::new(Kind::Unsupported, "find the queues of an mlx5 device")
-        .why(format!("libmlx5 tells what makes no sense here: {why}"))
-        .fix("post through libibverbs instead, and tell us the release of rdma-core")
+    Error::new(Kind::Unsupported, "map the queues of an mlx5 device")
+        .why(format!("unexpected data from libmlx5: {why}"))
+        .fix("post through libibverbs instead, and report the rdma-core release")
 }
 
 impl DirectQp {
@@ -201,7 +200,7 @@ impl DirectQp {
                 Some(MappedRange::new(dv.rq.buf, len, "the receive queue", owner)?)
             }
         };
-        // Without a size the page takes plain doorbells only, at one place.
+        // Size 0: no BlueFlame, only plain 8-byte doorbells at one address.
         let doorbell = if dv.bf_size == 0 { 8 } else { u64::from(dv.bf_size) + 8 };
         Ok(Self {
             number,
@@ -238,39 +237,42 @@ impl DirectCq {
                 owner,
             )?,
             count,
-            dbrec: MappedRange::new(dv.dbrec, 8, "the completion queue's record", owner)?,
+            dbrec: MappedRange::new(dv.dbrec, 8, "the completion queue's doorbell record", owner)?,
         })
     }
 }
 
 impl Qp {
-    /// Where its queues lie, for who posts by himself: then nothing is to be posted by other ways.
+    /// Maps the queues, for a caller that posts directly. Nothing may be posted in any other way
+    /// from then on.
     ///
     /// # Errors
-    /// If the device is no mlx5 one, or libmlx5 is not installed.
+    /// [`Kind::Unsupported`] if the device is not mlx5; [`Kind::Unavailable`] if libmlx5 is not
+    /// installed.
     pub fn mlx5dv(&self) -> Result<DirectQp> {
         let context = self.pd().context();
         check_device(&context.0)?;
-        // SAFETY: numbers and pointers, for which zero is a value.
+        // SAFETY: plain numbers and pointers, which may be zero.
         let (mut object, mut dv): (DvObject, DvQp) = unsafe { std::mem::zeroed() };
         object.qp = (self.raw(), &mut dv);
-        // SAFETY: an object of the library's, which lives, and room for what is told of it.
+        // SAFETY: a live object of the library, and a local structure for the result.
         check(unsafe { (library()?.init)(&mut object, OBJECT_QP) })?;
         DirectQp::of(&dv, self.number(), &(Arc::new(self.clone()) as _))
     }
 }
 
 impl Cq {
-    /// Where it lies, for who reads it by himself: from then on the library must not be asked for completions.
+    /// Maps the queue, for a caller that reads it directly. [`Cq::poll`] must not be called from
+    /// then on.
     ///
     /// # Errors
     /// As for [`Qp::mlx5dv`].
     pub fn mlx5dv(&self) -> Result<DirectCq> {
         check_device(self.context())?;
-        // SAFETY: numbers and pointers, for which zero is a value.
+        // SAFETY: plain numbers and pointers, which may be zero.
         let (mut object, mut dv): (DvObject, DvCq) = unsafe { std::mem::zeroed() };
         object.cq = (self.0.raw.ptr(), &mut dv);
-        // SAFETY: an object of the library's, which lives, and room for what is told of it.
+        // SAFETY: a live object of the library, and a local structure for the result.
         check(unsafe { (library()?.init)(&mut object, OBJECT_CQ) })?;
         DirectCq::of(&dv, &(Arc::new(self.clone()) as _))
     }
@@ -283,12 +285,13 @@ fn check(code: c_int) -> Result<()> {
     }
 }
 
-/// Other drivers' objects are not libmlx5's to look into. Where the kernel does not say whose a device is, the library does.
+/// libmlx5 must not be given objects of other drivers. If the kernel does not report the driver,
+/// the library is asked.
 fn check_device(context: &ContextInner) -> Result<()> {
     let device = &context.device;
     if device.driver.is_none() {
         let is_supported = library()?.is_supported;
-        // SAFETY: an open device, whose entry lives as long as it.
+        // SAFETY: an open device, whose list entry lives as long as it.
         if unsafe { is_supported((*context.raw.ptr()).device) } {
             return Ok(());
         }
@@ -299,10 +302,16 @@ fn check_device(context: &ContextInner) -> Result<()> {
 fn check_driver(driver: Option<&str>, name: &str) -> Result<()> {
     match driver {
         Some("mlx5" | "mlx5_core") => Ok(()),
-        driver => Err(Error::new(Kind::Unsupported, "find the queues of an RDMA device")
+        driver => Err(Error::new(Kind::Unsupported, "map the queues of an RDMA device")
             .on(name.to_owned())
-            .why(format!("no direct queues: its driver is {}, and not mlx5", driver.unwrap_or("not known")))
-            .fix("use a ConnectX NIC, or the software HCA, which has the same queues; or post through libibverbs, from the CPU")),
+            .why(format!(
+                "no direct verbs: its driver is {}, not mlx5",
+                driver.unwrap_or("unknown")
+            ))
+            .fix(
+                "use a ConnectX NIC, or the software HCA, which has the same queues; or post from \
+                 the CPU through libibverbs",
+            )),
     }
 }
 
@@ -334,7 +343,8 @@ const _: () = assert!(size_of::<CqInit>() == 56 && size_of::<DvCqInit>() == 24);
 const HAS_FLAGS: u32 = 1;
 const IGNORE_OVERRUN: u32 = 1 << 1;
 
-/// Makes a completion queue that is written over when it is full, for who counts by himself; null if that cannot be.
+/// Creates a completion queue that overwrites unread entries when it is full; null, with `errno`
+/// set, on failure.
 pub(super) fn mlx5dv_create_cq(
     context: &ContextInner,
     entries: u32,
@@ -352,7 +362,8 @@ pub(super) fn mlx5dv_create_cq(
         flags: IGNORE_OVERRUN,
         parent_domain: std::ptr::null_mut(),
     };
-    // SAFETY: an open device, and structures that live until the call returns. What is made begins as any other queue.
+    // SAFETY: an open device, and structures that live until the call returns. The extended CQ
+    // that it returns starts with an ordinary one.
     Ok(unsafe { create(context.raw.ptr(), &mut init, &mut DvCqInit::default()) })
 }
 
@@ -368,11 +379,11 @@ struct QpInit {
     sq_sig_all: c_int,
     comp_mask: u32,
     pd: *mut sys::Pd,
-    /// What is not asked for.
+    /// Fields that are not used.
     others: [u64; 8],
 }
 
-/// `struct mlx5dv_qp_init_attr`, and room for what later releases have at its end.
+/// `struct mlx5dv_qp_init_attr`, with room for fields of later releases.
 #[repr(C)]
 struct DvQpInit {
     comp_mask: u64,
@@ -389,8 +400,8 @@ const HAS_PD: u32 = 1;
 const HAS_CREATE_FLAGS: u64 = 1;
 const DISABLE_SCATTER_TO_CQE: u32 = 1 << 3;
 
-/// Makes a queue pair for who posts and polls by himself: small messages do not come within completions, where he would
-/// not look for them. Null if it cannot be.
+/// Creates a queue pair for direct verbs, without scatter-to-CQE: a direct poller would not look
+/// for small messages inside CQEs. Null, with `errno` set, on failure.
 pub(super) fn mlx5dv_create_qp(pd: &PdInner, init: &mut sys::QpInitAttr) -> Result<*mut sys::Qp> {
     check_device(&pd.context)?;
     let create = library()?.create_qp;
@@ -411,7 +422,7 @@ pub(super) fn mlx5dv_create_qp(pd: &PdInner, init: &mut sys::QpInitAttr) -> Resu
         create_flags: DISABLE_SCATTER_TO_CQE,
         others: [0; 14],
     };
-    // SAFETY: an open device with its objects, and structures that live until the call returns.
+    // SAFETY: an open device with live objects, and structures that live until the call returns.
     let made = unsafe { create(pd.context.raw.ptr(), &mut whole, &mut dv) };
     init.cap = whole.cap;
     Ok(made)
@@ -421,7 +432,7 @@ type CreateQp = unsafe extern "C" fn(*mut sys::Context, *mut QpInit, *mut DvQpIn
 type IsSupported = unsafe extern "C" fn(*mut sys::IbvDevice) -> bool;
 type CreateCq = unsafe extern "C" fn(*mut sys::Context, *mut CqInit, *mut DvCqInit) -> *mut sys::Cq;
 
-/// What is used of libmlx5.
+/// The symbols of libmlx5 that are used.
 struct Mlx5 {
     init: InitObject,
     is_supported: IsSupported,
@@ -441,15 +452,13 @@ fn library() -> Result<&'static Mlx5> {
 
 fn load(name: &str) -> Result<Mlx5> {
     let failed = |why: String| {
-        Error::new(Kind::Unavailable, "find the queues of an mlx5 device")
-            .why(why)
-            .fix(INSTALL_HINT)
+        Error::new(Kind::Unavailable, "map the queues of an mlx5 device").why(why).fix(INSTALL_HINT)
     };
-    // SAFETY: loading the library runs its initialisers, which have no conditions.
+    // SAFETY: loading the library runs its initialisers, which have no preconditions.
     let library = unsafe { libloading::Library::new(name) };
     let library = library.map_err(|_| failed(format!("{name} is not installed")))?;
     let missing = |symbol: &str| failed(format!("{name} has no symbol {symbol}"));
-    // SAFETY: the signatures are those that infiniband/mlx5dv.h declares.
+    // SAFETY: the signatures are those of infiniband/mlx5dv.h.
     unsafe {
         let init = *library.get::<InitObject>(SYMBOL.as_bytes()).map_err(|_| missing(SYMBOL))?;
         let symbol = "mlx5dv_is_supported";
@@ -462,22 +471,23 @@ fn load(name: &str) -> Result<Mlx5> {
     }
 }
 
-/// A queue pair as libmlx5 would tell of it, in memory of the caller's: for tests without such a device.
+/// A queue pair from a recorded `mlx5dv_qp`, in memory of the caller: for tests without hardware.
 ///
 /// # Safety
-/// The image is that of a `struct mlx5dv_qp` whose pointers lead to memory that `owner` keeps.
+/// `image` is a `struct mlx5dv_qp` whose pointers lead to memory that `owner` keeps alive.
 #[doc(hidden)]
 pub unsafe fn recorded_qp(
     image: &[u8; 96],
     number: u32,
     owner: Arc<dyn Any + Send + Sync>,
 ) -> Result<DirectQp> {
-    // SAFETY: as long as the structure, which has no invalid values; the caller vouches for its pointers.
+    // SAFETY: the image has the structure's size, and any bytes are valid; the caller guarantees
+    // the pointers.
     let dv = unsafe { image.as_ptr().cast::<DvQp>().read_unaligned() };
     DirectQp::of(&dv, number, &owner)
 }
 
-/// The same of a completion queue.
+/// A completion queue from a recorded `mlx5dv_cq`.
 ///
 /// # Safety
 /// As for [`recorded_qp`], with a `struct mlx5dv_cq`.
@@ -497,7 +507,7 @@ mod tests {
         assert!(check_driver(Some("mlx5"), "mlx5_0").is_ok());
         let text = check_driver(Some("rxe"), "rxe0").unwrap_err().to_string();
         assert!(text.contains("its driver is rxe") && text.contains("software HCA"), "{text}");
-        assert!(check_driver(None, "x").unwrap_err().to_string().contains("not known"));
+        assert!(check_driver(None, "x").unwrap_err().to_string().contains("unknown"));
         let text = load("libmlx5-that-is-not-there.so.1").err().unwrap().to_string();
         assert!(text.contains("not installed") && text.contains("ibverbs-providers"), "{text}");
         let text = load("libc.so.6").err().unwrap().to_string();
@@ -505,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn the_installed_library_has_the_symbol() {
+    fn the_installed_library_has_the_symbols() {
         match load(LIBRARY) {
             Ok(_) => {}
             Err(error) if error.reason().contains("not installed") => {
@@ -516,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn structures_are_those_of_the_header() {
+    fn structures_match_the_header() {
         const HEADER: &str = "/usr/include/infiniband/mlx5dv.h";
         if !std::path::Path::new(HEADER).exists() {
             eprintln!("skipped: no {HEADER} (Debian: libibverbs-dev)");
@@ -551,28 +561,27 @@ mod tests {
     #[test]
     fn inconsistent_mlx5dv_data_is_rejected() {
         let owner: Arc<dyn Any + Send + Sync> = Arc::new(());
-        let place = std::ptr::without_provenance_mut::<u8>(4096);
-        let ring = |wqe_cnt, stride| DvRing { buf: place, wqe_cnt, stride };
-        // SAFETY: numbers and pointers, for which zero is a value.
+        let address = std::ptr::without_provenance_mut::<u8>(4096);
+        let ring = |wqe_cnt, stride| DvRing { buf: address, wqe_cnt, stride };
+        // SAFETY: plain numbers and pointers, which may be zero.
         let empty: DvQp = unsafe { std::mem::zeroed() };
         let good =
-            DvQp { dbrec: place, sq: ring(64, 64), rq: ring(16, 32), bf_reg: place, ..empty };
+            DvQp { dbrec: address, sq: ring(64, 64), rq: ring(16, 32), bf_reg: address, ..empty };
         let refused = |dv: DvQp| DirectQp::of(&dv, 7, &owner).unwrap_err().to_string();
         assert_eq!(DirectQp::of(&good, 7, &owner).unwrap().doorbell.len(), 8);
         assert!(refused(DvQp { sq: ring(64, 128), ..good }).contains("64 times 128"));
         assert!(refused(DvQp { sq: ring(63, 64), ..good }).contains("63 times 64"));
         assert!(refused(DvQp { sq: ring(1 << 16, 64), ..good }).contains("65536"));
         assert!(refused(DvQp { rq: ring(3, 32), ..good }).contains("receive queue of 3"));
-        assert!(
-            refused(DvQp { dbrec: std::ptr::null_mut(), ..good }).contains("record is nowhere")
-        );
-        assert!(refused(DvQp { bf_reg: place.wrapping_add(4), ..good }).contains("not aligned"));
-        // One with a shared receive queue has none of its own.
+        assert!(refused(DvQp { dbrec: std::ptr::null_mut(), ..good }).contains("record is null"));
+        assert!(refused(DvQp { bf_reg: address.wrapping_add(4), ..good }).contains("not aligned"));
+        // With an SRQ there is no receive queue.
         let shared = DirectQp::of(&DvQp { rq: ring(0, 0), ..good }, 7, &owner).unwrap();
         assert!(shared.receive.is_none());
         // SAFETY: as above.
         let empty: DvCq = unsafe { std::mem::zeroed() };
-        let good = DvCq { buf: place, dbrec: place, cqe_cnt: 64, cqe_size: 64, cqn: 9, ..empty };
+        let good =
+            DvCq { buf: address, dbrec: address, cqe_cnt: 64, cqe_size: 64, cqn: 9, ..empty };
         assert_eq!(DirectCq::of(&good, &owner).unwrap().number, 9);
         assert!(DirectCq::of(&DvCq { cqe_size: 128, ..good }, &owner).is_err());
     }

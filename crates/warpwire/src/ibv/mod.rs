@@ -1,23 +1,24 @@
-//! RDMA devices of the machine, through libibverbs: hardware, and the kernel's own software devices.
+//! RDMA devices through libibverbs: hardware, and the kernel's software devices, such as rxe.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`devices`], [`IbvDevice`] | which there are |
-//! | [`Context`], [`DeviceAttributes`], [`Port`], [`Gid`] | an open device, what it can do, its ports and addresses |
-//! | [`Pd`], [`Mr`] | protection domains and registered memory: of the host, or by dma-buf |
-//! | [`Cq`], [`Completion`] | where the ends of work are told |
-//! | [`Qp`], [`SendRequest`], [`AhAttributes`], [`IbvEndpoint`] | a queue pair, work to post, and where its peer is |
-//! | [`Srq`], [`AddressHandle`], [`AsyncEvent`] | shared receives, peers of datagrams, news |
-//! | [`explain`], [`explain_status`] | what an errno or a status means, and what to do |
+//! | [`devices`], [`IbvDevice`] | the RDMA devices of this machine |
+//! | [`Context`], [`DeviceAttributes`], [`Port`], [`Gid`] | an open device, its ports and GIDs |
+//! | [`Pd`], [`Mr`] | protection domains and memory regions |
+//! | [`Cq`], [`Completion`] | completion queues and work completions |
+//! | [`Qp`], [`SendRequest`] | queue pairs and work requests |
+//! | [`AhAttributes`], [`IbvEndpoint`] | routes to peers, and connection data |
+//! | [`Srq`], [`AddressHandle`], [`AsyncEvent`] | shared receive queues, UD peers, async events |
+//! | `explain`, [`explain_status`] | what an errno or a status means, and what to do |
 //!
-//! The library is loaded when the first device is asked for; without it everything here is an error that says what to
-//! install. Posting, polling and arming go straight to the provider, through the context's table of operations, as the
-//! inline functions of `infiniband/verbs.h` do: nothing is allocated. Requests, completions and news are those of
-//! [`work`](crate::work), which the software HCA has too.
+//! The library is loaded on first use; without it every call fails with an error that says what to
+//! install. Posting, polling and arming call the provider through the context's operations table,
+//! as the inline functions of `infiniband/verbs.h` do, and allocate nothing. Requests, completions
+//! and events are the types of [`work`](crate::work), shared with the software HCA.
 //!
-//! Objects hold what they need: a queue pair its completion queues, a registration its domain and its memory, and all
-//! of them the device. Three levels, as for CUDA: `sys` (structures and symbols, sizes asserted), `library` (results), the
-//! rest (safe).
+//! Objects keep what they depend on alive: a queue pair its completion queues, a memory region its
+//! domain and its memory, and all of them the device. There are three levels: `sys` (structures and
+//! symbols, with asserted sizes), `library` (results), and the safe rest.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -26,14 +27,16 @@
 //!
 //! let context = Context::open("mlx5_0")?;
 //! let (pd, cq) = (context.create_pd()?, context.create_cq(16)?);
-//! let [a, b] = [(); 2].map(|()| pd.create_qp(&cq, &cq, QpOptions { gid_index: 3, ..QpOptions::default() }));
+//! let options = QpOptions { gid_index: 3, ..QpOptions::default() };
+//! let [a, b] = [(); 2].map(|()| pd.create_qp(&cq, &cq, options.clone()));
 //! let (a, b) = (a?, b?);
 //! a.connect(&b.endpoint()?)?;
 //! b.connect(&a.endpoint()?)?;
 //! let memory = HostMemory::new(8192)?;
 //! let mr = pd.register(&memory, None, Access::ALL)?;
-//! a.post_send(&[SendRequest::new(7, WrOp::Write(mr.remote(4096))).with(&[mr.sge(0, 4096)])]).map_err(|refused| refused.error)?;
-//! assert!(cq.next(Duration::from_secs(5))?.expect("it ends").is_success());
+//! let request = SendRequest::new(7, WrOp::Write(mr.remote(4096)));
+//! a.post_send(&[request.with(&[mr.sge(0, 4096)])]).map_err(|failed| failed.error)?;
+//! assert!(cq.wait_next(Duration::from_secs(5))?.expect("it ends").is_success());
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 #![allow(unsafe_code)]

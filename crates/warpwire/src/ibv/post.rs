@@ -1,4 +1,4 @@
-//! Work, as it becomes the library's.
+//! Posting: conversion of requests to `ibv_send_wr` and `ibv_recv_wr` chains.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::mlx5::Atomic;
 use crate::work::{self, Fence, ReceiveRequest, Remote, Sge, WrOp};
 use warpwire_proto::qp::Service;
 
-/// Work to post: [`work::SendRequest`] with this room's addresses.
+/// A send work request: [`work::SendRequest`] with this module's [`AddressHandle`].
 ///
 /// ```
 /// use warpwire::ibv::{WrOp, SendRequest};
@@ -23,42 +23,42 @@ use warpwire_proto::qp::Service;
 /// ```
 pub type SendRequest<'a> = work::SendRequest<'a, AddressHandle>;
 
-/// Not all of several requests were posted: the first `posted` were.
+/// Only some of the requests were posted.
 #[derive(Clone, Debug)]
 pub struct PostError {
-    /// How many were posted, and will complete.
+    /// Number of requests, from the first, that were posted and will complete.
     pub posted: usize,
-    /// Why the next was not; [`Kind::Busy`] if there was no room.
+    /// Why the next one was not posted; [`Kind::Busy`] if the queue is full.
     pub error: Error,
 }
 
 impl std::fmt::Display for PostError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} (the {} before it were posted)", self.error, self.posted)
+        write!(f, "{} ({} earlier requests were posted)", self.error, self.posted)
     }
 }
 
 impl std::error::Error for PostError {}
 
-/// What a queue takes.
+/// Limits of a queue pair, as the provider granted them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QpCaps {
     pub(super) service: Service,
     pub(super) max_send_sge: u32,
     pub(super) max_recv_sge: u32,
-    pub(super) inline: u32,
+    pub(super) max_inline_data: u32,
 }
 
-/// A send queue, for as long as it is posted to.
+/// A send queue, borrowed for posting.
 pub(super) struct SendQueue<'a> {
     pub(super) post: sys::PostSend,
     pub(super) qp: *mut sys::Qp,
     pub(super) pd: &'a Pd,
-    pub(super) room: &'a QpCaps,
+    pub(super) caps: &'a QpCaps,
 }
 
 impl SendQueue<'_> {
-    /// Posts work; the requests' lifetimes end after the call, which copies what it needs.
+    /// Posts requests in chunks. The provider copies what it needs before the call returns.
     #[inline]
     pub(super) fn send<A: AsAddressHandle>(
         &self,
@@ -78,7 +78,7 @@ impl SendQueue<'_> {
                 }
                 good += 1;
             }
-            // SAFETY: so many entries were written; their ranges and inline bytes are borrowed by the requests.
+            // SAFETY: `good` entries were written; the requests borrow what they point to.
             let posted = unsafe { self.post_chain(entries.as_mut_ptr().cast(), good) };
             allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
             posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
@@ -90,7 +90,7 @@ impl SendQueue<'_> {
         Ok(())
     }
 
-    /// Whether all of it could be posted, before any of it is.
+    /// Checks that all requests can be posted, before any of them is.
     pub(super) fn check<A: AsAddressHandle>(
         &self,
         room: usize,
@@ -105,10 +105,10 @@ impl SendQueue<'_> {
         })
     }
 
-    /// Chains entries, and gives them to the provider.
+    /// Links entries to a chain and gives it to the provider.
     ///
     /// # Safety
-    /// So many entries were written at `first`, and what they point to lives.
+    /// `count` entries were written at `first`, and what they point to is alive.
     unsafe fn post_chain(
         &self,
         first: *mut sys::SendWr,
@@ -118,19 +118,19 @@ impl SendQueue<'_> {
             return Ok(());
         }
         for index in 1..count {
-            // SAFETY: both are entries that were written.
+            // SAFETY: both entries were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
         let staging_table = &self.pd.0.context.staging_table;
-        // SAFETY: the caller's promise, and nobody else has the entries.
+        // SAFETY: guaranteed by the caller; no other references to the entries exist.
         let entries = || unsafe { std::slice::from_raw_parts(first, count) };
         if !staging_table.is_empty() {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { stage(staging_table, entries()) }?;
         }
         let mut bad = std::ptr::null_mut();
-        // SAFETY: a queue pair that lives, and a chain of entries that lives. The provider reads ranges and inline
-        // bytes before it returns.
+        // SAFETY: the queue pair and the chain are alive. The provider reads scatter-gather lists
+        // and inline data before it returns.
         let code = unsafe { (self.post)(self.qp, first, &mut bad) };
         if code == 0 {
             return Ok(());
@@ -157,7 +157,7 @@ impl SendQueue<'_> {
         Ok(())
     }
 
-    /// Writes a request as the library reads it, but for its number.
+    /// Converts a request, without its `wr_id`.
     #[inline]
     fn translate<A: AsAddressHandle>(
         &self,
@@ -176,12 +176,12 @@ impl SendQueue<'_> {
         if request.fence == Fence::All {
             return Err(unsupported(
                 "fence for all earlier work",
-                "wait for its completion instead",
+                "poll for its completion instead",
             ));
         }
         match request.inline {
-            Some(bytes) if bytes.len() > self.room.inline as usize => {
-                return Err(too_long_inline(bytes.len(), self.room));
+            Some(bytes) if bytes.len() > self.caps.max_inline_data as usize => {
+                return Err(too_long_inline(bytes.len(), self.caps));
             }
             Some(bytes) => {
                 let whole =
@@ -189,8 +189,8 @@ impl SendQueue<'_> {
                 (entry.sg_list, entry.num_sge) =
                     (inline_sge.write(whole), i32::from(!bytes.is_empty()));
             }
-            None if request.data.len() > self.room.max_send_sge as usize => {
-                return Err(too_many_sges(request.data.len(), self.room.max_send_sge));
+            None if request.data.len() > self.caps.max_send_sge as usize => {
+                return Err(too_many_sges(request.data.len(), self.caps.max_send_sge));
             }
             None => {
                 (entry.sg_list, entry.num_sge) =
@@ -201,7 +201,7 @@ impl SendQueue<'_> {
         self.address(request, entry)
     }
 
-    /// Puts the address of a datagram in, and refuses what the service does not have.
+    /// Sets the destination of a UD message, and rejects what the service does not support.
     fn address<A: AsAddressHandle>(
         &self,
         request: &work::SendRequest<'_, A>,
@@ -211,12 +211,12 @@ impl SendQueue<'_> {
         let context = self.pd.0.context.raw.ptr();
         let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == context;
         let Some(to) = request.destination else {
-            return match self.room.service {
+            return match self.caps.service {
                 Service::Rc => Ok(()),
                 service => Err(wrong_service(service, false, plain)),
             };
         };
-        match (self.room.service, to.handle.hardware(self.pd).filter(own)) {
+        match (self.caps.service, to.handle.hardware(self.pd).filter(own)) {
             (Service::Ud, Some(handle)) if plain => {
                 let ah = handle.0.raw.ptr();
                 let ud = sys::Datagram { ah, remote_qpn: to.qpn, remote_qkey: to.qkey };
@@ -228,11 +228,11 @@ impl SendQueue<'_> {
     }
 }
 
-/// Copies what work sends to where the device finds it, and notes what it will write. If that cannot be, none of it is
-/// posted.
+/// Copies data to send into its staging buffers, and records what the work will write. On failure
+/// none of it is posted.
 ///
 /// # Safety
-/// What the entries point to lives.
+/// What the entries point to is alive.
 #[cold]
 unsafe fn stage(
     staging_table: &StagingTable,
@@ -241,7 +241,7 @@ unsafe fn stage(
     for (index, entry) in entries.iter().enumerate() {
         let has_sges = entry.num_sge > 0 && entry.send_flags & sys::SEND_INLINE == 0;
         let sges: &[Sge] = match has_sges {
-            // SAFETY: so many ranges are there, as the caller says.
+            // SAFETY: the caller guarantees `num_sge` entries.
             true => unsafe { std::slice::from_raw_parts(entry.sg_list, entry.num_sge as usize) },
             false => &[],
         };
@@ -253,7 +253,7 @@ unsafe fn stage(
     Ok(())
 }
 
-/// What to do, as the library has it.
+/// Sets opcode and remote address.
 #[inline]
 fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
     let rdma =
@@ -277,46 +277,48 @@ fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
                 }
                 Atomic::FetchAdd { add } => (sys::WR_ATOMIC_FETCH_AND_ADD, add, 0),
                 _ => {
-                    let fix = "use plain ones of 8 bytes, or the software device";
-                    return Err(unsupported("masked atomics, nor any of 4 bytes", fix));
+                    let fix = "use plain 8-byte atomics, or the software HCA";
+                    return Err(unsupported("masked or 4-byte atomics", fix));
                 }
             };
             let target =
                 sys::AtomicTarget { remote_addr: at.address, compare_add, swap, rkey: at.rkey };
             (entry.opcode, entry.wr) = (opcode, sys::WrTarget { atomic: target });
         }
-        // Nothing, in its turn: no byte is written, so that no key is looked at.
+        // A write of 0 bytes: completes in order, and no key is checked.
         WrOp::Nop => {
             (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(Remote { address: 0, rkey: 0 }));
             (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
         }
         WrOp::Wait { .. } => {
-            return Err(unsupported("work that waits", "wait for the completion yourself"));
+            return Err(unsupported("WAIT operation", "poll for the completion instead"));
         }
         WrOp::Dump => {
-            return Err(unsupported("reads that go nowhere", "read from the peer instead"));
+            return Err(unsupported("DUMP operation", "use an RDMA read instead"));
         }
     }
     Ok(())
 }
 
-/// Work that is put together and posted at once. The library reads it only then, so that all of it is kept here.
+/// A batch that is not posted yet. The library reads requests only when they are posted, so this
+/// owns copies of all that they point to.
 #[derive(Default)]
 pub(super) struct PendingBatch {
     entries: Vec<sys::SendWr>,
     wr_ids: Vec<u64>,
     sges: Vec<Sge>,
     bytes: Vec<u8>,
-    /// Peers of datagrams live until their work is posted.
+    /// Keeps address handles alive until the batch is posted.
     handles: Vec<Arc<AhInner>>,
 }
 
-// SAFETY: between calls its pointers are offsets, and the objects that they name may be used from any thread.
+// SAFETY: between calls its pointers are offsets, and address handles may be used from any
+// thread.
 unsafe impl Send for PendingBatch {}
 
 impl std::fmt::Debug for PendingBatch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Gathered({})", self.entries.len())
+        write!(f, "PendingBatch({})", self.entries.len())
     }
 }
 
@@ -329,7 +331,8 @@ impl PendingBatch {
         self.handles.clear();
     }
 
-    /// Adds work. Ranges are named by their place among all, inline bytes too, until it is posted.
+    /// Adds a request. Until it is posted, `sg_list` is an index into `sges`, and inline addresses
+    /// are offsets into `bytes`.
     pub(super) fn push<A: AsAddressHandle>(
         &mut self,
         send_queue: &SendQueue<'_>,
@@ -356,7 +359,7 @@ impl PendingBatch {
         Ok(())
     }
 
-    /// Posts all of it, and forgets it.
+    /// Turns indices into pointers and posts all requests.
     pub(super) fn post(
         &mut self,
         send_queue: &SendQueue<'_>,
@@ -372,19 +375,20 @@ impl PendingBatch {
             entry.sg_list = sges.wrapping_add(first);
         }
         let count = self.entries.len();
-        // SAFETY: all entries are written, and point into vectors that are not touched until the call returns.
+        // SAFETY: all entries are written, and point into vectors that do not change until the call
+        // returns.
         let posted = unsafe { send_queue.post_chain(self.entries.as_mut_ptr(), count) };
         allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| count));
         posted
     }
 
-    /// What the program called the work from `first` on.
+    /// Work request ids from index `first` on.
     pub(super) fn wr_ids_from(&self, first: usize) -> impl Iterator<Item = u64> + '_ {
         self.wr_ids.iter().skip(first).copied()
     }
 }
 
-/// Posts receives by that function, which is the queue pair's or the shared queue's.
+/// Posts receives with `post`, which is the operation of a queue pair or of an SRQ.
 #[inline]
 pub(super) fn receive(
     requests: &[ReceiveRequest<'_>],
@@ -415,7 +419,7 @@ pub(super) fn receive(
         }
         let first = entries.as_mut_ptr().cast::<sys::RecvWr>();
         for index in 1..good {
-            // SAFETY: both are entries of the array that were written.
+            // SAFETY: both entries of the array were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
         let mut posted = Ok(());
@@ -425,7 +429,7 @@ pub(super) fn receive(
             if code != 0 {
                 let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
                 let before = before.unwrap_or(0);
-                // SAFETY: those entries were written.
+                // SAFETY: these entries were written.
                 let refused = (before..good).map(|index| unsafe { (*first.add(index)).wr_id });
                 refused.for_each(|number| staging_table.cancel(number));
                 posted = Err(failed(before, code, Attempt::PostReceive));
@@ -441,7 +445,7 @@ pub(super) fn receive(
     Ok(())
 }
 
-/// Whether all receives could be posted, before any of them is.
+/// Checks that all receives can be posted, before any of them is.
 pub(super) fn check_receives(
     requests: &[ReceiveRequest<'_>],
     sges: u32,
@@ -474,7 +478,7 @@ fn full_receives() -> Error {
 
 #[cold]
 fn unsupported(what: &str, fix: &'static str) -> Error {
-    Error::new(Kind::Unsupported, "post work").why(format!("libibverbs has no {what}")).fix(fix)
+    Error::new(Kind::Unsupported, "post a send").why(format!("libibverbs has no {what}")).fix(fix)
 }
 
 #[cold]
@@ -484,30 +488,28 @@ fn failed(posted: usize, code: i32, attempt: Attempt<'_>) -> PostError {
 }
 
 #[cold]
-fn too_long_inline(len: usize, room: &QpCaps) -> Error {
-    Error::new(Kind::InvalidArgument, "post work")
-        .why(format!("{len} bytes inline, and the queue pair takes {}", room.inline))
-        .fix("register them, or make the queue pair with more inline bytes")
+fn too_long_inline(len: usize, caps: &QpCaps) -> Error {
+    Error::new(Kind::InvalidArgument, "post a send")
+        .why(format!("{len} inline bytes; the queue pair allows {}", caps.max_inline_data))
+        .fix("use registered memory, or create the queue pair with a larger inline size")
 }
 
 #[cold]
-fn too_many_sges(count: usize, most: u32) -> Error {
-    Error::new(Kind::InvalidArgument, "post work")
-        .why(format!("it names {count} ranges, and may name {most}"))
-        .fix("make the queue with more ranges")
+fn too_many_sges(count: usize, max: u32) -> Error {
+    Error::new(Kind::InvalidArgument, "post a request")
+        .why(format!("it has {count} scatter-gather entries; the maximum is {max}"))
+        .fix("create the queue with a larger maximum")
 }
 
 #[cold]
 fn wrong_service(service: Service, addressed: bool, plain: bool) -> Error {
     let (why, fix) = match (service, addressed, plain) {
         (Service::Rc, ..) => {
-            ("only messages of datagram queue pairs have an address", "leave the address out")
+            ("only sends of UD queue pairs have a destination", "omit the destination")
         }
-        (_, false, _) => ("a datagram needs an address", "say whom it is for: Request::to"),
-        (_, _, false) => {
-            ("a datagram queue pair sends messages, and nothing else", "use a connected one")
-        }
-        _ => ("the address handle was made by another context", "make one by this context"),
+        (_, false, _) => ("a UD send needs a destination", "set it with SendRequest::to"),
+        (_, _, false) => ("a UD queue pair supports sends only", "use a connected queue pair"),
+        _ => ("the address handle belongs to another context", "create one from this context"),
     };
-    Error::new(Kind::InvalidArgument, "post work").why(why).fix(fix)
+    Error::new(Kind::InvalidArgument, "post a send").why(why).fix(fix)
 }

@@ -1,4 +1,4 @@
-//! Queue pairs: connections and datagrams.
+//! Queue pairs of libibverbs, RC and UD.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,45 +23,46 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::Status;
 use crate::work::{self, Completion, CompletionKind, ReceiveRequest};
 
-/// How a queue pair is made and connected.
+/// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
 #[derive(Clone, Debug)]
 pub struct QpOptions {
-    /// What it is for: a connection, or datagrams.
+    /// Transport service: reliable connection (RC, the default) or unreliable datagram (UD).
     pub service: Service,
-    /// How many work requests the send queue has room for, at least.
+    /// Minimum number of outstanding sends (`max_send_wr`). Default: 128.
     pub send_depth: u32,
-    /// How many receives, at least; not used with a shared queue.
+    /// Minimum number of outstanding receives (`max_recv_wr`). Default: 128. Unused with an SRQ.
     pub receive_depth: u32,
-    /// How many ranges of memory a work request may name.
+    /// Maximum number of scatter-gather entries of a send (`max_send_sge`). Default: 2.
     pub max_send_sge: u32,
-    /// How many ranges a receive may name.
+    /// Maximum number of scatter-gather entries of a receive (`max_recv_sge`). Default: 2.
     pub max_recv_sge: u32,
-    /// How many bytes a work request may carry in itself.
-    pub inline: u32,
-    /// Whether every work request makes a completion.
+    /// Maximum number of inline bytes of a send (`max_inline_data`). Default: 64.
+    pub max_inline_data: u32,
+    /// Every send generates a completion (`sq_sig_all`). Default: true.
     pub signal_all: bool,
-    /// The shared receive queue that takes the place of its own.
+    /// Shared receive queue, used instead of a receive queue of its own. Default: none.
     pub srq: Option<Srq>,
-    /// The port that it uses; the first is 1.
+    /// Local port, counted from 1. Default: 1.
     pub port: u8,
-    /// Which of the port's addresses it uses: [`Context::gids`] lists them.
+    /// Index into the port's GID table, which [`Context::gids`] lists. Default: 0.
     pub gid_index: u8,
-    /// The most payload in a packet; by default the port's, or the peer's if that is smaller.
+    /// Path MTU. Default: the smaller of the port's active MTU and the peer's.
     pub mtu: Option<Mtu>,
-    /// What the peer may do.
+    /// Remote access flags (`qp_access_flags`). Default: all.
     pub access: protocol::Access,
-    /// How long to wait for an answer: 4.096 µs · 2^n; 0 waits for ever.
+    /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
     pub timeout: u8,
-    /// How often to try again without an answer: 0 to 7.
+    /// Retransmissions without an answer before work fails, 0 to 7. Default: 7.
     pub retry_count: u8,
-    /// How often to try again when the peer has no receive: 0 to 6; 7 is without end.
+    /// Retries after an RNR NAK, 0 to 6; 7 (the default) retries without limit.
     pub rnr_retry: u8,
-    /// The code of the time that a peer waits when there is no receive.
+    /// Minimum RNR NAK timer: the code of the delay that peers must observe. Default: 1 (10 µs).
     pub min_rnr_timer: u8,
-    /// How many reads and atomics may be outstanding, in either direction.
+    /// Maximum number of RDMA reads and atomics in flight, as initiator and as responder. Default:
+    /// 16.
     pub max_rd_atomic: u8,
-    /// Its queues will be written and read past the provider, of an mlx5 device: see [`Qp::mlx5dv`]. Small messages then
-    /// never come within completions.
+    /// The queues will be driven with direct verbs, on an mlx5 device: see [`Qp::mlx5dv`]. Disables
+    /// scatter-to-CQE. Default: false.
     pub use_direct_verbs: bool,
 }
 
@@ -73,7 +74,7 @@ impl Default for QpOptions {
             receive_depth: 128,
             max_send_sge: 2,
             max_recv_sge: 2,
-            inline: 64,
+            max_inline_data: 64,
             signal_all: true,
             srq: None,
             port: 1,
@@ -90,24 +91,24 @@ impl Default for QpOptions {
     }
 }
 
-/// What a peer must know to connect to a queue pair.
+/// Connection data of a queue pair, for its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IbvEndpoint {
-    /// The address of its port.
+    /// GID of its port.
     pub gid: [u8; 16],
-    /// The local identifier of its port; 0 on Ethernet.
+    /// LID of its port; 0 on Ethernet.
     pub lid: u16,
-    /// Its number.
+    /// Queue pair number, 24 bits.
     pub qpn: u32,
-    /// The sequence number of its first request.
+    /// Packet sequence number of its first request, 24 bits.
     pub psn: u32,
-    /// The most payload in a packet, in bytes.
+    /// Maximum path MTU in bytes.
     pub mtu: u32,
-    /// How many reads and atomics it answers at a time.
+    /// Maximum number of RDMA reads and atomics that it executes at a time.
     pub max_rd_atomic: u8,
 }
 
-/// A queue pair. Clones are the same one.
+/// A queue pair (`ibv_qp`). Clones refer to the same one; it is destroyed when the last is dropped.
 #[derive(Clone, Debug)]
 pub struct Qp(Arc<QpInner>);
 
@@ -116,13 +117,13 @@ struct QpInner {
     raw: Raw<sys::Qp>,
     post_send: sys::PostSend,
     post_receive: sys::PostRecv,
-    room: QpCaps,
+    caps: QpCaps,
     options: QpOptions,
-    /// The sequence number that it will begin with.
+    /// Initial packet sequence number of the next connection.
     psn: AtomicU32,
     queue_entry: Arc<QueueEntry>,
     pending_batch: Mutex<PendingBatch>,
-    /// These end after it.
+    /// Keeps the domain and the completion queues alive.
     pd: Pd,
     cqs: [Cq; 2],
 }
@@ -132,18 +133,18 @@ impl Drop for QpInner {
         self.discard_completions();
         destroy!(self.pd.0.context.library, destroy_qp(self.raw.ptr()));
         self.pd.0.context.staging_table.discard(self.queue_entry.wr_ids());
-        // What came in between is found on no shelf.
+        // Later completions no longer resolve.
         self.pd.0.context.wr_ids.remove(&self.queue_entry);
     }
 }
 
 impl QpInner {
     fn number(&self) -> u32 {
-        // SAFETY: the library's object, which lives as long as this; its number does not change.
+        // SAFETY: the library's object lives as long as this, and its number does not change.
         unsafe { (*self.raw.ptr()).qp_num }
     }
 
-    /// Completions of a shared queue that nobody has taken give their places back.
+    /// With an SRQ: drops unpolled completions, which frees their SRQ slots.
     fn discard_completions(&self) {
         if self.options.srq.is_some() {
             self.cqs[1].discard(self.number());
@@ -152,26 +153,27 @@ impl QpInner {
 
     fn send_queue(&self) -> SendQueue<'_> {
         let (post, qp) = (self.post_send, self.raw.ptr());
-        SendQueue { post, qp, pd: &self.pd, room: &self.room }
+        SendQueue { post, qp, pd: &self.pd, caps: &self.caps }
     }
 }
 
 impl Pd {
-    /// Makes a queue pair, whose ends of work are told in these two completion queues.
+    /// Creates a queue pair in `RESET` (`ibv_create_qp`). Completions of sends go to `send_cq`,
+    /// those of receives to `receive_cq`; both may be the same queue.
     ///
     /// # Errors
-    /// If the device does not have so much room, or the queues belong to another device.
+    /// If the device's limits are exceeded, or a queue belongs to another device.
     pub fn create_qp(&self, send_cq: &Cq, receive_cq: &Cq, options: QpOptions) -> Result<Qp> {
         let (pd, context) = (&self.0, &self.0.context);
         let shared = options.srq.as_ref().map(|srq| &srq.0);
         let wrong_context = shared.is_some_and(|srq| srq.pd.context.raw.ptr() != context.raw.ptr());
         if wrong_context || !send_cq.belongs_to(context) || !receive_cq.belongs_to(context) {
-            return Err(Error::new(Kind::InvalidArgument, "make a queue pair")
+            return Err(Error::new(Kind::InvalidArgument, "create a queue pair")
                 .on(context.device.name.clone())
-                .why("one of its queues was made by another context")
-                .fix("make all of them by one"));
+                .why("one of its queues belongs to another context")
+                .fix("create all of them from one context"));
         }
-        // SAFETY: an open device; its operations do not change once it is open.
+        // SAFETY: the device is open; its operations table does not change after that.
         let ops = unsafe { &(*context.raw.ptr()).ops };
         let (Some(post_send), Some(post_receive)) = (ops.post_send, ops.post_recv) else {
             return Err(unsupported(context, "queue pairs"));
@@ -190,7 +192,7 @@ impl Pd {
                 max_recv_wr: if shared.is_some() { 0 } else { options.receive_depth },
                 max_send_sge: options.max_send_sge,
                 max_recv_sge: if shared.is_some() { 0 } else { options.max_recv_sge },
-                max_inline_data: options.inline,
+                max_inline_data: options.max_inline_data,
             },
             qp_type: qp_type as i32,
             sq_sig_all: i32::from(options.signal_all),
@@ -201,11 +203,11 @@ impl Pd {
                 create!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init))
             }
         }?;
-        let room = QpCaps {
+        let caps = QpCaps {
             service: options.service,
             max_send_sge: init.cap.max_send_sge,
             max_recv_sge: init.cap.max_recv_sge,
-            inline: init.cap.max_inline_data,
+            max_inline_data: init.cap.max_inline_data,
         };
         let depths = [
             init.cap.max_send_wr.max(options.send_depth),
@@ -214,7 +216,7 @@ impl Pd {
         let queue_entry = context.wr_ids.add_qp(depths, shared.is_none());
         let queue_entry =
             queue_entry.inspect_err(|_| destroy!(context.library, destroy_qp(raw.ptr())))?;
-        // SAFETY: just made.
+        // SAFETY: just created.
         let psn = random_psn(unsafe { (*raw.ptr()).qp_num }).into();
         let cqs = [send_cq.clone(), receive_cq.clone()];
         let pending_batch = Mutex::default();
@@ -223,7 +225,7 @@ impl Pd {
             raw,
             post_send,
             post_receive,
-            room,
+            caps,
             options,
             psn,
             queue_entry,
@@ -234,7 +236,7 @@ impl Pd {
     }
 }
 
-/// A first sequence number that differs from one connection to the next.
+/// An initial packet sequence number that differs between connections.
 fn random_psn(number: u32) -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
@@ -242,17 +244,17 @@ fn random_psn(number: u32) -> u32 {
 }
 
 impl Qp {
-    /// Its number.
+    /// Queue pair number, 24 bits.
     pub fn number(&self) -> u32 {
         self.0.number()
     }
 
-    /// How many bytes a work request may carry in itself: at least what was asked for.
+    /// Maximum number of inline bytes of a send: at least what was asked for.
     pub fn max_inline_data(&self) -> u32 {
-        self.0.room.inline
+        self.0.caps.max_inline_data
     }
 
-    /// The sequence number of its first request, until it is reset.
+    /// Packet sequence number of its first request; changes with each reset.
     pub fn psn(&self) -> u32 {
         self.0.psn.load(Ordering::Relaxed)
     }
@@ -261,14 +263,14 @@ impl Qp {
         self.0.raw.ptr()
     }
 
-    /// The domain that it belongs to.
+    /// Its protection domain.
     pub fn pd(&self) -> &Pd {
         &self.0.pd
     }
 
-    /// Its state, as the device has it.
+    /// Current state, as the device has it: a system call (`ibv_query_qp`).
     pub fn state(&self) -> Result<State> {
-        // SAFETY: numbers and pointers, for which zero is a value.
+        // SAFETY: plain numbers and pointers, which may be zero.
         let (mut attr, mut init): (sys::QpAttr, sys::QpInitAttr) = unsafe { std::mem::zeroed() };
         let (inner, mask) = (&*self.0, sys::QP_STATE as i32);
         let library = inner.pd.0.context.library;
@@ -284,10 +286,10 @@ impl Qp {
         })
     }
 
-    /// What a peer must know to connect to it.
+    /// Connection data for the peer's [`connect`](Self::connect).
     ///
     /// # Errors
-    /// If its port is down, or there is no such GID.
+    /// If its port is not active, or has no such GID.
     pub fn endpoint(&self) -> Result<IbvEndpoint> {
         let inner = &*self.0;
         let options = &inner.options;
@@ -304,7 +306,11 @@ impl Qp {
         Ok(IbvEndpoint { gid, lid: port.lid, qpn, psn, mtu, max_rd_atomic: options.max_rd_atomic })
     }
 
-    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
+    /// Moves an RC queue pair from `RESET` through `INIT` and `RTR` to `RTS`, connected to `peer`.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if the peer's MTU is not a valid one; else as for
+    /// [`modify`](Self::modify).
     pub fn connect(&self, peer: &IbvEndpoint) -> Result<()> {
         let own = self.endpoint()?;
         let options = &self.0.options;
@@ -341,7 +347,8 @@ impl Qp {
         self.modify(&rts_attr, None)
     }
 
-    /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
+    /// Moves a UD queue pair from `RESET` through `INIT` and `RTR` to `RTS`. It receives messages
+    /// that carry `qkey`.
     pub fn activate_ud(&self, qkey: u32) -> Result<()> {
         let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
         self.modify(&init, None)?;
@@ -355,7 +362,7 @@ impl Qp {
         )
     }
 
-    /// The step to `INIT` that its options ask for.
+    /// Attributes for the transition to `INIT`, from the options.
     pub fn init_attr(&self) -> QpAttributes {
         QpAttributes {
             partition_index: Some(0),
@@ -365,12 +372,13 @@ impl Qp {
         }
     }
 
-    /// Takes a step, or changes attributes. The peer is where `route` says, or, without one, at the IP address of the
-    /// change's path, from the port and GID of the queue pair's options.
+    /// Changes state or attributes (`ibv_modify_qp`). The peer is at `route` or, without one, at
+    /// the IP address of the change's path, reached from the port and GID of the options. A
+    /// transition to `RESET` empties the queues and chooses a new PSN.
     ///
     /// # Errors
-    /// If there is no such step (with what is missing), the port is down, the GID is not there, or the peer's address
-    /// does not answer.
+    /// If the transition is invalid (the text names what is missing), the port is not active, the
+    /// GID does not exist, or the peer's address does not resolve.
     pub fn modify(&self, change: &QpAttributes, route: Option<&AhAttributes>) -> Result<()> {
         let inner = &*self.0;
         let options = &inner.options;
@@ -394,7 +402,7 @@ impl Qp {
         Ok(())
     }
 
-    /// A better reason than the device gave, if there is one.
+    /// Replaces the device's error by a more specific one, if port or GID are unusable.
     #[cold]
     fn explain_modify_error(
         &self,
@@ -412,7 +420,7 @@ impl Qp {
                 && !on_infiniband
             {
                 return better.during(format!(
-                    "take queue pair {:#x} to {}",
+                    "move queue pair {:#x} to {}",
                     self.number(),
                     change.to
                 ));
@@ -421,9 +429,9 @@ impl Qp {
         error
     }
 
-    /// Whether there is such a step: providers look at some attributes and pass over others.
+    /// Checks the transition: providers check some attributes and ignore others.
     fn check_transition(&self, change: &QpAttributes, route: Option<&AhAttributes>) -> Result<()> {
-        // The table of steps has one port, one partition, and a path where there is a route.
+        // The state table knows one port, one partition, and a path in place of a route.
         let as_listed = QpAttributes {
             port: change.port.map(|_| 1),
             partition_index: change.partition_index.map(|_| 0),
@@ -436,17 +444,18 @@ impl Qp {
             ..*change
         };
         as_listed.check(self.0.options.service, self.state()?).map_err(|refused| {
-            let what = format!("take queue pair {:#x} to {}", self.number(), change.to);
+            let what = format!("move queue pair {:#x} to {}", self.number(), change.to);
             Error::new(Kind::InvalidArgument, what)
                 .why(refused.to_string())
-                .fix("take RESET, INIT, RTR, RTS in turn, with the attributes of each")
+                .fix("go through RESET, INIT, RTR and RTS in order, with the attributes of each")
         })
     }
 
-    /// Posts work, in its order. Nothing is allocated.
+    /// Posts requests in order (`ibv_post_send`). Allocates nothing.
     ///
     /// # Errors
-    /// With how many were posted; [`Kind::Busy`] if there is no room for the next.
+    /// [`PostError::posted`] requests were posted before the failure; [`Kind::Busy`] if the queue
+    /// is full.
     #[inline]
     pub fn post_send<A: AsAddressHandle>(
         &self,
@@ -456,10 +465,10 @@ impl Qp {
         inner.send_queue().send(&mut inner.queue_entry.alloc_send(), requests)
     }
 
-    /// Posts work, all of it or none, unless the device refuses what is in order by all that is known of it.
+    /// Posts all requests or none, unless the device rejects a request that passed all checks.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room for all of it.
+    /// [`Kind::Busy`] if the queue has no room for all of them.
     #[inline]
     pub fn post_all<A: AsAddressHandle>(
         &self,
@@ -467,24 +476,25 @@ impl Qp {
     ) -> Result<()> {
         let inner = &*self.0;
         let (send_queue, mut allocator) = (inner.send_queue(), inner.queue_entry.alloc_send());
-        // One alone is posted or not.
+        // A single request is posted or not: nothing to check.
         if requests.len() > 1 {
             send_queue.check(allocator.room(), requests)?;
         }
         send_queue.send(&mut allocator, requests).map_err(|refused| refused.error)
     }
 
-    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
+    /// Starts a batch of requests. It holds the lock of the send queue until it is posted or
+    /// dropped: other threads that post wait, and the same thread deadlocks.
     pub fn batch(&self) -> Batch<'_> {
         let inner = &*self.0;
         let allocator = inner.queue_entry.alloc_send();
         Batch { inner, allocator, pending_batch: inner.pending_batch.lock() }
     }
 
-    /// Posts receives, in their order. Nothing is allocated.
+    /// Posts receives in order (`ibv_post_recv`). Allocates nothing.
     ///
     /// # Errors
-    /// With how many were posted.
+    /// [`PostError::posted`] receives were posted before the failure.
     #[inline]
     pub fn post_receive(
         &self,
@@ -497,14 +507,17 @@ impl Qp {
         self.receive(requests, &mut inner.queue_entry.alloc_receive())
     }
 
-    /// Posts receives, all of them or none.
+    /// Posts all receives or none.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if the queue has no room for all of them.
     pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let inner = &*self.0;
         if inner.options.srq.is_some() {
             return Err(must_post_to_srq());
         }
         let mut allocator = inner.queue_entry.alloc_receive();
-        post::check_receives(requests, inner.room.max_recv_sge, allocator.room())?;
+        post::check_receives(requests, inner.caps.max_recv_sge, allocator.room())?;
         self.receive(requests, &mut allocator).map_err(|refused| refused.error)
     }
 
@@ -517,18 +530,18 @@ impl Qp {
         let staging_table = &inner.pd.0.context.staging_table;
         post::receive(
             requests,
-            inner.room.max_recv_sge,
+            inner.caps.max_recv_sge,
             (allocator, staging_table),
             |first, bad| {
-                // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
+                // SAFETY: the queue pair is alive, and so is the chain until the call returns.
                 unsafe { (inner.post_receive)(inner.raw.ptr(), first, bad) }
             },
         )
     }
 }
 
-/// Work that is being put together. Nothing of it is seen by the device before [`Batch::post`]; dropped, it is as if it
-/// had never been.
+/// Requests being collected. The device sees none of them before [`Batch::post`]; dropping the
+/// batch discards them.
 #[must_use = "nothing happens until the batch is posted"]
 #[derive(Debug)]
 pub struct Batch<'q> {
@@ -544,29 +557,31 @@ impl Drop for Batch<'_> {
 }
 
 impl Batch<'_> {
-    /// Adds work. Ranges and inline bytes are copied.
+    /// Adds a request. The scatter-gather list and inline data are copied.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room: post what there is, and take completions.
+    /// [`Kind::Busy`] if the queue is full: post the batch and poll completions.
     pub fn push<A: AsAddressHandle>(&mut self, request: &work::SendRequest<'_, A>) -> Result<()> {
         self.pending_batch.push(&self.inner.send_queue(), &mut self.allocator, request)
     }
 
-    /// Posts all of it.
+    /// Posts all requests.
     ///
     /// # Errors
-    /// With how many were posted, if the device refuses what is in order by all that is known of it.
+    /// [`PostError::posted`] requests were posted, if the device rejects one that passed all
+    /// checks.
     pub fn post(mut self) -> std::result::Result<(), PostError> {
         self.pending_batch.post(&self.inner.send_queue(), &mut self.allocator)
     }
 
-    /// Posts all of it. What the device refuses ends as [`Status::LocalQpOperation`] in the completion queue.
+    /// Posts all requests. Those that the device rejects complete with
+    /// [`Status::LocalQpOperation`].
     pub fn post_or_fail(mut self) {
         let Err(refused) = self.pending_batch.post(&self.inner.send_queue(), &mut self.allocator)
         else {
             return;
         };
-        tracing::warn!(%refused, "work was refused as it was posted");
+        tracing::warn!(%refused, "the device rejected work that passed all checks");
         let number = self.inner.number();
         let completed = self.pending_batch.wr_ids_from(refused.posted).map(|id| Completion {
             id,
@@ -582,13 +597,13 @@ impl Batch<'_> {
 #[cold]
 fn must_post_to_srq() -> Error {
     Error::new(Kind::InvalidArgument, "post a receive")
-        .why("the queue pair uses a shared one")
-        .fix("post it there")
+        .why("the queue pair uses an SRQ")
+        .fix("post it to the SRQ")
 }
 
-/// A change as the library reads it, and which of its fields count.
+/// Converts a change to `ibv_qp_attr` and its attribute mask.
 fn attributes(change: &QpAttributes, route: Option<&AhAttributes>) -> (sys::QpAttr, u32) {
-    // SAFETY: numbers, for which zero is a value.
+    // SAFETY: plain numbers, which may be zero.
     let mut attr: sys::QpAttr = unsafe { std::mem::zeroed() };
     attr.qp_state = state_number(change.to) as i32;
     let mut mask = sys::QP_STATE;
@@ -643,7 +658,7 @@ fn access_flags(access: protocol::Access) -> u32 {
     FLAGS.iter().filter(|(right, _)| access.contains(*right)).fold(0, |all, (_, flag)| all | flag)
 }
 
-/// The code of an MTU; one that verbs do not know becomes a number that no device takes.
+/// The `ibv_mtu` code; MTUs beyond verbs' become 0, which every device rejects.
 fn mtu_code(mtu: Mtu) -> i32 {
     (sys::MTU_256 as i32..=sys::MTU_4096 as i32)
         .find(|code| mtu_of(*code) == Some(mtu))
@@ -655,7 +670,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_sets_what_it_names_and_nothing_else() {
+    fn attributes_set_only_the_given_fields() {
         let (attr, mask) = attributes(&QpAttributes::new(State::Err), None);
         assert_eq!((attr.qp_state, mask), (6, 1));
         let change = QpAttributes {
@@ -679,7 +694,7 @@ mod tests {
     }
 
     #[test]
-    fn only_mtus_of_verbs_have_a_code() {
+    fn only_verbs_mtus_have_a_code() {
         let codes = Mtu::ALL.map(mtu_code);
         assert_eq!(codes, [1, 2, 3, 4, 5]);
         assert_eq!(mtu_code(Mtu::new(65_536).unwrap()), 0);

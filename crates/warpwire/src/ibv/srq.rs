@@ -1,4 +1,4 @@
-//! Shared receive queues: receives that whichever queue pair needs one takes.
+//! Shared receive queues: receives that any attached queue pair may consume.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use super::wr_ids::{QueueEntry, WrIdAllocator};
 use crate::error::Result;
 use crate::work::ReceiveRequest;
 
-/// A shared receive queue. Clones are the same one; it ends with the last queue pair that uses it.
+/// A shared receive queue (`ibv_srq`). Clones refer to the same queue; it is destroyed when the
+/// last clone and the last queue pair that uses it are dropped.
 #[derive(Clone, Debug)]
 pub struct Srq(pub(super) Arc<SrqInner>);
 
@@ -34,18 +35,22 @@ impl Drop for SrqInner {
 }
 
 impl Pd {
-    /// Makes a shared receive queue with room for so many receives of so many ranges, at least.
+    /// Creates a shared receive queue for at least `depth` outstanding receives of at least
+    /// `max_sge` scatter-gather entries each.
+    ///
+    /// # Errors
+    /// If the device has no SRQs, or its limits are exceeded.
     pub fn create_srq(&self, depth: u32, max_sge: u32) -> Result<Srq> {
         let pd = self.0.clone();
         let context = &pd.context;
-        // SAFETY: an open device; its operations do not change once it is open.
+        // SAFETY: the device is open; its operations table does not change after that.
         let post = unsafe { (*context.raw.ptr()).ops.post_srq_recv };
         let post = post.ok_or_else(|| unsupported(context, "shared receive queues"))?;
-        let attr = sys::SrqAttr { max_wr: depth, max_sge: max_sge, srq_limit: 0 };
+        let attr = sys::SrqAttr { max_wr: depth, max_sge, srq_limit: 0 };
         let mut init = sys::SrqInitAttr { srq_context: std::ptr::null_mut(), attr };
         let raw =
             create!(context.library, Attempt::CreateSrq, create_srq(pd.raw.ptr(), &mut init))?;
-        // What was made may be larger than what was asked for.
+        // The provider may have allocated more than requested.
         let max_sge = init.attr.max_sge.max(max_sge);
         let queue_entry = context.wr_ids.add_srq(init.attr.max_wr.max(depth));
         let queue_entry =
@@ -55,13 +60,14 @@ impl Pd {
 }
 
 impl Srq {
-    /// Its number, as events tell it.
+    /// The queue's number, which asynchronous events name.
     pub fn number(&self) -> u32 {
-        // SAFETY: the library's object, which lives as long as this.
+        // SAFETY: the library's object lives as long as this handle.
         unsafe { (*self.0.raw.ptr()).handle }
     }
 
-    /// Asks for an event, once, when fewer than `limit` receives wait; 0 asks for none.
+    /// Sets the limit (`IBV_SRQ_LIMIT`): an event is generated, once, when fewer than `limit`
+    /// receives are outstanding; 0 disarms.
     pub fn arm(&self, limit: u32) -> Result<()> {
         let mut attr = sys::SrqAttr { max_wr: 0, max_sge: 0, srq_limit: limit };
         let shared = &*self.0;
@@ -73,10 +79,10 @@ impl Srq {
         )
     }
 
-    /// Posts receives, in their order.
+    /// Posts receives in order (`ibv_post_srq_recv`).
     ///
     /// # Errors
-    /// With how many were posted.
+    /// [`PostError::posted`] receives were posted before the failure.
     #[inline]
     pub fn post_receive(
         &self,
@@ -86,7 +92,10 @@ impl Srq {
         self.post(requests, &mut shared.queue_entry.alloc_srq())
     }
 
-    /// Posts receives, all of them or none.
+    /// Posts all receives or none.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`](crate::error::Kind::Busy) if the queue has no room for all of them.
     pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let mut allocator = self.0.queue_entry.alloc_srq();
         check_receives(requests, self.0.max_sge, allocator.room())?;
@@ -101,7 +110,7 @@ impl Srq {
         let shared = &*self.0;
         let staging_table = &shared.pd.context.staging_table;
         receive(requests, shared.max_sge, (allocator, staging_table), |first, bad| {
-            // SAFETY: a queue that lives, and a chain of entries that lives until the call returns.
+            // SAFETY: the queue is alive, and so is the chain of requests until the call returns.
             unsafe { (shared.post)(shared.raw.ptr(), first, bad) }
         })
     }

@@ -1,12 +1,15 @@
-//! Memory of a GPU that an RDMA device cannot reach: the last way, through pinned memory beside it.
+//! Staging: the fallback for GPU memory that an RDMA device cannot reach, through pinned memory.
 //!
-//! The device gets pinned memory, as long as the GPU's and under the same addresses. What is sent is copied there as it
-//! is posted, before the device is told; what arrives is copied back before the program hears of it. So the memory
-//! serves work of this side only: of what peers do by themselves, nobody hears, and rights for them are refused.
+//! The device gets pinned memory of the same size and IOVA as the GPU memory. Data to send is
+//! copied there when it is posted, before the doorbell; received data is copied back before its
+//! completion is returned. So only work of this side can use the memory: RDMA operations of peers
+//! would trigger no copy, and remote access rights are rejected.
 //!
-//! # What always holds
-//! 1. Bytes that work may still write (an *arrival*) are never copied over from the GPU's memory.
-//! 2. An arrival is noted before the device is told of its work, and forgotten after its bytes are copied back.
+//! # Invariants
+//! 1. Bytes that outstanding work may still write (*inbound* ranges) are never overwritten by a
+//!    copy from GPU memory.
+//! 2. An inbound range is recorded before its work is posted, and removed after its bytes are
+//!    copied back.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -25,22 +28,22 @@ use crate::mr::Access;
 use crate::units;
 use crate::work::Sge;
 
-/// No copy takes as long.
+/// Timeout of a copy; none takes that long on a working device.
 const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Memory of a GPU, and the pinned memory that stands in for it.
+/// GPU memory and its pinned staging buffer.
 #[derive(Debug)]
 pub(super) struct StagingBuffer {
     memory: Region,
     pinned: Allocation,
-    /// Where the first byte is, in work.
+    /// IOVA of the first byte.
     iova: u64,
     stream: Stream,
 }
 
 impl StagingBuffer {
     /// # Errors
-    /// If peers would have rights, or there is not so much pinned memory.
+    /// If `access` has remote rights, or pinned memory is short.
     pub(super) fn new(memory: &Region, iova: u64, access: Access) -> Result<Self> {
         if access.is_remote() {
             return Err(no_remote_access(memory.len(), access));
@@ -50,12 +53,13 @@ impl StagingBuffer {
         Ok(Self { memory: memory.clone(), pinned, iova, stream: device.stream()? })
     }
 
-    /// Where the pinned memory lies.
+    /// Address of the pinned memory.
     pub(super) fn address(&self) -> Result<u64> {
         Ok(self.pinned.host_bytes()?.address())
     }
 
-    /// The bytes that a range of work names; none if they are not all here, and the device will say so.
+    /// The byte offsets of a scatter-gather entry; `None` if it is not inside the region, in which
+    /// case the device reports the error.
     fn span(&self, range: &Sge) -> Option<Range<u64>> {
         let start = range.address.checked_sub(self.iova)?;
         let end = start.checked_add(range.len.into())?;
@@ -84,38 +88,41 @@ impl StagingBuffer {
 #[cold]
 fn no_remote_access(len: u64, access: Access) -> Error {
     Error::new(Kind::Unsupported, format!("stage {} of device memory", units::bytes(len)))
-        .why(format!("peers would use it by themselves ({access}), and nobody would copy for them"))
-        .fix("register it for this side alone, with local-write or nothing, and have peers send; or let peers reach pinned host memory")
+        .why(format!("accesses of peers ({access}) would not be copied"))
+        .fix(
+            "register it with local-write or no rights, and have peers send; or give peers pinned \
+             host memory",
+        )
 }
 
-/// A range of work that will be written: how long it is, and where it is staged, if it is.
+/// A scatter-gather entry that work will write: its length, and its staging range if it has one.
 #[derive(Debug)]
 struct PendingWrite {
     len: u64,
     stage: Option<(Arc<StagingBuffer>, Range<u64>)>,
 }
 
-/// What is staged of a device's memory, and what has yet to arrive.
+/// All staging buffers of a device, and the ranges that outstanding work will write.
 #[derive(Debug, Default)]
 pub(super) struct StagingTable {
-    /// How many stages there are: where there is none, nobody looks any further.
+    /// Number of staging buffers; 0 is the fast path of posting.
     count: AtomicUsize,
-    /// By their keys.
+    /// By lkey.
     table: RwLock<HashMap<u32, Arc<StagingBuffer>>>,
-    /// How many arrivals are awaited.
+    /// Number of inbound work requests; 0 is the fast path of polling.
     inbound_count: AtomicUsize,
-    /// By the numbers of their work, which go up within a queue.
+    /// By library work request id, which increases within a queue.
     inbound: Mutex<BTreeMap<u64, Vec<PendingWrite>>>,
 }
 
 impl StagingTable {
-    /// Whether no registration is staged.
+    /// Whether no memory region is staged.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.count.load(Ordering::Acquire) == 0
     }
 
-    /// Whether nothing staged has yet to arrive.
+    /// Whether no outstanding work writes staged memory.
     #[inline]
     pub(super) fn has_no_inbound(&self) -> bool {
         self.inbound_count.load(Ordering::Acquire) == 0
@@ -127,7 +134,7 @@ impl StagingTable {
         self.count.store(table.len(), Ordering::Release);
     }
 
-    /// The registration with that key ends.
+    /// The memory region with this lkey is deregistered.
     pub(super) fn remove(&self, lkey: u32) {
         let mut table = self.table.write();
         table.remove(&lkey);
@@ -140,10 +147,10 @@ impl StagingTable {
         Some((stage, span))
     }
 
-    /// Work with that number is about to be posted: what it sends is copied, what it will write is noted.
+    /// Prepares work that is about to be posted: copies what it sends, records what it will write.
     ///
     /// # Errors
-    /// If the GPU's memory is gone, or its device fails.
+    /// If the GPU memory was freed, or its device fails.
     #[cold]
     pub(super) fn prepare(&self, wr_id: u64, opcode: u32, sges: &[Sge]) -> Result<()> {
         match opcode {
@@ -157,7 +164,7 @@ impl StagingTable {
 
     fn send(&self, range: &Sge) -> Result<()> {
         let Some((stage, span)) = self.find(range) else { return Ok(()) };
-        // Held while it is copied: what arrives meanwhile would be copied back from under it.
+        // Held during the copy, so that `completed` copies nothing back in between.
         let inbound = self.inbound.lock();
         let pending_writes =
             inbound.values().flatten().filter_map(|pending_write| pending_write.stage.as_ref());
@@ -167,7 +174,7 @@ impl StagingTable {
         subtract_ranges(span, &holes).iter().try_for_each(|span| stage.copy_out(span))
     }
 
-    /// Work with that number will write these ranges.
+    /// Records the ranges that work with this id will write.
     #[cold]
     pub(super) fn add_inbound(&self, wr_id: u64, sges: &[Sge]) {
         let pending_write =
@@ -181,7 +188,7 @@ impl StagingTable {
         self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
-    /// Work with that number was not posted.
+    /// Work with this id was not posted.
     #[cold]
     pub(super) fn cancel(&self, wr_id: u64) {
         let mut inbound = self.inbound.lock();
@@ -189,7 +196,7 @@ impl StagingTable {
         self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
-    /// The queues whose numbers these are were reset, or are gone.
+    /// The queues with these ids were reset or destroyed.
     pub(super) fn discard(&self, wr_ids: impl IntoIterator<Item = Range<u64>>) {
         if self.has_no_inbound() {
             return;
@@ -201,13 +208,13 @@ impl StagingTable {
         self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
-    /// Work has ended, as this completion says: what it wrote is copied to where it belongs, before anybody hears of it.
-    /// If that cannot be, the work has failed.
+    /// Copies back what completed work has written, before the completion is returned. If the copy
+    /// fails, the completion becomes a failure.
     #[cold]
     pub(super) fn completed(&self, wc: &mut sys::Wc) {
         let mut inbound = self.inbound.lock();
         let wr_ids: Vec<u64> = match queue_of(wc.wr_id) {
-            // Reads before it may have made no completion, and are done too.
+            // Earlier unsignaled reads are complete too.
             Some(WrQueue::Send) => inbound
                 .range(queue_wr_ids(wc.wr_id))
                 .map(|(wr_id, _)| *wr_id)
@@ -219,7 +226,7 @@ impl StagingTable {
             let Some(pending_writes) = inbound.remove(&wr_id) else { continue };
             let bytes_received = if wr_id == wc.wr_id { bytes_received(wc) } else { u64::MAX };
             if let Err(error) = copy_back_all(&pending_writes, bytes_received) {
-                tracing::warn!(%error, "what arrived could not be copied to the device's memory");
+                tracing::warn!(%error, "received data could not be copied to device memory");
                 wc.status = Status::LocalAccess as u32;
             }
         }
@@ -227,19 +234,19 @@ impl StagingTable {
     }
 }
 
-/// How many bytes work has written, at most.
+/// Maximum number of bytes that the work has written.
 fn bytes_received(wc: &sys::Wc) -> u64 {
     let failed = wc.status != Status::Success as u32;
     match queue_of(wc.wr_id) {
         _ if failed => 0,
         Some(WrQueue::Send) => u64::MAX,
-        // The peer has said where that goes; the receive was used up for the news of it.
+        // An RDMA write with immediate data: its payload did not go to the receive buffer.
         _ if wc.opcode == sys::WC_RECV_RDMA_WITH_IMM => 0,
         _ => wc.byte_len.into(),
     }
 }
 
-/// Copies the first so many bytes of these ranges back.
+/// Copies the first `bytes` bytes of these ranges back.
 fn copy_back_all(pending_writes: &[PendingWrite], mut bytes: u64) -> Result<()> {
     for PendingWrite { len, stage } in pending_writes {
         let chunk = (*len).min(bytes);
@@ -253,7 +260,7 @@ fn copy_back_all(pending_writes: &[PendingWrite], mut bytes: u64) -> Result<()> 
     Ok(())
 }
 
-/// What is left of a range without the holes, which are sorted.
+/// The parts of `range` outside the holes, which are sorted by start.
 fn subtract_ranges(range: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut at = range.start;
@@ -315,7 +322,7 @@ mod tests {
     }
 
     fn wc(wr_id: u64, status: Status, opcode: u32, byte_len: u32) -> sys::Wc {
-        // SAFETY: numbers, for which zero is a value.
+        // SAFETY: plain numbers, which may be zero.
         let empty: sys::Wc = unsafe { std::mem::zeroed() };
         sys::Wc { wr_id, status: status as u32, opcode, byte_len, ..empty }
     }
@@ -329,7 +336,7 @@ mod tests {
         staging_table.prepare(6, sys::WR_SEND, &[sge(8, 100)]).unwrap();
         assert_eq!(pinned(&staging_table, 6, 10), [9, 9, 1, 1, 9, 9, 9, 9, 1, 1]);
         assert_eq!(pinned(&staging_table, 98, 12), [1, 1, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]);
-        // Other keys, and ranges that are not all there, are the device's affair.
+        // Other lkeys and out-of-range entries are left to the device.
         staging_table
             .prepare(7, sys::WR_SEND, &[Sge { lkey: 1, ..sge(200, 10) }, sge(LEN - 1, 2)])
             .unwrap();
@@ -360,12 +367,12 @@ mod tests {
             staging_table.completed(&mut wc(receive, status, opcode, 50));
             assert_eq!(device(&memory, 200, 1), [0]);
         }
-        // What nobody awaits changes nothing.
+        // A completion without a recorded range copies nothing.
         staging_table.completed(&mut wc(receive, Status::Success, 128, 10));
     }
 
     #[test]
-    fn a_completion_ends_the_reads_before_it() {
+    fn a_completion_implies_earlier_reads() {
         let (staging_table, memory) = staged();
         memory.write(64, &[0; LEN as usize]).unwrap();
         write_pinned(&staging_table, 0, &[7; LEN as usize]);
@@ -381,13 +388,13 @@ mod tests {
                 .prepare(last, sys::WR_ATOMIC_FETCH_AND_ADD, &[sge(at * 100 + 8, 8)])
                 .unwrap();
         }
-        // The second of the first queue failed: what was before it has ended well.
+        // The second request of the first queue failed: the one before it has succeeded.
         staging_table.completed(&mut wc(wr_ids[0][1], Status::RemoteAccess, 0, 0));
         assert_eq!(device(&memory, 0, 9), [7, 7, 7, 7, 7, 7, 7, 7, 0]);
         assert_eq!(device(&memory, 100, 1), [0]);
         staging_table.discard(queue_entries[0].wr_ids());
         staging_table.completed(&mut wc(wr_ids[0][2], Status::Success, 4, 0));
-        assert_eq!(device(&memory, 8, 1), [0], "its queue was reset");
+        assert_eq!(device(&memory, 8, 1), [0], "the queue was reset");
         staging_table.completed(&mut wc(wr_ids[1][2], Status::Success, 4, 0));
         assert_eq!(device(&memory, 100, 17), [[7; 16].as_slice(), &[0]].concat());
         assert!(staging_table.has_no_inbound());

@@ -1,14 +1,15 @@
-//! libibverbs' interface as far as it is used here: structures, numbers, and the symbols of `libibverbs.so.1`,
-//! looked up when the library is loaded. A symbol that an older library lacks is `None`.
+//! The part of libibverbs' ABI that is used here: structures, constants, and the symbols of
+//! `libibverbs.so.1`, which are resolved when the library is loaded. A symbol that an older library
+//! lacks is `None`.
 //!
-//! Names of structures' fields are those of `infiniband/verbs.h`, so that a test can compare every offset with the
-//! header. Structures that the library makes are declared as far as they are read.
+//! Fields have the names of `infiniband/verbs.h`, so that a test can compare every offset with the
+//! header. Structures that the library allocates are declared as far as they are read.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 
-/// The name of a device in `/sys`, with its zero.
+/// Maximum length of a device name in sysfs, with its terminating zero.
 const NAME_LEN: usize = 64;
 const PATH_LEN: usize = 256;
 
@@ -23,7 +24,7 @@ pub(super) struct IbvDevice {
     pub(super) ibdev_path: [c_char; PATH_LEN],
 }
 
-/// A function that is called by other means, or not at all.
+/// A function that is not called through this table.
 type Unused = *mut c_void;
 
 pub(super) type PollCq = unsafe extern "C" fn(*mut Cq, c_int, *mut Wc) -> c_int;
@@ -33,7 +34,7 @@ pub(super) type PostRecv = unsafe extern "C" fn(*mut Qp, *mut RecvWr, *mut *mut 
 pub(super) type PostSrqRecv =
     unsafe extern "C" fn(*mut Srq, *mut RecvWr, *mut *mut RecvWr) -> c_int;
 
-/// The provider's functions that the header's inline functions call.
+/// Operations of the provider that the header's inline functions call.
 #[repr(C)]
 pub(super) struct ContextOps {
     first: [Unused; 11],
@@ -111,7 +112,7 @@ pub(super) struct Qp {
     pub(super) qp_type: c_int,
 }
 
-/// Made and read by the library alone.
+/// Allocated and read by the library only.
 #[repr(C)]
 pub(super) struct Ah {
     pub(super) context: *mut Context,
@@ -194,7 +195,7 @@ pub(super) struct PortAttr {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct GidEntry {
-    /// A union of 16 bytes that is aligned to 8.
+    /// A 16-byte union with 8-byte alignment.
     pub(super) gid: [u64; 2],
     pub(super) gid_index: u32,
     pub(super) port_num: u32,
@@ -300,7 +301,7 @@ pub(super) struct Wc {
     pub(super) opcode: c_uint,
     pub(super) vendor_err: u32,
     pub(super) byte_len: u32,
-    /// Four bytes as they came, or the key that was invalidated.
+    /// Immediate data in network order, or the invalidated rkey.
     pub(super) imm_data: u32,
     pub(super) qp_num: u32,
     pub(super) src_qp: u32,
@@ -311,7 +312,7 @@ pub(super) struct Wc {
     pub(super) dlid_path_bits: u8,
 }
 
-/// What `wr` of a work request is: the header has a union.
+/// The union `wr` of a work request.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) union WrTarget {
@@ -356,12 +357,12 @@ pub(super) struct SendWr {
     pub(super) imm_data: u32,
     pub(super) wr: WrTarget,
     pub(super) qp_type: u32,
-    /// Memory windows and segmentation.
+    /// Memory windows and segmentation offload; not used.
     pub(super) bind_mw: [u64; 6],
 }
 
 impl SendWr {
-    /// To be filled in.
+    /// All zeros.
     pub(super) const EMPTY: Self = Self {
         wr_id: 0,
         next: std::ptr::null_mut(),
@@ -388,12 +389,12 @@ pub(super) struct RecvWr {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct AsyncEvent {
-    /// A pointer to the queue that it is about, or a port's number.
+    /// The object concerned, or a port number.
     pub(super) element: *mut c_void,
     pub(super) event_type: c_int,
 }
 
-/// Asserts sizes and offsets, and keeps them for the test that asks a C compiler.
+/// Asserts sizes and offsets, and records them for the test against the header.
 macro_rules! layouts {
     ($($c:literal $name:ty, $size:expr, { $($field:ident $offset:literal),* })*) => {
         const _: () = {
@@ -414,7 +415,7 @@ macro_rules! layouts {
     };
 }
 
-/// Made by the library, so that its size is the library's affair.
+/// Allocated by the library, so only a prefix is declared.
 const PREFIX: Option<usize> = None;
 
 layouts! {
@@ -453,7 +454,7 @@ const _: () = {
     assert!(std::mem::offset_of!(Datagram, remote_qkey) == 12);
 };
 
-/// Declares numbers of the header, and keeps them for the test that asks a C compiler.
+/// Declares constants of the header, and records them for the test against it.
 macro_rules! numbers {
     ($($name:ident = $c:ident $value:expr;)*) => {
         $(pub(super) const $name: u32 = $value;)*
@@ -556,15 +557,16 @@ macro_rules! functions {
 
         impl Functions {
             pub(super) fn load(library: &Library) -> Self {
-                // SAFETY: each signature is the one that infiniband/verbs.h declares for the symbol of that name.
-                // Where a library has several versions of it the newest is found, which is the header's.
+                // SAFETY: each signature is the one that infiniband/verbs.h declares for the
+                // symbol. If the library has several versions, the newest one, the header's, is
+                // found.
                 unsafe {
                     Self { $($field: library.get($symbol.as_bytes()).ok().map(|found| *found),)* }
                 }
             }
         }
 
-        /// The names of the symbols, and the first release of rdma-core that has them; 0 for those that always were.
+        /// Symbol names, and the first rdma-core release that has them; 0 for all releases.
         #[allow(non_upper_case_globals, dead_code)]
         pub(super) mod symbol {
             $(pub(crate) const $field: (&str, u32) = ($symbol, $version);)*

@@ -1,4 +1,4 @@
-//! What `sys` declares, against the header and the library of this machine.
+//! Compares the declarations of `sys` with the installed header and library.
 
 use std::fmt::Write;
 use std::process::Command;
@@ -7,9 +7,11 @@ use super::*;
 
 const HEADER: &str = "/usr/include/infiniband/verbs.h";
 
-/// A C program that tells what the header says, a number per line.
+/// A C program that prints sizes, offsets and constants of the header, one per line.
 fn program() -> String {
-    let mut text = "#include <stddef.h>\n#include <stdio.h>\n#include <infiniband/verbs.h>\nint main(void) {\n".to_owned();
+    let mut text = "#include <stddef.h>\n#include <stdio.h>\n#include <infiniband/verbs.h>\n\
+        int main(void) {\n"
+        .to_owned();
     for (name, size, fields) in LAYOUTS {
         if size.is_some() {
             let _ = writeln!(text, "printf(\"sizeof({name}) %zu\\n\", sizeof({name}));");
@@ -24,7 +26,7 @@ fn program() -> String {
     text + "return 0; }\n"
 }
 
-/// The same from what is declared here.
+/// The same from the declarations here.
 fn declared() -> String {
     let mut text = String::new();
     for (name, size, fields) in LAYOUTS {
@@ -62,22 +64,22 @@ fn structures_and_numbers_are_those_of_the_header() {
     let output = String::from_utf8(output.stdout).unwrap();
     let ours = declared();
     let wrong: Vec<_> = output.lines().zip(ours.lines()).filter(|(c, rust)| c != rust).collect();
-    assert!(wrong.is_empty(), "the header says, and we say: {wrong:#?}");
+    assert!(wrong.is_empty(), "header and declaration differ: {wrong:#?}");
     assert_eq!(output.lines().count(), ours.lines().count());
     assert!(ours.lines().count() > 200, "{}", ours.lines().count());
 }
 
 #[test]
-fn the_installed_library_has_what_its_release_should_have() {
+fn the_installed_library_has_the_symbols_of_its_release() {
     let Some(installed) = crate::host::System::live().verbs_library() else {
         eprintln!("skipped: libibverbs.so.1 is not installed");
         return;
     };
-    // SAFETY: rdma-core's library; its initialiser has no conditions.
+    // SAFETY: rdma-core's library; its initialiser has no preconditions.
     let library = unsafe { Library::new(&installed.path) }.unwrap();
     let release = installed.rdma_core.unwrap_or(0);
     for (name, since) in SYMBOLS.iter().filter(|(_, since)| *since <= release) {
-        // SAFETY: only its presence is looked at.
+        // SAFETY: only the presence of the symbol is checked.
         let found = unsafe { library.get::<*const c_void>(name.as_bytes()) };
         assert!(found.is_ok(), "{name} (rdma-core {since}) is not in {}", installed.path);
     }

@@ -1,9 +1,18 @@
-//! What programs call their work, and how a completion leads back to it.
+//! Work request ids: the mapping between the program's ids and those of the library.
 //!
-//! libibverbs carries one number from a request to its completion, and of work that failed tells hardly more: not even
-//! whether it was to be sent or received. So that number is ours, and says which queue it belongs to and where in a
-//! ring of the program's own numbers to look. The same rings tell how full a queue is, whatever the provider counts,
-//! and completions of queues that are gone or were reset lead nowhere.
+//! libibverbs carries one 64-bit id from a request to its completion, and failed completions have
+//! little else: not even whether it was a send or a receive. So the library is given ids of our
+//! own, which name the queue, a generation counter and an index into a ring of the program's ids:
+//!
+//! | bits | field |
+//! |---|---|
+//! | 62–63 | [`WrQueue`] |
+//! | 42–61 | index of the queue in the [`WrIdRegistry`] |
+//! | 32–41 | generation |
+//! | 0–31 | counter within the queue, or SRQ slot |
+//!
+//! The rings also tell how full a queue is, independently of the provider. Ids of queues that were
+//! reset or destroyed do not resolve, because their generation differs.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,10 +22,10 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{Error, Kind, Result};
 
-/// How many requests are handed over in one call of the library's.
+/// Maximum number of requests per library call.
 pub(super) const CHUNK: usize = 16;
 
-/// Which queue a number belongs to.
+/// The queue that an id belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WrQueue {
     Send = 0,
@@ -30,7 +39,7 @@ const INDEX_BITS: u32 = 20;
 const GENERATION_SHIFT: u32 = 32;
 const GENERATION_MASK: u32 = 0x3ff;
 
-/// What a number says.
+/// A decoded id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WrTag {
     pub(super) queue: WrQueue,
@@ -63,43 +72,43 @@ impl WrTag {
     }
 }
 
-/// Which side work with that number is of.
+/// The queue of an id; `None` if it is not one of ours.
 pub(super) fn queue_of(wr_id: u64) -> Option<WrQueue> {
     WrTag::decode(wr_id).map(|wr_id| wr_id.queue)
 }
 
-/// All numbers of the queue that this one is of.
+/// All ids of the queue that this one belongs to.
 pub(super) fn queue_wr_ids(wr_id: u64) -> Range<u64> {
     let first = wr_id & !u64::from(u32::MAX);
     first..first + (1 << 32)
 }
 
-/// Whether the first of two numbers of one queue was given before the other, or is the same. Counters go round.
+/// Whether `wr_id` was assigned before `other`, or is the same id. The 32-bit counters wrap.
 pub(super) fn is_at_or_before(wr_id: u64, other: u64) -> bool {
     (other as u32).wrapping_sub(wr_id as u32) < 1 << 31
 }
 
-/// The rings of all queues of a device.
+/// Id tables of all queues of a device.
 #[derive(Debug, Default)]
 pub(super) struct WrIdRegistry(Mutex<Vec<RegistrySlot>>);
 
 #[derive(Debug, Default)]
 struct RegistrySlot {
-    /// Of the next one here: numbers of the one before lead nowhere.
+    /// Generation of the next queue in this slot: ids of earlier ones do not resolve.
     generation: u32,
     queue_entry: Option<Arc<QueueEntry>>,
 }
 
 impl WrIdRegistry {
-    /// Puts a new book on the shelf.
+    /// Registers a queue.
     fn add(&self, create: impl FnOnce(u32, u32) -> QueueEntry) -> Result<Arc<QueueEntry>> {
         let mut entries = self.0.lock();
         let free =
             entries.iter().position(|entry| entry.queue_entry.is_none()).unwrap_or(entries.len());
         if free >= 1 << INDEX_BITS {
-            return Err(Error::new(Kind::OutOfMemory, "make a queue")
-                .why(format!("there are {} already", 1 << INDEX_BITS))
-                .fix("end some of them, or open the device once more"));
+            return Err(Error::new(Kind::OutOfMemory, "create a queue")
+                .why(format!("the context has {} queues already", 1 << INDEX_BITS))
+                .fix("destroy some of them, or open the device again"));
         }
         if free == entries.len() {
             entries.push(RegistrySlot::default());
@@ -140,7 +149,7 @@ impl WrIdRegistry {
         })
     }
 
-    /// Takes a book off the shelf: its queue is no more.
+    /// Unregisters a queue.
     pub(super) fn remove(&self, queue_entry: &QueueEntry) {
         if let Some(entry) = self.0.lock().get_mut(queue_entry.index as usize) {
             entry.generation = next_generation(queue_entry.generation.load(Ordering::Relaxed));
@@ -148,7 +157,7 @@ impl WrIdRegistry {
         }
     }
 
-    /// Finds what several completions are about; the shelf stays as it is meanwhile.
+    /// Locks the registry, to resolve several completions.
     pub(super) fn reader(&self) -> Reader<'_> {
         Reader(self.0.lock())
     }
@@ -158,12 +167,12 @@ fn next_generation(generation: u32) -> u32 {
     generation.wrapping_add(1) & GENERATION_MASK
 }
 
-/// A look at the shelf.
+/// The locked registry.
 pub(super) struct Reader<'a>(MutexGuard<'a, Vec<RegistrySlot>>);
 
 impl Reader<'_> {
-    /// The work with that number has ended: which side it was of, and what the program called it. `None` if nobody
-    /// wants to know any more.
+    /// Resolves the id of completed work: its queue, and the program's id. Frees its entry. `None`
+    /// if the queue was reset or destroyed.
     pub(super) fn completed(&self, wr_id: u64) -> Option<(WrQueue, u64)> {
         let wr_id = WrTag::decode(wr_id)?;
         let queue_entry = self.0.get(wr_id.index as usize)?.queue_entry.as_deref()?;
@@ -179,7 +188,7 @@ impl Reader<'_> {
     }
 }
 
-/// The rings of a queue pair, or the slots of a shared receive queue.
+/// Ids of a queue pair's rings, or of a shared receive queue's slots.
 #[derive(Debug)]
 pub(super) struct QueueEntry {
     index: u32,
@@ -190,7 +199,7 @@ pub(super) struct QueueEntry {
 }
 
 impl QueueEntry {
-    /// The queues are empty again: what was posted before is forgotten.
+    /// Empties the rings and starts a new generation.
     pub(super) fn reset(&self) {
         let (_send, _receive) = (self.send.post_lock.lock(), self.receive.post_lock.lock());
         let next = next_generation(self.generation.load(Ordering::Relaxed));
@@ -201,7 +210,7 @@ impl QueueEntry {
         }
     }
 
-    /// All numbers that its work may have, until it is reset.
+    /// All ids of the current generation, per queue.
     pub(super) fn wr_ids(&self) -> [Range<u64>; 3] {
         let queues = [WrQueue::Send, WrQueue::Receive, WrQueue::Srq];
         queues.map(|queue| queue_wr_ids(self.tag(queue).encode()))
@@ -212,28 +221,28 @@ impl QueueEntry {
         WrTag { queue, index: self.index, generation, counter: 0 }
     }
 
-    /// Begins to name work of the send queue, which nobody else does meanwhile.
+    /// Locks the send queue, to assign ids.
     pub(super) fn alloc_send(&self) -> RingAllocator<'_> {
         self.send.begin(|| self.tag(WrQueue::Send))
     }
 
-    /// The same, of receives.
+    /// The same for receives.
     pub(super) fn alloc_receive(&self) -> RingAllocator<'_> {
         self.receive.begin(|| self.tag(WrQueue::Receive))
     }
 
-    /// The same, of receives of a shared queue.
+    /// The same for receives of a shared receive queue.
     pub(super) fn alloc_srq(&self) -> SlotAllocator<'_> {
         let tag = self.tag(WrQueue::Srq);
         SlotAllocator { slots: self.slots.lock(), tag, pending: [0; CHUNK], count: 0 }
     }
 }
 
-/// A queue whose work ends in its order.
+/// Ids of a queue whose work completes in order.
 #[derive(Debug)]
 pub(super) struct WrIdRing {
     post_lock: Mutex<()>,
-    /// What the program called the work, by its counter. A power of two, at least the queue's room.
+    /// The program's ids, by counter. Length: a power of two, at least `room`.
     wr_ids: Box<[AtomicU64]>,
     room: u64,
     posted: AtomicU64,
@@ -258,13 +267,13 @@ impl WrIdRing {
         RingAllocator { ring: self, _guard: post_lock, tag: tag(), next }
     }
 
-    /// That work has ended, and all before it.
+    /// Completes this work and all before it.
     fn completed(&self, counter: u32) -> Option<u64> {
         let id = self.wr_ids.get(counter as usize & self.wr_ids.len().checked_sub(1)?)?;
         let id = id.load(Ordering::Relaxed);
         let completed = self.completed.load(Ordering::Relaxed);
         let ahead = counter.wrapping_sub(completed as u32);
-        // One that another thread took later may have come first here: then it is counted.
+        // Another thread may have resolved a later completion first, which counted this one.
         if ahead < 1 << 31 {
             self.completed.fetch_max(completed + u64::from(ahead) + 1, Ordering::AcqRel);
         }
@@ -272,17 +281,17 @@ impl WrIdRing {
     }
 }
 
-/// Gives work its numbers, in the order in which it is posted.
+/// Assigns ids, in posting order.
 pub(super) trait WrIdAllocator {
-    /// For how much work there is room.
+    /// Number of requests that the queue has room for.
     fn room(&self) -> usize;
-    /// The number of the next work, which the program calls `id`. There must be room.
+    /// Assigns an id to the next request, for the program's id `id`. There must be room.
     fn assign(&mut self, id: u64) -> u64;
-    /// Of what was named since the last time, the first so many were posted.
+    /// Of the ids assigned since the last call, the first `count` were posted; the rest are freed.
     fn posted(&mut self, count: usize);
 }
 
-/// Names work that ends in its order.
+/// Assigns ids of a queue whose work completes in order.
 #[derive(Debug)]
 pub(super) struct RingAllocator<'a> {
     ring: &'a WrIdRing,
@@ -317,7 +326,7 @@ impl WrIdAllocator for RingAllocator<'_> {
     }
 }
 
-/// Places of receives that whichever queue pair needs one takes: they end in any order.
+/// Ids of a shared receive queue, whose receives complete in any order.
 #[derive(Debug, Default)]
 struct Slots {
     wr_ids: Box<[u64]>,
@@ -327,7 +336,7 @@ struct Slots {
 impl Slots {
     fn completed(&mut self, slot: u32) -> Option<u64> {
         let id = *self.wr_ids.get(slot as usize)?;
-        // Each is given back once: more than there are were not the device's doing.
+        // The device completes each receive once; surplus completions are ignored.
         if self.free.len() < self.wr_ids.len() {
             self.free.push(slot);
         }
@@ -335,7 +344,7 @@ impl Slots {
     }
 }
 
-/// Names receives of a shared queue.
+/// Assigns ids of a shared receive queue.
 pub(super) struct SlotAllocator<'a> {
     slots: MutexGuard<'a, Slots>,
     tag: WrTag,
@@ -411,7 +420,7 @@ mod tests {
         assert_eq!(allocator.room(), 0);
         allocator.posted(4);
         drop(allocator);
-        // The third ends: the two before it made no completion, and are done.
+        // The third completes: the two before it were unsignaled, and are complete too.
         assert_eq!(registry.reader().completed(wr_ids[2]), Some((WrQueue::Send, 12)));
         assert_eq!(queue_entry.alloc_send().room(), 3);
         assert_eq!(registry.reader().completed(wr_ids[3]), Some((WrQueue::Send, 13)));
@@ -451,7 +460,7 @@ mod tests {
         drop(allocator);
         registry.remove(&queue_entry);
         assert_eq!(registry.reader().completed(new), None);
-        // The next one in its place has a generation of its own.
+        // The next queue in the same slot has another generation.
         let successor = registry.add_qp([4, 4], true).unwrap();
         assert_eq!(successor.index, queue_entry.index);
         assert_eq!(registry.reader().completed(new), None);
@@ -459,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_receives_end_in_any_order() {
+    fn shared_receives_complete_in_any_order() {
         let registry = WrIdRegistry::default();
         let queue_entry = registry.add_srq(3).unwrap();
         let mut allocator = queue_entry.alloc_srq();

@@ -1,11 +1,13 @@
-//! Socket addresses as bytes, for memory and messages that processes and kernels share.
+//! Socket addresses as fixed-length bytes, for memory and messages shared between processes and
+//! kernels.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// How long an address is: family (16 bits: 4 or 6), port (16 bits), scope (32 bits), 16 bytes.
+/// Encoded length in bytes: family (16 bits: 4 or 6), port (16 bits), scope id (32 bits), 16
+/// address bytes; integers are little-endian.
 pub const ADDRESS_LEN: usize = 24;
 
-/// Writes an address.
+/// Encodes an address.
 ///
 /// ```
 /// use warpwire::link::{address_bytes, address_from};
@@ -30,7 +32,7 @@ pub fn address_bytes(address: SocketAddr) -> [u8; ADDRESS_LEN] {
     bytes
 }
 
-/// Reads an address. `None` if its family is neither 4 nor 6.
+/// Decodes an address. `None` if the family is neither 4 nor 6.
 pub fn address_from(bytes: &[u8; ADDRESS_LEN]) -> Option<SocketAddr> {
     let port = u16::from_le_bytes([bytes[2], bytes[3]]);
     match u16::from_le_bytes([bytes[0], bytes[1]]) {
@@ -53,15 +55,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_come_back() {
+    fn addresses_round_trip() {
         for text in ["127.0.0.1:80", "[::1]:65535", "[fe80::1%3]:9", "0.0.0.0:0"] {
             let address: SocketAddr = text.parse().unwrap();
             assert_eq!(address_from(&address_bytes(address)), Some(address));
         }
-        let mut strange = address_bytes("1.2.3.4:5".parse().unwrap());
+        let mut invalid = address_bytes("1.2.3.4:5".parse().unwrap());
         for family in [[0, 0], [5, 0], [4, 1]] {
-            strange[..2].copy_from_slice(&family);
-            assert_eq!(address_from(&strange), None, "{family:?}");
+            invalid[..2].copy_from_slice(&family);
+            assert_eq!(address_from(&invalid), None, "{family:?}");
         }
     }
 }

@@ -1,10 +1,12 @@
-//! Shared memory where the peer is on this machine, UDP elsewhere: one address, and each flow takes the better way.
+//! Shared memory for peers on this machine, UDP for all others, under one address.
 //!
-//! A flow goes through shared memory if the peer's address is one of this machine's, a process listens there under
-//! that address, and it is this user's or root's. A link that has UDP too is found before one that only has the same
-//! name: a port of one is not a port of the other. Otherwise it goes through UDP, and
-//! [`flow_path`](crate::link::Link::flow_path) says why. The choice is made when the flow is opened, and stays: packets
-//! of one flow do not overtake each other on two ways. Each direction is chosen by its own sender.
+//! A flow uses shared memory if the peer's address belongs to this machine, a process listens on
+//! shared memory under that address, and that process runs as this user or as root. A peer that
+//! also has UDP is preferred over a shared-memory-only link of the same name, because the port of
+//! one is not the port of the other. Otherwise the flow uses UDP, and
+//! [`flow_path`](crate::link::Link::flow_path) reports why. The transport is chosen when the flow
+//! is opened and never changes, so packets of one flow cannot overtake each other on two
+//! transports. Each direction is chosen by its sender.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -22,8 +24,8 @@ use super::{
 use crate::error::{Error, Result};
 use crate::mem::SharedBytes;
 
-/// While packets come through shared memory, the UDP socket, which costs a system call to look at, is looked at once
-/// in so many calls at least.
+/// Maximum number of calls of `receive` between two polls of the UDP socket while packets arrive
+/// through shared memory: each poll costs a system call.
 const MAX_UDP_POLL_INTERVAL: u32 = 32;
 
 /// A UDP socket and a shared-memory link with the same address.
@@ -36,25 +38,25 @@ const MAX_UDP_POLL_INTERVAL: u32 = 32;
 /// let to_bob = alice.open(bob.local(), 0)?;
 /// assert_eq!(alice.flow_path(to_bob).kind, LinkKind::Shm);
 /// assert!(alice.max_packet_to(to_bob) > 65_536);
-/// let to_nobody = alice.open("127.0.0.1:9".parse().unwrap(), 0)?;
-/// let path = alice.flow_path(to_nobody);
+/// let to_absent = alice.open("127.0.0.1:9".parse().unwrap(), 0)?;
+/// let path = alice.flow_path(to_absent);
 /// assert_eq!(path.kind, LinkKind::Udp);
 /// assert!(path.why.contains("no process of this machine listens"));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 pub struct Auto {
     udp: Udp,
-    /// Or why there is none.
+    /// The link, or the reason why there is none.
     shm: std::result::Result<Shm, String>,
     flows: Flows<Flow>,
-    /// Where the last packet was reserved.
+    /// The transport of the last reservation.
     last: Transport,
-    /// Both links' descriptors.
+    /// An epoll instance over the descriptors of both links.
     poll: OwnedFd,
-    /// Calls of receive until UDP is looked at, and between its looks.
+    /// Calls of `receive` until the next UDP poll, and between two polls.
     udp_poll_countdown: u32,
     udp_poll_interval: u32,
-    /// Somebody slept: either link may have woken it.
+    /// The caller asked for a descriptor to wait on: either link may have made it readable.
     wait_requested: Cell<bool>,
 }
 
@@ -71,15 +73,15 @@ struct Flow {
 }
 
 impl Auto {
-    /// Binds both links to `address`; port 0 stands for any that is free. Where shared memory cannot be had, UDP does it
-    /// alone, and the path says why.
+    /// Binds both links to `address`; port 0 selects a free port. If shared memory is unavailable,
+    /// all flows use UDP, and the path reports why.
     ///
     /// # Errors
     /// If the UDP socket cannot be bound.
     pub fn bind(address: SocketAddr, udp: udp::Options, shm: shm::Options) -> Result<Self> {
         let udp = Udp::bind(address, udp)?;
         let shm = Shm::bind_with_udp(udp.local(), shm).map_err(|source| source.to_string());
-        let watched = || -> rustix::io::Result<OwnedFd> {
+        let make_epoll = || -> rustix::io::Result<OwnedFd> {
             let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
             let links = [udp.wait_fd(), shm.as_ref().ok().and_then(Link::wait_fd)];
             for link in links.into_iter().flatten() {
@@ -87,8 +89,8 @@ impl Auto {
             }
             Ok(poll)
         };
-        let poll = watched().map_err(|source| {
-            Error::os("watch a link's descriptors", &source.into()).on(address.to_string())
+        let poll = make_epoll().map_err(|source| {
+            Error::os("create an epoll instance for a link", &source.into()).on(address.to_string())
         })?;
         Ok(Self {
             udp,
@@ -102,7 +104,7 @@ impl Auto {
         })
     }
 
-    /// The links, those that there are.
+    /// The links that exist.
     fn links(&self) -> impl Iterator<Item = &dyn Link> {
         let shm = self.shm.as_ref().ok().map(|shm| shm as &dyn Link);
         shm.into_iter().chain([&self.udp as &dyn Link])
@@ -115,16 +117,17 @@ impl Auto {
         }
     }
 
-    /// Opens a flow through shared memory, or says why not.
+    /// Opens a flow through shared memory, or returns the reason why not.
     fn open_shm(&mut self, peer: SocketAddr, label: u32) -> std::result::Result<FlowId, String> {
         let shm = self.shm.as_mut().map_err(|why| why.clone())?;
         if !udp::is_local_address(peer.ip()) {
-            return Err("its address is not one of this machine's".to_owned());
+            return Err("its address does not belong to this machine".to_owned());
         }
         shm.open(peer, label).map_err(|source| source.reason().to_owned())
     }
 
-    /// Whether this call looks at UDP: always while UDP brings packets or nobody sends through memory, else less and less.
+    /// Whether this call polls UDP: always while UDP packets arrive or no peer sends through shared
+    /// memory, otherwise with exponential backoff.
     #[inline]
     fn should_poll_udp(&mut self) -> bool {
         if self.udp_poll_countdown > 0 {
@@ -134,7 +137,7 @@ impl Auto {
         true
     }
 
-    /// Takes what came through memory; tells how much, and whether to look at UDP, too.
+    /// Receives from shared memory. Returns the number delivered, and whether to poll UDP as well.
     #[inline]
     fn receive_shm(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<(usize, bool)> {
         let (mut delivered, mut senders) = (0, 0);
@@ -149,7 +152,7 @@ impl Auto {
         Ok((delivered, polls_udp))
     }
 
-    /// UDP brought so much, which is returned: that says when to look again.
+    /// Adjusts the UDP poll interval to the `more` packets that a poll delivered; returns `more`.
     #[inline]
     fn polled_udp(&mut self, more: usize) -> usize {
         self.udp_poll_interval =
@@ -161,10 +164,10 @@ impl Auto {
 
 impl Link for Auto {
     fn path(&self) -> LinkPath {
-        let mut why = format!("by flow: UDP ({})", self.udp.path().why);
+        let mut why = format!("per flow: UDP ({})", self.udp.path().why);
         match &self.shm {
             Ok(shm) => why += &format!(", or shm ({})", shm.path().why),
-            Err(reason) => why += &format!("; never shm: {reason}"),
+            Err(reason) => why += &format!("; no shm: {reason}"),
         }
         LinkPath { kind: LinkKind::Auto, local: self.local(), why }
     }
@@ -206,11 +209,7 @@ impl Link for Auto {
             }
             Err(why) => {
                 let inner = self.udp.open(peer, label)?;
-                Flow {
-                    transport: Transport::Udp,
-                    inner,
-                    why: format!("not through shared memory: {why}"),
-                }
+                Flow { transport: Transport::Udp, inner, why: format!("no shared memory: {why}") }
             }
         };
         Ok(self.flows.insert(flow))
@@ -312,7 +311,7 @@ impl Link for Auto {
     ) -> std::result::Result<(), &'static str> {
         match &mut self.shm {
             Ok(shm) => shm.install_exports(export_table),
-            Err(_) => Err("there is no shared memory on this link"),
+            Err(_) => Err("this link has no shared memory"),
         }
     }
 
@@ -350,7 +349,7 @@ mod tests {
         assert!(one.flow_path(far).why.contains("no process of this machine listens"));
         assert!(one.max_packet_to(near) > one.max_packet_to(far));
         assert_eq!(one.max_packet(), one.max_packet_to(far));
-        // A reservation on one way is forgotten by the next on the other.
+        // A reservation on one transport is discarded by the next one on the other.
         one.reserve(near, 64).unwrap();
         send(&mut one, far, 64, 1);
         assert!(one.commit().is_none());
@@ -373,20 +372,20 @@ mod tests {
         for round in 0..20 {
             send(&mut far, by_udp, 64, round);
             far.flush().unwrap();
-            let mut heard = false;
+            let mut received = false;
             for _ in 0..2 * MAX_UDP_POLL_INTERVAL {
                 send(&mut near, by_memory, 64, round);
                 near.flush().unwrap();
                 let far = far.local();
-                sink.receive(&mut |frame| heard |= frame.from == far).unwrap();
+                sink.receive(&mut |frame| received |= frame.from == far).unwrap();
             }
-            assert!(heard, "round {round}");
+            assert!(received, "round {round}");
         }
         assert_eq!(sink.counters().received, u64::from(20 * (2 * MAX_UDP_POLL_INTERVAL + 1)));
     }
 
     #[test]
-    fn without_shared_memory_udp_does_it_alone() {
+    fn without_shared_memory_all_flows_use_udp() {
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let address = free.local();
         let _taken = Shm::bind_with_udp(address, shm::Options::default()).unwrap();
@@ -394,17 +393,17 @@ mod tests {
         let mut one =
             Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
         let mut two = bind();
-        assert!(one.path().why.contains("never shm: "), "{}", one.path());
+        assert!(one.path().why.contains("no shm: "), "{}", one.path());
         let flow = one.open(two.local(), 0).unwrap();
         assert_eq!(one.flow_path(flow).kind, LinkKind::Udp);
-        assert!(one.flow_path(flow).why.contains("another link has that name"));
+        assert!(one.flow_path(flow).why.contains("another link has this address"));
         send(&mut one, flow, 64, 1);
         one.flush().unwrap();
         assert_eq!(receive(&mut two, 1).len(), 1);
     }
 
     #[test]
-    fn a_link_of_the_same_name_without_udp_is_not_taken_for_the_peer() {
+    fn a_shm_only_link_of_the_same_name_is_not_taken_for_the_peer() {
         let (mut one, mut two) = (bind(), bind());
         let mut stranger = Shm::bind(two.local(), shm::Options::default()).unwrap();
         let flow = one.open(two.local(), 0).unwrap();
@@ -413,7 +412,8 @@ mod tests {
         one.flush().unwrap();
         assert_eq!(receive(&mut two, 1).len(), 1);
         assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
-        // Nor when the peer has gone: its packets are lost until one of its sort comes back.
+        // Nor after the peer has exited: its packets are dropped until an auto link binds the
+        // address.
         let address = two.local();
         drop(two);
         let start = std::time::Instant::now();
@@ -432,7 +432,7 @@ mod tests {
             one.flush().unwrap();
             assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
         }
-        // The other way round: who was there first does not matter.
+        // The order in which the two links were bound does not matter.
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let address = free.local();
         drop(free);
@@ -459,7 +459,7 @@ mod tests {
         send(&mut shm_only, back, 64, 2);
         shm_only.flush().unwrap();
         assert_eq!(receive(&mut auto, 1).len(), 1);
-        // A port that memory has is no longer free for UDP.
+        // A port bound by a shared-memory link is not free for UDP.
         Udp::bind(shm_only.local(), udp::Options::default()).err().unwrap();
         let freed = shm_only.local();
         drop(shm_only);

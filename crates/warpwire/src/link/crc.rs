@@ -1,9 +1,9 @@
-//! The CRC as processors compute it.
+//! CRC-32 with SIMD instructions, for the ICRC.
 
 use warpwire_proto::wire::icrc::Crc32;
 
-/// CRC-32 by carry-less multiplication, where the processor has it: 58 GB/s at 4 KiB and 6 GB/s at 64 bytes on a
-/// Xeon with AVX-512, where `crc-fast` gives 42 and 1.2.
+/// CRC-32 by carry-less multiplication where the CPU supports it: 58 GB/s at 4 KiB and 6 GB/s at 64
+/// bytes on a Xeon with AVX-512, where `crc-fast` reaches 42 and 1.2.
 ///
 /// ```
 /// use warpwire::link::SimdCrc32;

@@ -1,13 +1,14 @@
-//! Open flows by number: an index and a generation, so that a number of the past names nothing.
+//! Slot map of open flows: an id is an index and a generation counter, so ids of closed flows stay
+//! invalid.
 
-/// A peer to send to, as [`Link::open`](super::Link::open) returned it. Good on that link only.
+/// A flow, as returned by [`Link::open`](super::Link::open). Valid on that link only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlowId {
     index: u32,
     generation: u32,
 }
 
-/// What a link keeps per flow.
+/// The flows of a link, with its per-flow state.
 pub(super) struct Flows<T> {
     slots: Vec<Slot<T>>,
     free: Vec<usize>,
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_of_the_past_names_nothing() {
+    fn ids_of_removed_flows_are_invalid() {
         let mut flows = Flows::new();
         let (a, b) = (flows.insert('a'), flows.insert('b'));
         assert_eq!(flows.remove(a), Some('a'));

@@ -1,14 +1,15 @@
 //! Packets within one process: a [`Hub`] with any number of endpoints, each with a bounded queue.
 //!
-//! Packets change hands by exchanging their buffers: a sender fills a buffer of its batch, a flush swaps it for an
-//! empty one of the receiver's queue, a receive swaps it out of there. Nothing is copied, nothing allocated, and the
-//! queue's lock is taken once per batch.
+//! Packets are passed by swapping buffers: the sender fills a buffer of its batch, `flush` swaps it
+//! for an empty one of the receiver's queue, and `receive` swaps it out of the queue. Nothing is
+//! copied or allocated, and the queue's lock is taken once per batch.
 //!
 //! # When a queue is full
-//! Packets wait at the sender ([`Full::Wait`], the default): in memory nothing is gained by losing one, and the sender
-//! would need a retransmission timer to notice. A receiver that stands still thereby holds up who sends to it, yet
-//! not other receivers, until the sender's own batch is full of packets for it. [`Full::Drop`] loses and counts
-//! them instead, as a network does.
+//! Packets wait at the sender ([`Full::Wait`], the default): dropping a packet in memory gains
+//! nothing, and the sender would need a retransmission timer to recover. A stalled receiver
+//! therefore blocks its senders, but not other receivers until a sender's batch is full of packets
+//! for it (head-of-line blocking). [`Full::Drop`] drops and counts packets instead, as a network
+//! does.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -28,28 +29,29 @@ use super::{
 };
 use crate::error::{Error, Kind as ErrorKind, Result};
 
-/// How many packets a sender keeps, and a receiver takes at once.
+/// Capacity of a sender's batch, and of one `receive`, in packets.
 const BATCH: usize = 64;
-/// Ports that are given to endpoints that ask for any.
+/// Port range for endpoints bound to port 0.
 const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
 
-/// What happens to packets for a queue that is full.
+/// What happens to packets for a full queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
-    /// They wait at the sender.
+    /// Packets wait at the sender.
     Wait,
-    /// They are lost, and the sender counts them as `overrun`.
+    /// Packets are dropped; the sender counts them as `overrun`.
     Drop,
 }
 
-/// How a hub's endpoints behave.
+/// Options of a hub, for all of its endpoints.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How many packets wait in an endpoint's queue.
+    /// Capacity of an endpoint's queue in packets; default 512, at least 1.
     pub queue: usize,
-    /// The longest packet.
+    /// Maximum packet length in bytes; default [`MAX_ROCE_PACKET`], at least [`MIN_PACKET`] and at
+    /// most 65 507.
     pub max_packet: usize,
-    /// What happens when the queue is full.
+    /// What happens to packets for a full queue; default [`Full::Wait`].
     pub full: Full,
 }
 
@@ -59,7 +61,7 @@ impl Default for Options {
     }
 }
 
-/// A network in memory: endpoints by address.
+/// A network within the process: endpoints by address.
 ///
 /// ```
 /// use warpwire::link::{Hub, Link};
@@ -85,12 +87,12 @@ struct Shared {
     options: Options,
 }
 
-/// An endpoint's queue, as its senders see it.
+/// An endpoint's receive queue, shared with its senders.
 struct EndpointQueue {
     ring: Mutex<Ring>,
-    /// How many packets are in it: for a receiver to look at without the lock.
+    /// Number of queued packets, for the receiver to read without the lock.
     filled: AtomicUsize,
-    /// The endpoint is gone.
+    /// The endpoint was dropped.
     closed: AtomicBool,
     event: OwnedFd,
 }
@@ -99,13 +101,13 @@ struct Ring {
     slots: Vec<Slot>,
     head: usize,
     len: usize,
-    /// The receiver sleeps, or is about to.
+    /// The receiver sleeps or is about to: the next sender must write the eventfd.
     armed: bool,
-    /// The event has been written, and not read.
+    /// The eventfd was written and has not been read yet.
     signalled: bool,
 }
 
-/// A packet's buffer.
+/// A packet buffer.
 struct Slot {
     bytes: Box<[u8]>,
     len: usize,
@@ -139,25 +141,27 @@ impl Slot {
 }
 
 impl Hub {
-    /// A hub with the usual options.
+    /// A hub with the default options.
     pub fn new() -> Self {
         Self::with(Options::default())
     }
 
-    /// A hub with these options; a queue holds at least one packet, and packets are at least the shortest.
+    /// A hub with these options, clamped to the ranges that [`Options`] documents.
     pub fn with(mut options: Options) -> Self {
         options.queue = options.queue.max(1);
         options.max_packet = options.max_packet.clamp(MIN_PACKET, 65_507);
         Self { shared: Arc::new(Shared { endpoints: Mutex::new(HashMap::new()), options }) }
     }
 
-    /// A new endpoint with this address; port 0 stands for any that is free.
+    /// Creates an endpoint with this address; port 0 selects a free port.
     ///
     /// # Errors
-    /// `Busy` if another endpoint has the address, or all ports are taken.
+    /// `Busy` if another endpoint has the address, or if no port is free.
     pub fn endpoint(&self, address: SocketAddr) -> Result<Loopback> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|source| Error::os("make an event for a loopback endpoint", &source.into()))?;
+        let event =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|source| {
+                Error::os("create an eventfd for a loopback endpoint", &source.into())
+            })?;
         let options = self.shared.options;
         let mut endpoints = self.shared.endpoints.lock();
         let free = |port: &u16| !endpoints.contains_key(&SocketAddr::new(address.ip(), *port));
@@ -167,10 +171,10 @@ impl Hub {
             Some(address.port()).filter(free)
         };
         let Some(port) = port else {
-            return Err(Error::new(ErrorKind::Busy, "make a loopback endpoint")
+            return Err(Error::new(ErrorKind::Busy, "create a loopback endpoint")
                 .on(address.to_string())
                 .why("another endpoint of this hub has that address")
-                .fix("choose another address, or port 0 for any that is free"));
+                .fix("choose another address, or port 0 for a free one"));
         };
         let local = SocketAddr::new(address.ip(), port);
         let ring = Ring {
@@ -211,12 +215,13 @@ impl Default for Hub {
     }
 }
 
-/// What an endpoint keeps per peer.
+/// Per-peer state of an endpoint.
 struct Flow {
     peer: SocketAddr,
     rx_queue: Option<Arc<EndpointQueue>>,
     icrc_prefix: IcrcPrefix,
-    /// The flush in which the peer's queue was found full: later packets of the flow must not overtake.
+    /// The flush in which the peer's queue was found full: later packets of the flow must not
+    /// overtake.
     blocked_in: u64,
 }
 
@@ -227,7 +232,7 @@ pub struct Loopback {
     rx_queue: Arc<EndpointQueue>,
     flows: Flows<Flow>,
     batch: Vec<Slot>,
-    /// The flow of each packet of the batch.
+    /// The flow of each packet in the batch.
     targets: [Option<FlowId>; BATCH],
     used: usize,
     reserved: Option<(FlowId, usize)>,
@@ -238,7 +243,8 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    /// Whether the packets of a flow find a queue; looks for a new one if the old endpoint is gone.
+    /// The queue of a flow's peer. Looks up a new endpoint if the old one was dropped; `None` if
+    /// there is none.
     fn connect<'a>(hub: &Shared, flow: &'a mut Flow) -> Option<&'a Arc<EndpointQueue>> {
         let alive = |rx_queue: &Arc<EndpointQueue>| !rx_queue.closed.load(Ordering::Acquire);
         if !flow.rx_queue.as_ref().is_some_and(alive) {
@@ -247,7 +253,7 @@ impl Loopback {
         flow.rx_queue.as_ref()
     }
 
-    /// Takes what is in the queue into `rx_batch`, and returns how many.
+    /// Swaps queued packets into `rx_batch` and returns their number.
     fn take(&mut self) -> usize {
         if self.rx_queue.filled.load(Ordering::Acquire) == 0 {
             return 0;
@@ -264,14 +270,14 @@ impl Loopback {
         self.rx_queue.filled.store(ring.len, Ordering::Release);
         if std::mem::take(&mut ring.signalled) {
             self.counters.calls += 1;
-            // An event that was written holds a count; reading clears it.
+            // The count of an eventfd is cleared by reading it.
             let _ = rustix::io::read(&self.rx_queue.event, &mut [0; 8]);
         }
         count
     }
 }
 
-/// A receiver's queue while packets are put into it.
+/// A receiver's queue, locked while a sender appends packets.
 struct QueueWriter<'a> {
     rx_queue: &'a EndpointQueue,
     ring: MutexGuard<'a, Ring>,
@@ -282,7 +288,7 @@ impl<'a> QueueWriter<'a> {
         Self { rx_queue, ring: rx_queue.ring.lock() }
     }
 
-    /// Exchanges the packet for an empty buffer; false if there is none.
+    /// Swaps the packet for an empty buffer; `false` if the queue is full.
     fn push(&mut self, packet: &mut Slot) -> bool {
         let ring = &mut *self.ring;
         if ring.len == ring.slots.len() {
@@ -294,7 +300,7 @@ impl<'a> QueueWriter<'a> {
         true
     }
 
-    /// Returns whether the receiver had to be woken.
+    /// Publishes the new length and wakes a sleeping receiver. Returns whether it had to be woken.
     fn finish(mut self) -> bool {
         self.rx_queue.filled.store(self.ring.len, Ordering::Release);
         let wake = self.ring.armed && self.ring.len > 0 && !self.ring.signalled;
@@ -309,7 +315,7 @@ impl<'a> QueueWriter<'a> {
 
 impl EndpointQueue {
     fn wake(&self) {
-        // Only a count of 2^64 - 2 could make this fail, and then the event is readable anyway.
+        // The write fails only at a count of 2^64 - 2, and then the eventfd is readable anyway.
         let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
     }
 }
@@ -318,14 +324,14 @@ impl Link for Loopback {
     fn path(&self) -> LinkPath {
         let Options { queue, full, .. } = self.hub.options;
         let append_icrc =
-            if self.append_icrc { "with" } else { "without (memory does not damage packets)" };
+            if self.append_icrc { "with" } else { "without (memory does not corrupt packets)" };
         let full = match full {
             Full::Wait => "wait at the sender",
-            Full::Drop => "are lost",
+            Full::Drop => "are dropped",
         };
         let why = format!(
-            "endpoints of one process; packets change hands uncopied, {append_icrc} ICRC; queues of {queue}, \
-             packets for a full one {full}"
+            "endpoints of one process; zero-copy by buffer swap, {append_icrc} ICRC; queues of \
+             {queue}, packets for a full one {full}"
         );
         LinkPath { kind: LinkKind::Loopback, local: self.local, why }
     }
@@ -338,7 +344,7 @@ impl Link for Loopback {
         self.hub.options.max_packet
     }
 
-    /// An address that nobody has yet is fine: packets are lost, and counted, until somebody does.
+    /// The address may be unused: packets are dropped and counted until an endpoint has it.
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
         super::check_peer(self.local, peer)?;
         let rx_queue = self.hub.endpoints.lock().get(&peer).cloned();
@@ -347,7 +353,7 @@ impl Link for Loopback {
     }
 
     fn close(&mut self, flow: FlowId) {
-        // Packets of a flow that is not there any more could not find their way.
+        // After removal, the packets of the flow would have no destination.
         if self.targets[..self.used].contains(&Some(flow)) {
             let _ = self.flush();
         }
@@ -438,7 +444,7 @@ impl Link for Loopback {
         }
         self.used = kept;
         flushed.waiting = kept;
-        // A reservation lay behind the packets that have gone now.
+        // The reserved slot was behind the packets just sent, and may have moved.
         self.reserved = None;
         Ok(flushed)
     }
@@ -488,7 +494,7 @@ impl Drop for Loopback {
 
 type Reason = fn(&mut super::Drops) -> &mut u64;
 
-/// Packets that a fault spoiled are found like any others.
+/// Checks length and ICRC, so that corruption by fault injection is detected as on other links.
 fn check(frame: &Frame<'_>) -> std::result::Result<(), Reason> {
     if frame.bytes.len() < MIN_PACKET {
         return Err(|drops| &mut drops.short);

@@ -1,22 +1,24 @@
-//! Frames in and out: RoCEv2 packets through memory or through UDP, behind one trait.
+//! Packet transports: RoCEv2 packets over process memory, shared memory or UDP, behind one trait.
 //!
-//! A [`Link`] carries packets from the base transport header through the ICRC. What stands in front of them (IP, UDP)
-//! is the link's business, and with it the ICRC, which covers those headers: the caller fills a packet but for its
-//! last four bytes, the link seals it; what is received has been checked.
+//! A [`Link`] carries packets from the base transport header (BTH) through the ICRC. The link owns
+//! the IP and UDP headers in front of them, and with them the ICRC, which covers those headers: the
+//! caller fills all of a packet but its last four bytes, the link appends the ICRC, and the
+//! receiving link verifies it.
 //!
-//! | link | what it is |
+//! | link | transport |
 //! |---|---|
-//! | [`loopback`] | endpoints of one process, packets change hands without being copied |
-//! | [`shm`] | processes of one machine, through memory that both map |
-//! | [`auto`] | [`shm`] where the peer is on this machine and can be met there, [`udp`] elsewhere |
-//! | [`udp`] | a UDP socket, with segmentation and receive offload and batched calls where the kernel has them |
-//! | [`fault`] | around any link: loss, duplication, reordering, damage, delay, from one seed |
-//! | [`pcap`] | around any link: a capture that Wireshark opens |
+//! | [`loopback`] | endpoints of one process; packets are handed over without a copy |
+//! | [`shm`] | processes of one machine, through ring buffers that both map |
+//! | [`auto`] | [`shm`] if the peer is a process of this machine that listens there, else [`udp`] |
+//! | [`udp`] | a UDP socket, with GSO, GRO and batched system calls where the kernel has them |
+//! | [`fault`] | wraps any link: loss, duplication, reordering, corruption, delay, from one seed |
+//! | [`pcap`] | wraps any link: a capture for Wireshark |
 //!
 //! # Cost
-//! Nothing is allocated, locked or formatted per packet, and a batch costs at most one system call: everything that
-//! takes longer happens when a link or a flow is opened. Long packets, which UDP has on loopback addresses, cost one to send and two to receive, and spare a
-//! copy each. The other exceptions are asked for: a capture locks its file.
+//! The hot path allocates, locks and formats nothing per packet, and a batch costs at most one
+//! system call; slow work is done when a link or a flow is opened. Long packets (UDP on loopback
+//! addresses) cost one system call to send and two to receive, and save one copy on each side. The
+//! other exception is opt-in: a capture locks its file.
 //!
 //! # Example
 //! ```
@@ -25,7 +27,7 @@
 //! let mut alice = hub.endpoint("10.0.0.1:4791".parse().unwrap())?;
 //! let mut bob = hub.endpoint("10.0.0.2:4791".parse().unwrap())?;
 //! let to_bob = alice.open(bob.local(), 0)?;
-//! // A packet: twelve bytes of base header, five of payload, three of pad, four for the ICRC.
+//! // A packet: 12 bytes of BTH, 5 of payload, 3 of pad, 4 for the ICRC.
 //! alice.reserve(to_bob, 24).unwrap()[12..17].copy_from_slice(b"hello");
 //! alice.commit();
 //! alice.flush()?;
@@ -57,6 +59,7 @@ use std::time::Duration;
 
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, MAX_HEADERS_LEN};
 
+#[doc(hidden)]
 pub use address::{ADDRESS_LEN, address_bytes, address_from};
 pub use auto::Auto;
 pub use crc::SimdCrc32;
@@ -65,33 +68,36 @@ pub use flows::FlowId;
 pub use loopback::{Hub, Loopback};
 pub use pcap::{Capture, Tap};
 pub use shm::Shm;
+#[doc(hidden)]
 pub use shm::exports::{ExportTable, ShmPeer};
 pub use udp::Udp;
 
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::mem::SharedBytes;
 
-/// The shortest packet: a base header and an ICRC.
+/// The minimum packet length: a BTH and an ICRC.
 pub const MIN_PACKET: usize = BTH_LEN + ICRC_LEN;
-/// The longest packet that RoCEv2 knows: 4096 bytes of payload behind the longest headers.
+/// The maximum RoCEv2 packet length: 4096 bytes of payload behind the longest headers.
 pub const MAX_ROCE_PACKET: usize = MAX_HEADERS_LEN + 4096 + ICRC_LEN;
 
-/// From this length on, a payload is better lent than copied: a packet that is lent goes by a system call of its own.
+/// Minimum payload length for a zero-copy send. Below it a copy is cheaper: a zero-copy packet
+/// needs a system call of its own.
 pub const MIN_ZERO_COPY: usize = 16 << 10;
 
-/// A way for packets in and out.
+/// A packet transport.
 ///
-/// The order of calls: [`open`](Link::open) a flow per peer once; then [`reserve`](Link::reserve), fill,
-/// [`commit`](Link::commit) for each packet, [`flush`](Link::flush) per batch; [`receive`](Link::receive) whenever
-/// there may be something, and [`wait_fd`](Link::wait_fd) to sleep until there is.
+/// Call sequence: [`open`](Link::open) one flow per peer; then [`reserve`](Link::reserve), fill and
+/// [`commit`](Link::commit) each packet, and [`flush`](Link::flush) once per batch. Call
+/// [`receive`](Link::receive) to poll, and [`wait_fd`](Link::wait_fd) to sleep until packets
+/// arrive.
 ///
-/// Packets of one flow arrive in the order of their commits, if the network keeps it; nothing is promised across
-/// flows.
+/// Packets of one flow arrive in commit order if the network keeps the order; there is no ordering
+/// between flows.
 pub trait Link: Send {
-    /// What this link is, and why: which offloads it uses, and which it does not and for what reason.
+    /// The kind of link, with the offloads that it uses and the reason for each that it does not.
     fn path(&self) -> LinkPath;
 
-    /// Which way the packets of one flow take, and why: a link may have several.
+    /// The transport of one flow and the reason for it: a link may have several transports.
     fn flow_path(&self, flow: FlowId) -> LinkPath {
         let _ = flow;
         self.path()
@@ -100,116 +106,129 @@ pub trait Link: Send {
     /// The address that peers send to.
     fn local(&self) -> SocketAddr;
 
-    /// The longest packet, from the base header through the ICRC, that goes through whole.
+    /// The maximum packet length, from the BTH through the ICRC, that is carried unfragmented on
+    /// every flow.
     fn max_packet(&self) -> usize;
 
-    /// The longest packet that goes through whole on this flow: [`max_packet`](Link::largest), or more.
+    /// The maximum packet length on this flow: at least [`max_packet`](Link::max_packet).
     fn max_packet_to(&self, flow: FlowId) -> usize {
         let _ = flow;
         self.max_packet()
     }
 
-    /// Makes ready to send to `peer`: one flow per queue pair. Slow, for setup.
+    /// Prepares to send to `peer`: one flow per queue pair. Slow; meant for setup.
     ///
-    /// `label` tells the queue pairs to one peer apart, for links that can choose a source port by it (switches
-    /// spread flows by that port). A UDP socket has one source port, and does not.
+    /// `label` distinguishes the queue pairs to one peer. Links that can choose the source port may
+    /// derive it from the label (switches hash flows by that port); a UDP socket has one source
+    /// port and ignores it.
     ///
     /// # Errors
-    /// If nothing can be sent to this address from here, with the reason.
+    /// If the address is not reachable from this link, with the reason.
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId>;
 
-    /// Ends a flow. What was committed before still goes out, if there is room for it by now; a flow that is closed
-    /// already is left alone.
+    /// Closes a flow. Packets already committed are still sent if there is space for them; closing
+    /// a closed flow has no effect.
     fn close(&mut self, flow: FlowId);
 
-    /// Room for one packet of `len` bytes, from the base header through the ICRC. The caller fills all but the last
-    /// four bytes (what stands in them is undefined) and then commits. A reservation is forgotten by the next one, or
-    /// by a flush.
+    /// Reserves a buffer for one packet of `len` bytes, from the BTH through the ICRC. The caller
+    /// fills all but the last four bytes (their content is undefined) and then commits. The next
+    /// `reserve` or `flush` discards an uncommitted reservation.
     ///
     /// # Errors
-    /// [`ReserveError::Full`] is a status: flush, and try again once that went through. It differs from a flow that is
-    /// closed or a packet that is too long, for which trying again is of no use: hence not an `Option`.
+    /// [`ReserveError::Full`] is transient: flush and retry. It is distinct from a closed flow or
+    /// an invalid length, for which a retry cannot succeed; hence not an `Option`.
     fn reserve(&mut self, flow: FlowId, len: usize)
     -> std::result::Result<&mut [u8], ReserveError>;
 
-    /// Seals the packet that was reserved, and queues it. Returns it as it will appear on the wire, for captures;
-    /// `None` if there was none, or if a fault took it.
+    /// Appends the ICRC to the reserved packet and queues it. Returns the packet as it will appear
+    /// on the wire, for captures; `None` if nothing was reserved, or if an injected fault dropped
+    /// the packet.
     fn commit(&mut self) -> Option<Frame<'_>> {
         self.commit_corrupted(Corruption::Intact)
     }
 
-    /// As [`commit`](Link::commit), and spoils the packet after it was sealed, so that its ICRC is wrong: what
-    /// [`FaultInjector`] damages must be found by the receiver's check, and the seal lies below it.
+    /// As [`commit`](Link::commit), but corrupts the packet after the ICRC was appended.
+    /// [`FaultInjector`] needs this: the ICRC is computed below it, and the receiver's check must
+    /// detect the corruption.
     fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>>;
 
-    /// Sends the packet that was reserved, at once and behind all that was committed before, with a payload that stays where
-    /// it lies: the caller has filled the headers, which end where the payload would begin, and the pad. That spares the copy into the packet, and is
-    /// worth it for long payloads ([`MIN_ZERO_COPY`]). The link is done with the memory when this returns.
+    /// Sends the reserved packet zero-copy, after all packets committed before. The caller has
+    /// filled the headers, which end where the payload would begin, and the pad; the payload is
+    /// sent from the caller's memory. Worth it for long payloads ([`MIN_ZERO_COPY`]). The link no
+    /// longer uses the memory once this returns.
     ///
-    /// `false` is no failure, and most links say nothing else: the packet is still reserved. Fill in the payload and
-    /// [`commit`](Link::commit) it, which also waits where there is no room.
+    /// `false` is not a failure, and is what most links return: the packet is still reserved. Copy
+    /// in the payload and [`commit`](Link::commit) it, which also queues the packet if the network
+    /// is busy.
     ///
-    /// The payload is looked at once: if somebody changes it meanwhile, some mixture goes out, as from a copy.
+    /// The payload is read once: if it is modified concurrently, a mixture of old and new bytes is
+    /// sent, as with a copy.
     fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
         let _ = (headers, payload);
         false
     }
 
-    /// Hands over what was committed. What cannot go now is kept, and the return value says how much; what can never
-    /// go is dropped and counted.
+    /// Sends the committed packets. Packets that cannot be sent yet are kept, and
+    /// [`Flushed::waiting`] counts them; packets that can never be sent are dropped and counted.
     ///
     /// # Errors
-    /// If the link is beyond repair. A network that says "wait" is not an error.
+    /// If the link has failed permanently. Backpressure from the network is not an error.
     fn flush(&mut self) -> Result<Flushed>;
 
-    /// Takes up to a batch of packets, and returns how many were delivered. Each has the right ICRC, or needs none; others were
-    /// dropped and counted. Their other headers are unchecked, and anyone may have sent them.
+    /// Receives up to one batch of packets and returns the number delivered. Each has a valid ICRC,
+    /// or needs none; others were dropped and counted. All other headers are unvalidated, and the
+    /// sender is not authenticated.
     ///
     /// # Errors
-    /// If the link is beyond repair.
+    /// If the link has failed permanently.
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize>;
 
-    /// As [`receive`](Link::receive), but payloads of long packets may be left where they are until they are asked for: whoever knows where
-    /// one belongs has it put there at once, which spares a copy. Most links hand over everything as it is.
+    /// As [`receive`](Link::receive), but the payload of a long packet may stay in the socket until
+    /// the caller asks for it: a caller that knows the destination has it placed there directly,
+    /// which saves a copy. Most links deliver complete packets only.
     ///
     /// # Errors
-    /// If the link is beyond repair.
+    /// If the link has failed permanently.
     fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
         self.receive(&mut |frame| take(ReceivedPacket::Read(frame)))
     }
 
-    /// A file descriptor that is readable when there is something to receive. To be asked for anew before each wait:
-    /// the loopback link signals only when somebody asked.
+    /// A file descriptor that is readable when packets are ready to be received. Call this again
+    /// before each wait: the loopback and shared-memory links signal only after it was called.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// When the link has something to do by itself (a packet held back by a fault): flush and receive by then.
+    /// The time until the link needs a flush and a receive even without traffic (for example for a
+    /// packet that a fault delays).
     fn poll_delay(&self) -> Option<Duration> {
         None
     }
 
-    /// Asks a link that leaves the ICRC out, because its packets stay in memory or on this machine, to put it in. [`FaultInjector`] asks.
+    /// Makes a link append ICRCs that it otherwise omits because its packets stay in memory or on
+    /// this machine. [`FaultInjector`] calls this.
     fn force_icrc(&mut self) {}
 
-    /// Lets peers of this machine reach memory by themselves, past the link, and prepares to do so at theirs. To be called before
-    /// flows are opened.
+    /// Lets peers on this machine access exported memory directly, bypassing the link, and prepares
+    /// direct access to theirs. Call before any flow is opened.
     ///
     /// # Errors
-    /// Why this link does not: it has no such way, or wraps another that must see every packet.
+    /// The reason why there is no direct access: the link carries packets only, or it wraps another
+    /// link and must see every packet.
     fn install_exports(
         &mut self,
         export_table: &Arc<ExportTable>,
     ) -> std::result::Result<(), &'static str> {
         let _ = export_table;
-        Err("this sort of link has packets only")
+        Err("this link carries packets only")
     }
 
-    /// The peer of a flow, as far as it lets us reach its memory; or why it does not.
+    /// The peer of a flow, for direct access to the memory that it exports; or the reason why there
+    /// is none.
     fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         let _ = flow;
-        Err("this sort of link has packets only")
+        Err("this link carries packets only")
     }
 
-    /// What came and went so far.
+    /// Traffic and drops since the link was created.
     fn counters(&self) -> Counters;
 }
 
@@ -298,24 +317,25 @@ impl<L: Link + ?Sized> Link for Box<L> {
     }
 }
 
-/// A packet on its way, with what its IP and UDP headers say.
+/// A packet with the relevant fields of its IP and UDP headers.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'a> {
-    /// Who sent it. Queue pairs are told apart by its IP address; the port is the sender's choice.
+    /// Sender. Queue pairs match its IP address; the port is chosen by the sender.
     pub from: SocketAddr,
-    /// Whom it was sent to: this link, under the address that the sender used.
+    /// Destination: an address of this link, as the sender used it.
     pub to: SocketAddr,
-    /// From the base header through the ICRC.
+    /// The packet from the BTH through the ICRC.
     pub bytes: &'a [u8],
-    /// A switch marked it: congestion (ECN CE).
+    /// Congestion was experienced on the path (ECN CE).
     pub marked: bool,
-    /// The IPv4 identification that the ICRC covers: known when sending, found when receiving.
+    /// The IPv4 identification covered by the ICRC: known to the sender, inferred by the receiver.
     pub identification: u16,
-    /// Whether the last four bytes are an ICRC; packets that stay in memory, or on this machine, may go without.
+    /// Whether the last four bytes are an ICRC. Packets that stay in memory or on this machine may
+    /// omit it.
     pub has_icrc: bool,
 }
 
-/// What [`Link::receive_deferred`] delivers.
+/// A packet from [`Link::receive_deferred`].
 ///
 /// ```
 /// use warpwire::link::{ReceivedPacket, Link, Udp, udp::Options};
@@ -331,47 +351,53 @@ pub struct Frame<'a> {
 /// while lengths.len() < 2 {
 ///     bob.receive_deferred(&mut |arrival| match arrival {
 ///         ReceivedPacket::Read(frame) => lengths.push(frame.bytes.len()),
-///         ReceivedPacket::Deferred(packet) => lengths.extend(packet.pending_payload.read().map(<[u8]>::len)),
+///         ReceivedPacket::Deferred(packet) => {
+///             lengths.extend(packet.pending_payload.read().map(<[u8]>::len));
+///         }
 ///     })?;
 /// }
 /// assert_eq!(lengths, [20_000, 20_000]);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 pub enum ReceivedPacket<'a> {
-    /// A packet.
+    /// A complete packet.
     Read(Frame<'a>),
-    /// The beginning of one.
+    /// The head of a packet whose payload has not been read yet.
     Deferred(Deferred<'a>),
 }
 
-/// A packet that has been read as far as its headers go. It is gone when whoever it was handed to is done with it.
+/// A packet of which only the head has been read. It is discarded when the callback returns.
 pub struct Deferred<'a> {
-    /// The packet, as far as it has been read: all of its headers, and more.
+    /// The part of the packet that has been read: all of its headers, and possibly some payload.
     pub head: Frame<'a>,
-    /// How long it is in truth, from the base header through the ICRC.
+    /// The total length, from the BTH through the ICRC.
     pub len: usize,
-    /// Where the link keeps it.
+    /// Access to the payload.
     pub pending_payload: &'a mut dyn PendingPayload,
 }
 
-/// A packet that a link still has. It can be had once, in one of these ways.
+/// A received packet whose payload is still in the socket. Consume it once, by one of these
+/// methods.
 pub trait PendingPayload {
-    /// All of it, as [`Link::receive`] would have delivered it. `None` if it was not right: it has been dropped and counted.
+    /// Reads the whole packet, as [`Link::receive`] would have delivered it. `None` if the packet
+    /// was invalid: it has been dropped and counted.
     fn read(&mut self) -> Option<&[u8]>;
 
-    /// Puts its payload, which stands behind `headers` bytes and is as long as `into`, there; the last bytes become visible last. If it fails, the packet
-    /// was not right, and has been dropped and counted: there is anything in that memory then.
+    /// Reads the payload, which follows `headers` bytes and is as long as `into`, into `into`; the
+    /// last bytes become visible last. On `false` the packet was invalid and has been dropped and
+    /// counted, and the content of `into` is unspecified.
     fn read_into(&mut self, headers: usize, into: &SharedBytes<'_>) -> bool;
 }
 
-/// Why a packet has no room.
+/// Why a packet could not be reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReserveError {
-    /// The batch is full: flush first. If that leaves packets waiting, the network is not ready: come back later.
+    /// The batch is full: flush first. If packets are still waiting after a flush, the network is
+    /// applying backpressure: retry later.
     Full,
     /// The flow is closed, or was never open on this link.
     Closed,
-    /// The packet is longer than [`Link::max_packet_to`] says, or shorter than [`MIN_PACKET`].
+    /// The packet is longer than [`Link::max_packet_to`] or shorter than [`MIN_PACKET`].
     Length,
 }
 
@@ -380,26 +406,26 @@ impl fmt::Display for ReserveError {
         f.write_str(match self {
             Self::Full => "the batch is full",
             Self::Closed => "the flow is closed",
-            Self::Length => "the packet's length is not one that the link carries",
+            Self::Length => "the link does not carry packets of this length",
         })
     }
 }
 
 impl std::error::Error for ReserveError {}
 
-/// What to do to a packet after it was sealed.
+/// How to corrupt a packet after its ICRC was appended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Corruption {
-    /// Nothing.
+    /// No corruption.
     Intact,
-    /// Flip this bit, counted from the packet's beginning and modulo its length.
+    /// Flip this bit, counted from the start of the packet, modulo its length in bits.
     FlipBit(u32),
-    /// Keep this many bytes of it, at least one.
+    /// Truncate to this many bytes, at least one.
     Truncate(usize),
 }
 
 impl Corruption {
-    /// Does it, and returns the length that is left.
+    /// Corrupts the packet and returns its new length.
     fn apply(self, packet: &mut [u8]) -> usize {
         match self {
             Self::Intact => packet.len(),
@@ -415,27 +441,27 @@ impl Corruption {
     }
 }
 
-/// What became of a batch.
+/// The result of a flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flushed {
-    /// Packets handed over by this call.
+    /// Packets sent by this call.
     pub sent: usize,
-    /// Packets kept, because there is no room for them now; the next flush tries again.
+    /// Packets kept because there is no space for them yet; the next flush retries.
     pub waiting: usize,
 }
 
-/// Which link it is.
+/// The kind of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkKind {
-    /// Within the process.
+    /// Endpoints within the process.
     Loopback,
     /// A UDP socket.
     Udp,
-    /// Memory shared between processes.
+    /// Ring buffers in memory shared between processes.
     Shm,
-    /// Shared memory or UDP, by flow.
+    /// Shared memory or UDP, chosen per flow.
     Auto,
-    /// None: an RDMA device of the machine.
+    /// No link: an RDMA device of this machine.
     Hardware,
 }
 
@@ -451,14 +477,14 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// Which way packets take, and why.
+/// The transport in use, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkPath {
-    /// Which link it is, below faults and captures.
+    /// The kind of the innermost link, below fault injection and captures.
     pub kind: LinkKind,
     /// The address that peers send to.
     pub local: SocketAddr,
-    /// For people: what is in use, what is not, and why not.
+    /// Human-readable: what is in use, what is not, and why not.
     pub why: String,
 }
 
@@ -468,45 +494,45 @@ impl fmt::Display for LinkPath {
     }
 }
 
-/// What came and went since the link was made.
+/// Traffic counters since the link was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Packets handed over.
+    /// Packets sent.
     pub sent: u64,
-    /// Their bytes, from the base header through the ICRC.
+    /// Bytes of the packets sent, from the BTH through the ICRC.
     pub sent_bytes: u64,
     /// Packets delivered to the caller.
     pub received: u64,
-    /// Their bytes.
+    /// Bytes of the packets delivered, from the BTH through the ICRC.
     pub received_bytes: u64,
-    /// Those of them that came joined with others, by the kernel's receive offload.
+    /// Received packets that the kernel had coalesced with others (GRO).
     pub coalesced: u64,
-    /// Packets sent whose payload was lent: the kernel took it from where it lay.
+    /// Packets sent zero-copy: the kernel read the payload from the caller's memory.
     pub zero_copy_sent: u64,
-    /// Packets received whose payload the kernel put where it belongs.
+    /// Packets received whose payload the kernel copied straight to its destination.
     pub direct_placed: u64,
-    /// System calls that moved packets, both ways.
+    /// System calls that moved packets, in both directions.
     pub calls: u64,
-    /// Packets lost in this link, by reason.
+    /// Packets lost in this link, by cause.
     pub drops: Drops,
 }
 
-/// Packets that were lost in a link, by reason.
+/// Packets lost in a link, by cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drops {
     /// Received with a wrong ICRC.
     pub icrc: u64,
-    /// Received, and shorter than a packet can be.
+    /// Received, but shorter than [`MIN_PACKET`].
     pub short: u64,
-    /// Received, and longer than the link carries.
+    /// Received, but longer than the link carries.
     pub long: u64,
-    /// Received faster than they were taken: a buffer was full.
+    /// Lost because a receive buffer was full.
     pub overrun: u64,
-    /// To be sent, and nobody has the address.
+    /// Not sent: no peer has the address.
     pub no_peer: u64,
-    /// To be sent, and the kernel refused them for good.
+    /// Not sent: the kernel rejected the packet permanently.
     pub refused: u64,
-    /// Taken by a fault, on purpose.
+    /// Dropped by fault injection.
     pub injected: u64,
 }
 
@@ -537,23 +563,23 @@ impl std::ops::Add for Counters {
 }
 
 impl Drops {
-    /// All of them.
+    /// The sum over all causes.
     pub fn total(&self) -> u64 {
         let Self { icrc, short, long, overrun, no_peer, refused, injected } = *self;
         icrc + short + long + overrun + no_peer + refused + injected
     }
 }
 
-/// Refuses peers that no link can send to.
+/// Rejects peer addresses that no link can send to.
 fn check_peer(local: SocketAddr, peer: SocketAddr) -> Result<()> {
     let why = if peer.port() == 0 {
-        "port 0 is not an address to send to"
+        "port 0 cannot be sent to"
     } else if peer.ip().is_unspecified() {
-        "it stands for every address, and is none to send to"
+        "it is the wildcard for every address, not a destination"
     } else if peer.ip().is_multicast() {
-        "it is a group's address, and queue pairs talk to one peer"
+        "it is a multicast address, and a queue pair has one peer"
     } else if peer.is_ipv4() != local.is_ipv4() {
-        "the link's own address is of the other IP version"
+        "the link's own address has the other IP version"
     } else {
         return Ok(());
     };

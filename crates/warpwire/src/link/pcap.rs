@@ -1,8 +1,8 @@
-//! A capture of what goes through a link, with the IP and UDP headers that a network would show: for Wireshark.
+//! A packet capture of a link, with IP and UDP headers as on a network: for Wireshark.
 //!
-//! Packets appear as they are on the wire, with the identification that their ICRC covers. Packets that stay in memory
-//! carry no ICRC; in the capture they get the one that belongs to them. Those that are longer than IP allows, which
-//! shared memory carries, are left out.
+//! Packets are captured as on the wire, with the identification that their ICRC covers. Packets
+//! that stay in memory carry no ICRC; the capture computes it for them. Packets longer than IP
+//! allows (shared memory carries such) are omitted.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -26,12 +26,12 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// What is gathered before the file is written.
+/// Write buffer in bytes.
 const BUFFER: usize = 1 << 20;
-/// Linux's usual.
+/// Linux's default TTL.
 const HOP_LIMIT: u8 = 64;
 
-/// A capture file; clones write into the same.
+/// A capture file. Clones write to the same file.
 ///
 /// ```
 /// use warpwire::link::{Capture, Hub, Link, Tap};
@@ -44,7 +44,7 @@ const HOP_LIMIT: u8 = 64;
 /// one.reserve(flow, 16).unwrap().fill(0);
 /// one.commit();
 /// capture.finish()?;
-/// // A file's header, a record's, IP, UDP, and the packet.
+/// // File header, record header, IP, UDP, packet.
 /// assert_eq!(std::fs::metadata(&path).unwrap().len(), 24 + 16 + 20 + 8 + 16);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
@@ -56,15 +56,15 @@ pub struct Capture {
 struct Writer {
     file: BufWriter<Box<dyn Write + Send>>,
     name: String,
-    /// The first error: nothing is written after it.
+    /// The first error; nothing is written after it.
     failed: Option<std::io::Error>,
 }
 
 impl Capture {
-    /// A new capture file; one that is there is replaced.
+    /// Creates a capture file; an existing file is overwritten.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// If the file cannot be created.
     pub fn create(path: &FilePath) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::create(path)
@@ -72,7 +72,7 @@ impl Capture {
         Ok(Self::to(Box::new(file), name))
     }
 
-    /// A capture into anything that takes bytes, with a name for messages.
+    /// A capture to any writer, with a name for messages.
     pub fn to(file: Box<dyn Write + Send>, name: impl Into<String>) -> Self {
         let file = BufWriter::with_capacity(BUFFER, file);
         let mut writer = Writer { file, name: name.into(), failed: None };
@@ -80,10 +80,10 @@ impl Capture {
         Self { shared: Arc::new(Mutex::new(writer)) }
     }
 
-    /// Writes out what is gathered. The last clone does so too when it goes, and tells nobody of errors.
+    /// Flushes the write buffer. Dropping the last clone does so too, but ignores errors.
     ///
     /// # Errors
-    /// If any write failed, now or earlier: the capture ends there.
+    /// If any write failed, now or earlier: the capture ends at that point.
     pub fn finish(&self) -> Result<()> {
         let mut writer = self.shared.lock();
         if writer.failed.is_none() {
@@ -93,7 +93,7 @@ impl Capture {
             None => Ok(()),
             Some(source) => Err(Error::os("write a capture", source)
                 .on(writer.name.clone())
-                .fix("see whether the disk is full")),
+                .fix("check whether the disk is full")),
         }
     }
 
@@ -129,7 +129,8 @@ impl Writer {
     }
 }
 
-/// The IP and UDP headers that the packet has, or would have; `None` if no header can say its length.
+/// Writes the IP and UDP headers that the packet has or would have; `None` if its length does not
+/// fit into them.
 fn headers_of(frame: &Frame<'_>, headers: &mut [u8; 48]) -> Option<usize> {
     let udp = UdpRepr {
         source_port: frame.from.port(),
@@ -149,19 +150,19 @@ fn headers_of(frame: &Frame<'_>, headers: &mut [u8; 48]) -> Option<usize> {
     Some(ip_len + UDP_LEN)
 }
 
-/// Any link, with a capture of its packets in both directions.
+/// Wraps any link and captures its packets in both directions.
 pub struct Tap<L: Link> {
     inner: L,
     capture: Capture,
 }
 
 impl<L: Link> Tap<L> {
-    /// Captures what goes through `inner`.
+    /// Captures the packets of `inner`.
     pub fn new(inner: L, capture: &Capture) -> Self {
         Self { inner, capture: capture.clone() }
     }
 
-    /// The link inside.
+    /// Unwraps the link.
     pub fn into_inner(self) -> L {
         self.inner
     }
@@ -238,7 +239,7 @@ impl<L: Link> Link for Tap<L> {
         self.inner.force_icrc();
     }
 
-    /// What goes past the link nobody would see.
+    /// Direct access would bypass the capture.
     fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("a capture must see every packet")
     }
@@ -283,7 +284,7 @@ mod tests {
         packets
     }
 
-    /// Ten packets through each sort of link, both ends captured; `None` if an IP version is missing.
+    /// Sends ten packets over a pair of links, with both ends captured.
     fn record(path: &FilePath, links: [Box<dyn Link>; 2]) {
         let capture = Capture::create(path).unwrap();
         let [mut one, mut two] = links.map(|link| Tap::new(link, &capture));
@@ -297,11 +298,11 @@ mod tests {
         capture.finish().unwrap();
     }
 
-    fn all_sorts() -> Vec<(&'static str, [Box<dyn Link>; 2])> {
+    fn all_kinds() -> Vec<(&'static str, [Box<dyn Link>; 2])> {
         let hub = Hub::new();
         let end =
             |text: &str| Box::new(hub.endpoint(text.parse().unwrap()).unwrap()) as Box<dyn Link>;
-        let mut sorts = vec![
+        let mut kinds = vec![
             ("memory", [end("10.0.0.1:4791"), end("10.0.0.2:4791")]),
             ("memory6", [end("[fd00::1]:4791"), end("[fd00::2]:4791")]),
         ];
@@ -309,17 +310,17 @@ mod tests {
             let bind =
                 || Udp::bind(address.parse().unwrap(), super::super::udp::Options::default());
             match (bind(), bind()) {
-                (Ok(one), Ok(two)) => sorts.push((name, [Box::new(one), Box::new(two)])),
-                _ => println!("skipped: {address} is no address of this machine"),
+                (Ok(one), Ok(two)) => kinds.push((name, [Box::new(one), Box::new(two)])),
+                _ => println!("skipped: {address} does not belong to this machine"),
             }
         }
-        sorts
+        kinds
     }
 
     #[test]
     fn captured_packets_are_right_in_every_header() {
         let folder = tempfile::tempdir().unwrap();
-        for (name, links) in all_sorts() {
+        for (name, links) in all_kinds() {
             let path = folder.path().join(name);
             let ports = [links[0].local(), links[1].local()];
             record(&path, links);
@@ -337,9 +338,9 @@ mod tests {
     }
 
     #[test]
-    fn wireshark_takes_them_apart() {
+    fn wireshark_dissects_captures() {
         let folder = tempfile::tempdir().unwrap();
-        for (name, links) in all_sorts() {
+        for (name, links) in all_kinds() {
             let path = folder.path().join(name);
             let port = links[1].local().port();
             record(&path, links);
@@ -371,15 +372,16 @@ mod tests {
     }
 
     #[test]
-    fn damage_shows_in_a_capture_inside() {
+    fn corruption_shows_in_an_inner_capture() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("damaged");
+        let path = folder.path().join("corrupted");
         let capture = Capture::create(&path).unwrap();
         let hub = Hub::new();
         let link = Tap::new(hub.endpoint("10.0.0.1:1".parse().unwrap()).unwrap(), &capture);
         let mut link = FaultInjector::new(link, "corrupt=100%".parse().unwrap());
         let flow = link.open("10.0.0.2:1".parse().unwrap(), 0).unwrap();
-        // Damage to the opcode may make another sort of packet of it, or none: the ICRC is wrong in any case.
+        // Corruption of the opcode may yield another kind of packet, or none; the ICRC is wrong in
+        // any case.
         put(&mut link, flow, 1);
         capture.finish().unwrap();
         let bytes = std::fs::read(&path).unwrap();
@@ -392,12 +394,12 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_told() {
+    fn a_write_error_is_reported() {
         let missing = Capture::create(FilePath::new("/nowhere/at/all.pcap")).err().unwrap();
         assert!(missing.to_string().contains("/nowhere/at/all.pcap"), "{missing}");
         let full = Capture::create(FilePath::new("/dev/full")).unwrap();
         let error = full.finish().unwrap_err();
         assert!(error.to_string().contains("/dev/full"), "{error}");
-        assert!(full.finish().is_err(), "it stays so");
+        assert!(full.finish().is_err(), "the error is sticky");
     }
 }

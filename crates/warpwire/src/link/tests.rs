@@ -1,4 +1,4 @@
-//! One suite for every link, bare and wrapped.
+//! One test suite for all links, bare and wrapped.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::error::Kind as ErrorKind;
 
 type Boxed = Box<dyn Link>;
 
-/// Two links that reach each other, and a third that both reach.
+/// Two links that reach each other, and a third that reaches both.
 struct Trio {
     name: String,
     links: [Boxed; 3],
@@ -25,17 +25,17 @@ fn loopbacks(options: loopback::Options) -> [Boxed; 3] {
     })
 }
 
-/// The address to bind to, if this machine has its IP version.
+/// Three UDP links, if this machine has the IP version of the address.
 fn udps(address: &str, options: Options) -> Option<[Boxed; 3]> {
     let address: SocketAddr = address.parse().unwrap();
     if UdpSocket::bind(address).is_err() {
-        println!("skipped: {address} is no address of this machine");
+        println!("skipped: {address} does not belong to this machine");
         return None;
     }
     Some([(); 3].map(|()| Box::new(Udp::bind(address, options).unwrap()) as Boxed))
 }
 
-/// As [`udps`], for a link that is made by an address alone.
+/// As [`udps`], for links that only need an address.
 fn bound(address: &str, make: impl Fn(SocketAddr) -> Boxed) -> Option<[Boxed; 3]> {
     let address: SocketAddr = address.parse().unwrap();
     UdpSocket::bind(address).ok()?;
@@ -68,14 +68,14 @@ fn trios() -> Vec<Trio> {
             let make: Make = Box::new(move || udps(address, options));
             makes.push((format!("udp {address} {options}"), make));
         }
-        for options in ["", "ring=16KiB,largest=2000"] {
+        for options in ["", "ring=16KiB,max_packet=2000"] {
             let shm = move |address| {
                 Box::new(Shm::bind(address, options.parse().unwrap()).unwrap()) as Boxed
             };
             makes.push((format!("shm {address} {options}"), Box::new(move || bound(address, shm))));
         }
         makes.push((format!("auto {address}"), Box::new(move || bound(address, auto))));
-        // A link that has both ways, among others that have one.
+        // An auto link among UDP links.
         let mixed = move || {
             let [_, two, three] = udps(address, Options::default())?;
             Some([auto(address.parse().unwrap()), two, three])
@@ -100,7 +100,7 @@ fn trios() -> Vec<Trio> {
     trios
 }
 
-/// A packet of this length that no other packet is equal to.
+/// Fills a packet with content that is unique to `number`.
 pub(super) fn fill(packet: &mut [u8], number: u32) {
     let end = packet.len() - 4;
     for (at, byte) in packet[..end].iter_mut().enumerate() {
@@ -119,7 +119,7 @@ pub(super) fn send(link: &mut dyn Link, flow: FlowId, len: usize, number: u32) {
                 return;
             }
             Err(ReserveError::Full) => {
-                assert!(Instant::now() < deadline, "the link stays full");
+                assert!(Instant::now() < deadline, "the link is still full");
                 link.flush().unwrap();
             }
             Err(other) => panic!("{other}"),
@@ -127,7 +127,8 @@ pub(super) fn send(link: &mut dyn Link, flow: FlowId, len: usize, number: u32) {
     }
 }
 
-/// Everything but the ICRC of the packets that come until there are `count`, or for half a second.
+/// Receives packets until there are `count`, for at most half a second; returns senders and
+/// contents without the ICRC.
 pub(super) fn receive(link: &mut dyn Link, count: usize) -> Vec<(SocketAddr, Vec<u8>)> {
     let deadline = Instant::now() + Duration::from_millis(500);
     let mut got = Vec::new();
@@ -159,7 +160,7 @@ fn expected(from: SocketAddr, len: usize, number: u32) -> (SocketAddr, Vec<u8>) 
 }
 
 #[test]
-fn packets_of_all_sizes_arrive_whole_and_in_order() {
+fn packets_of_all_sizes_arrive_complete_and_in_order() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 1).unwrap();
         let max_packet = one.max_packet_to(flow);
@@ -191,7 +192,7 @@ fn packets_of_all_sizes_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn every_peer_gets_its_own() {
+fn every_peer_receives_its_own_packets() {
     for Trio { name, links: [mut one, mut two, mut three] } in trios() {
         let to_two = one.open(two.local(), 1).unwrap();
         let to_three = one.open(three.local(), 2).unwrap();
@@ -214,7 +215,7 @@ fn every_peer_gets_its_own() {
         assert_eq!(one.reserve(to_two, 64).err(), Some(ReserveError::Closed), "{name}");
         one.close(to_two);
         send(&mut *one, also_two, 64, 5);
-        // What was committed goes out although its flow is closed.
+        // Committed packets are sent although their flow is closed.
         one.close(also_two);
         one.flush().unwrap();
         assert_eq!(receive(&mut *two, 1).len(), 1, "{name}");
@@ -225,7 +226,7 @@ fn every_peer_gets_its_own() {
 }
 
 #[test]
-fn wrong_requests_are_refused() {
+fn invalid_requests_are_rejected() {
     for Trio { name, links: [mut one, two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
         assert_eq!(one.reserve(flow, MIN_PACKET - 1).err(), Some(ReserveError::Length), "{name}");
@@ -245,7 +246,7 @@ fn wrong_requests_are_refused() {
         for (peer, why) in [
             (other.parse().unwrap(), "other IP version"),
             (unspecified.parse().unwrap(), "every address"),
-            (group.parse().unwrap(), "a group"),
+            (group.parse().unwrap(), "multicast"),
             (no_port, "port 0"),
         ] {
             let error = one.open(peer, 0).unwrap_err();
@@ -257,7 +258,7 @@ fn wrong_requests_are_refused() {
 }
 
 #[test]
-fn a_full_batch_says_so_and_goes_on_after_a_flush() {
+fn a_full_batch_is_reported_and_a_flush_empties_it() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
         let mut count = 0;
@@ -265,7 +266,7 @@ fn a_full_batch_says_so_and_goes_on_after_a_flush() {
             fill(packet, count);
             one.commit();
             count += 1;
-            assert!(count < 10_000, "{name}: no end");
+            assert!(count < 10_000, "{name}: the batch never fills");
         }
         assert_eq!(one.reserve(flow, 64).err(), Some(ReserveError::Full), "{name}");
         let flushed = one.flush().unwrap();
@@ -276,7 +277,7 @@ fn a_full_batch_says_so_and_goes_on_after_a_flush() {
 }
 
 #[test]
-fn a_reservation_without_commit_is_forgotten() {
+fn an_uncommitted_reservation_is_discarded() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
         fill(one.reserve(flow, 100).unwrap(), 1);
@@ -288,16 +289,16 @@ fn a_reservation_without_commit_is_forgotten() {
 }
 
 #[test]
-fn the_descriptor_wakes_a_sleeper() {
+fn the_descriptor_wakes_a_waiting_thread() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
-        assert!(!wait(&*two, Duration::from_millis(1)), "{name}: nothing has come");
+        assert!(!wait(&*two, Duration::from_millis(1)), "{name}: nothing was sent");
         send(&mut *one, flow, 64, 1);
         one.flush().unwrap();
         assert!(wait(&*two, Duration::from_millis(500)), "{name}");
         assert_eq!(receive(&mut *two, 1).len(), 1, "{name}");
-        assert!(!wait(&*two, Duration::from_millis(1)), "{name}: all has been taken");
-        // What came before the sleeper looked wakes it as well.
+        assert!(!wait(&*two, Duration::from_millis(1)), "{name}: everything was received");
+        // Packets that arrived before the wait wake it as well.
         send(&mut *one, flow, 64, 2);
         one.flush().unwrap();
         assert!(wait(&*two, Duration::from_millis(500)), "{name}");
@@ -322,7 +323,7 @@ fn corrupted_packets_are_detected_and_counted() {
         }
         one.flush().unwrap();
         assert_eq!(receive(&mut *two, 1), [expected(one.local(), 100, 1)], "{name}");
-        // One call brings all that is there, or one packet where that was chosen.
+        // One call receives everything, or one packet if batching is off.
         for _ in 0..corruptions.len() {
             assert_eq!(two.receive(&mut |_| ()).unwrap(), 0, "{name}");
         }
@@ -332,7 +333,7 @@ fn corrupted_packets_are_detected_and_counted() {
 }
 
 #[test]
-fn the_path_says_what_is_in_use() {
+fn the_path_reports_what_is_in_use() {
     for Trio { name, links: [one, ..] } in trios() {
         let path = one.path();
         assert_eq!(path.local, one.local(), "{name}");
@@ -350,7 +351,7 @@ fn the_path_says_what_is_in_use() {
 }
 
 #[test]
-fn a_full_queue_holds_up_its_sender_and_nobody_else() {
+fn a_full_queue_blocks_its_sender_only() {
     let options = loopback::Options { queue: 8, ..loopback::Options::default() };
     let [mut one, mut two, mut three] = loopbacks(options);
     let (to_two, to_three) =
@@ -372,7 +373,7 @@ fn a_full_queue_holds_up_its_sender_and_nobody_else() {
 }
 
 #[test]
-fn a_full_queue_loses_packets_where_that_was_asked_for() {
+fn a_full_queue_drops_packets_with_full_drop() {
     let options =
         loopback::Options { queue: 8, full: loopback::Full::Drop, ..loopback::Options::default() };
     let [mut one, mut two, _] = loopbacks(options);
@@ -386,20 +387,20 @@ fn a_full_queue_loses_packets_where_that_was_asked_for() {
 }
 
 #[test]
-fn packets_for_nobody_are_counted_until_somebody_comes() {
+fn packets_to_an_unused_address_are_counted_as_dropped() {
     let hub = Hub::new();
     let mut one = hub.endpoint("10.0.0.1:1".parse().unwrap()).unwrap();
-    let nobody = "10.0.0.9:1".parse().unwrap();
-    let flow = one.open(nobody, 0).unwrap();
+    let unused = "10.0.0.9:1".parse().unwrap();
+    let flow = one.open(unused, 0).unwrap();
     send(&mut one, flow, 64, 1);
     one.flush().unwrap();
     assert_eq!(one.counters().drops.no_peer, 1);
     for _ in 0..2 {
-        // The second time at an address whose first endpoint is gone.
-        let mut somebody = hub.endpoint(nobody).unwrap();
+        // In the second round the first endpoint at this address has been dropped.
+        let mut endpoint = hub.endpoint(unused).unwrap();
         send(&mut one, flow, 64, 2);
         one.flush().unwrap();
-        assert_eq!(receive(&mut somebody, 1).len(), 1);
+        assert_eq!(receive(&mut endpoint, 1).len(), 1);
     }
     send(&mut one, flow, 64, 3);
     one.flush().unwrap();

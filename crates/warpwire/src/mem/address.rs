@@ -5,9 +5,9 @@ use std::fmt;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// An address in a device's memory.
+/// An address in a device's address space.
 ///
-/// It is a number to hand to the device, a NIC or another library; the CPU never follows it.
+/// A plain number to pass to the device, a NIC or another library. The CPU never dereferences it.
 ///
 /// ```
 /// use warpwire::mem::DeviceAddr;
@@ -19,17 +19,17 @@ use crate::units;
 pub struct DeviceAddr(u64);
 
 impl DeviceAddr {
-    /// The address with this number, as another library gave it.
+    /// Wraps a raw address, such as one from another library.
     pub const fn new(raw: u64) -> Self {
         Self(raw)
     }
 
-    /// The number, to hand to a kernel, a work request or another library.
+    /// The raw address, for a kernel, a work request or another library.
     pub const fn raw(self) -> u64 {
         self.0
     }
 
-    /// The address `offset` bytes further on, unless that passes the end of all addresses.
+    /// The address plus `offset` bytes, or `None` on overflow.
     pub const fn checked_add(self, offset: u64) -> Option<Self> {
         match self.0.checked_add(offset) {
             Some(sum) => Some(Self(sum)),
@@ -37,7 +37,7 @@ impl DeviceAddr {
         }
     }
 
-    /// Whether the address is a multiple of `unit`.
+    /// Whether the address is a multiple of `unit` bytes.
     pub const fn is_aligned_to(self, unit: u64) -> bool {
         self.0.is_multiple_of(unit)
     }
@@ -55,7 +55,7 @@ impl fmt::Debug for DeviceAddr {
     }
 }
 
-/// Checks that `offset..offset + len` lies inside `total` bytes of `object`.
+/// Checks that `offset..offset + len` is inside the `total` bytes of `object`.
 #[inline]
 pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &'static str) -> Result<()> {
     if is_inside(offset, len, total) {
@@ -69,7 +69,7 @@ fn out_of_range(offset: u64, len: u64, total: u64, object: &'static str) -> Erro
     range_error(offset, len, total, object.to_owned())
 }
 
-/// Whether `offset..offset + len` lies inside `total` bytes.
+/// Whether `offset..offset + len` is inside `total` bytes, without overflow.
 #[inline]
 pub(crate) fn is_inside(offset: u64, len: u64, total: u64) -> bool {
     offset.checked_add(len).is_some_and(|end| end <= total)
@@ -77,10 +77,10 @@ pub(crate) fn is_inside(offset: u64, len: u64, total: u64) -> bool {
 
 #[cold]
 pub(crate) fn range_error(offset: u64, len: u64, total: u64, object: String) -> Error {
-    let what = format!("take {} at offset {offset}", units::bytes(len));
+    let what = format!("access {} at offset {offset}", units::bytes(len));
     Error::new(Kind::OutOfRange, what)
         .on(object)
-        .why(format!("it holds {total} bytes"))
+        .why(format!("it has {total} bytes"))
         .fix("keep offset + length within the allocation")
 }
 

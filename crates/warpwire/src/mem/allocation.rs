@@ -1,4 +1,4 @@
-//! Memory that a device reaches, and ranges and words of it.
+//! Device-accessible memory, and ranges and words of it.
 
 use std::fmt;
 use std::os::fd::AsFd;
@@ -17,22 +17,22 @@ use super::window::{Window, WindowOptions, WindowPath};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// How memory was made, which decides what can be done with it.
+/// How memory was allocated, which decides what can be done with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// Ordinary device memory (`cuMemAlloc`). CUDA frees it only when the whole device is idle, so while
-    /// streams of ours are at work it is kept and freed later; programs whose streams never rest are
-    /// better served by the next two.
+    /// Ordinary device memory (`cuMemAlloc`). `cuMemFree` waits for the whole device to be idle, so
+    /// the free is deferred while this library's streams have work; programs whose streams are
+    /// never idle should use [`Vmm`](Self::Vmm) or [`Pool`](Self::Pool).
     Plain,
-    /// Device memory by virtual memory management (`cuMemCreate`), shareable by file descriptor and open
-    /// to NICs; in whole pages of 2 MiB. It is freed at once.
+    /// Device memory from the virtual memory management API (`cuMemCreate`), in pages of 2 MiB. It
+    /// can be shared by file descriptor and with NICs, and is freed immediately.
     Vmm,
-    /// Device memory from a pool (`cuMemAllocFromPoolAsync`): fast to allocate, and freed at once.
+    /// Device memory from a pool (`cuMemAllocFromPoolAsync`): fast to allocate, freed immediately.
     Pool,
-    /// Host memory, pinned, that the device reaches by address.
+    /// Pinned host memory that the device can access by address.
     Pinned,
-    /// Memory that another library owns.
+    /// Memory owned by another library.
     Borrowed,
     /// Memory of another process.
     Imported,
@@ -51,28 +51,28 @@ impl fmt::Display for MemoryKind {
     }
 }
 
-/// What happens to memory under its users.
+/// A change to memory that affects its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryEvent {
-    /// The memory is about to move: whoever holds its backing must let go before returning.
+    /// The memory is about to move: users of its physical backing must stop before they return.
     Moving,
-    /// It has moved; its device address is the same, its backing another.
+    /// The memory has moved: same device address, different backing.
     Moved,
-    /// It is gone.
+    /// The memory has been freed.
     Freed,
 }
 
-/// Told of each [`MemoryEvent`], on the thread that causes it.
+/// Called for each [`MemoryEvent`], on the thread that causes it.
 pub type MemoryListener = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
-/// A subscription to [`MemoryEvent`]s; dropping it ends it.
+/// A subscription to [`MemoryEvent`]s; dropping it unsubscribes.
 #[must_use = "events stop when the watch is dropped"]
 pub struct WatchGuard {
     end: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
 
 impl WatchGuard {
-    /// A subscription that runs `end` when it is dropped.
+    /// A subscription that calls `end` when dropped.
     pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
         Self { end: Some(Box::new(end)) }
     }
@@ -86,18 +86,18 @@ impl Drop for WatchGuard {
     }
 }
 
-/// Keeps memory where it is; dropping it ends that.
+/// Keeps memory from moving until dropped.
 #[must_use = "the memory may move when the pin is dropped"]
 pub struct PinGuard(#[allow(dead_code)] WatchGuard);
 
 impl PinGuard {
-    /// A pin that runs `end` when it is dropped.
+    /// A pin that calls `end` when dropped.
     pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
         Self(WatchGuard::new(end))
     }
 }
 
-/// An allocation that may be freed meanwhile.
+/// A weak reference to an allocation, which may have been freed.
 pub(crate) struct WeakAllocation(std::sync::Weak<Shared>);
 
 impl WeakAllocation {
@@ -113,22 +113,22 @@ impl fmt::Debug for WeakAllocation {
     }
 }
 
-/// A part of memory that another library allocated in one go.
+/// One allocation of another library within borrowed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackingAllocation {
-    /// Where it begins.
+    /// Offset of its first byte in the borrowed memory.
     pub offset: u64,
-    /// How long it is.
+    /// Length in bytes.
     pub len: u64,
-    /// What no other piece is called, ever.
+    /// Unique ID; never reused, even when the address is.
     pub id: u64,
 }
 
-/// A piece of memory that a device reaches by address. Clones are the same memory.
+/// Memory that a device can access by address. Clones refer to the same memory.
 ///
-/// The memory is freed when the last handle and the last [`Region`] are gone, or earlier by
-/// [`free`](Allocation::free). Work on a stream holds the regions that it uses, so memory never goes
-/// away under a running copy.
+/// The memory is freed when the last handle and the last [`Region`] are dropped, or earlier by
+/// [`free`](Allocation::free). Stream operations hold the regions they use, so memory is never
+/// freed under a running copy.
 #[derive(Clone)]
 pub struct Allocation {
     shared: Arc<Shared>,
@@ -138,12 +138,12 @@ struct Shared {
     device: Device,
     memory: Arc<dyn MemoryBackend>,
     users: UseCount,
-    /// The process that it belongs to. A fork has the handle, and no right to the memory.
+    /// PID of the owner. A forked child inherits the handle, but has no right to the memory.
     process: u32,
 }
 
-/// Counts the regions of an allocation and knows whether it has been freed, in one word, so that
-/// "freed while nobody uses it" is one atomic step.
+/// Number of regions of an allocation, and whether it has been freed, in one word: "free if unused"
+/// is one compare-exchange.
 struct UseCount(AtomicU64);
 
 const FREED: u64 = 1 << 63;
@@ -158,7 +158,7 @@ impl UseCount {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Marks the memory freed, or says how many users prevent that (`None`: freed before).
+    /// Marks the memory freed. Fails with the number of users, or `None` if it was freed before.
     fn close(&self) -> std::result::Result<(), Option<u64>> {
         self.0
             .compare_exchange(0, FREED, Ordering::AcqRel, Ordering::Acquire)
@@ -179,28 +179,29 @@ impl Allocation {
         Self { shared: Arc::new(Shared { device, memory, users, process }) }
     }
 
-    /// The device that the memory belongs to.
+    /// The device that owns the memory.
     pub fn device(&self) -> &Device {
         &self.shared.device
     }
 
-    /// Where the device finds the memory.
+    /// Device address of the first byte.
     pub fn address(&self) -> DeviceAddr {
         self.shared.memory.address()
     }
 
-    /// How many bytes it holds.
+    /// Size in bytes, never 0.
     #[allow(clippy::len_without_is_empty)] // no allocation is empty
     pub fn len(&self) -> u64 {
         self.shared.memory.len()
     }
 
-    /// How it was made.
+    /// How the memory was allocated.
     pub fn kind(&self) -> MemoryKind {
         self.shared.memory.kind()
     }
 
-    /// The range `offset..offset + len`, to use in stream work.
+    /// The range `offset..offset + len`, for use in stream operations. Fails if the memory was
+    /// freed.
     pub fn region(&self, offset: u64, len: u64) -> Result<Region> {
         if !is_inside(offset, len, self.len()) {
             return Err(range_error(offset, len, self.len(), self.describe()));
@@ -211,17 +212,17 @@ impl Allocation {
         Ok(Region { memory: self.clone(), offset, len })
     }
 
-    /// All of it, to use in stream work.
+    /// The whole range, for use in stream operations.
     pub fn whole(&self) -> Result<Region> {
         self.region(0, self.len())
     }
 
-    /// The 32-bit word at `offset`, for streams to write and to wait for.
+    /// The aligned 32-bit word at `offset`, for stream writes and waits.
     pub fn word32(&self, offset: u64) -> Result<Word> {
         self.word(offset, WordWidth::Bits32)
     }
 
-    /// The 64-bit word at `offset`, for streams to write and to wait for.
+    /// The aligned 64-bit word at `offset`, for stream writes and waits.
     pub fn word64(&self, offset: u64) -> Result<Word> {
         self.word(offset, WordWidth::Bits64)
     }
@@ -238,51 +239,52 @@ impl Allocation {
         Ok(Word { region, width })
     }
 
-    /// Whether a region of it exists: an operation uses it, or somebody means to.
+    /// Whether a region of it exists, held by an operation in flight or by a caller.
     pub(super) fn is_in_use(&self) -> bool {
         self.shared.users.0.load(Ordering::Acquire) & !FREED != 0
     }
 
-    /// Copies `from` into the memory at `offset`, and returns when it is there.
+    /// Copies `from` into the memory at `offset`; complete on return.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let _in_use = self.region(offset, from.len() as u64)?;
         self.shared.memory.write(offset, from)
     }
 
-    /// Copies from the memory at `offset` into `into`, and returns when it is there.
+    /// Copies from the memory at `offset` into `into`; complete on return.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let _in_use = self.region(offset, into.len() as u64)?;
         self.shared.memory.read(offset, into)
     }
 
-    /// Nothing if the memory is there, else an error that says that it was freed.
+    /// Fails if the memory has been freed.
     #[inline]
     pub(super) fn check_live(&self) -> Result<()> {
         if self.shared.users.is_closed() { Err(self.freed_error("use memory")) } else { Ok(()) }
     }
 
-    /// The bytes as the CPU sees them; pinned memory alone has such a view.
+    /// The bytes as the CPU sees them. Fails for memory other than pinned.
     pub fn host_bytes(&self) -> Result<SharedBytes<'_>> {
         if self.shared.users.is_closed() {
-            return Err(self.freed_error("look at memory"));
+            return Err(self.freed_error("access memory"));
         }
         self.shared.memory.host_bytes().ok_or_else(|| {
-            Error::new(Kind::Unsupported, "look at memory")
+            Error::new(Kind::Unsupported, "access memory")
                 .on(self.describe())
-                .why("the CPU has no view of memory of this kind")
+                .why("memory of this kind is not mapped for the CPU")
                 .fix("copy it, or allocate with alloc_pinned")
         })
     }
 
     /// Exports the range `offset..offset + len` as a dma-buf.
     ///
-    /// The descriptor names whole pages around the range; [`DmaBuf::offset`] says where in it the range
-    /// begins. The descriptor keeps the memory alive.
+    /// The descriptor covers whole pages around the range; [`DmaBuf::offset`] is where in it the
+    /// range begins. The descriptor keeps the memory alive.
     pub fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
         self.export_dmabuf_by(offset, len, DmaBufRoute::Default)
     }
 
-    /// The same, by a given route; drivers without a choice refuse all but the default.
+    /// Like [`export_dmabuf`](Self::export_dmabuf), by a given route. Drivers that offer no choice
+    /// reject all but the default.
     pub fn export_dmabuf_by(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
         let in_use = self.region(offset, len)?;
         if len == 0 {
@@ -297,7 +299,7 @@ impl Allocation {
         Ok(buffer)
     }
 
-    /// Keeps the memory from moving until the pin is dropped.
+    /// Keeps the memory from moving until the guard is dropped.
     ///
     /// ```
     /// use warpwire::{error::Kind, mem::sim::{Sim, SimConfig}};
@@ -318,8 +320,9 @@ impl Allocation {
         WeakAllocation(Arc::downgrade(&self.shared))
     }
 
-    /// The pieces that it consists of, by numbers that change when it is freed and its addresses are used again.
-    /// None where memory cannot go away unseen: our own, and what [`watch`](Self::watch) tells of.
+    /// The underlying allocations that borrowed memory consists of. An ID changes when the memory
+    /// is freed and its addresses are reused. Empty if the memory cannot be freed unnoticed: this
+    /// library's own, and memory that [`watch`](Self::watch) reports on.
     pub fn backing_allocations(&self) -> Result<Vec<BackingAllocation>> {
         let mut backing_allocations = Vec::new();
         let mut at = 0;
@@ -334,40 +337,41 @@ impl Allocation {
         Ok(backing_allocations)
     }
 
-    /// The number of the piece at `offset`, if there is one: see [`backing_allocations`](Self::pieces).
+    /// ID of the underlying allocation at `offset`, if any: see
+    /// [`backing_allocations`](Self::backing_allocations).
     pub fn buffer_id(&self, offset: u64) -> Result<Option<u64>> {
         self.shared.memory.buffer_id(offset)
     }
 
-    /// A handle by which another process opens this memory.
+    /// A handle with which another process can open this memory.
     pub fn export_ipc(&self) -> Result<IpcHandle> {
         let _in_use = self.whole()?;
         self.shared.memory.export_ipc()
     }
 
-    /// Calls `listener` when the memory moves or goes away.
+    /// Calls `listener` when the memory moves or is freed.
     pub fn watch(&self, listener: MemoryListener) -> Result<WatchGuard> {
         let _in_use = self.whole()?;
         self.shared.memory.clone().watch(listener)
     }
 
-    /// A CPU window onto all of it, by the best path there is.
+    /// A CPU window onto all of the memory, by the best path available.
     pub fn window(&self) -> Result<Window> {
         self.window_with(0, self.len(), &WindowOptions::from_env()?)
     }
 
     /// A CPU window onto `offset..offset + len`.
     ///
-    /// The paths are tried in order, best first, unless the options name one; the window says which it
-    /// took and why those before it were refused. If none works, the error tells of each. A forked child
-    /// cannot open windows onto its parent's memory.
+    /// The paths are tried in order, best first, unless the options name one; the window reports
+    /// which it took and why earlier ones failed. If none works, the error gives the reason for
+    /// each. A forked child cannot open windows onto its parent's memory.
     pub fn window_with(&self, offset: u64, len: u64, options: &WindowOptions) -> Result<Window> {
         let region = self.region(offset, len)?;
         self.check_process()?;
         Window::open(&region, &*self.shared.memory, options)
     }
 
-    /// Refuses a forked child: the memory, and what maps it, are its parent's.
+    /// Rejects a forked child: the memory and its mappings belong to the parent.
     fn check_process(&self) -> Result<()> {
         if self.shared.process == std::process::id() {
             return Ok(());
@@ -378,11 +382,12 @@ impl Allocation {
             .fix("use windows in the process that allocated, or share the memory by export_ipc"))
     }
 
-    /// A CPU window onto `len` bytes at `start`: a range that holds all of this memory and may reach beyond
-    /// it, as the GPU's pages do, into other allocations of this process that share its piece of device
-    /// memory.
+    /// A CPU window onto `len` bytes at `start`. The range covers all of this memory and may extend
+    /// beyond it, as GPU pages do, into other allocations of this process within the same driver
+    /// allocation.
     ///
-    /// For callers that think in pages, as gdrcopy's do; what lies beyond is theirs to know.
+    /// For callers that work in whole pages, such as gdrcopy's. They are responsible for what they
+    /// access beyond this memory.
     pub fn window_around(&self, start: DeviceAddr, len: u64) -> Result<Window> {
         let in_use = self.whole()?;
         self.check_process()?;
@@ -396,27 +401,27 @@ impl Allocation {
                 format!("open a window of {len} bytes at {start}"),
             )
             .on(self.describe())
-            .why("the range does not hold all of the memory"));
+            .why("the range does not cover all of the memory"));
         }
         let mapped = self.shared.memory.map_around(start, len)?;
         drop(in_use);
         Ok(Window::new(mapped, start, WindowPath::ResourceManager, Vec::new()))
     }
 
-    /// Frees the memory now. Other handles to it stay safe: their next use is an error.
+    /// Frees the memory now. Other handles stay valid; using one is an error.
     ///
-    /// Memory that a region or a queued operation still uses is not freed; the error says so, and the
-    /// same call may succeed later.
+    /// Fails with `Busy` while a region or a queued operation uses the memory; the call may be
+    /// repeated later.
     pub fn free(&self) -> Result<()> {
         if self.kind() == MemoryKind::Borrowed {
             return Err(Error::new(Kind::InvalidArgument, "free memory")
                 .on(self.describe())
                 .why("it is borrowed")
-                .fix("let its owner free it, and drop the borrow"));
+                .fix("let its owner free it, and drop this handle"));
         }
         let mut closed = self.shared.users.close();
         if let Err(Some(_)) = closed {
-            // The users may be finished operations that nobody has asked about yet.
+            // The users may be operations that have finished but were not yet polled.
             self.device().reclaim();
             closed = self.shared.users.close();
         }
@@ -430,7 +435,7 @@ impl Allocation {
         }
     }
 
-    /// One line that names the memory in messages.
+    /// Describes the memory in messages, in one line.
     pub(super) fn describe(&self) -> String {
         let (label, kind) = (self.device().label(), self.kind());
         let (len, address) = (units::bytes(self.len()), self.address());
@@ -460,7 +465,7 @@ impl fmt::Debug for Allocation {
     }
 }
 
-/// A range of an [`Allocation`] that is in use: the memory cannot be freed while a region of it exists.
+/// A range of an [`Allocation`] in use: the memory cannot be freed while a region of it exists.
 pub struct Region {
     memory: Allocation,
     offset: u64,
@@ -468,33 +473,33 @@ pub struct Region {
 }
 
 impl Region {
-    /// The memory that it is a range of.
+    /// The allocation that contains the range.
     pub fn allocation(&self) -> &Allocation {
         &self.memory
     }
 
-    /// Where the device finds the range.
+    /// Device address of the first byte.
     pub fn address(&self) -> DeviceAddr {
-        // In range since the region was made, so the sum exists.
+        // In range since the region was created, so the sum does not overflow.
         DeviceAddr::new(self.memory.address().raw() + self.offset)
     }
 
-    /// Where in the allocation it begins.
+    /// Offset of the first byte in the allocation.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How many bytes it spans.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it spans no byte.
+    /// Whether the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether the two share a byte.
+    /// Whether the two ranges have a byte in common.
     pub fn overlaps(&self, other: &Region) -> bool {
         let (a, b) = (self.address().raw(), other.address().raw());
         a < b + other.len && b < a + self.len
@@ -503,7 +508,7 @@ impl Region {
 
 impl Clone for Region {
     fn clone(&self) -> Self {
-        // A region exists, so the memory cannot have been closed; entering succeeds.
+        // A region exists, so the memory is not freed and entering succeeds.
         self.memory.shared.users.enter();
         Self { memory: self.memory.clone(), offset: self.offset, len: self.len }
     }
@@ -532,7 +537,7 @@ pub enum WordWidth {
 }
 
 impl WordWidth {
-    /// How many bytes.
+    /// Size in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             Self::Bits32 => 4,
@@ -540,7 +545,7 @@ impl WordWidth {
         }
     }
 
-    /// Whether `value` fits.
+    /// Whether `value` fits into a word of this width.
     pub const fn fits(self, value: u64) -> bool {
         matches!(self, Self::Bits64) || value <= u32::MAX as u64
     }
@@ -552,7 +557,7 @@ impl fmt::Display for WordWidth {
     }
 }
 
-/// An aligned word of device or pinned memory, for streams to write and to wait for.
+/// An aligned word of device or pinned memory, for stream writes and waits.
 #[derive(Clone, Debug)]
 pub struct Word {
     region: Region,
@@ -560,22 +565,22 @@ pub struct Word {
 }
 
 impl Word {
-    /// Where the device finds it.
+    /// Device address.
     pub fn address(&self) -> DeviceAddr {
         self.region.address()
     }
 
-    /// Its width.
+    /// 32 or 64 bits.
     pub fn width(&self) -> WordWidth {
         self.width
     }
 
-    /// The memory range that it is.
+    /// The range that the word occupies.
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// Its value now.
+    /// Reads the current value. For device memory this is a synchronous copy.
     pub fn load(&self) -> Result<u64> {
         let memory = &self.region.memory;
         if let Ok(bytes) = memory.host_bytes() {
@@ -590,7 +595,7 @@ impl Word {
         Ok(u64::from_le_bytes(raw))
     }
 
-    /// Gives it a value, from the CPU.
+    /// Writes a value from the CPU. For device memory this is a synchronous copy.
     pub fn store(&self, value: u64) -> Result<()> {
         self.check_value(value)?;
         let memory = &self.region.memory;
@@ -605,12 +610,12 @@ impl Word {
         memory.shared.memory.write(self.region.offset, part)
     }
 
-    /// Refuses a value that is wider than the word.
+    /// Rejects a value that is wider than the word.
     pub(super) fn check_value(&self, value: u64) -> Result<()> {
         if self.width.fits(value) {
             return Ok(());
         }
-        let what = format!("put {value:#x} into a {} word", self.width);
+        let what = format!("store {value:#x} in a {} word", self.width);
         Err(Error::new(Kind::InvalidArgument, what)
             .on(self.region.memory.describe())
             .why("the value is wider than the word")

@@ -1,7 +1,8 @@
-//! What a backend provides. The types beside this module check arguments, keep memory alive and offer
-//! the pleasant form; a backend does the work.
+//! The traits that a GPU backend implements. The public types of [`mem`](super) check arguments,
+//! keep memory alive and add conveniences; a backend does the work.
 //!
-//! A third kind of GPU would implement these seven traits and join [`discover`](super::discover).
+//! A third kind of GPU would implement these seven traits and be added to
+//! [`discover`](super::discover).
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -17,23 +18,24 @@ use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::window::{CpuMapping, WindowPath};
 use crate::error::{Error, Kind, Result};
 
-/// Keeps memory mapped that a device was let reach.
+/// Keeps registered host memory mapped while a device can access it.
 pub type HostOwner = Arc<dyn std::any::Any + Send + Sync>;
 
-/// A device. Everything made by it holds it, so that it goes last.
+/// A device. Every object that it creates holds a reference to it, so it is dropped last.
 pub trait DeviceBackend: Send + Sync + 'static {
-    /// What it is.
+    /// Name, UUID, PCI address and size.
     fn info(&self) -> &DeviceInfo;
-    /// What it can do.
+    /// What the device supports.
     fn capabilities(&self) -> &Capabilities;
-    /// Memory in use now.
+    /// Free and total memory at the time of the call.
     fn memory_usage(&self) -> Result<MemoryUsage>;
-    /// Memory of one of the kinds that can be allocated; `len` is sane but may be more than is free.
+    /// Allocates memory of one of the allocatable kinds; `len` is nonzero and at most `isize::MAX`,
+    /// but may be more than is free.
     fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>>;
-    /// Memory that somebody else allocated; `address + len` does not overflow.
+    /// Wraps memory allocated by another library; `address + len` does not overflow.
     fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>>;
-    /// Memory that somebody else mapped for the CPU, and that `owner` keeps mapped; `io` if it is registers of another
-    /// device.
+    /// Registers CPU-mapped memory with the device; `owner` keeps it mapped. `io` if the range is
+    /// MMIO registers of another device.
     fn register_host(
         self: Arc<Self>,
         _base: NonNull<u8>,
@@ -41,110 +43,111 @@ pub trait DeviceBackend: Send + Sync + 'static {
         _io: bool,
         _owner: HostOwner,
     ) -> Result<Arc<dyn MemoryBackend>> {
-        Err(Error::new(Kind::Unsupported, "let streams reach host memory")
-            .why("this device reaches memory that it allocated itself")
+        Err(Error::new(Kind::Unsupported, "register host memory")
+            .why("this device can only access memory that it allocated itself")
             .fix("use pinned memory of the device"))
     }
-    /// Memory of another process.
+    /// Opens memory exported by another process.
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>>;
-    /// A stream.
+    /// Creates a stream.
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>>;
-    /// An event.
+    /// Creates an event.
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>>;
-    /// Lets go of what finished operations still hold, if it does not do so by itself.
+    /// Releases resources held by finished operations, if the backend does not do so as they
+    /// finish.
     fn reclaim(&self) {}
-    /// The kernels of a program.
+    /// Loads a program's kernels.
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>>;
 }
 
-/// Memory. Ranges passed in lie inside it.
+/// Memory. All ranges passed in have been checked to be inside it.
 #[allow(clippy::len_without_is_empty)] // memory is never empty
 pub trait MemoryBackend: Send + Sync + std::any::Any {
-    /// Where the device finds it.
+    /// Device address of the first byte.
     fn address(&self) -> DeviceAddr;
-    /// How many bytes.
+    /// Size in bytes.
     fn len(&self) -> u64;
-    /// How it was made.
+    /// How the memory was allocated.
     fn kind(&self) -> MemoryKind;
-    /// The CPU's view, if the memory is the host's.
+    /// The CPU's view, if this is host memory.
     fn host_bytes(&self) -> Option<SharedBytes<'_>>;
-    /// Copies in; done on return.
+    /// Copies from the host; complete on return.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
-    /// Copies out; done on return.
+    /// Copies to the host; complete on return.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
-    /// Exports a range.
+    /// Exports a range as a dma-buf.
     fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf>;
-    /// A handle for another process.
+    /// Creates a handle for another process.
     fn export_ipc(&self) -> Result<IpcHandle>;
-    /// Tells `listener` of moves and of the end.
+    /// Calls `listener` when the memory moves or is freed.
     fn watch(self: Arc<Self>, listener: MemoryListener) -> Result<WatchGuard>;
-    /// Keeps it from moving. Most memory never moves.
+    /// Keeps the memory from moving. A no-op for memory that never moves, which is most.
     fn pin(self: Arc<Self>) -> Result<PinGuard> {
         Ok(PinGuard::new(|| ()))
     }
-    /// Which piece of memory lies at `offset`: a number that no other piece ever has. Nothing where memory cannot
-    /// go away unseen.
+    /// ID of the underlying allocation at `offset`; IDs are never reused. `None` if memory cannot
+    /// be freed unnoticed.
     fn buffer_id(&self, _offset: u64) -> Result<Option<u64>> {
         Ok(None)
     }
-    /// Where that piece ends.
+    /// Offset at which that allocation ends.
     fn backing_end(&self, _offset: u64) -> Result<u64> {
         Ok(self.len())
     }
-    /// The ways to a CPU window onto it, best first; none if it is the CPU's own.
+    /// The paths to a CPU window onto this memory, best first; empty for host memory.
     fn window_paths(&self) -> &'static [WindowPath];
-    /// Maps a range for the CPU by one of them.
+    /// Maps a range for the CPU by the given path.
     fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<CpuMapping>;
-    /// Maps `len` bytes at `start` for the CPU, a range that holds all of this memory and may reach beyond it,
-    /// into the rest of the device's own piece that it lies in.
+    /// Maps `len` bytes at `start` for the CPU. The range covers all of this memory and may extend
+    /// beyond it, within the driver's allocation that contains it.
     fn map_around(&self, _start: DeviceAddr, _len: u64) -> Result<CpuMapping> {
         Err(Error::new(Kind::Unsupported, "map the pages around memory")
-            .why("this memory lies in a piece of its own"))
+            .why("this memory has a driver allocation of its own"))
     }
-    /// Gives the memory back; called at most once, and never while a region of it exists.
+    /// Frees the memory; called at most once, and never while a region of it exists.
     fn free(&self) -> Result<()>;
 }
 
 /// A stream.
 pub trait StreamBackend: Send + Sync {
-    /// Its number on its device, for messages.
+    /// Stream number, unique on its device; used in messages.
     fn number(&self) -> u64;
-    /// Puts `op` behind everything queued before, and keeps it until it is done.
+    /// Appends `op` to the stream and keeps it alive until it has completed.
     fn enqueue(&self, op: StreamOp) -> Result<()>;
-    /// Whether everything is done; the error of the first failure once there was one.
+    /// Whether all work has completed; after a failure, the first error.
     fn is_idle(&self) -> Result<bool>;
-    /// The wait that holds the stream up now, if one does.
+    /// The wait that blocks the stream now, if any.
     fn blocked_on(&self) -> Option<PendingWait>;
-    /// Collects the operations that follow instead of running them.
+    /// Starts a capture: later operations are recorded instead of run.
     fn begin_capture(&self) -> Result<()>;
-    /// Ends collecting and gives what was collected.
+    /// Ends the capture and returns what was recorded.
     fn end_capture(&self) -> Result<Arc<dyn GraphBackend>>;
 }
 
 /// An event.
 pub trait EventBackend: Send + Sync + std::any::Any {
-    /// Whether the last recording of it has been reached (true if it never was recorded).
+    /// Whether the last recorded point has been reached (true if the event was never recorded).
     fn is_complete(&self) -> Result<bool>;
-    /// The time from `earlier` to this one, both reached.
+    /// Time from `earlier` to this event; both must have been reached.
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration>;
 }
 
 /// Captured work, ready to be replayed.
 pub trait GraphBackend: Send + Sync + std::any::Any {
-    /// How many operations were captured.
+    /// Number of captured operations.
     fn operations(&self) -> usize;
 }
 
 /// A loaded program.
 pub trait ModuleBackend: Send + Sync {
-    /// The kernel of that name.
+    /// Looks up the kernel called `name`.
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>>;
-    /// Sets the variable of that name, all of its bytes.
+    /// Sets the module variable called `variable`; `bytes` must cover it exactly.
     fn set(&self, variable: &str, bytes: &[u8]) -> Result<()>;
 }
 
 /// A kernel.
 pub trait KernelBackend: Send + Sync + std::any::Any {
-    /// Its name.
+    /// Name in the program.
     fn name(&self) -> &str;
 }

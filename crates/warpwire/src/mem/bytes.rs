@@ -1,8 +1,8 @@
-//! Bytes that somebody else may change at any moment: a device, another process, a NIC.
+//! Views of memory that a device, a NIC or another process may change at any time.
 //!
-//! Rust references promise that nobody else writes; for such memory that promise is false. So there is
-//! no `&[u8]` here: words are loaded and stored atomically, and bulk copies go through [`copy`], which the
-//! compiler cannot see into.
+//! A Rust reference asserts that nothing else writes the memory, which is false here. So there is
+//! no `&[u8]`: words are accessed atomically, and bulk copies use [`copy`], whose accesses are
+//! opaque to the compiler.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -13,9 +13,9 @@ use super::address::{check_range, is_inside};
 use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
-/// From this length on, the wide instructions of [`copy`] are worth their set-up.
+/// Minimum length for the wide instructions of [`copy`]; below it their set-up costs more than it
+/// saves.
 const MIN_WIDE_COPY: usize = 128;
-/// A line of the cache.
 const CACHE_LINE: usize = 64;
 
 /// A view of memory that is shared with writers outside this program's control.
@@ -37,7 +37,8 @@ pub struct SharedBytes<'a> {
     owner: PhantomData<&'a ()>,
 }
 
-// SAFETY: every access below is atomic or volatile-equivalent, so that views may be used from any thread.
+// SAFETY: every access below is atomic or equivalent to volatile, so views may be used from any
+// thread.
 unsafe impl Send for SharedBytes<'_> {}
 // SAFETY: as above; a shared view offers the same accesses.
 unsafe impl Sync for SharedBytes<'_> {}
@@ -57,12 +58,12 @@ macro_rules! atomic_word {
             Ok(())
         }
 
-        /// Adds to the word at `offset`, wrapping, and returns what was there before.
+        /// Adds to the word at `offset`, wrapping, and returns the previous value.
         pub fn $add(&self, offset: u64, value: $word) -> Result<$word> {
             Ok(self.word::<$atomic>(offset)?.fetch_add(value, Ordering::AcqRel))
         }
 
-        /// Puts `new` at `offset` if `expected` is there, and returns what was there before.
+        /// Stores `new` at `offset` if the word equals `expected`; returns the previous value.
         pub fn $cas(&self, offset: u64, expected: $word, new: $word) -> Result<$word> {
             let word = self.word::<$atomic>(offset)?;
             let (Ok(seen) | Err(seen)) =
@@ -76,33 +77,34 @@ impl<'a> SharedBytes<'a> {
     /// A view of `len` bytes at `base`.
     ///
     /// # Safety
-    /// The bytes stay mapped, readable and writable for `'a`, and this program accesses them through
-    /// such views only, never through references.
+    /// The bytes stay mapped, readable and writable for `'a`, and this program accesses them only
+    /// through such views, never through references.
     pub(crate) unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
         Self { base, len, owner: PhantomData }
     }
 
-    /// A view of nothing: every access is out of range.
+    /// An empty view: every access is out of range.
     pub(crate) fn empty() -> Self {
         Self { base: NonNull::dangling(), len: 0, owner: PhantomData }
     }
 
-    /// A part of it; nothing, if it does not lie in it.
+    /// Like [`slice`](Self::slice), but returns an empty view if the range is not inside this one.
     pub(crate) fn slice_or_empty(&self, offset: u64, len: u64) -> Self {
         self.slice(offset, len).unwrap_or(Self::empty())
     }
 
-    /// The first byte, for those who keep the memory alive in another way than by this view's lifetime.
+    /// The first byte, for callers that keep the memory alive by other means than this view's
+    /// lifetime.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// Where the CPU finds the first byte, as a number: for C code that shares the memory.
+    /// CPU address of the first byte, for C code that shares the memory.
     pub fn address(&self) -> u64 {
         self.base.as_ptr() as u64
     }
 
-    /// How many bytes the view spans.
+    /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // no view is empty: allocations are not
     pub fn len(&self) -> u64 {
         self.len as u64
@@ -111,13 +113,14 @@ impl<'a> SharedBytes<'a> {
     atomic_word!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32, AtomicU32);
     atomic_word!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64, AtomicU64);
 
-    /// Loads the byte at `offset` with acquire ordering: for those who wait for it.
+    /// Loads the byte at `offset` with acquire ordering, to poll it.
     #[inline]
     pub fn load_u8(&self, offset: u64) -> Result<u8> {
         Ok(self.word::<AtomicU8>(offset)?.load(Ordering::Acquire))
     }
 
-    /// The eight words of the aligned line at `offset`, with acquire ordering; none if there is no such line.
+    /// Loads the eight words of the aligned cache line at `offset`, with acquire ordering; `None`
+    /// if out of range or misaligned.
     #[inline]
     pub(crate) fn load_line(&self, offset: u64) -> Option<[u64; CACHE_LINE / 8]> {
         let line = self.line(offset)?;
@@ -126,8 +129,9 @@ impl<'a> SharedBytes<'a> {
         Some(words)
     }
 
-    /// Stores the eight words of the aligned line at `offset`: whoever loads the last one with acquire ordering and sees
-    /// it sees the others. Nothing happens if there is no such line.
+    /// Stores the eight words of the aligned cache line at `offset`, the last one with release
+    /// ordering: a reader that sees it in an acquire load sees the others too. Does nothing if out
+    /// of range or misaligned.
     #[inline]
     pub(crate) fn store_line(&self, offset: u64, words: &[u64; CACHE_LINE / 8]) {
         let Some(line) = self.line(offset) else { return };
@@ -141,11 +145,12 @@ impl<'a> SharedBytes<'a> {
 
     /// Copies from the view, starting at `offset`, into `into`.
     ///
-    /// Aligned 8-byte words are each read whole; writers at work at the same time may be seen in part.
+    /// Aligned 8-byte words are not torn; the copy as a whole may see a concurrent write partly.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.slice(offset, into.len() as u64)?;
         if into.len() >= MIN_WIDE_COPY {
-            // SAFETY: the view is valid for that length, and `into` is ordinary memory beside it.
+            // SAFETY: the view is valid for that length; `into` is exclusive, so it does not
+            // overlap.
             unsafe {
                 copy::load(Routine::for_loads(), into.as_mut_ptr(), from.base.as_ptr(), into.len());
             }
@@ -173,7 +178,7 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
+    /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are not torn.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let into = self.slice(offset, from.len() as u64)?;
         if from.len() >= MIN_WIDE_COPY {
@@ -181,7 +186,7 @@ impl<'a> SharedBytes<'a> {
             unsafe {
                 copy::store(Routine::for_stores(), into.base.as_ptr(), from.as_ptr(), from.len());
             }
-            // The stores are weakly ordered: later ones, a flag perhaps, must not pass them.
+            // These stores are weakly ordered: a later store, such as a flag, must not pass them.
             copy::store_fence();
             return Ok(());
         }
@@ -207,8 +212,8 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// As [`read`](SharedBytes::read), from memory that is known to be the host's own, cached memory: without
-    /// the fences that a device's needs. From 2 KiB on, words may be read in parts.
+    /// Like [`read`](SharedBytes::read), for the host's own cached memory: without the fences that
+    /// device memory needs. From 2 KiB on, words may be torn.
     #[inline]
     pub(crate) fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         if into.len() < MIN_WIDE_COPY {
@@ -221,9 +226,9 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// As [`write`](SharedBytes::write), to memory that is known to be the host's own, cached memory: the
-    /// bytes stay in the cache, where their reader will look for them. From 2 KiB on, words may be seen in part, and the
-    /// last bytes become visible last.
+    /// Like [`write`](SharedBytes::write), for the host's own cached memory: the bytes stay in the
+    /// cache for the reader. From 2 KiB on, words may be torn, and the last bytes become visible
+    /// last.
     #[inline]
     pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
         if let Ok(value) = <[u8; 8]>::try_from(from)
@@ -242,8 +247,8 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// Copies `len` bytes from `source` at `source_offset` into this view at `offset`; the ranges may
-    /// overlap only if they are the same.
+    /// Copies `len` bytes from `source` at `source_offset` into this view at `offset`. The ranges
+    /// must be disjoint or identical.
     pub fn copy_from(
         &self,
         offset: u64,
@@ -254,7 +259,7 @@ impl<'a> SharedBytes<'a> {
         let into = self.slice(offset, len)?;
         let from = source.slice(source_offset, len)?;
         if into.len >= MIN_WIDE_COPY {
-            // SAFETY: both views are valid for that length; they do not overlap, or are the same.
+            // SAFETY: both views are valid for that length; they are disjoint or identical.
             unsafe {
                 copy::load(Routine::for_loads(), into.base.as_ptr(), from.base.as_ptr(), into.len);
             }
@@ -266,8 +271,9 @@ impl<'a> SharedBytes<'a> {
         into.write(0, slice)
     }
 
-    /// As [`copy_from`](SharedBytes::copy_from), where both are the host's own, cached memory. Ranges that are the same
-    /// memory in part, mapped twice, hold anything afterwards.
+    /// Like [`copy_from`](SharedBytes::copy_from), where both views are the host's own cached
+    /// memory. If the ranges overlap partly, for instance through two mappings, the result is
+    /// unspecified.
     #[inline]
     pub(crate) fn copy_cached(
         &self,
@@ -282,13 +288,15 @@ impl<'a> SharedBytes<'a> {
         let into = self.slice(offset, len)?;
         let from = source.slice(source_offset, len)?;
         fence(Ordering::Release);
-        // SAFETY: as in `copy_from`; what overlaps is copied by instructions that do not care.
+        // SAFETY: as in `copy_from`; the copy is assembly or volatile stores, so a partial overlap
+        // only affects the result.
         unsafe { copy::cached(into.base.as_ptr(), from.base.as_ptr(), into.len) };
         fence(Ordering::Acquire);
         Ok(())
     }
 
-    /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
+    /// Fills `len` bytes at `offset` with repetitions of `pattern`; `len` must be a multiple of its
+    /// length.
     pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
         let into = self.slice(offset, len)?;
         let unit = pattern.len();
@@ -296,14 +304,12 @@ impl<'a> SharedBytes<'a> {
         if unit == 0 || unit > buffer.len() || !len.is_multiple_of(unit as u64) {
             return Err(Error::new(Kind::InvalidArgument, format!("fill {len} bytes"))
                 .on("shared memory")
-                .why(format!(
-                    "a pattern of {unit} bytes does not go into that a whole number of times"
-                )));
+                .why(format!("the length is not a multiple of the pattern's {unit} bytes")));
         }
         for (at, byte) in buffer.iter_mut().enumerate() {
             *byte = pattern[at % unit];
         }
-        // Each step starts the pattern anew, so steps are whole multiples of it.
+        // Each step restarts the pattern, so a step is a whole multiple of it.
         let whole = (buffer.len() - buffer.len() % unit) as u64;
         let mut done = 0;
         while done < len {
@@ -314,11 +320,11 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// The part of the view at `offset..offset + len`.
+    /// The sub-view `offset..offset + len`.
     #[inline]
     pub fn slice(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
         check_range(offset, len, self.len(), "shared memory")?;
-        // SAFETY: the range was just found to lie inside this view, whose bytes stay valid for 'a.
+        // SAFETY: the range is inside this view by the check above; its bytes stay valid for 'a.
         Ok(unsafe { Self::new(self.base.add(offset as usize), len as usize) })
     }
 
@@ -331,12 +337,13 @@ impl<'a> SharedBytes<'a> {
         if !at.is_aligned() {
             return Err(misaligned(offset, width));
         }
-        // SAFETY: valid and aligned; W is an atomic (this is private, and only atomics are asked for),
-        // so that a shared reference promises nothing about other writers.
+        // SAFETY: valid and aligned; W is an atomic (the function is private and only called with
+        // atomics), so a shared reference permits other writers.
         Ok(unsafe { at.as_ref() })
     }
 
-    /// A line of the view as words, if it has one there and that is aligned: entries of queues are.
+    /// The cache line at `offset` as words; `None` if out of range or misaligned. Queue entries are
+    /// aligned.
     #[inline]
     fn line(&self, offset: u64) -> Option<&'a [AtomicU64; CACHE_LINE / 8]> {
         if !is_inside(offset, CACHE_LINE as u64, self.len()) {
@@ -347,17 +354,17 @@ impl<'a> SharedBytes<'a> {
         if !at.is_aligned() {
             return None;
         }
-        // SAFETY: valid and aligned by the checks above; atomics promise nothing about other writers.
+        // SAFETY: valid and aligned by the checks above; atomics permit other writers.
         Some(unsafe { at.as_ref() })
     }
 
-    /// The first `len` bytes as single bytes up to the first 8-byte boundary, whole words, single bytes.
+    /// Splits the first `len` bytes: bytes up to an 8-byte boundary, whole words, remaining bytes.
     fn split(&self, len: usize) -> (&'a [AtomicU8], &'a [AtomicU64], &'a [AtomicU8]) {
         let head = self.base.align_offset(8).min(len);
         let words = (len - head) / 8;
         let tail_at = head + words * 8;
-        // SAFETY: the three parts follow each other within the view; the middle one is aligned unless it
-        // is empty, when the pointer is not used; slices of atomics promise nothing about other writers.
+        // SAFETY: the three parts are adjacent and inside the view; the middle one is aligned, and
+        // if it is empty the pointer is not used; slices of atomics permit other writers.
         unsafe {
             let middle = if words == 0 {
                 &[]
@@ -395,7 +402,7 @@ fn store_bytes(into: &[AtomicU8], from: &[u8]) {
 fn misaligned(offset: u64, width: u64) -> Error {
     Error::new(Kind::Misaligned, format!("access a {}-bit word at offset {offset}", width * 8))
         .on("shared memory")
-        .why(format!("it is not a multiple of {width} bytes into aligned memory"))
+        .why(format!("the address is not a multiple of {width}"))
         .fix(format!("use an offset that is a multiple of {width}"))
 }
 
@@ -404,11 +411,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// 8-byte aligned storage with a view of it.
+    /// Calls `f` with a view of 8-byte aligned storage.
     fn with_view<R>(len: usize, f: impl FnOnce(SharedBytes<'_>) -> R) -> R {
         let storage: Vec<AtomicU64> = (0..len.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
         let base = NonNull::from(storage.as_slice()).cast();
-        // SAFETY: the storage outlives the closure and is touched through the view alone.
+        // SAFETY: the storage outlives the closure and is accessed through the view only.
         f(unsafe { SharedBytes::new(base, len) })
     }
 
@@ -448,7 +455,10 @@ mod tests {
         }
 
         #[test]
-        fn fill_repeats_the_pattern_from_its_start(count in 0u64..3000, unit in prop::sample::select(vec![1usize, 2, 4])) {
+        fn fill_repeats_the_pattern_from_its_start(
+            count in 0u64..3000,
+            unit in prop::sample::select(vec![1usize, 2, 4]),
+        ) {
             let pattern = [1, 2, 3, 4];
             with_view(12_016, |view| {
                 view.fill(3, count * unit as u64, &pattern[..unit]).unwrap();

@@ -1,4 +1,4 @@
-//! A GPU: what it is, what it can do, and where its memory and streams come from.
+//! A GPU: properties, capabilities, and allocation of its memory and streams.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -16,7 +16,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::PciAddress;
 use crate::units;
 
-/// Who makes a device work.
+/// The implementation behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
@@ -35,27 +35,27 @@ impl fmt::Display for Backend {
     }
 }
 
-/// What a device is.
+/// Properties of a device.
 #[derive(Clone, Debug, Serialize)]
 pub struct DeviceInfo {
-    /// Who makes it work.
+    /// The implementation behind the device.
     pub backend: Backend,
-    /// Its number among the devices of its backend.
+    /// Index among the devices of its backend, from 0.
     pub ordinal: u32,
-    /// The maker's name for it.
+    /// Product name.
     pub name: String,
-    /// A number that no other device has, in the form `GPU-…`.
+    /// Unique identifier, in the form `GPU-…`.
     pub uuid: String,
-    /// Where it sits on the PCI buses; the simulator's devices sit nowhere.
+    /// PCI address; `None` for simulated devices.
     pub pci: Option<PciAddress>,
-    /// The NUMA node that it is attached to, where the machine says.
+    /// NUMA node that the device is attached to, if the machine reports it.
     pub numa_node: Option<u32>,
-    /// Bytes of device memory in all.
+    /// Device memory in bytes.
     pub total_memory: u64,
 }
 
 impl DeviceInfo {
-    /// The short name that commands take: `cuda:0`, `sim:1`.
+    /// The label that commands take: `cuda:0`, `sim:1`.
     pub fn label(&self) -> String {
         format!("{}:{}", self.backend, self.ordinal)
     }
@@ -66,32 +66,32 @@ impl DeviceInfo {
 pub struct MemoryUsage {
     /// Bytes that can still be allocated.
     pub free: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
 }
 
-/// One thing that a device can do, or the reason why it cannot.
+/// Whether a device supports a feature; if not, why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Capability {
-    /// It can.
+    /// Supported.
     Yes,
-    /// It cannot, because of this.
+    /// Not supported, for this reason.
     No(String),
 }
 
 impl Capability {
-    /// `Yes` if `supported`, else `No` with the reason.
+    /// `Yes` if `supported`, otherwise `No` with the reason.
     pub fn when(supported: bool, reason: impl Into<String>) -> Self {
         if supported { Self::Yes } else { Self::No(reason.into()) }
     }
 
-    /// Whether the device can.
+    /// Whether the feature is supported.
     pub fn is_yes(&self) -> bool {
         matches!(self, Self::Yes)
     }
 
-    /// Nothing if the device can, else an error that gives the reason.
+    /// Fails with `Unsupported` and the reason unless the feature is supported.
     pub fn require(&self, what: &'static str, device: &DeviceInfo) -> Result<()> {
         match self {
             Self::Yes => Ok(()),
@@ -102,35 +102,36 @@ impl Capability {
     }
 }
 
-/// What a device can do, with a reason for each thing that is missing.
+/// The features of a device, with a reason for each that is missing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
-    /// Export memory as a dma-buf file descriptor.
+    /// Exporting memory as a dma-buf file descriptor.
     pub dmabuf_export: Capability,
-    /// NICs may read and write its memory directly.
+    /// Direct access by NICs to device memory.
     pub gpudirect_rdma: Capability,
-    /// The same for memory made by virtual memory management.
+    /// The same for memory from the virtual memory management API.
     pub gpudirect_rdma_vmm: Capability,
-    /// Memory by virtual memory management ([`MemoryKind::Vmm`]).
+    /// Memory from the virtual memory management API ([`MemoryKind::Vmm`]).
     pub vmm: Capability,
     /// Memory from a stream-ordered pool ([`MemoryKind::Pool`]).
     pub pool: Capability,
-    /// Handles that another process opens.
+    /// Handles with which another process opens memory.
     pub ipc: Capability,
-    /// Streams that write words and wait for words.
+    /// Stream operations that write a word or wait for one.
     pub stream_mem_ops: Capability,
-    /// Waiting until not all of certain bits are clear ([`Condition::Nor`](super::Condition::Nor)).
+    /// Stream waits with [`Condition::Nor`](super::Condition::Nor).
     pub stream_wait_nor: Capability,
-    /// Flushing writes that a NIC made, from a stream.
+    /// A stream operation that makes earlier NIC writes visible
+    /// ([`MemOp::Flush`](super::MemOp::Flush)).
     pub flush_remote_writes: Capability,
     /// Capturing stream work into a graph and replaying it.
     pub graphs: Capability,
-    /// Telling users of memory that it moves or goes ([`Allocation::watch`]).
+    /// Notifying users of memory when it moves or is freed ([`Allocation::watch`]).
     pub notify: Capability,
 }
 
 impl Capabilities {
-    /// Every capability with its name, in the order in which they are declared.
+    /// Every capability with its display name, in declaration order.
     pub fn each(&self) -> [(&'static str, &Capability); 11] {
         [
             ("dma-buf export", &self.dmabuf_export),
@@ -143,12 +144,12 @@ impl Capabilities {
             ("stream wait NOR", &self.stream_wait_nor),
             ("flush of remote writes", &self.flush_remote_writes),
             ("graphs", &self.graphs),
-            ("move and free notices", &self.notify),
+            ("move and free events", &self.notify),
         ]
     }
 }
 
-/// A GPU, real or simulated. Clones are the same device.
+/// A GPU, real or simulated. Clones refer to the same device.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -165,32 +166,32 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device made by a backend.
+    /// Wraps a backend's device.
     pub fn from_backend(backend: Arc<dyn DeviceBackend>) -> Self {
         Self { backend }
     }
 
-    /// What the device is.
+    /// Properties of the device.
     pub fn info(&self) -> &DeviceInfo {
         self.backend.info()
     }
 
-    /// What it can do, and why not what it cannot.
+    /// What the device supports, with a reason for each missing feature.
     pub fn capabilities(&self) -> &Capabilities {
         self.backend.capabilities()
     }
 
-    /// How much of its memory is in use now.
+    /// Free and total memory at the time of the call.
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
         self.backend.memory_usage()
     }
 
-    /// Allocates `len` bytes of device memory, of the plain kind.
+    /// Allocates `len` bytes of device memory of kind [`MemoryKind::Plain`].
     pub fn alloc(&self, len: u64) -> Result<Allocation> {
         self.alloc_kind(len, MemoryKind::Plain)
     }
 
-    /// Allocates `len` bytes of host memory that is pinned and that the device reaches by address.
+    /// Allocates `len` bytes of pinned host memory that the device can access by address.
     pub fn alloc_pinned(&self, len: u64) -> Result<Allocation> {
         self.alloc_kind(len, MemoryKind::Pinned)
     }
@@ -202,14 +203,15 @@ impl Device {
         Ok(Allocation::new(self.clone(), memory))
     }
 
-    /// Uses `len` bytes at `address` that another library allocated on this device.
+    /// Wraps `len` bytes at `address` that another library allocated on this device.
     ///
-    /// The range may begin and end anywhere inside that library's allocations; that it is device memory of
-    /// this device is checked. Dropping the borrow frees nothing.
+    /// The range may begin and end anywhere inside that library's allocations. That it is memory of
+    /// this device is checked. Dropping the handle frees nothing.
     ///
     /// # Safety
-    /// The owner keeps the memory allocated while the borrow, its clones and regions, and work that uses
-    /// them exist: CUDA takes an address that it does not know any more for ordinary host memory.
+    /// The owner must keep the memory allocated while the handle, its clones and regions, and
+    /// operations that use them exist: CUDA treats an address that it no longer knows as ordinary
+    /// host memory.
     #[allow(unsafe_code)]
     pub unsafe fn borrow(&self, address: DeviceAddr, len: u64) -> Result<Allocation> {
         if len == 0 || address.checked_add(len).is_none() {
@@ -222,16 +224,17 @@ impl Device {
         Ok(Allocation::new(self.clone(), memory))
     }
 
-    /// Lets streams and kernels of this device reach memory that another library mapped for the CPU: queues in host
-    /// memory, or, with `io`, registers of a PCIe device such as a NIC's doorbell page. Streams write the latter; nobody
-    /// reads it.
+    /// Registers memory that another library mapped for the CPU, so that this device's streams and
+    /// kernels can access it: queues in host memory or, with `io`, MMIO registers of a PCIe device
+    /// such as a NIC's doorbell page. Registers are only written by streams, never read.
     ///
     /// # Errors
-    /// As the driver has it; for registers with what it takes to be allowed.
+    /// Those of the driver; for registers, the error describes what must be permitted.
     ///
     /// # Safety
-    /// The range is mapped, and stays so as long as `owner` lives, which the memory, its regions, and work that uses them
-    /// keep. Nobody forms references to it. Writing to registers does what that device does.
+    /// The range is mapped and stays mapped while `owner` lives; the memory, its regions and
+    /// operations that use them hold `owner`. No Rust references to the range exist. Writing to
+    /// registers has that device's side effects.
     #[allow(unsafe_code)]
     pub unsafe fn register_host(
         &self,
@@ -243,7 +246,7 @@ impl Device {
         if len == 0 || (base.as_ptr() as u64).checked_add(len).is_none() {
             return Err(Error::new(
                 Kind::InvalidArgument,
-                format!("register {len} bytes of the host"),
+                format!("register {len} bytes of host memory"),
             )
             .on(self.label())
             .why("the range is empty or passes the end of the address space"));
@@ -258,32 +261,32 @@ impl Device {
         Ok(Allocation::new(self.clone(), memory))
     }
 
-    /// A new stream: work put on it runs in order, beside the work of other streams.
+    /// Creates a stream. Its operations run in order, concurrently with other streams.
     pub fn stream(&self) -> Result<Stream> {
         let backend = self.backend.clone().create_stream()?;
         Ok(Stream::new(self.clone(), backend))
     }
 
-    /// A new event, to mark a point in a stream.
+    /// Creates an event, to mark a point in a stream.
     pub fn event(&self) -> Result<Event> {
         Ok(Event::new(self.clone(), self.backend.clone().create_event()?))
     }
 
     /// Loads a program's kernels onto the device.
     ///
-    /// CUDA loads code only while no stream is at work: this waits a few seconds for that, then says
-    /// `Busy`. Load programs before starting work that waits, or kernels that do not end.
+    /// CUDA loads code only while no stream has work: this waits a few seconds for that, then fails
+    /// with `Busy`. Load programs before starting long waits or kernels that do not end.
     pub fn load(&self, program: &Program) -> Result<Module> {
         let backend = self.backend.clone().load(program)?;
         Ok(Module::new(self.clone(), program.name().to_string(), backend))
     }
 
-    /// Lets go of what finished operations still hold.
+    /// Releases resources held by finished operations.
     pub(super) fn reclaim(&self) {
         self.backend.reclaim();
     }
 
-    /// The short name that commands take: `cuda:0`, `sim:1`.
+    /// The label that commands take: `cuda:0`, `sim:1`.
     pub fn label(&self) -> String {
         self.info().label()
     }
@@ -298,20 +301,20 @@ impl Device {
             return failure(Kind::InvalidArgument, "the length is zero".into());
         }
         if isize::try_from(len).is_err() {
-            let why = "the length is more than any address space holds";
+            let why = "the length exceeds any address space";
             return failure(Kind::InvalidArgument, why.into());
         }
         if kind != MemoryKind::Pinned && len > total {
             let why = format!("the device has {} in all", units::bytes(total));
             return failure(Kind::OutOfMemory, why)
-                .map_err(|e| e.fix("ask for less, or use a larger GPU"));
+                .map_err(|e| e.fix("allocate less, or use a larger GPU"));
         }
         Ok(())
     }
 }
 
 impl PartialEq for Device {
-    /// Whether the two are the same device.
+    /// Whether both handles refer to the same device.
     fn eq(&self, other: &Self) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.backend), Arc::as_ptr(&other.backend))
     }

@@ -1,6 +1,7 @@
-//! What the dma-bufs that this process exported name: an importer in the same process finds the memory by them.
+//! Table of the dma-bufs that this process exported, so that an importer in the same process finds
+//! the memory behind a descriptor.
 //!
-//! A descriptor is told by its file, whose number the kernel uses once.
+//! A dma-buf is identified by its file's device and inode number, which the kernel does not reuse.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -13,15 +14,16 @@ use super::address::DeviceAddr;
 use super::allocation::{Allocation, WeakAllocation};
 use crate::error::{Error, Kind, Result};
 
-/// The device and number of a file.
+/// Device and inode number of a file.
 type FileId = (u64, u64);
 
-/// How many descriptors that were handed over are remembered.
+/// Maximum number of exports retained for descriptors that were handed over; then the oldest is
+/// dropped.
 const MAX_RETAINED: usize = 1 << 16;
 
 #[derive(Default)]
 struct Exports {
-    /// Several exports may share a file: the simulator has one for each place of its memory.
+    /// Several exports may share a file: the simulator has one memfd for many ranges.
     entries: HashMap<FileId, Vec<Weak<DmaBufExport>>>,
     retained: std::collections::VecDeque<Arc<DmaBufExport>>,
 }
@@ -31,24 +33,24 @@ fn exports() -> &'static Mutex<Exports> {
     EXPORTS.get_or_init(Mutex::default)
 }
 
-/// Memory that was exported.
+/// An exported range.
 #[derive(Debug)]
 pub(super) struct DmaBufExport {
     memory: MemoryRef,
-    /// The address of the descriptor's first byte.
+    /// Device address of the descriptor's byte 0.
     start: DeviceAddr,
 }
 
 #[derive(Debug)]
 enum MemoryRef {
-    /// Its handles decide how long it lives.
+    /// Memory of this library; the export does not keep it alive.
     Owned(WeakAllocation),
-    /// Another library does.
+    /// Memory of another library, which decides its lifetime.
     Borrowed(Allocation),
 }
 
 impl DmaBufExport {
-    /// The memory, if it is still there.
+    /// The memory, unless it has been freed.
     fn memory(&self) -> Option<Allocation> {
         match &self.memory {
             MemoryRef::Borrowed(memory) => Some(memory.clone()),
@@ -56,7 +58,7 @@ impl DmaBufExport {
         }
     }
 
-    /// Remembers it although nobody holds the [`DmaBuf`](super::DmaBuf) any more.
+    /// Keeps the entry after the [`DmaBuf`](super::DmaBuf) is gone.
     pub(super) fn keep_alive(self: Arc<Self>) {
         let mut exports = exports().lock();
         if exports.retained.len() == MAX_RETAINED {
@@ -66,7 +68,7 @@ impl DmaBufExport {
     }
 }
 
-/// Notes that `fd` begins at `start`, in this memory.
+/// Records that `fd` begins at `start` in `memory`.
 pub(super) fn record(
     fd: BorrowedFd<'_>,
     memory: &Allocation,
@@ -89,12 +91,13 @@ pub(super) fn record(
 }
 
 fn file_id(fd: BorrowedFd<'_>) -> Result<FileId> {
-    let status = fstat(fd).map_err(|error| Error::os("look at a dma-buf", &error.into()))?;
+    let status = fstat(fd).map_err(|error| Error::os("stat a dma-buf", &error.into()))?;
     Ok((status.st_dev, status.st_ino))
 }
 
-/// The memory that a dma-buf of this process names, and the address at which the dma-buf begins; nothing if this
-/// process did not export it.
+/// The memory behind a dma-buf exported by this process, and the device address of the dma-buf's
+/// byte 0; `None` if this process did not export it. Fails with `Freed` if the memory has been
+/// freed.
 ///
 /// ```
 /// use std::os::fd::AsFd;
@@ -110,7 +113,8 @@ pub fn exported(fd: BorrowedFd<'_>) -> Result<Option<(Allocation, DeviceAddr)>> 
     find_best(fd, |_, _| true)
 }
 
-/// The same, where a descriptor was exported more than once: by the export that holds this range, if one does.
+/// Like [`exported`]. If a descriptor was exported more than once, prefers the export that contains
+/// the range.
 pub(crate) fn exported_range(
     fd: BorrowedFd<'_>,
     offset: u64,
@@ -122,7 +126,8 @@ pub(crate) fn exported_range(
     })
 }
 
-/// The memory that pleases `is_preferred`; else the longest.
+/// The live memory for which `is_preferred` holds; if there is none, the one with the greatest
+/// length.
 fn find_best(
     fd: BorrowedFd<'_>,
     is_preferred: impl Fn(&Allocation, DeviceAddr) -> bool,
@@ -139,7 +144,7 @@ fn find_best(
     let best = live.max_by_key(|(memory, start)| (is_preferred(memory, *start), memory.len()));
     best.map(Some).ok_or_else(|| {
         Error::new(Kind::Freed, "find the memory of a dma-buf")
-            .why("it was freed after it had been exported")
-            .fix("keep the allocation for as long as its dma-buf is used")
+            .why("it was freed after the export")
+            .fix("keep the allocation while its dma-buf is in use")
     })
 }

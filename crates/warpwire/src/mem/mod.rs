@@ -1,15 +1,14 @@
-//! Devices, their memory and their streams: one set of types over the CUDA driver and over the
-//! simulated GPU.
+//! GPU devices, memory and streams: one set of types over the CUDA driver and the simulated GPU.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Device`] | a GPU: what it is, what it can do, where memory and streams come from |
-//! | [`Allocation`], [`Region`], [`Word`] | memory that a device reaches, ranges and words of it |
-//! | [`Stream`], [`Event`], [`Graph`] | ordered asynchronous work, points in it, and work to replay |
-//! | [`Program`], [`Kernel`], [`Launch`] | device code, as PTX and as the simulator's block functions |
-//! | [`DmaBuf`], [`IpcHandle`] | memory for a NIC and for another process |
-//! | [`Window`] | device memory that the CPU loads from and stores to |
-//! | [`copy::Routine`] | which of the processor's instructions copy through a CPU window |
+//! | [`Device`] | a GPU: properties, capabilities, allocation of memory and streams |
+//! | [`Allocation`], [`Region`], [`Word`] | device-accessible memory, ranges and words of it |
+//! | [`Stream`], [`Event`], [`Graph`] | ordered asynchronous work, points in it, captured work |
+//! | [`Program`], [`Kernel`], [`Launch`] | device code: PTX, or simulator block functions |
+//! | [`DmaBuf`], [`IpcHandle`] | memory exported to a NIC or to another process |
+//! | [`Window`] | a CPU mapping of device memory, for loads and stores |
+//! | [`copy::Routine`] | the CPU instructions that copy through a window |
 //!
 //! ```
 //! use std::time::Duration;
@@ -27,6 +26,7 @@
 mod address;
 mod agent;
 mod allocation;
+#[doc(hidden)]
 pub mod backend;
 mod bytes;
 pub mod copy;
@@ -61,17 +61,17 @@ pub use window::{CpuMapping, MappingType, RejectedPath, Window, WindowOptions, W
 
 use crate::error::{Error, Kind, Result};
 
-/// The devices of this machine, and the backends that have none, with the reason.
+/// The devices of this machine, and for each backend without devices the reason.
 #[derive(Clone, Debug)]
 pub struct Discovery {
     /// Real devices first, simulated ones last.
     pub devices: Vec<Device>,
-    /// Backends without a device, and why.
+    /// Backends without a device, with the error from initializing each.
     pub missing: Vec<(Backend, Error)>,
 }
 
 impl Discovery {
-    /// Why a backend has no devices, if it has none.
+    /// Why `backend` has no devices; `None` if it has some.
     pub fn reason_missing(&self, backend: Backend) -> Option<&Error> {
         let found = self.missing.iter().find(|(missing, _)| *missing == backend);
         found.map(|(_, error)| error)
@@ -84,7 +84,7 @@ impl Discovery {
     }
 }
 
-/// Looks for devices of every backend.
+/// Enumerates the devices of every backend. Never fails: errors end up in [`Discovery::missing`].
 pub fn discover() -> Discovery {
     let mut found = Discovery { devices: Vec::new(), missing: Vec::new() };
     let backends = [
@@ -100,8 +100,8 @@ pub fn discover() -> Discovery {
     found
 }
 
-/// The device whose memory lies at `address`, whoever allocated it: a CUDA device, or one of a simulated
-/// machine in this process.
+/// The device that owns the memory at `address`: a CUDA device, or one of a simulated machine in
+/// this process. The memory may have been allocated by any library.
 ///
 /// ```
 /// use warpwire::mem::{self, DeviceAddr};
@@ -114,7 +114,8 @@ pub fn owner_of(address: DeviceAddr) -> Result<Device> {
     sim::owner_of(address).map_or_else(|| cuda::owner_of(address), Ok)
 }
 
-/// The dma-buf of device memory that anybody allocated, and where in it the memory begins.
+/// Exports device memory that any library allocated as a dma-buf. [`DmaBuf::offset`] is where in
+/// the dma-buf the memory begins.
 ///
 /// ```
 /// use warpwire::mem;
@@ -126,15 +127,15 @@ pub fn owner_of(address: DeviceAddr) -> Result<Device> {
 /// ```
 ///
 /// # Safety
-/// Its owner keeps the memory for as long as the dma-buf is used by importers in this process.
+/// The memory's owner must keep it allocated while importers in this process use the dma-buf.
 #[allow(unsafe_code)]
 pub unsafe fn export_address(address: DeviceAddr, len: u64) -> Result<DmaBuf> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     let memory = unsafe { owner_of(address)?.borrow(address, len) }?;
     memory.export_dmabuf(0, len)
 }
 
-/// The device with that short name: `cuda:0`, `sim:1`.
+/// Opens a device by its label: `cuda:0`, `sim:1`.
 ///
 /// ```
 /// assert_eq!(warpwire::mem::open("sim:1").unwrap().info().ordinal, 1);
@@ -143,8 +144,8 @@ pub unsafe fn export_address(address: DeviceAddr, len: u64) -> Result<DmaBuf> {
 pub fn open(label: &str) -> Result<Device> {
     let unknown = || {
         Error::new(Kind::InvalidArgument, format!("open device {label:?}"))
-            .why("that is not the name of a device")
-            .fix("write cuda:N or sim:N, such as cuda:0")
+            .why("not a device label")
+            .fix("use cuda:N or sim:N, such as cuda:0")
     };
     let (backend, ordinal) = label.split_once(':').ok_or_else(unknown)?;
     let ordinal: u32 = ordinal.parse().map_err(|_| unknown())?;

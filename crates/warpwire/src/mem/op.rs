@@ -1,4 +1,4 @@
-//! The operations that streams carry.
+//! Stream operations.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,21 +11,21 @@ use super::program::Launch;
 use super::stream::{Event, Graph};
 use crate::error::Result;
 
-/// When a waiting stream goes on.
+/// When a stream wait is satisfied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// The word has reached the value, counting on a circle: the signed difference is not negative.
+    /// The word is at least the value, as serial numbers: the signed difference is not negative.
     AtLeast,
     /// The word equals the value.
     Equal,
     /// The word and the value have a set bit in common.
     And,
-    /// Not every bit is set in the word or in the value.
+    /// At least one bit is clear in both the word and the value.
     Nor,
 }
 
 impl Condition {
-    /// Whether a word of this width that holds `actual` satisfies the condition with `expected`.
+    /// Whether a word of this width with value `actual` satisfies the condition for `expected`.
     ///
     /// ```
     /// use warpwire::mem::{Condition, WordWidth};
@@ -57,36 +57,36 @@ impl fmt::Display for Condition {
     }
 }
 
-/// An operation on a word of memory; several go to the device in one call with
-/// [`Stream::batch`](super::Stream::batch).
+/// An operation on a word of memory. [`Stream::batch`](super::Stream::batch) submits several in one
+/// call.
 #[derive(Clone, Debug)]
 pub enum MemOp {
-    /// Writes the word, after all earlier work of the stream is visible everywhere.
+    /// Writes the word once all earlier work of the stream is visible system-wide.
     Write {
-        /// The word.
+        /// The word to write.
         word: Word,
-        /// Its new value.
+        /// Value to store; must fit into the word.
         value: u64,
     },
-    /// Holds the stream up until the word satisfies the condition.
+    /// Blocks the stream until the word satisfies the condition.
     Wait {
-        /// The word.
+        /// The word to wait for.
         word: Word,
-        /// What is asked of it.
+        /// How the word is compared with `value`.
         condition: Condition,
-        /// The value that it is compared with.
+        /// The value that the word is compared with.
         value: u64,
     },
     /// Makes all earlier writes of the stream visible to the CPU and to other devices.
     Barrier,
-    /// Makes what NICs wrote into the device's memory before visible to the work that follows.
+    /// Makes earlier writes of NICs to the device's memory visible to the work that follows.
     Flush,
-    /// Copies bytes between two ranges of the same length that do not overlap. On CUDA it goes to the device beside
-    /// the word operations, in its place among them.
+    /// Copies between two disjoint ranges of the same length. On CUDA it is a separate driver call,
+    /// ordered with the batch's word operations.
     Copy {
-        /// Where to.
+        /// Destination.
         to: Region,
-        /// Where from.
+        /// Source.
         from: Region,
     },
 }
@@ -102,23 +102,23 @@ impl MemOp {
     }
 }
 
-/// A wait that holds a stream up.
+/// A wait that blocks a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingWait {
-    /// The word's address.
+    /// Device address of the word.
     pub address: DeviceAddr,
-    /// The word's width.
+    /// Width of the word.
     pub width: WordWidth,
-    /// What is asked of it.
+    /// How the word is compared with `expected`.
     pub condition: Condition,
-    /// The value that it is compared with.
+    /// The value that the word is compared with.
     pub expected: u64,
-    /// What the word holds now, where it can be read.
+    /// Current value of the word, if it can be read.
     pub actual: Option<u64>,
 }
 
 impl PendingWait {
-    /// The wait as it stands now; `None` if it is satisfied.
+    /// The wait with the word's current value; `None` if it is satisfied.
     pub(super) fn if_pending(word: &Word, condition: Condition, expected: u64) -> Option<Self> {
         let actual = word.load().ok();
         let satisfied =
@@ -152,7 +152,7 @@ impl fmt::Display for PendingWait {
     }
 }
 
-/// A function of the host that a stream calls.
+/// A host function that a stream calls.
 pub struct HostCall {
     run: Box<dyn Fn() + Send + Sync>,
     panicked: AtomicBool,
@@ -163,56 +163,56 @@ impl HostCall {
         Self { run: Box::new(run), panicked: AtomicBool::new(false) }
     }
 
-    /// Calls it. A panic is caught and remembered: it must not unwind into a driver's thread.
+    /// Runs the function. A panic is caught and recorded: it must not unwind into a driver thread.
     pub(super) fn call(&self) {
         if catch_unwind(AssertUnwindSafe(|| (self.run)())).is_err() {
             self.panicked.store(true, Ordering::Release);
         }
     }
 
-    /// Whether a call has panicked.
+    /// Whether any call has panicked.
     pub(super) fn has_panicked(&self) -> bool {
         self.panicked.load(Ordering::Acquire)
     }
 }
 
-/// One operation, checked and holding everything that it uses.
+/// One operation, validated, holding references to all memory that it uses.
 #[derive(Clone)]
 pub enum StreamOp {
     /// Copies between two regions of the same length.
     Copy {
-        /// Where to.
+        /// Destination.
         to: Region,
-        /// Where from.
+        /// Source.
         from: Region,
     },
     /// Repeats a pattern of 1, 2 or 4 bytes over a region.
     Fill {
-        /// What to fill.
+        /// Range to fill.
         region: Region,
-        /// The pattern.
+        /// Pattern, in the low bytes.
         pattern: u32,
-        /// How many of its bytes count.
+        /// Pattern length in bytes: 1, 2 or 4.
         unit: u8,
     },
     /// One operation on a word.
     Mem(MemOp),
-    /// Several, in order.
+    /// Several operations on words, in order.
     Batch(Arc<[MemOp]>),
-    /// Marks a point.
+    /// Records an event at this point.
     Record(Event),
-    /// Holds the stream up until the point has been reached.
+    /// Blocks the stream until the event's recorded point has been reached.
     WaitEvent(Event),
-    /// Calls a function of the host.
+    /// Calls a host function.
     Call(Arc<HostCall>),
-    /// Starts a kernel.
+    /// Launches a kernel.
     Launch(Arc<Launch>),
-    /// Replays captured work.
+    /// Replays a captured graph.
     Replay(Graph),
 }
 
 impl StreamOp {
-    /// Its name, for messages.
+    /// Short name, for messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Copy { .. } => "copy",
@@ -231,7 +231,7 @@ impl StreamOp {
         }
     }
 
-    /// The single word operations in it, in order.
+    /// The word operations that it consists of, in order; empty for other operations.
     pub(super) fn mem_ops(&self) -> &[MemOp] {
         match self {
             Self::Mem(op) => std::slice::from_ref(op),
@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn an_operation_stays_small() {
-        // Streams keep one of these for each operation in flight.
+        // Streams hold one of these per operation in flight.
         assert!(size_of::<StreamOp>() <= 64, "{}", size_of::<StreamOp>());
     }
 

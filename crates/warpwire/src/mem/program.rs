@@ -10,10 +10,10 @@ use super::device::Device;
 use super::sim::{Block, KernelFault};
 use crate::error::{Error, Kind, Result};
 
-/// What the simulator runs for each block of a grid.
+/// A function that the simulator runs for each block of a grid.
 pub type BlockFn = Arc<dyn Fn(&Block<'_>) -> std::result::Result<(), KernelFault> + Send + Sync>;
 
-/// A set of kernels in the forms that backends take. A device loads the form that it understands.
+/// A set of kernels in the form that each backend takes. A device loads the form it understands.
 ///
 /// ```
 /// use std::time::Duration;
@@ -29,7 +29,7 @@ pub type BlockFn = Arc<dyn Fn(&Block<'_>) -> std::result::Result<(), KernelFault
 /// memory.write(0, &[0; 8]).unwrap();
 /// let stream = gpu.stream().unwrap();
 /// let launch = Launch::new(&kernel).grid(32).region(&memory.whole().unwrap());
-/// // SAFETY: the kernel touches the one word that it is given.
+/// // SAFETY: the kernel accesses only the word that is passed to it.
 /// unsafe { stream.launch(launch) }.unwrap();
 /// stream.synchronize(Duration::from_secs(5)).unwrap();
 /// assert_eq!(memory.word64(0).unwrap().load().unwrap(), 32);
@@ -42,12 +42,12 @@ pub struct Program {
 }
 
 impl Program {
-    /// A program with no form yet.
+    /// A program without code; add it with [`ptx`](Self::ptx) and [`block`](Self::block).
     pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
         Self { name: name.into(), ptx: None, blocks: Vec::new() }
     }
 
-    /// Adds the form for CUDA, which holds all of the kernels.
+    /// Adds the CUDA form, PTX text that contains all kernels.
     #[must_use]
     pub fn ptx(mut self, text: impl Into<Cow<'static, str>>) -> Self {
         self.ptx = Some(text.into());
@@ -65,7 +65,7 @@ impl Program {
         self
     }
 
-    /// The program's name, for messages.
+    /// Name used in messages.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -93,7 +93,7 @@ impl Program {
     }
 }
 
-/// A program on a device.
+/// A program loaded on a device.
 #[derive(Clone)]
 pub struct Module {
     device: Device,
@@ -106,14 +106,15 @@ impl Module {
         Self { device, program, backend }
     }
 
-    /// The kernel of that name.
+    /// Looks up a kernel by name. Fails with `InvalidArgument` if the program has none.
     pub fn kernel(&self, name: &str) -> Result<Kernel> {
         let backend = self.backend.clone().kernel(name)?;
         Ok(Kernel { device: self.device.clone(), backend })
     }
 
-    /// Sets a variable of the program (`__device__`), all of its bytes, by the name that it has in the PTX. To be done
-    /// before a kernel that reads it starts. Block functions of the simulated GPU have no variables: `Unsupported`.
+    /// Sets a `__device__` variable, by its name in the PTX; `bytes` must cover it exactly. Call
+    /// this before launching a kernel that reads it. Block functions of the simulated GPU have no
+    /// variables: `Unsupported`.
     pub fn set(&self, variable: &str, bytes: &[u8]) -> Result<()> {
         self.backend.set(variable, bytes)
     }
@@ -125,7 +126,7 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A kernel on a device.
+/// A kernel of a loaded program.
 #[derive(Clone)]
 pub struct Kernel {
     device: Device,
@@ -133,12 +134,12 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The device that it is on.
+    /// The device that it is loaded on.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Its name.
+    /// Name in the program.
     pub fn name(&self) -> &str {
         self.backend.name()
     }
@@ -161,7 +162,7 @@ pub struct Launch {
     pub(super) grid: u32,
     pub(super) threads: u32,
     pub(super) args: Vec<u64>,
-    /// Regions among the arguments: the launch keeps them alive until the kernel is done.
+    /// Regions among the arguments, kept alive until the kernel has completed.
     pub(super) regions: Vec<Region>,
 }
 
@@ -171,28 +172,29 @@ impl Launch {
         Self { kernel: kernel.clone(), grid: 1, threads: 1, args: Vec::new(), regions: Vec::new() }
     }
 
-    /// How many blocks.
+    /// Sets the number of blocks. Default: 1.
     #[must_use]
     pub fn grid(mut self, blocks: u32) -> Self {
         self.grid = blocks;
         self
     }
 
-    /// How many threads a block has.
+    /// Sets the number of threads per block. Default: 1.
     #[must_use]
     pub fn threads(mut self, threads: u32) -> Self {
         self.threads = threads;
         self
     }
 
-    /// The next argument: an integer, for a parameter of 64 bits, or of 32 if it fits. (Kernels for this interface take no others.)
+    /// Appends an integer argument, for a 64-bit parameter, or a 32-bit one if it fits. Kernels for
+    /// this interface take no other types.
     #[must_use]
     pub fn value(mut self, value: u64) -> Self {
         self.args.push(value);
         self
     }
 
-    /// The next argument: the address of a region, which stays alive until the kernel is done.
+    /// Appends the address of a region, which is kept alive until the kernel has completed.
     #[must_use]
     pub fn region(mut self, region: &Region) -> Self {
         self.args.push(region.address().raw());
@@ -200,7 +202,7 @@ impl Launch {
         self
     }
 
-    /// Keeps a region alive until the kernel is done, which finds it by other means than an argument of its own.
+    /// Keeps alive, until the kernel has completed, a region that it accesses without an argument.
     #[must_use]
     pub fn keep_alive(mut self, region: &Region) -> Self {
         self.regions.push(region.clone());

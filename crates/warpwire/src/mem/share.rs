@@ -1,4 +1,4 @@
-//! Memory as another process, or a NIC, gets hold of it.
+//! Handles with which another process or a NIC accesses memory.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -7,28 +7,28 @@ use super::device::Backend;
 use super::exports::DmaBufExport;
 use crate::error::{Error, Kind, Result};
 
-/// Through which bus a dma-buf leads to device memory.
+/// The bus by which a dma-buf's importer accesses device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DmaBufRoute {
-    /// As the driver thinks best.
+    /// The driver's choice.
     #[default]
     Default,
-    /// Over PCIe, on platforms whose processors also reach the GPU by a link of their own.
+    /// PCIe, on platforms whose CPUs also have a direct link to the GPU.
     Pcie,
 }
 
-/// A dma-buf: a file descriptor that names device memory to other drivers.
+/// A dma-buf: a file descriptor that refers to device memory, for other drivers to import.
 #[derive(Debug)]
 pub struct DmaBuf {
     fd: OwnedFd,
     offset: u64,
     len: u64,
-    /// What it names, for importers in this process.
+    /// Entry in the export table, for importers in this process.
     export: Option<Arc<DmaBufExport>>,
 }
 
 impl DmaBuf {
-    /// The memory that begins `offset` bytes into `fd` and goes on for `len`.
+    /// A dma-buf whose exported range is `offset..offset + len` of `fd`.
     pub fn new(fd: OwnedFd, offset: u64, len: u64) -> Self {
         Self { fd, offset, len, export: None }
     }
@@ -37,25 +37,26 @@ impl DmaBuf {
         self.export = Some(export);
     }
 
-    /// Where in the descriptor the exported range begins.
+    /// Offset of the exported range in the descriptor.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long the exported range is.
+    /// Length of the exported range in bytes.
     #[allow(clippy::len_without_is_empty)] // an empty range is not exported
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Tries to map the exported pages for the CPU, and unmaps them again. Most drivers refuse.
+    /// Maps one exported page for the CPU and unmaps it, as a probe. Most drivers do not support
+    /// this.
     #[allow(unsafe_code)]
     pub fn try_map(&self) -> Result<()> {
         use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
         let page = rustix::param::page_size();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; nobody touches
-        // it before it is unmapped.
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing, and it is
+        // not accessed before it is unmapped.
         unsafe {
             mmap(std::ptr::null_mut(), page, protection, MapFlags::SHARED, &self.fd, 0)
                 .and_then(|base| munmap(base, page))
@@ -63,7 +64,8 @@ impl DmaBuf {
         .map_err(|error| Error::os("map a dma-buf", &error.into()))
     }
 
-    /// The descriptor alone, to hand over. What it names is known in this process from now on.
+    /// Returns the descriptor, to hand over. Importers in this process can still find the memory by
+    /// it.
     pub fn into_fd(self) -> OwnedFd {
         if let Some(export) = self.export {
             export.keep_alive();
@@ -83,9 +85,10 @@ const VERSION: u8 = 1;
 const HEADER_LEN: usize = 16;
 const MAX_BODY_LEN: usize = 256;
 
-/// A handle by which another process opens device memory: bytes that travel over any channel.
+/// A handle with which another process opens device memory: bytes to send over any channel.
 ///
-/// It is not a secret and not a right: who opens it needs the operating system's leave as well.
+/// It is neither a secret nor a permission: the opener also needs the operating system's
+/// permission.
 ///
 /// ```
 /// use warpwire::mem::{IpcHandle, sim::{Sim, SimConfig}};
@@ -108,19 +111,19 @@ pub struct IpcHandle {
 }
 
 impl IpcHandle {
-    /// A handle of `backend` to `len` bytes; only that backend understands `body`.
+    /// A handle of `backend` to `len` bytes; `body` is private to that backend.
     pub(super) fn new(backend: Backend, len: u64, body: Vec<u8>) -> Self {
         debug_assert!(body.len() <= MAX_BODY_LEN);
         Self { backend, len, body }
     }
 
-    /// How many bytes of memory it names.
+    /// Size of the memory in bytes.
     #[allow(clippy::len_without_is_empty)] // it names memory, which is never empty
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// The backend's part, if the handle is of that backend.
+    /// The backend-specific part. Fails if the handle belongs to another backend.
     pub(super) fn body_for(&self, backend: Backend) -> Result<&[u8]> {
         if self.backend == backend {
             return Ok(&self.body);
@@ -132,7 +135,7 @@ impl IpcHandle {
             .fix("open it on a device of the same backend"))
     }
 
-    /// The handle as bytes, to send.
+    /// Serializes the handle.
     pub fn to_bytes(&self) -> Vec<u8> {
         let backend = match self.backend {
             Backend::Cuda => 1,
@@ -147,32 +150,32 @@ impl IpcHandle {
         bytes
     }
 
-    /// Reads a handle that another process sent.
+    /// Parses a handle received from another process. Fails with `Malformed`.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let malformed = |why: &str| {
-            Error::new(Kind::Malformed, "read an inter-process handle").why(why.to_string()).fix(
-                "send the bytes of IpcHandle::to_bytes whole and unchanged, between equal versions",
-            )
+            Error::new(Kind::Malformed, "read an inter-process handle")
+                .why(why.to_string())
+                .fix("send the bytes of IpcHandle::to_bytes unchanged, between equal versions")
         };
         let (header, body) = bytes
             .split_at_checked(HEADER_LEN)
-            .ok_or_else(|| malformed("it is shorter than a handle"))?;
+            .ok_or_else(|| malformed("it is shorter than the header"))?;
         let backend = match (&header[..4], header[4], header[5]) {
             (magic, VERSION, 1) if magic == MAGIC => Backend::Cuda,
             (magic, VERSION, 2) if magic == MAGIC => Backend::Sim,
             _ => {
-                return Err(malformed("it does not begin as a handle of this version does"));
+                return Err(malformed("magic, version or backend is wrong"));
             }
         };
         let declared_len = usize::from(u16::from_le_bytes([header[6], header[7]]));
         if declared_len != body.len() || declared_len > MAX_BODY_LEN {
-            return Err(malformed("its length is not what it says"));
+            return Err(malformed("its length field is wrong"));
         }
         let mut len = [0; 8];
         len.copy_from_slice(&header[8..16]);
         let len = u64::from_le_bytes(len);
         if len == 0 || isize::try_from(len).is_err() {
-            return Err(malformed("it names an impossible amount of memory"));
+            return Err(malformed("its memory size is impossible"));
         }
         Ok(Self { backend, len, body: body.to_vec() })
     }

@@ -1,4 +1,5 @@
-//! Pinned memory for bytes that operations bring along: a caller's bytes are copied here, and the stream copies them on.
+//! A pool of pinned staging buffers for data passed by value: the caller's bytes are copied here,
+//! and the stream copies them on.
 
 use parking_lot::Mutex;
 
@@ -7,14 +8,14 @@ use super::device::Device;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// How large a piece is, if nobody needs a larger one.
+/// Minimum buffer size in bytes.
 const MIN_BUFFER_LEN: u64 = 64 << 10;
-/// How much one stream may have waiting.
+/// Maximum total buffer size of one stream, in bytes.
 const MAX_STAGED: u64 = 256 << 20;
-/// Where each begins: copies like it.
+/// Alignment of each staged copy: a cache line, for fast copies.
 const ALIGNMENT: u64 = 64;
 
-/// Pieces of pinned memory. Each is filled from its beginning on, and begun anew when nobody uses any of it.
+/// Buffers of pinned memory. Each is a bump allocator that is reset when no region of it is in use.
 #[derive(Default)]
 pub(super) struct StagingPool(Mutex<PoolState>);
 
@@ -22,7 +23,7 @@ pub(super) struct StagingPool(Mutex<PoolState>);
 struct PoolState {
     all: Vec<PoolBuffer>,
     bytes: u64,
-    /// The piece that was filled last.
+    /// Index of the buffer that was used last.
     current: usize,
 }
 
@@ -48,7 +49,8 @@ impl PoolBuffer {
 }
 
 impl StagingPool {
-    /// A copy of the bytes, which stays for as long as the region or a clone of it does.
+    /// Copies `bytes` into pinned memory. The copy is kept while the region or a clone of it
+    /// exists.
     pub(super) fn copy_in(&self, device: &Device, bytes: &[u8]) -> Result<Region> {
         let mut state = self.0.lock();
         let current = state.current;
@@ -57,7 +59,7 @@ impl StagingPool {
         {
             return Ok(region);
         }
-        // Operations that have ended hold their memory until somebody asks.
+        // Finished operations hold their memory until they are polled.
         device.reclaim();
         for at in 0..state.all.len() {
             if let Some(region) = state.all[at].try_copy_in(bytes)? {
@@ -67,11 +69,11 @@ impl StagingPool {
         }
         let len = (bytes.len() as u64).max(MIN_BUFFER_LEN).next_multiple_of(ALIGNMENT);
         if state.bytes + len > MAX_STAGED {
-            let what = format!("hold {} for a stream", units::bytes(bytes.len() as u64));
+            let what = format!("stage {} for a stream", units::bytes(bytes.len() as u64));
             return Err(Error::new(Kind::Busy, what)
                 .on(device.label())
-                .why(format!("{} are waiting to be copied", units::bytes(state.bytes)))
-                .fix("let the stream go on first, or copy from memory of your own"));
+                .why(format!("{} are still waiting to be copied", units::bytes(state.bytes)))
+                .fix("let the stream make progress first, or copy from your own pinned memory"));
         }
         let mut buffer = PoolBuffer { memory: device.alloc_pinned(len)?, used: 0 };
         let region = buffer.try_copy_in(bytes)?;
@@ -79,7 +81,7 @@ impl StagingPool {
         state.bytes += len;
         state.all.push(buffer);
         region.ok_or_else(|| {
-            Error::new(Kind::OutOfMemory, "hold bytes for a stream").on(device.label())
+            Error::new(Kind::OutOfMemory, "stage bytes for a stream").on(device.label())
         })
     }
 }
@@ -97,12 +99,12 @@ mod tests {
         let second = staging.copy_in(&gpu, &[2; 100]).unwrap();
         assert!(!first.overlaps(&second) && second.offset() == 128);
         drop(first);
-        // The second one keeps the piece.
+        // `second` keeps the buffer in use.
         let third = staging.copy_in(&gpu, &[3; 100]).unwrap();
         assert_eq!(third.offset(), 256);
         drop((second, third));
-        let anew = staging.copy_in(&gpu, &[4; 100]).unwrap();
-        assert_eq!(anew.offset(), 0);
+        let reused = staging.copy_in(&gpu, &[4; 100]).unwrap();
+        assert_eq!(reused.offset(), 0);
         let large = staging.copy_in(&gpu, &vec![5; 100 << 10]).unwrap();
         let mut read = vec![0; 100 << 10];
         large.allocation().read(large.offset(), &mut read).unwrap();

@@ -14,13 +14,14 @@ use super::staging::StagingPool;
 use crate::error::{Error, Kind, Result};
 use crate::sync::Backoff;
 
-/// An ordered queue of work on a device. Clones are the same stream.
+/// An ordered queue of work on a device. Clones refer to the same stream.
 ///
-/// Calls return at once; the work runs in order, beside the work of other streams. Everything that an
-/// operation uses is kept alive until it is done. After an operation has failed, every later call on the
-/// stream returns that failure, and what was queued behind it does not run. On CUDA a kernel's fault takes
-/// the whole device context with it, and all of its streams say so; work queued behind a host call that
-/// panicked does run there, since the driver knows nothing of panics.
+/// Calls return immediately; operations run in order, concurrently with other streams. Everything
+/// that an operation uses is kept alive until it has completed. After an operation fails, every
+/// later call on the stream returns that error, and operations queued behind it do not run. On CUDA
+/// a kernel fault destroys the whole device context, and all of its streams report that; operations
+/// queued behind a host call that panicked still run there, since the driver does not know about
+/// panics.
 ///
 /// Dropping the last handle does not cancel work in flight.
 ///
@@ -44,9 +45,9 @@ use crate::sync::Backoff;
 pub struct Stream {
     device: Device,
     backend: Arc<dyn StreamBackend>,
-    /// The thread that is capturing, as a number; 0 if none is.
+    /// ID of the thread that is capturing; 0 if none is.
     capturing: Arc<AtomicU64>,
-    /// Pinned memory for bytes that operations bring along.
+    /// Pinned memory for data passed by value.
     staging: Arc<StagingPool>,
 }
 
@@ -60,17 +61,17 @@ impl Stream {
         &self.device
     }
 
-    /// Its name in messages: `sim:0 stream 3`.
+    /// Name in messages: `sim:0 stream 3`.
     pub fn label(&self) -> String {
         format!("{} stream {}", self.device.label(), self.backend.number())
     }
 
-    /// Its number, which no other stream of its device has.
+    /// Stream number, unique on its device.
     pub fn number(&self) -> u64 {
         self.backend.number()
     }
 
-    /// Whether what is put on it now goes into a graph instead of being run.
+    /// Whether operations are currently captured into a graph instead of run.
     pub fn is_capturing(&self) -> bool {
         self.capturing.load(Ordering::Acquire) != 0
     }
@@ -80,7 +81,7 @@ impl Stream {
         self.backend.enqueue(op)
     }
 
-    /// Refuses other threads while one captures: their work would end up in its graph.
+    /// Rejects calls from other threads during a capture: their work would end up in its graph.
     fn check_capture(&self, what: &'static str) -> Result<()> {
         match self.capturing.load(Ordering::Acquire) {
             owner if owner == 0 || owner == thread_id() => Ok(()),
@@ -88,8 +89,8 @@ impl Stream {
         }
     }
 
-    /// Copies `from` into `to`, which is as long, in any direction between device memory, pinned memory
-    /// and other devices of the same backend. The two must not overlap.
+    /// Copies `from` to `to`, which has the same length, in any direction between device memory,
+    /// pinned memory and other devices of the same backend. The ranges must not overlap.
     pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
         self.check_copy(to, from)?;
         if to.is_empty() {
@@ -109,9 +110,9 @@ impl Stream {
         let backends = [to, from].map(|region| region.allocation().device().info().backend);
         let own_backend = self.device.info().backend;
         if backends.iter().any(|side| *side != own_backend) {
-            let why = format!("a {own_backend} stream cannot reach memory of another backend");
+            let why = format!("a {own_backend} stream cannot access memory of another backend");
             return failure(Kind::InvalidArgument, why)
-                .map_err(|e| e.fix("go through the host: Allocation::read, then write"));
+                .map_err(|e| e.fix("copy through the host: Allocation::read, then write"));
         }
         if to.overlaps(from) {
             return failure(Kind::InvalidArgument, "the two ranges overlap".into());
@@ -119,15 +120,15 @@ impl Stream {
         Ok(())
     }
 
-    /// Copies `bytes` into `to`, which is as long, when the stream gets there. They are taken now: the caller may
-    /// change them as soon as this returns.
+    /// Copies `bytes` to `to`, which has the same length, in stream order. The bytes are staged
+    /// before this returns: the caller may reuse them immediately.
     pub fn write_memory(&self, to: &Region, bytes: &[u8]) -> Result<()> {
         let from = self.stage(bytes)?;
         self.copy(to, &from)
     }
 
-    /// A copy of `bytes` in pinned memory that this stream reaches. It is used again when the region and the
-    /// operations that use it are gone.
+    /// Copies `bytes` into pinned memory that this stream can access. The memory is recycled once
+    /// the region and the operations that use it are gone. Fails with `Busy` if 256 MiB are staged.
     pub fn stage(&self, bytes: &[u8]) -> Result<Region> {
         self.staging.copy_in(&self.device, bytes)
     }
@@ -158,12 +159,12 @@ impl Stream {
         self.enqueue(StreamOp::Fill { region: region.clone(), pattern, unit })
     }
 
-    /// Writes a word, after all earlier work of this stream is visible everywhere.
+    /// Writes a word once all earlier work of this stream is visible system-wide.
     pub fn write_value(&self, word: &Word, value: u64) -> Result<()> {
         self.mem_op(MemOp::Write { word: word.clone(), value })
     }
 
-    /// Holds the stream up until the word satisfies the condition.
+    /// Blocks the stream until the word satisfies the condition.
     pub fn wait_value(&self, word: &Word, condition: Condition, value: u64) -> Result<()> {
         self.mem_op(MemOp::Wait { word: word.clone(), condition, value })
     }
@@ -173,7 +174,7 @@ impl Stream {
         self.enqueue(StreamOp::Mem(op))
     }
 
-    /// Puts several word operations on the stream in one call, to the device as one batch.
+    /// Queues several word operations, submitted to the device as one batch.
     pub fn batch(&self, ops: &[MemOp]) -> Result<()> {
         for op in ops {
             self.check_mem_op(op)?;
@@ -184,7 +185,7 @@ impl Stream {
         self.enqueue(StreamOp::Batch(ops.into()))
     }
 
-    /// Nothing if [`batch`](Self::batch) would take the operation, else the reason why not.
+    /// Checks whether [`batch`](Self::batch) would accept the operation.
     pub fn check(&self, op: &MemOp) -> Result<()> {
         self.check_mem_op(op)
     }
@@ -209,32 +210,32 @@ impl Stream {
         op.check()
     }
 
-    /// Marks this point of the stream with `event`, forgetting the point that it marked before.
+    /// Records `event` at this point of the stream; it no longer marks its earlier point.
     pub fn record(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "record an event")?;
         self.enqueue(StreamOp::Record(event.clone()))
     }
 
-    /// Holds this stream up until the point that `event` marks has been reached.
+    /// Blocks this stream until the point that `event` marks has been reached.
     ///
-    /// In a capture, put the recording before the wait in one stream, or record outside of the graph.
+    /// During a capture, record the event before the wait on the same stream, or outside the graph.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "wait for an event")?;
         self.enqueue(StreamOp::WaitEvent(event.clone()))
     }
 
-    /// Calls `run` on a thread of the host when the stream gets there; the stream goes on when it
-    /// returns. It must not call into devices. Captured into a graph, it is called in every replay.
+    /// Calls `run` on a host thread, in stream order; later operations wait until it returns. It
+    /// must not call into devices. If captured into a graph, it is called in every replay.
     pub fn call_host(&self, run: impl Fn() + Send + Sync + 'static) -> Result<()> {
         self.enqueue(StreamOp::Call(Arc::new(HostCall::new(run))))
     }
 
-    /// Starts a kernel.
+    /// Launches a kernel.
     ///
     /// # Safety
-    /// The kernel reads and writes only memory that it may, for as long as it runs: what it is given as
-    /// regions stays alive, addresses that it gets in any other way are the caller's care. On the
-    /// simulator a wrong address is caught; on CUDA it may reach pinned host memory.
+    /// While it runs, the kernel must only access memory it is allowed to. Regions passed to the
+    /// launch are kept alive; the caller is responsible for addresses that the kernel obtains in
+    /// any other way. The simulator catches a wrong address; on CUDA it may hit pinned host memory.
     #[allow(unsafe_code)]
     pub unsafe fn launch(&self, launch: Launch) -> Result<()> {
         let failure = |why: &str| {
@@ -253,15 +254,17 @@ impl Stream {
         self.enqueue(StreamOp::Launch(Arc::new(launch)))
     }
 
-    /// Captures the work that `record` puts on this stream into a graph, without running it.
+    /// Captures the operations that `record` queues on this stream into a graph, without running
+    /// them.
     ///
-    /// Values are frozen at capture. If `record` fails, the capture is dropped and its error returned.
+    /// Argument values are fixed at capture. If `record` fails, the capture is discarded and the
+    /// error returned.
     pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
         self.device.capabilities().graphs.require("capture a graph", self.device.info())?;
         self.check_capture("begin a capture")?;
         self.backend.begin_capture()?;
         self.capturing.store(thread_id(), Ordering::Release);
-        // If `record` panics, the capture ends all the same.
+        // If `record` panics, the guard ends the capture.
         let capture = CaptureGuard { stream: self, ended: false };
         let recorded = record(self);
         let graph = capture.end();
@@ -269,26 +272,27 @@ impl Stream {
         Ok(Graph { device: self.device.clone(), backend: graph? })
     }
 
-    /// Puts a captured graph on the stream.
+    /// Queues a captured graph on the stream.
     pub fn replay(&self, graph: &Graph) -> Result<()> {
         self.check_backend(&graph.device, "replay a graph")?;
         self.enqueue(StreamOp::Replay(graph.clone()))
     }
 
-    /// Whether all work is done. An earlier failure surfaces here.
+    /// Whether all work has completed. Reports an earlier failure as an error.
     pub fn is_idle(&self) -> Result<bool> {
-        self.check_capture("ask whether it is idle")?;
+        self.check_capture("query whether it is idle")?;
         self.backend.is_idle()
     }
 
-    /// The wait that holds the stream up now, if one does.
+    /// The wait that blocks the stream now, if any.
     pub fn blocked_on(&self) -> Option<PendingWait> {
         self.backend.blocked_on()
     }
 
-    /// Returns when all work is done, or fails when `timeout` has passed; the work then goes on.
+    /// Waits until all work has completed. Fails with `Timeout` after `timeout`; the work then
+    /// continues.
     ///
-    /// The timeout's text names what the stream waits for, and what it sees.
+    /// The timeout error names the word that the stream waits for and its current value.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         if poll_until(timeout, || self.is_idle())? {
             return Ok(());
@@ -300,7 +304,8 @@ impl Stream {
         Err(Error::new(Kind::Timeout, "synchronize").on(self.label()).why(why))
     }
 
-    /// Memory of this stream's own device, or pinned memory, which all devices of a backend reach.
+    /// Rejects memory other than this device's own or pinned memory, which all devices of a backend
+    /// can access.
     fn check_accessible(&self, memory: &Allocation, what: &'static str) -> Result<()> {
         self.check_backend(memory.device(), what)?;
         if *memory.device() == self.device || memory.kind() == MemoryKind::Pinned {
@@ -308,7 +313,7 @@ impl Stream {
         }
         Err(Error::new(Kind::InvalidArgument, what)
             .on(self.label())
-            .why(format!("the memory is of {}", memory.device().label()))
+            .why(format!("the memory belongs to {}", memory.device().label()))
             .fix("use a stream of that device, or copy"))
     }
 
@@ -329,7 +334,7 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// A capture in progress; it ends when this is dropped.
+/// A capture in progress; dropping it ends the capture.
 struct CaptureGuard<'a> {
     stream: &'a Stream,
     ended: bool,
@@ -353,7 +358,7 @@ impl Drop for CaptureGuard<'_> {
     }
 }
 
-/// A number of this thread's own, never 0.
+/// A unique number for the calling thread, never 0.
 fn thread_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
@@ -362,10 +367,11 @@ fn thread_id() -> u64 {
     NUMBER.with(|number| *number)
 }
 
-/// Says whether whoever waits for a device must stop waiting: somebody waits for him, and the device perhaps for that.
+/// Returns true if a wait for the device must be abandoned: another thread waits for the caller,
+/// and the device may be waiting for that thread.
 pub(crate) type CancelCheck<'a> = &'a dyn Fn() -> bool;
 
-/// A point in a stream. Clones are the same event.
+/// A point in a stream. Clones refer to the same event.
 #[derive(Clone)]
 pub struct Event {
     device: Device,
@@ -377,17 +383,18 @@ impl Event {
         Self { device, backend }
     }
 
-    /// Whether the point has been reached; an event that marks no point counts as reached.
+    /// Whether the point has been reached; true for an event that was never recorded.
     pub fn is_complete(&self) -> Result<bool> {
         self.backend.is_complete()
     }
 
-    /// Returns when the point has been reached, or fails when `timeout` has passed.
+    /// Waits until the point has been reached. Fails with `Timeout` after `timeout`.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         self.synchronize_or_cancel(timeout, &|| false)
     }
 
-    /// The same, and fails as soon as `cancelled` says that nobody may wait for it any more.
+    /// Like [`synchronize`](Self::synchronize), but fails with `Freed` as soon as `cancelled`
+    /// returns true.
     pub(crate) fn synchronize_or_cancel(
         &self,
         timeout: Duration,
@@ -403,13 +410,13 @@ impl Event {
             Err(Error::new(kind, "wait for an event").on(self.device.label()).why(why))
         };
         match reached {
-            true if was_cancelled => failure(Kind::Freed, "the memory is being taken back".into()),
+            true if was_cancelled => failure(Kind::Freed, "the memory is being revoked".into()),
             true => Ok(()),
             false => failure(Kind::Timeout, format!("it was not reached in {timeout:?}")),
         }
     }
 
-    /// The time between the point that `earlier` marks and this one, both reached.
+    /// Time from the point that `earlier` marks to this one; both must have been reached.
     pub fn elapsed_since(&self, earlier: &Event) -> Result<Duration> {
         self.backend.elapsed_since(&*earlier.backend)
     }
@@ -425,7 +432,7 @@ impl fmt::Debug for Event {
     }
 }
 
-/// Captured work that can be replayed any number of times. Clones are the same graph.
+/// Captured work that can be replayed any number of times. Clones refer to the same graph.
 #[derive(Clone)]
 pub struct Graph {
     device: Device,
@@ -433,7 +440,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// How many operations it holds.
+    /// Number of captured operations.
     pub fn len(&self) -> usize {
         self.backend.operations()
     }
@@ -454,7 +461,7 @@ impl fmt::Debug for Graph {
     }
 }
 
-/// Asks until the answer is yes, first eagerly, then with growing pauses; false when time is up.
+/// Polls until ready, spinning first and then with increasing backoff; false on timeout.
 fn poll_until(timeout: Duration, mut is_ready: impl FnMut() -> Result<bool>) -> Result<bool> {
     let start = Instant::now();
     let mut backoff = Backoff::default();
@@ -469,7 +476,7 @@ fn poll_until(timeout: Duration, mut is_ready: impl FnMut() -> Result<bool>) -> 
     }
 }
 
-/// What a stream that is being captured answers to calls that make no sense then.
+/// The error for calls that are invalid during a capture.
 #[cold]
 pub(super) fn capture_in_progress(what: &'static str, stream: String) -> Error {
     Error::new(Kind::Busy, what).on(stream).why("it is being captured").fix("end the capture first")

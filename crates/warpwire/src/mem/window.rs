@@ -1,4 +1,4 @@
-//! CPU windows: device memory that the processor loads from and stores to.
+//! CPU windows: mappings of device memory for loads and stores of the CPU.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -14,10 +14,10 @@ use super::bytes::SharedBytes;
 use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
-/// The environment variable that names the path to take.
+/// Environment variable that selects the path: `dmabuf`, `rm`, `gdrdrv`, `memfd` or `auto`.
 pub const ENV_VAR: &str = "WARPWIRE_WINDOW";
 
-/// How a window came to be.
+/// How a window is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WindowPath {
@@ -27,7 +27,7 @@ pub enum WindowPath {
     ResourceManager,
     /// gdrcopy's kernel module.
     Gdrdrv,
-    /// The memfd that simulated memory lies in.
+    /// The memfd that backs simulated memory.
     Memfd,
 }
 
@@ -58,16 +58,16 @@ impl FromStr for WindowPath {
         let found = Self::ALL.into_iter().find(|(name, _)| *name == text);
         found.map(|(_, path)| path).ok_or_else(|| {
             Error::new(Kind::Malformed, format!("read {text:?} as a window path"))
-                .fix("write dmabuf, rm, gdrdrv or memfd")
+                .fix("use dmabuf, rm, gdrdrv or memfd")
         })
     }
 }
 
-/// How the processor treats accesses to a window.
+/// The memory type of a mapping: how the CPU performs accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MappingType {
-    /// Stores are gathered and written in bursts; loads are not cached. What PCIe offers.
+    /// Stores are combined into bursts; loads are not cached. The usual case over PCIe.
     WriteCombining,
     /// As ordinary memory: coherent platforms, and the simulator.
     Cached,
@@ -85,17 +85,18 @@ impl fmt::Display for MappingType {
     }
 }
 
-/// What a window should be like.
+/// Requirements on a window.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WindowOptions {
-    /// Take this path and no other.
+    /// Use only this path.
     pub path: Option<WindowPath>,
-    /// Insist on this mapping type; most platforms offer one.
+    /// Require this memory type; most platforms offer only one.
     pub mapping: Option<MappingType>,
 }
 
 impl WindowOptions {
-    /// What `WARPWIRE_WINDOW` asks for (`dmabuf`, `rm`, `gdrdrv`, `memfd`); the best path if it is not set.
+    /// The path that `WARPWIRE_WINDOW` selects (`dmabuf`, `rm`, `gdrdrv`, `memfd`); the best one if
+    /// it is unset, empty or `auto`.
     pub fn from_env() -> Result<Self> {
         let path = match std::env::var(ENV_VAR) {
             Ok(text) if text.is_empty() || text == "auto" => None,
@@ -106,16 +107,16 @@ impl WindowOptions {
     }
 }
 
-/// A path that was not taken, and why.
+/// A path that could not be used.
 #[derive(Clone, Debug)]
 pub struct RejectedPath {
     /// The path.
     pub path: WindowPath,
-    /// What stood in the way.
+    /// Why it failed.
     pub why: Error,
 }
 
-/// What a backend returns for a mapped range. Dropping it unmaps.
+/// A range that a backend mapped for the CPU. Dropping it unmaps the range.
 pub struct CpuMapping {
     base: NonNull<u8>,
     len: u64,
@@ -123,13 +124,13 @@ pub struct CpuMapping {
     _owner: Box<dyn Send + Sync>,
 }
 
-// SAFETY: the range belongs to this value; access goes through atomics and device copies.
+// SAFETY: the range belongs to this value; it is accessed through atomics and device copies only.
 unsafe impl Send for CpuMapping {}
 // SAFETY: as above.
 unsafe impl Sync for CpuMapping {}
 
 impl CpuMapping {
-    /// `len` readable and writable bytes at `base`, which stay until `owner` is dropped.
+    /// `len` readable and writable bytes at `base`, which stay mapped until `owner` is dropped.
     pub(super) fn new(
         base: NonNull<u8>,
         len: u64,
@@ -146,18 +147,20 @@ impl CpuMapping {
 
 /// A range of device memory as the CPU sees it.
 ///
-/// # What others see
-/// - **Another CPU thread** sees stores through [`bytes`](Window::bytes) in the order of their release;
-///   [`write`](Window::write) is complete when it returns, and ordered before a later store.
+/// # Visibility
+/// - **Another CPU thread** sees stores through [`bytes`](Window::bytes) with their release
+///   ordering; [`write`](Window::write) is complete when it returns, and ordered before later
+///   stores.
 /// - **A kernel launched later** sees everything written before the launch.
 /// - **A running kernel** sees a write some time after [`write`](Window::write) or
-///   [`flush`](Window::flush) returns, 8-byte words whole; to see data and then a flag, write the data,
-///   then store the flag, and let the kernel read with volatile or acquire loads at system scope.
-/// - **Loads** through the window see what the device has written to its memory, and wait for the CPU's own
-///   earlier writes through it.
+///   [`flush`](Window::flush) returns, without tearing 8-byte words. To publish data and then a
+///   flag, write the data, then store the flag, and have the kernel read with volatile or acquire
+///   loads at system scope.
+/// - **Loads** through the window see what the device has written to its memory, and wait for the
+///   CPU's own earlier writes through it.
 ///
-/// The window keeps the memory alive: after a free it shows what was there, until it is dropped. A child
-/// process does not inherit it.
+/// The window keeps the memory alive: after a free it shows the old contents until it is dropped. A
+/// child process does not inherit it.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -194,7 +197,7 @@ impl Window {
         }
         let paths = memory.window_paths();
         if paths.is_empty() {
-            let why = "it is host memory, which the CPU sees already".into();
+            let why = "it is host memory, which the CPU can access directly".into();
             return Err(failure(Kind::InvalidArgument, why).fix("use host_bytes"));
         }
         let wanted = |path: &WindowPath| options.path.is_none_or(|only| only == *path);
@@ -208,10 +211,10 @@ impl Window {
         }
         let reasons: Vec<_> = refused.iter().map(|r| format!("{}: {}", r.path, r.why)).collect();
         let why = match reasons.is_empty() {
-            true => "no path of that name leads to this memory".into(),
+            true => "this memory has no path of that name".into(),
             false => reasons.join("; "),
         };
-        Err(failure(Kind::Unsupported, why).fix("copies work without a window: read and write"))
+        Err(failure(Kind::Unsupported, why).fix("copy without a window: read and write"))
     }
 
     pub(super) fn new(
@@ -225,58 +228,59 @@ impl Window {
         Self { mapped, address, path, refused, stores, loads }
     }
 
-    /// Where the device finds the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> DeviceAddr {
         self.address
     }
 
-    /// How many bytes it spans.
+    /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // no window is empty
     pub fn len(&self) -> u64 {
         self.mapped.len
     }
 
-    /// The path that was taken.
+    /// The path by which it is mapped.
     pub fn path(&self) -> WindowPath {
         self.path
     }
 
-    /// The better paths, and why each was refused.
+    /// The better paths that were tried, and why each failed.
     pub fn refused(&self) -> &[RejectedPath] {
         &self.refused
     }
 
-    /// How the processor treats accesses to it.
+    /// The memory type of the mapping.
     pub fn mapping(&self) -> MappingType {
         self.mapped.mapping
     }
 
-    /// Single words, as atomics. Over PCIe, loads and stores of aligned words are whole; read-modify-write
-    /// is atomic among CPU threads only.
+    /// A view for atomic access to single words. Over PCIe, aligned loads and stores are not torn;
+    /// read-modify-write is atomic among CPU threads only.
     pub fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: mapped for as long as this window lives, which the lifetime says.
+        // SAFETY: mapped while this window lives, which the view's lifetime does not exceed.
         unsafe { SharedBytes::new(self.mapped.base, self.mapped.len as usize) }
     }
 
-    /// The first byte, for C programs that want a pointer. Valid while the window lives; access it with
-    /// volatile or atomic operations, aligned.
+    /// Pointer to the first byte, for C programs. Valid while the window lives; use aligned
+    /// volatile or atomic accesses.
     pub fn as_ptr(&self) -> NonNull<u8> {
         self.mapped.base
     }
 
-    /// Copies `from` into device memory at `offset` of the window, with the widest stores there are, and
-    /// puts it on its way.
+    /// Copies `from` to device memory at `offset` of the window, with the widest stores available,
+    /// and drains the write-combining buffers.
     #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
-        // SAFETY: both ranges are valid for that length, the routine was found available when the window
-        // was opened, and `from` is ordinary memory, which cannot overlap the device's.
+        // SAFETY: both ranges are valid for that length; the routine was detected as available;
+        // `from` is ordinary memory, which cannot overlap device memory.
         unsafe { copy::store(self.stores, to.as_ptr(), from.as_ptr(), from.len()) };
         copy::store_fence();
         Ok(())
     }
 
-    /// The same by several threads, each with a part: worth their start for megabytes.
+    /// Like [`write`](Self::write), split over `threads` threads. Thread start-up pays off for
+    /// megabytes.
     pub fn write_parallel(&self, threads: usize, offset: u64, from: &[u8]) -> Result<()> {
         check_range(offset, from.len() as u64, self.len(), "a CPU window")?;
         let part = from.len().div_ceil(threads.max(1)).max(1).next_multiple_of(4096);
@@ -286,10 +290,10 @@ impl Window {
             let write = |(number, bytes): (usize, &[u8])| {
                 self.write(offset + (number * part) as u64, bytes)
             };
-            let others: Vec<_> = parts.map(|piece| scope.spawn(move || write(piece))).collect();
+            let others: Vec<_> = parts.map(|chunk| scope.spawn(move || write(chunk))).collect();
             let mut outcome = own.map_or(Ok(()), write);
             for other in others {
-                // The copy does not panic; if its thread could not run, the bytes are not there.
+                // The copy does not panic; if a thread did not finish, its bytes were not written.
                 let lost = || Error::new(Kind::Busy, "write through a window by several threads");
                 outcome = outcome.and(other.join().unwrap_or_else(|_| Err(lost())));
             }
@@ -297,7 +301,7 @@ impl Window {
         })
     }
 
-    /// The same with stores of a given sort, for comparisons.
+    /// Like [`write`](Self::write), with a given routine, for comparisons.
     pub fn write_with(&self, routine: Routine, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
         check_routine(routine)?;
@@ -307,7 +311,7 @@ impl Window {
         Ok(())
     }
 
-    /// Copies device memory at `offset` of the window into `into`, with the widest loads there are.
+    /// Copies device memory at `offset` of the window into `into`, with the widest loads available.
     #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, into.len())?;
@@ -316,7 +320,7 @@ impl Window {
         Ok(())
     }
 
-    /// The same with loads of a given sort, for comparisons.
+    /// Like [`read`](Self::read), with a given routine, for comparisons.
     pub fn read_with(&self, routine: Routine, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, into.len())?;
         check_routine(routine)?;
@@ -325,10 +329,11 @@ impl Window {
         Ok(())
     }
 
-    /// Waits until everything written through the window has reached the device.
+    /// Waits until everything written through the window has reached the device. Costs a PCIe round
+    /// trip.
     pub fn flush(&self) {
         copy::store_fence();
-        // A load from the device does not pass the writes before it.
+        // A PCIe read does not pass earlier posted writes.
         let _ = self.bytes().load_u32(0).or_else(|_| {
             let mut byte = [0];
             self.bytes().read(0, &mut byte).map(|()| 0)
@@ -348,7 +353,7 @@ fn check_routine(routine: Routine) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(Kind::Unsupported, format!("copy with {routine}"))
-        .why("this processor does not have it"))
+        .why("this processor does not support it"))
 }
 
 fn check_mapping(mapped: CpuMapping, wanted: Option<MappingType>) -> Result<CpuMapping> {

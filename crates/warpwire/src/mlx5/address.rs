@@ -1,16 +1,16 @@
-//! Where a datagram goes: the address vector that follows the control segment of its entry.
+//! Address vector of a UD message: the segments that follow the control segment of its WQE.
 //!
 //! ```text
-//!  0  queue key                  16  reserved 4, MAC address 6
+//!  0  Q_Key                      16  reserved 4, MAC address 6
 //!  4  reserved                   26  traffic class, hop limit
-//!  8  queue pair, and a flag     28  flow label, and a flag
-//! 12  rate and level, reserved   32  the peer's GID, 16
+//!  8  QPN, and a flag            28  flow label, and a flag
+//! 12  static rate, SL, reserved  32  destination GID, 16
 //! 14  UDP port, 0 for 4791
 //! ```
 //!
-//! The format is ConnectX's, less what Ethernet below it needs (the MAC address stays zero: the link knows the way).
-//! A GID is an IP address, those of IPv4 mapped into IPv6. Where ConnectX has the LID, which RoCE does not use, stands
-//! the UDP port of peers that listen on another than 4791.
+//! The format is ConnectX's without the Ethernet fields (the MAC address stays zero: the link
+//! resolves it). A GID is an IPv6 address or an IPv4-mapped one. The LID field, which RoCE does not
+//! use, holds the UDP port of peers that listen on another port than 4791.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -19,7 +19,7 @@ use warpwire_proto::wire::ip::mapped;
 
 use super::{SEGMENT, array, be16, be32, put};
 
-/// How many segments an address vector takes.
+/// Length of an address vector in segments.
 pub const ADDRESS_SEGMENTS: usize = 3;
 
 mod field {
@@ -32,12 +32,12 @@ mod field {
     pub const GID: usize = 32;
 }
 
-/// Says that all 48 bytes are there: ConnectX has a short form too, which is never written for Ethernet.
+/// Extended (48-byte) address vector. ConnectX also has a short form, which Ethernet never uses.
 const EXTENDED: u32 = 1 << 31;
-/// Says that a routing header goes along, as it always does on Ethernet.
+/// GRH present, as always on Ethernet.
 const ROUTED: u32 = 1 << 30;
 
-/// Whom a datagram is for.
+/// Destination of a UD message.
 ///
 /// ```
 /// use warpwire::mlx5::AddressVector;
@@ -48,24 +48,24 @@ const ROUTED: u32 = 1 << 30;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressVector {
-    /// The key of the queue pair there; with its upper bit set, the sender's own is sent.
+    /// Q_Key of the destination; if its top bit is set, the sending QP's own Q_Key is sent.
     pub qkey: u32,
-    /// The queue pair there: 24 bits.
+    /// Destination queue pair number, 24 bits.
     pub qpn: u32,
-    /// The address there, as a GID.
+    /// Destination GID.
     pub gid: [u8; 16],
-    /// The UDP port there.
+    /// Destination UDP port; 0 in the encoding means 4791.
     pub port: u16,
-    /// Traffic class of the packet.
+    /// Traffic class (DSCP and ECN) of the packet.
     pub traffic_class: u8,
     /// Hop limit of the packet.
     pub hop_limit: u8,
-    /// Spreads datagrams over the network's paths: 20 bits.
+    /// Flow label, 20 bits; the entropy for ECMP.
     pub flow_label: u32,
 }
 
 impl AddressVector {
-    /// To that queue pair of that peer.
+    /// An address vector with traffic class 0, hop limit 64 and flow label 0.
     pub fn new(peer: SocketAddr, qpn: u32, qkey: u32) -> Self {
         Self {
             qkey,
@@ -78,7 +78,7 @@ impl AddressVector {
         }
     }
 
-    /// Reads the three segments; all 48 bytes mean something.
+    /// Parses the three segments; any bytes are valid.
     pub fn parse(bytes: &[u8; ADDRESS_SEGMENTS * SEGMENT]) -> Self {
         let port = match be16(bytes, field::PORT) {
             0 => UDP_PORT,
@@ -95,7 +95,7 @@ impl AddressVector {
         }
     }
 
-    /// The three segments.
+    /// Encodes the three segments.
     pub fn encode(&self) -> [u8; ADDRESS_SEGMENTS * SEGMENT] {
         let mut bytes = [0; ADDRESS_SEGMENTS * SEGMENT];
         let port = if self.port == UDP_PORT { 0 } else { self.port };
@@ -109,13 +109,13 @@ impl AddressVector {
         bytes
     }
 
-    /// The address there.
+    /// Destination IP address and UDP port.
     pub fn peer(&self) -> SocketAddr {
         SocketAddr::new(gid_address(self.gid), self.port)
     }
 }
 
-/// The IP address that a GID stands for.
+/// The IP address that a GID represents; IPv4-mapped ones become IPv4.
 pub fn gid_address(gid: [u8; 16]) -> IpAddr {
     Ipv6Addr::from(gid).to_canonical()
 }

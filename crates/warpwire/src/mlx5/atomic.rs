@@ -1,16 +1,16 @@
-//! Atomic operations on words of the peer's memory: what they carry, and what they do to a word.
+//! Atomic operations: operands and their effect on a word.
 
-/// How wide the word of an [`Atomic`] is.
+/// Operand width of an [`Atomic`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtomicWidth {
-    /// 4 bytes; masked operations only.
+    /// 4 bytes; only masked (extended) atomics.
     Four,
     /// 8 bytes.
     Eight,
 }
 
 impl AtomicWidth {
-    /// How many bytes.
+    /// Width in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             Self::Four => 4,
@@ -19,58 +19,60 @@ impl AtomicWidth {
     }
 }
 
-/// An atomic operation with its operands. Operands of 4-byte operations are in the low half.
+/// An atomic operation with its operands. 4-byte operands are in the low half.
 ///
 /// ```
 /// use warpwire::mlx5::{Atomic, AtomicWidth};
 /// assert_eq!(Atomic::FetchAdd { add: 7 }.apply(u64::MAX), 6);
 /// let swap = Atomic::CompareSwap { compare: 1, swap: 9 };
 /// assert_eq!((swap.apply(1), swap.apply(2)), (9, 2));
-/// // Two counters of 16 bits in one word: what leaves the lower one does not reach the upper one.
-/// let both = Atomic::MaskedFetchAdd { width: AtomicWidth::Four, add: 0x0001_0001, boundary: 1 << 15 };
+/// // Two 16-bit counters in one word: no carry from the lower into the upper one.
+/// let (width, boundary) = (AtomicWidth::Four, 1 << 15);
+/// let both = Atomic::MaskedFetchAdd { width, add: 0x0001_0001, boundary };
 /// assert_eq!(both.apply(0x0005_ffff), 0x0006_0000);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
-    /// `swap` takes the place of `compare`.
+    /// Stores `swap` if the word equals `compare`.
     CompareSwap {
-        /// What must be there.
+        /// Expected value.
         compare: u64,
-        /// What comes in its place.
+        /// New value.
         swap: u64,
     },
-    /// `add` is added, wrapping.
+    /// Adds `add`, wrapping.
     FetchAdd {
         /// The addend.
         add: u64,
     },
-    /// Where `compare_mask` is set the word must be as `compare`; where `swap_mask` is set it becomes as
-    /// `swap`.
+    /// If the word equals `compare` in the bits of `compare_mask`, replaces the bits of `swap_mask`
+    /// by those of `swap`.
     MaskedCompareSwap {
-        /// The width of the word.
+        /// Operand width.
         width: AtomicWidth,
-        /// What must be there.
+        /// Expected value.
         compare: u64,
-        /// What comes in its place.
+        /// New value.
         swap: u64,
-        /// The bits that are compared.
+        /// Bits that are compared.
         compare_mask: u64,
-        /// The bits that are replaced.
+        /// Bits that are replaced.
         swap_mask: u64,
     },
-    /// `add` is added; each bit of `boundary` is the highest of a field, and nothing is carried out of it.
+    /// Adds `add` field by field: each set bit of `boundary` is the top bit of a field, out of
+    /// which nothing is carried.
     MaskedFetchAdd {
-        /// The width of the word.
+        /// Operand width.
         width: AtomicWidth,
-        /// The addends.
+        /// The addends, one per field.
         add: u64,
-        /// The highest bit of each field; all ones make it an exclusive or.
+        /// Top bit of each field; all ones make it an exclusive or.
         boundary: u64,
     },
 }
 
 impl Atomic {
-    /// How wide the word is.
+    /// Operand width; 8 bytes unless masked.
     pub const fn width(&self) -> AtomicWidth {
         match self {
             Self::CompareSwap { .. } | Self::FetchAdd { .. } => AtomicWidth::Eight,
@@ -78,7 +80,7 @@ impl Atomic {
         }
     }
 
-    /// What the word becomes, given what it was.
+    /// The new value of a word that was `old`.
     #[inline]
     pub const fn apply(&self, old: u64) -> u64 {
         let new = match *self {
@@ -97,8 +99,8 @@ impl Atomic {
                     old
                 }
             }
-            // Without the highest bit of each field no carry leaves a field; that bit is then the sum of
-            // itself, its addend and what was carried into it, which is what exclusive or gives.
+            // Adding without the top bit of each field carries nothing out of a field. The top bit
+            // is then the sum of itself, its addend and the carry into it: an exclusive or.
             Self::MaskedFetchAdd { add, boundary, .. } => {
                 (old & !boundary).wrapping_add(add & !boundary) ^ ((old ^ add) & boundary)
             }
@@ -106,8 +108,8 @@ impl Atomic {
         narrow(new, self.width())
     }
 
-    /// What lands in the requester's buffer for the value that was there before: 8 bytes in the host's
-    /// order, 4 bytes big-endian, as ConnectX delivers them.
+    /// The bytes that the requester's buffer receives for the old value, and their number: 8 bytes
+    /// in host order or 4 bytes big-endian, as ConnectX delivers them.
     ///
     /// ```
     /// use warpwire::mlx5::{Atomic, AtomicWidth};

@@ -1,4 +1,4 @@
-//! Send queue entries, written.
+//! Writing send WQEs.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use super::opcode::Opcode;
 use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
 use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT, WQEBB_LEN, put, wqebbs};
 
-/// Bytes in which a [`Builder`] works. A poster keeps one: nothing in it is cleared between entries.
+/// Scratch buffer of a [`Builder`]. A poster keeps one; it is not cleared between WQEs.
 #[derive(Clone)]
 pub struct Scratch(pub(super) [u8; MAX_WQE_LEN]);
 
@@ -18,33 +18,34 @@ impl Default for Scratch {
     }
 }
 
-/// The entry would have more segments than one may have.
+/// The WQE would have more than [`MAX_SEGMENTS`] segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WqeTooLong;
 
 impl fmt::Display for WqeTooLong {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the entry would have more than {MAX_SEGMENTS} segments of {SEGMENT} bytes")
+        write!(f, "the WQE would have more than {MAX_SEGMENTS} segments of {SEGMENT} bytes")
     }
 }
 
 impl std::error::Error for WqeTooLong {}
 
-/// Writes one send queue entry, segment by segment, in the order in which the operation wants them.
+/// Writes one send WQE, segment by segment, in the order that the operation requires: control,
+/// address vector or remote address, operands, data.
 ///
 /// ```
 /// use warpwire::mlx5::{Builder, Opcode, Scratch};
 /// let mut scratch = Scratch::default();
-/// let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+/// let wqe = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
 ///     .signaled()
 ///     .remote(0x7f00_0000_1000, 0x1234)
 ///     .data(256, 0x5678, 0x7fee_0000_2000)
 ///     .finish()?;
-/// assert_eq!((image.segments().len(), image.wqebbs()), (3, 1));
-/// assert_eq!(image.doorbell(), [0, 0, 5, 8, 0, 1, 0x23, 3]);
+/// assert_eq!((wqe.segments().len(), wqe.wqebbs()), (3, 1));
+/// assert_eq!(wqe.doorbell(), [0, 0, 5, 8, 0, 1, 0x23, 3]);
 /// # Ok::<(), warpwire::mlx5::WqeTooLong>(())
 /// ```
-#[must_use = "an entry is complete when it is finished"]
+#[must_use = "a WQE is complete when it is finished"]
 pub struct Builder<'s> {
     scratch: &'s mut Scratch,
     segments: usize,
@@ -52,7 +53,7 @@ pub struct Builder<'s> {
 }
 
 impl<'s> Builder<'s> {
-    /// An entry that begins at block `index` of the queue pair `qpn`.
+    /// A WQE that starts at WQEBB `index` of queue pair `qpn`.
     pub fn new(scratch: &'s mut Scratch, opcode: Opcode, index: u16, qpn: u32) -> Self {
         let mut control = [0; SEGMENT];
         put(&mut control, field::INDEX, index.to_be_bytes());
@@ -62,17 +63,17 @@ impl<'s> Builder<'s> {
         Self { scratch, segments: 1, full: false }
     }
 
-    /// Success makes a completion too.
+    /// Requests a completion on success too.
     pub fn signaled(self) -> Self {
         self.flag(2 << 2)
     }
 
-    /// The peer's completion wakes its owner.
+    /// Sets the solicited event bit: the peer's receive completion generates an event.
     pub fn solicited(self) -> Self {
         self.flag(1 << 1)
     }
 
-    /// It waits before it begins.
+    /// Sets the fence mode.
     pub fn fence(self, fence: FenceMode) -> Self {
         self.flag(fence.bits() << 5)
     }
@@ -82,18 +83,18 @@ impl<'s> Builder<'s> {
         self
     }
 
-    /// Four bytes for the peer.
+    /// Sets the immediate data.
     pub fn imm(self, imm: [u8; 4]) -> Self {
         put(&mut self.scratch.0, field::IMM, imm);
         self
     }
 
-    /// The key of the peer that a send invalidates.
+    /// Sets the rkey that a send invalidates at the peer.
     pub fn invalidate(self, rkey: u32) -> Self {
         self.imm(rkey.to_be_bytes())
     }
 
-    /// Memory of the peer.
+    /// Appends the remote address segment.
     pub fn remote(self, address: u64, rkey: u32) -> Self {
         let mut segment = [0; SEGMENT];
         put(&mut segment, 0, address.to_be_bytes());
@@ -101,14 +102,14 @@ impl<'s> Builder<'s> {
         self.push(segment)
     }
 
-    /// Whom a datagram is for.
+    /// Appends the address vector of a UD message.
     pub fn address(self, to: &AddressVector) -> Self {
         let bytes = to.encode();
         let (segments, _) = bytes.as_chunks::<SEGMENT>();
         segments.iter().fold(self, |builder, segment| builder.push(*segment))
     }
 
-    /// The operands of an atomic operation, and the modifier that masked ones need.
+    /// Appends the operands of an atomic, and sets the opmod of masked ones.
     pub fn atomic(self, op: &Atomic) -> Self {
         match *op {
             Atomic::CompareSwap { compare, swap } => {
@@ -132,7 +133,7 @@ impl<'s> Builder<'s> {
         self
     }
 
-    /// Operands one after the other, in whole segments.
+    /// Appends operands, packed into whole segments.
     fn operands(self, width: AtomicWidth, values: &[u64]) -> Self {
         let size = width.bytes() as usize;
         values.chunks(SEGMENT / size).fold(self, |builder, values| {
@@ -145,7 +146,8 @@ impl<'s> Builder<'s> {
         })
     }
 
-    /// A range of local memory. Ranges of no bytes are left out: hardware would not take them for empty.
+    /// Appends a data segment. Empty ones are omitted, because hardware may take length 0 for 2
+    /// GiB. A length of 2 GiB or more makes [`finish`](Self::finish) fail.
     pub fn data(self, len: u32, lkey: u32, address: u64) -> Self {
         if len == 0 {
             return self;
@@ -160,12 +162,13 @@ impl<'s> Builder<'s> {
         self.push(segment)
     }
 
-    /// Bytes in the entry itself.
+    /// Appends inline data.
     pub fn inline(self, bytes: &[u8]) -> Self {
         self.inline_with(bytes.len(), |slot| slot.copy_from_slice(bytes))
     }
 
-    /// `len` bytes in the entry itself, which `fill` writes in place: they may come from several buffers.
+    /// Appends `len` bytes of inline data, written by `fill`, so that they may come from several
+    /// buffers.
     pub fn inline_with(mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Self {
         let start = self.segments * SEGMENT;
         let Some(count) = len.checked_add(4).map(|bytes| bytes.div_ceil(SEGMENT)) else {
@@ -182,7 +185,7 @@ impl<'s> Builder<'s> {
         self
     }
 
-    /// What the queue waits for.
+    /// Appends the segment of a WAIT: completion queue and completion index.
     pub fn wait(self, cqn: u32, index: u32) -> Self {
         let mut segment = [0; SEGMENT];
         put(&mut segment, 8, index.to_be_bytes());
@@ -205,7 +208,7 @@ impl<'s> Builder<'s> {
         self
     }
 
-    /// The entry, if it did not become too long.
+    /// Completes the WQE; fails if it became too long.
     pub fn finish(self) -> Result<EncodedWqe<'s>, WqeTooLong> {
         if self.full {
             return Err(WqeTooLong);
@@ -216,51 +219,53 @@ impl<'s> Builder<'s> {
     }
 }
 
-/// A finished entry. The caller puts its segments into the ring, which may end between any two of them.
+/// A finished WQE. The caller copies its segments into the ring, which may wrap between any two of
+/// them.
 #[derive(Clone, Copy, Debug)]
 pub struct EncodedWqe<'s> {
     bytes: &'s [u8],
 }
 
 impl<'s> EncodedWqe<'s> {
-    /// All of it.
+    /// All bytes, a multiple of 16.
     pub const fn bytes(&self) -> &'s [u8] {
         self.bytes
     }
 
-    /// Its segments, each of which lies in the ring in one piece.
+    /// Its segments, each of which is contiguous in the ring.
     pub fn segments(&self) -> &'s [[u8; SEGMENT]] {
         self.bytes.as_chunks().0
     }
 
-    /// How many blocks of the ring it takes.
+    /// WQEBBs that it takes.
     pub fn wqebbs(&self) -> u16 {
         wqebbs((self.bytes.len() / SEGMENT) as u8)
     }
 
-    /// Its first eight bytes, which are also how its writer rings the doorbell.
+    /// Its first eight bytes, which are also the doorbell value for this WQE.
     pub fn doorbell(&self) -> [u8; 8] {
         super::array(self.bytes, 0)
     }
 }
 
-/// How many blocks a send queue needs for `requests` entries of so many ranges, or so many inline bytes,
-/// each; `None` if that is more than a queue may have.
+/// Length in WQEBBs, a power of two, of a send queue for `requests` WQEs, each with up to `max_sge`
+/// data segments or `inline` bytes; `None` if that exceeds [`MAX_SEND_WQEBBS`] or a WQE would be
+/// too long.
 ///
-/// Room is left for a masked compare and swap, the longest entry around one range; rdma-core leaves more,
-/// for operations that this HCA does not have. A datagram's address takes two segments more than a write's: add 32
-/// to its inline bytes.
+/// Each WQE leaves room for a masked compare-and-swap, the longest operation with one data segment.
+/// rdma-core reserves more, for operations that this HCA does not have. A UD address vector takes
+/// two segments more than a remote address: add 32 to `inline`.
 ///
 /// ```
 /// use warpwire::mlx5::send_queue_wqebbs;
 /// assert_eq!(send_queue_wqebbs(100, 1, 28), Some(256));
 /// assert_eq!(send_queue_wqebbs(1, 1, 1 << 20), None);
 /// ```
-pub fn send_queue_wqebbs(requests: u32, ranges: u32, inline: u32) -> Option<u32> {
-    // Control, remote and two segments of operands.
+pub fn send_queue_wqebbs(requests: u32, max_sge: u32, inline: u32) -> Option<u32> {
+    // Control, remote address and two segments of operands.
     const OVERHEAD: u64 = 4;
     let inline = (u64::from(inline) + 4).div_ceil(SEGMENT as u64) + 2;
-    let segments = inline.max(u64::from(ranges.max(1)) + OVERHEAD);
+    let segments = inline.max(u64::from(max_sge.max(1)) + OVERHEAD);
     if segments > MAX_SEGMENTS as u64 {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Completion queue entries.
+//! Completion queue entries (CQEs), written and parsed.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use super::opcode::Opcode;
 use super::status::Status;
 use super::{array, be16, be32, be64, put};
 
-/// The byte that an empty completion queue is filled with: no opcode, and the owner bit set, which some
-/// pollers look at alone.
+/// Fill byte of an empty completion queue: an invalid opcode, and the owner bit set, which is all
+/// that some pollers check.
 pub const EMPTY: u8 = 0xff;
 
-/// Where the fields lie.
+/// Byte offsets of the fields.
 mod field {
     pub const SOURCE_GID: usize = 0;
     pub const SOURCE_PORT: usize = 22;
@@ -26,7 +26,7 @@ mod field {
     pub const OP_OWN: usize = 63;
 }
 
-/// The opcodes of completions.
+/// CQE opcodes.
 mod code {
     pub const REQUESTER: u8 = 0;
     pub const WRITE_IMM: u8 = 1;
@@ -39,11 +39,12 @@ mod code {
     pub const INVALID: u8 = 15;
 }
 
-/// The owner bit of the `number`-th completion of a queue with so many entries, from zero on.
+/// Owner bit of completion `number`, counted from 0, of a queue with `entries` entries: it toggles
+/// with each lap.
 ///
 /// ```
 /// use warpwire::mlx5::owner_bit;
-/// assert_eq!([owner_bit(0, 4), owner_bit(3, 4), owner_bit(4, 4), owner_bit(8, 4)], [false, false, true, false]);
+/// assert_eq!([0, 3, 4, 8].map(|number| owner_bit(number, 4)), [false, false, true, false]);
 /// ```
 #[inline]
 pub const fn owner_bit(number: u64, entries: u64) -> bool {
@@ -56,13 +57,13 @@ pub const fn owner_bit(number: u64, entries: u64) -> bool {
     }
 }
 
-/// Whether the entry of a send queue that begins at block `index` is done, given what a collapsed
-/// completion queue says: one entry that every completion overwrites, with the block of the latest.
-/// `depth` is how many blocks may be on their way; the entry must have been posted.
+/// Whether the send WQE at WQEBB `index` is complete, given the counter in a collapsed completion
+/// queue: one entry, overwritten by every completion with the index of its WQE. `depth` is the
+/// maximum number of WQEBBs in flight; the WQE must have been posted.
 ///
 /// ```
 /// use warpwire::mlx5::collapsed_is_done;
-/// assert!(!collapsed_is_done(0, 0xffff, 128)); // what an empty queue says
+/// assert!(!collapsed_is_done(0, 0xffff, 128)); // an empty queue
 /// assert!(collapsed_is_done(0, 0, 128) && !collapsed_is_done(1, 0, 128));
 /// ```
 #[inline]
@@ -70,8 +71,8 @@ pub const fn collapsed_is_done(index: u16, counter: u16, depth: u16) -> bool {
     index.wrapping_sub(counter).wrapping_sub(1) >= depth
 }
 
-/// The latest block that a collapsed completion queue says is done, in the full count of which `reserved`
-/// blocks were handed out; `None` while there is none.
+/// Index of the latest completed WQE according to a collapsed completion queue, extended to the
+/// 64-bit count of `reserved` WQEBBs; `None` if there is none yet.
 ///
 /// ```
 /// use warpwire::mlx5::collapsed_latest;
@@ -83,79 +84,79 @@ pub const fn collapsed_latest(reserved: u64, counter: u16) -> Option<u64> {
     reserved.checked_sub((reserved as u16).wrapping_sub(counter) as u64)
 }
 
-/// What arrived in a receive.
+/// What consumed a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecvKind {
-    /// The peer wrote elsewhere, and sent these four bytes.
+    /// An RDMA write with this immediate data; its payload went elsewhere.
     WriteImm([u8; 4]),
     /// A message.
     Send,
-    /// A message with four bytes beside it.
+    /// A message with immediate data.
     SendImm([u8; 4]),
-    /// A message that invalidated this key.
+    /// A message that invalidated this rkey.
     SendInvalidate(u32),
 }
 
-/// Where a datagram came from; connected queue pairs leave it as it is by default.
+/// Source of a UD message; the default value on connected queue pairs.
 ///
-/// GID and port are this HCA's own addition, in bytes that ConnectX leaves reserved (the first sixteen) or has the LID
-/// in: the port of the sender is not in the routing header before the message.
+/// GID and port are an extension of the software HCA, in bytes that ConnectX reserves (0 to 15) or
+/// uses for the LID: the GRH in front of the message does not contain the sender's port.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// The sender's queue pair.
+    /// Source queue pair number.
     pub qpn: u32,
-    /// The service level.
+    /// Service level (SL).
     pub service_level: u8,
-    /// Whether a routing header lies before the message.
+    /// Whether a GRH precedes the message.
     pub has_grh: bool,
-    /// The sender's address; zero without a routing header.
+    /// Source GID; zero without a GRH.
     pub gid: [u8; 16],
-    /// The UDP port that it was sent from; zero without a routing header.
+    /// Source UDP port; zero without a GRH.
     pub port: u16,
 }
 
-/// The side of a queue pair.
+/// A queue of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Queue {
     /// The send queue.
     Send,
-    /// The receive queue, or the shared one.
+    /// The receive queue, or the SRQ.
     Receive,
 }
 
-/// What a completion says.
+/// Contents of a CQE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CqeOutcome {
-    /// Work of a send queue is done.
+    /// A send work request succeeded.
     Sent {
-        /// What it was.
+        /// Operation of the completed work.
         opcode: Opcode,
-        /// How many bytes were fetched, by a read or an atomic operation.
+        /// Bytes fetched by an RDMA read or an atomic; 0 otherwise.
         bytes: u32,
     },
-    /// A receive was used.
+    /// A receive was consumed.
     Received {
-        /// What for.
+        /// What consumed it.
         recv_kind: RecvKind,
-        /// How many bytes arrived.
+        /// Bytes received.
         bytes: u32,
-        /// Where they came from.
+        /// Source, for UD.
         origin: Origin,
     },
-    /// Work failed. Of the rest only the queue pair and the counter mean anything.
+    /// Work failed. Of the other fields only `qpn` and `counter` are valid.
     Failed {
-        /// Whose it was.
+        /// The queue of the failed work.
         queue: Queue,
-        /// Why.
+        /// Why it failed.
         status: Status,
-        /// The maker's own code.
+        /// Vendor syndrome.
         vendor: u8,
-        /// What it was, in a send queue.
+        /// Operation of the failed work; valid for the send queue only.
         opcode: Opcode,
     },
 }
 
-/// A completion.
+/// A CQE.
 ///
 /// ```
 /// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, CqeTail};
@@ -168,7 +169,7 @@ pub enum CqeOutcome {
 ///     timestamp: 0,
 /// };
 /// let encoded = done.encode(false);
-/// // The body first, then, behind a release, the last four bytes at once.
+/// // The body first, then, with a release store, the last four bytes.
 /// let mut entry = [0xff; 64];
 /// entry[..60].copy_from_slice(&encoded.body);
 /// assert!(!CqeTail::parse([0xff; 4]).is_owned(false));
@@ -178,23 +179,21 @@ pub enum CqeOutcome {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cqe {
-    /// What it says.
+    /// Kind of completion, with its data.
     pub outcome: CqeOutcome,
-    /// The queue pair whose work it was.
+    /// Queue pair number, 24 bits.
     pub qpn: u32,
-    /// The number that the owner of the queue pair, or of the shared receive queue, gave it: 24 bits.
+    /// User index of the queue pair or SRQ, 24 bits.
     pub user_index: u32,
-    /// For a send queue the first block of the entry; for a receive queue its number; for a shared one its
-    /// slot.
+    /// Send queue: index of the WQE's first WQEBB. Receive queue: index of the WQE. SRQ: slot.
     pub counter: u16,
-    /// Whether the sender asked for the owner to be woken.
+    /// Whether the sender set the solicited event bit.
     pub solicited: bool,
-    /// When, in the clock of the HCA.
+    /// Time of completion, in ticks of the device clock; 0 for failures.
     pub timestamp: u64,
 }
 
-/// The bytes of a completion, in the two parts in which it is written: a poller that sees the second must
-/// see the first.
+/// A CQE in the two parts in which it is written: a poller that sees the second must see the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodedCqe {
     /// Bytes 0 to 59.
@@ -204,7 +203,7 @@ pub struct EncodedCqe {
 }
 
 impl EncodedCqe {
-    /// The tail as a number whose store on this machine gives its bytes.
+    /// The tail as a word that is stored in native byte order.
     pub const fn tail_word(&self) -> u32 {
         u32::from_ne_bytes(self.tail)
     }
@@ -218,7 +217,7 @@ impl EncodedCqe {
     }
 }
 
-/// What most completions say: posted work has succeeded. Small enough to stay in registers on its way.
+/// The most common CQE: a send work request succeeded. Small enough to stay in registers.
 ///
 /// ```
 /// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, Sent};
@@ -229,20 +228,20 @@ impl EncodedCqe {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sent {
-    /// What it was.
+    /// Operation of the completed work.
     pub opcode: Opcode,
-    /// How many bytes it fetched, if that is what it does.
+    /// Bytes fetched by an RDMA read or an atomic; 0 otherwise.
     pub bytes: u32,
-    /// The queue pair.
+    /// Queue pair number, 24 bits.
     pub qpn: u32,
-    /// What its maker calls it.
+    /// User index of the queue pair, 24 bits.
     pub user_index: u32,
-    /// The block of the send queue that its entry begins with, as its writer counts.
+    /// Index of the WQE's first WQEBB, modulo 2^16.
     pub counter: u16,
 }
 
 impl Sent {
-    /// The words of its completion; see [`Cqe::encode_words`].
+    /// Encodes the CQE; see [`Cqe::encode_words`].
     #[inline]
     pub fn encode_words(&self, owner: bool) -> [u64; 8] {
         let opcode_qpn = (u32::from(self.opcode.code()) << 24) | (self.qpn & 0xff_ffff);
@@ -253,12 +252,12 @@ impl Sent {
         [0, 0, 0, 0, user_index, self.bytes.into(), 0, last].map(u64::to_be)
     }
 
-    /// Reads it from a completion; nothing, if that says something else or more.
+    /// Parses a CQE; `None` if it is of another kind, or solicited.
     #[inline]
     pub fn parse_words(words: &[u64; 8]) -> Option<Self> {
         let [_, _, _, _, user_index, count, _, last] = *words;
         let last = u64::from_be(last);
-        // Neither solicited nor of another format.
+        // Not solicited, and format 0.
         if last as u8 >> 1 != code::REQUESTER << 3 {
             return None;
         }
@@ -273,7 +272,7 @@ impl Sent {
 }
 
 impl Cqe {
-    /// The bytes, with the owner bit of the lap that they are written in.
+    /// Encodes the CQE with this owner bit.
     pub fn encode(&self, owner: bool) -> EncodedCqe {
         let mut body = [0; 60];
         put(&mut body, field::USER_INDEX, (self.user_index & 0xff_ffff).to_be_bytes());
@@ -293,7 +292,7 @@ impl Cqe {
                 }
                 (encode_recv_kind(recv_kind, &mut body), 0)
             }
-            // The timestamp of a failure ends where its codes begin; it is left out.
+            // A failure has no timestamp: its syndromes occupy the same bytes.
             CqeOutcome::Failed { queue, status, vendor, opcode } => {
                 body[field::VENDOR] = vendor;
                 body[field::SYNDROME] = status.syndrome();
@@ -311,8 +310,8 @@ impl Cqe {
         EncodedCqe { body, tail: [high, low, 0, own] }
     }
 
-    /// The bytes as eight words, each of which this machine stores as they lie: the last one tells of the others. As
-    /// [`Cqe::encode`] otherwise, and faster for what is most common.
+    /// Encodes the CQE as eight words, to be stored in native byte order; the last must be stored
+    /// last. The same bytes as [`Cqe::encode`], and faster for the common case.
     #[inline]
     pub fn encode_words(&self, owner: bool) -> [u64; 8] {
         let Self { outcome: CqeOutcome::Sent { opcode, bytes }, solicited: false, .. } = *self
@@ -331,7 +330,7 @@ impl Cqe {
         std::array::from_fn(|word| u64::from_ne_bytes(array(&bytes, word * 8)))
     }
 
-    /// As [`Cqe::parse`], from the words that [`Cqe::encode_words`] gives.
+    /// As [`Cqe::parse`], from the words of [`Cqe::encode_words`].
     #[inline]
     pub fn parse_words(words: &[u64; 8]) -> Result<Self, CqeError> {
         let Some(Sent { opcode, bytes, qpn, user_index, counter }) = Sent::parse_words(words)
@@ -351,7 +350,7 @@ impl Cqe {
         Self::parse(&bytes)
     }
 
-    /// Reads a completion; [`CqeTail`] says beforehand whether it has been written.
+    /// Parses a CQE. The caller has checked with [`CqeTail::is_owned`] that it has been written.
     pub fn parse(bytes: &[u8; 64]) -> Result<Self, CqeError> {
         let tail = CqeTail::parse(array(bytes, field::COUNTER));
         if tail.code == code::INVALID {
@@ -429,7 +428,7 @@ fn encode_recv_kind(recv_kind: RecvKind, body: &mut [u8; 60]) -> u8 {
     code
 }
 
-/// The last four bytes of a completion, which pollers watch.
+/// The last four bytes of a CQE, which pollers read first.
 ///
 /// ```
 /// use warpwire::mlx5::CqeTail;
@@ -439,20 +438,20 @@ fn encode_recv_kind(recv_kind: RecvKind, body: &mut [u8; 60]) -> u8 {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CqeTail {
-    /// The counter of [`Cqe::counter`].
+    /// As [`Cqe::counter`].
     pub counter: u16,
-    /// The opcode of the completion.
+    /// CQE opcode.
     pub code: u8,
-    /// How the body is laid out; 0 is the only one that is written here.
+    /// Format of the body; only 0 is used here.
     pub format: u8,
-    /// The flag of [`Cqe::solicited`].
+    /// As [`Cqe::solicited`].
     pub solicited: bool,
-    /// The owner bit.
+    /// Owner bit.
     pub owner: bool,
 }
 
 impl CqeTail {
-    /// Reads the four bytes.
+    /// Parses the four bytes; any value is valid.
     #[inline]
     pub fn parse(bytes: [u8; 4]) -> Self {
         let own = bytes[field::OP_OWN - field::COUNTER];
@@ -465,13 +464,13 @@ impl CqeTail {
         }
     }
 
-    /// Whether the completion has been written in the lap that has this [`owner_bit`].
+    /// Whether the CQE has been written in the lap with this [`owner_bit`].
     #[inline]
     pub const fn is_owned(&self, owner: bool) -> bool {
         self.code != code::INVALID && self.owner == owner
     }
 
-    /// The bytes with which a completion says nothing any more, to whoever comes to it.
+    /// The tail of a voided CQE, which every poller skips. Counter and owner bit stay.
     ///
     /// ```
     /// use warpwire::mlx5::CqeTail;
@@ -482,29 +481,29 @@ impl CqeTail {
         [high, low, signature, code::NO_PACKET << 4 | own & 1]
     }
 
-    /// Whether it tells of a failure.
+    /// Whether it is an error CQE.
     pub const fn is_error(&self) -> bool {
         matches!(self.code, code::REQUESTER_ERROR | code::RESPONDER_ERROR)
     }
 }
 
-/// Why bytes are not a completion that is known here.
+/// Why a CQE cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CqeError {
-    /// Nothing has been written yet.
+    /// The entry has not been written yet.
     NotWritten,
-    /// The body is laid out in another way (inline, or compressed).
+    /// A format that is not supported (inline or compressed).
     Format(u8),
-    /// An opcode without a meaning here.
+    /// An unknown opcode.
     Opcode(u8),
 }
 
 impl fmt::Display for CqeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotWritten => f.pad("no completion has been written there"),
-            Self::Format(format) => write!(f, "completion format {format} is not in use here"),
-            Self::Opcode(code) => write!(f, "completion opcode {code} is not in use here"),
+            Self::NotWritten => f.pad("the CQE has not been written"),
+            Self::Format(format) => write!(f, "CQE format {format} is not supported"),
+            Self::Opcode(code) => write!(f, "CQE opcode {code} is unknown"),
         }
     }
 }

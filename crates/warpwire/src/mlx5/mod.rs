@@ -1,27 +1,28 @@
-//! ConnectX's queue formats: work queue entries, completions, doorbells, as bytes and nothing else.
+//! ConnectX (mlx5) queue formats: WQEs, CQEs, doorbells. Plain encoding and decoding of bytes.
 //!
-//! The software HCA consumes these queues, and so do real NICs: a CPU, a CUDA stream or a kernel posts
-//! the same bytes to either. Whoever filled them is not trusted. Reading takes any bytes whatever and
-//! gives a meaning or a reason; nothing here panics, allocates or touches memory that is not passed in.
+//! The software HCA and real NICs consume the same queues, so a CPU, a CUDA stream or a kernel
+//! posts the same bytes to either. Queue contents are not trusted: parsing accepts any bytes and
+//! returns a value or a reason. Nothing here panics, allocates or accesses memory that is not
+//! passed in.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Builder`], [`EncodedWqe`] | a send queue entry, written |
-//! | [`Wqe`], [`Work`], [`WqePayload`] | a send queue entry, read; [`WqeError`] says why not |
-//! | [`AddressVector`] | whom a datagram is for |
-//! | [`Receive`], [`SrqEntry`] | entries of receive queues |
-//! | [`Cqe`], [`CqeTail`] | completions, both ways |
-//! | [`Status`] | how work ended, with its syndrome |
-//! | [`Doorbell`], [`DoorbellRecord`], [`producer`], [`ProducerTracker`] | how far a queue is filled |
-//! | [`CqArm`] | how far a completion queue is emptied, and who wants to be woken |
+//! | [`Builder`], [`EncodedWqe`] | writing a send WQE |
+//! | [`Wqe`], [`Work`], [`WqePayload`] | parsing a send WQE; [`WqeError`] if it is invalid |
+//! | [`AddressVector`] | destination of a UD message |
+//! | [`Receive`], [`SrqEntry`] | WQEs of receive queues and SRQs |
+//! | [`Cqe`], [`CqeTail`] | CQEs, written and parsed |
+//! | [`Status`] | completion status, with its syndrome |
+//! | [`Doorbell`], [`DoorbellRecord`] | producer index of a queue, as written by its poster |
+//! | [`producer`], [`ProducerTracker`] | producer index of a queue, as seen by its consumer |
+//! | [`CqArm`] | consumer index of a completion queue, and its arming |
 //!
 //! # Byte order
-//! Every number of more than one byte is big-endian. Immediate values and inline payload are bytes, and
-//! stay as they are.
+//! Numbers are big-endian. Immediate data and inline payload are bytes and stay as they are.
 //!
-//! # What is not looked at
-//! Device code leaves reserved fields, the signature, and the immediate of operations that have none
-//! uninitialised. None of them is ever checked.
+//! # Ignored fields
+//! Device code leaves reserved fields, the signature, and the immediate of operations without one
+//! uninitialised. None of them is checked.
 
 mod address;
 mod atomic;
@@ -51,28 +52,30 @@ pub use wqe::{
     Work, Wqe, WqeError, WqePayload,
 };
 
-/// The unit that entries are counted in: the `DS` field.
+/// Length of a WQE segment in bytes: the unit of the `DS` field.
 pub const SEGMENT: usize = 16;
-/// The unit that send queues are counted in.
+/// Length of a WQE basic block (WQEBB) in bytes: the unit of send queue indices.
 pub const WQEBB_LEN: usize = 64;
-/// The most segments in one entry: `DS` has six bits.
+/// Maximum number of segments of a WQE: `DS` has six bits.
 pub const MAX_SEGMENTS: usize = 63;
-/// Room for the largest entry.
+/// Buffer size in bytes for the longest WQE.
 pub const MAX_WQE_LEN: usize = 1024;
-/// The most blocks of a send queue: with more, pollers could not tell an index from one a lap later.
+/// Maximum length of a send queue in WQEBBs: with more, a poller could not tell a 16-bit index from
+/// that of the next lap.
 pub const MAX_SEND_WQEBBS: u32 = 32_768;
-/// The key that names no memory and ends lists of segments.
+/// The invalid lkey, which terminates lists of data segments.
 pub const INVALID_KEY: u32 = 0x100;
-/// The longest message of a reliable connection.
+/// Maximum message length of a reliable connection in bytes.
 pub const MAX_MESSAGE_LEN: u64 = 1 << 31;
-/// Where, in a page of doorbell registers, the first one for send queues lies.
+/// Offset of the first send doorbell (BlueFlame register) in a UAR page.
 pub const BLUEFLAME_OFFSET: usize = 0x800;
-/// The second half of a send doorbell. Some writers use the halves in turn, so both must be watched.
+/// Offset of the second buffer of a BlueFlame register. Some writers alternate between the two, so
+/// both must be polled.
 pub const BLUEFLAME_BUFFER_LEN: usize = 256;
-/// Where, in such a page, completion queues are armed.
+/// Offset of the CQ doorbell in a UAR page, which arms completion queues.
 pub const CQ_DOORBELL_OFFSET: usize = 0x20;
 
-/// How many blocks an entry of so many segments takes.
+/// WQEBBs that a WQE of `segments` segments takes.
 ///
 /// ```
 /// use warpwire::mlx5::wqebbs;
@@ -82,29 +85,29 @@ pub const fn wqebbs(segments: u8) -> u16 {
     (segments as u16).div_ceil(4)
 }
 
-/// The big-endian number of 16 bits at `at`; zero where the bytes end before.
+/// The big-endian 16-bit number at `at`; 0 beyond the end.
 fn be16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes(array(bytes, at))
 }
 
-/// The same with 32 bits.
+/// The big-endian 32-bit number at `at`; 0 beyond the end.
 fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(array(bytes, at))
 }
 
-/// The same with 64 bits.
+/// The big-endian 64-bit number at `at`; 0 beyond the end.
 fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(array(bytes, at))
 }
 
-/// The `N` bytes at `at`; zeros where the bytes end before. Callers ask inside fixed formats only, so
-/// that the zeros are never seen, and nothing can panic.
+/// The `N` bytes at `at`; zeros beyond the end. Callers stay within fixed formats, so the zeros are
+/// never seen, and nothing can panic.
 #[inline]
 fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
 
-/// Puts `value` at `at`, if it fits there; as with [`array`], it does.
+/// Stores `value` at `at` if it fits, which callers ensure as for [`array`].
 #[inline]
 fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {
     if let Some(slot) = bytes.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {

@@ -1,8 +1,8 @@
-//! What a send queue entry asks for.
+//! Send opcodes.
 
 use std::fmt;
 
-/// The operations of a send queue.
+/// Opcode of a send WQE.
 ///
 /// ```
 /// use warpwire::mlx5::Opcode;
@@ -12,45 +12,45 @@ use std::fmt;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Opcode {
-    /// Nothing, in order.
+    /// No operation; completes in order.
     Nop,
-    /// A message that also invalidates a key of the receiver.
+    /// A send that invalidates an rkey of the receiver.
     SendInvalidate,
-    /// Bytes placed in the peer's memory.
+    /// RDMA write.
     RdmaWrite,
-    /// The same, and a receive of the peer completes with four bytes.
+    /// RDMA write that also consumes a receive of the peer, with immediate data.
     RdmaWriteImm,
-    /// A message.
+    /// Send.
     Send,
-    /// A message with four bytes beside it.
+    /// Send with immediate data.
     SendImm,
-    /// Hold the queue until a completion queue has got so far.
+    /// Stalls the queue until a completion queue has reached an index.
     Wait,
-    /// Bytes fetched from the peer's memory.
+    /// RDMA read.
     RdmaRead,
-    /// Compare and swap of a 64-bit word of the peer.
+    /// Compare-and-swap of a remote 64-bit word.
     CompareSwap,
-    /// Addition to a 64-bit word of the peer.
+    /// Fetch-and-add of a remote 64-bit word.
     FetchAdd,
-    /// Compare and swap under masks.
+    /// Masked compare-and-swap.
     MaskedCompareSwap,
-    /// Addition to fields of a word.
+    /// Masked fetch-and-add.
     MaskedFetchAdd,
-    /// Invalidation of a local key.
+    /// Local invalidation of a key; not supported here.
     LocalInvalidate,
-    /// Signature set-up.
+    /// Signature set-up; not supported here.
     SetPsv,
-    /// A read of local memory that goes nowhere.
+    /// Reads local memory and discards the data.
     Dump,
-    /// A change of memory keys.
+    /// User-mode memory registration; not supported here.
     Umr,
-    /// Memory-to-memory work of the NIC.
+    /// Memory-to-memory offloads of the NIC; not supported here.
     Mmo,
-    /// A number that is in no table of ours.
+    /// An unknown opcode.
     Unknown(u8),
 }
 
-/// Every operation with its number and its name.
+/// Every opcode with its code and name.
 const TABLE: [(u8, Opcode, &str); 17] = [
     (0x00, Opcode::Nop, "NOP"),
     (0x01, Opcode::SendInvalidate, "SEND_INVAL"),
@@ -71,7 +71,7 @@ const TABLE: [(u8, Opcode, &str); 17] = [
     (0x2f, Opcode::Mmo, "MMO"),
 ];
 
-/// The table by number, so that the engine finds an operation by one load.
+/// The table by code, so that a lookup is one load.
 const BY_CODE: [Opcode; 256] = {
     let mut all = [Opcode::Nop; 256];
     let mut code = 0;
@@ -88,13 +88,13 @@ const BY_CODE: [Opcode; 256] = {
 };
 
 impl Opcode {
-    /// The operation of that number.
+    /// The opcode with this code.
     #[inline]
     pub const fn from_code(code: u8) -> Self {
         BY_CODE[code as usize]
     }
 
-    /// Its number.
+    /// Its code in the control segment.
     #[inline]
     pub fn code(self) -> u8 {
         match self {
@@ -103,7 +103,7 @@ impl Opcode {
         }
     }
 
-    /// Whether the peer's memory is named by a segment of its own.
+    /// Whether its WQE has a remote address segment.
     pub const fn has_remote(self) -> bool {
         matches!(
             self,

@@ -1,24 +1,23 @@
-//! Entries of receive queues and of shared receive queues.
+//! WQEs of receive queues and SRQs.
 
 use super::wqe::{Data, INLINE, WqeError};
 use super::{INVALID_KEY, SEGMENT, be16, be32, put};
 
-/// How many bytes an entry of a receive queue takes that may name so many ranges; `None` if no entry may
-/// name so many.
+/// Size in bytes, a power of two, of a receive WQE with up to `max_sge` data segments; `None` if
+/// that overflows.
 ///
 /// ```
 /// use warpwire::mlx5::receive_stride;
-/// assert_eq!([receive_stride(0), receive_stride(1), receive_stride(3)], [Some(16), Some(16), Some(64)]);
+/// assert_eq!([0, 1, 3].map(receive_stride), [Some(16), Some(16), Some(64)]);
 /// assert_eq!(receive_stride(u32::MAX), None);
 /// ```
-pub fn receive_stride(ranges: u32) -> Option<u32> {
-    ranges.max(1).checked_mul(SEGMENT as u32)?.checked_next_power_of_two()
+pub fn receive_stride(max_sge: u32) -> Option<u32> {
+    max_sge.max(1).checked_mul(SEGMENT as u32)?.checked_next_power_of_two()
 }
 
-/// An entry of a receive queue: ranges of local memory that a message is scattered to.
+/// A receive WQE: data segments that a message is scattered to.
 ///
-/// A range of no bytes under the invalid key ends the list; what lies behind it is left over from earlier
-/// entries.
+/// A segment of length 0 with the invalid lkey terminates the list; the bytes behind it are stale.
 ///
 /// ```
 /// use warpwire::mlx5::Receive;
@@ -35,7 +34,7 @@ pub struct Receive<'a> {
 }
 
 impl<'a> Receive<'a> {
-    /// Reads an entry from a copy of its bytes.
+    /// Parses a copy of the WQE: the ring itself may change at any time.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let segments = Segments { rest: bytes.as_chunks().0 };
         let mut len = 0;
@@ -48,17 +47,17 @@ impl<'a> Receive<'a> {
         Ok(Self { segments: segments.rest, len })
     }
 
-    /// Fills `entry` with these ranges (length, key, address) and, where there is room, the end of the list.
-    /// Says whether they fit; empty ones are left out.
-    #[must_use = "nothing was written if the ranges do not fit"]
+    /// Writes data segments (length, lkey, address) and, if there is room, the terminator. Empty
+    /// ones are omitted. `None`, and nothing written, if they do not fit or one is 2 GiB or longer.
+    #[must_use = "nothing was written if the segments do not fit"]
     pub fn write(entry: &mut [u8], ranges: &[(u32, u32, u64)]) -> Option<()> {
-        let (places, _) = entry.as_chunks_mut::<SEGMENT>();
-        let full = || ranges.iter().filter(|(len, ..)| *len != 0);
-        if full().count() > places.len() || full().any(|(len, ..)| len & INLINE != 0) {
+        let (slots, _) = entry.as_chunks_mut::<SEGMENT>();
+        let nonempty = || ranges.iter().filter(|(len, ..)| *len != 0);
+        if nonempty().count() > slots.len() || nonempty().any(|(len, ..)| len & INLINE != 0) {
             return None;
         }
         let end = (0, INVALID_KEY, 0);
-        for (slot, (len, lkey, address)) in places.iter_mut().zip(full().chain([&end])) {
+        for (slot, (len, lkey, address)) in slots.iter_mut().zip(nonempty().chain([&end])) {
             put(slot, 0, len.to_be_bytes());
             put(slot, 4, lkey.to_be_bytes());
             put(slot, 8, address.to_be_bytes());
@@ -66,30 +65,30 @@ impl<'a> Receive<'a> {
         Some(())
     }
 
-    /// How many bytes it has room for.
+    /// Total length of the buffers in bytes.
     pub const fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has room for none.
+    /// Whether the total length is 0.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its ranges, in order, without empty ones.
+    /// Its data segments in order, without empty ones.
     pub const fn segments(&self) -> Segments<'a> {
         Segments { rest: self.segments }
     }
 }
 
-/// The ranges of a [`Receive`], one after the other.
+/// Iterator over the data segments of a [`Receive`].
 #[derive(Clone, Debug)]
 pub struct Segments<'a> {
     rest: &'a [[u8; SEGMENT]],
 }
 
 impl<'a> Segments<'a> {
-    /// The segments before the end of the list.
+    /// The segments before the terminator.
     fn raw(self) -> impl Iterator<Item = &'a [u8; SEGMENT]> {
         self.rest.iter().take_while(|segment| !is_end(segment))
     }
@@ -118,7 +117,7 @@ fn is_end(segment: &[u8; SEGMENT]) -> bool {
     be32(segment, 0) == 0 && be32(segment, 4) == INVALID_KEY
 }
 
-/// An entry of a shared receive queue: a link to the next, and a [`Receive`].
+/// A WQE of a shared receive queue: a link to the next one, and a [`Receive`].
 ///
 /// ```
 /// use warpwire::mlx5::SrqEntry;
@@ -129,21 +128,21 @@ fn is_end(segment: &[u8; SEGMENT]) -> bool {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct SrqEntry<'a> {
-    /// The slot of the entry that follows. The caller masks it: it may be any number.
+    /// Slot of the next WQE. Any value is possible: the caller masks it.
     pub next: u16,
-    /// What it is for.
+    /// The data segments.
     pub receive: Receive<'a>,
 }
 
 impl<'a> SrqEntry<'a> {
-    /// Reads an entry from a copy of its bytes.
+    /// Parses a copy of the WQE: the ring itself may change at any time.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let (header, rest) = bytes.split_first_chunk::<SEGMENT>().ok_or(WqeError::Truncated)?;
         Ok(Self { next: be16(header, 2), receive: Receive::parse(rest)? })
     }
 
-    /// Fills `entry`, as [`Receive::write`] does.
-    #[must_use = "nothing was written if the ranges do not fit"]
+    /// Writes the link and the data segments, as [`Receive::write`] does.
+    #[must_use = "nothing was written if the segments do not fit"]
     pub fn write(entry: &mut [u8], next: u16, ranges: &[(u32, u32, u64)]) -> Option<()> {
         let (header, rest) = entry.split_first_chunk_mut::<SEGMENT>()?;
         Receive::write(rest, ranges)?;

@@ -1,8 +1,8 @@
-//! How work ended: the verbs' statuses and the syndromes that say them in a completion.
+//! Completion status, and its encoding as a CQE syndrome.
 
 use std::fmt;
 
-/// How a work request ended; the numbers are those of `ibv_wc_status`.
+/// Status of a completion; the numbers are those of `ibv_wc_status`.
 ///
 /// ```
 /// use warpwire::mlx5::Status;
@@ -14,39 +14,39 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Status {
-    /// It was done.
+    /// The work succeeded.
     Success = 0,
-    /// A message longer than its buffer, or than any may be.
+    /// A message is longer than its receive buffer, or than the maximum.
     LocalLength = 1,
-    /// The request itself makes no sense.
+    /// The work request is malformed or not valid on this queue pair.
     LocalQpOperation = 2,
-    /// A local buffer that the queue pair may not use so.
+    /// A local buffer is not in a memory region of the QP's domain, or lacks the access right.
     LocalProtection = 4,
-    /// It was never begun: the queue pair failed before.
+    /// Flushed: the queue pair was in the error state before the work was executed.
     Flushed = 5,
     /// A memory window could not be bound.
     MwBind = 6,
-    /// The peer answered with something that is no answer.
+    /// The peer sent an unexpected response.
     BadResponse = 7,
-    /// The peer reached for memory of ours that it may not.
+    /// An operation of the peer violated the access rights of local memory.
     LocalAccess = 8,
-    /// The peer could not make sense of the request.
+    /// The peer rejected the request as invalid.
     RemoteInvalidRequest = 9,
-    /// The peer does not let us reach that memory.
+    /// The peer's memory protection rejected the access: rkey, range or access right.
     RemoteAccess = 10,
-    /// The peer could not carry it out.
+    /// The peer failed to execute the operation.
     RemoteOperation = 11,
-    /// The peer does not answer.
+    /// The transport retries were used up without an answer.
     RetryExceeded = 12,
-    /// The peer had no receive posted for too long.
+    /// The RNR retries were used up: the peer had no receive posted.
     RnrRetryExceeded = 13,
-    /// The peer gave it up.
+    /// The peer aborted the operation.
     RemoteAbort = 16,
-    /// Anything else.
+    /// Any other error; see the vendor syndrome.
     General = 21,
 }
 
-/// Every failure with its syndrome and the name that verbs give it.
+/// Every failure with its CQE syndrome and name.
 const TABLE: [(u8, Status, &str); 13] = [
     (0x01, Status::LocalLength, "local length error"),
     (0x02, Status::LocalQpOperation, "local QP operation error"),
@@ -63,17 +63,17 @@ const TABLE: [(u8, Status, &str); 13] = [
     (0x22, Status::RemoteAbort, "remote aborted"),
 ];
 
-/// What the table does not have; no producer gives it a meaning of its own.
+/// Syndrome of [`Status::General`]; no producer uses it otherwise.
 const OTHER: u8 = 0xff;
 
 impl Status {
-    /// The status that a completion's syndrome says.
+    /// The status of a CQE syndrome; unknown ones are [`Status::General`].
     pub fn from_syndrome(syndrome: u8) -> Self {
         let known = TABLE.iter().find(|(code, ..)| *code == syndrome);
         known.map_or(Self::General, |(_, status, _)| *status)
     }
 
-    /// The syndrome that says it; success has none and gives zero.
+    /// The CQE syndrome; 0 for success.
     pub fn syndrome(self) -> u8 {
         match self {
             Self::Success => 0,
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_syndrome_comes_back_and_no_other_byte_is_a_failure_of_the_table() {
+    fn syndromes_round_trip_and_unknown_ones_are_general_errors() {
         for byte in 0..=u8::MAX {
             let status = Status::from_syndrome(byte);
             match TABLE.iter().find(|(code, ..)| *code == byte) {

@@ -1,4 +1,4 @@
-//! Vectors from hardware's own header files, every writer's habits, and any bytes whatever.
+//! Test vectors from hardware header files, the habits of every known writer, and arbitrary bytes.
 
 use proptest::prelude::*;
 
@@ -16,7 +16,7 @@ const ADD: &str = "00000612 00012304 00000008 00000000 | 00007f00 00002000 00001
                    00000000 00000007 00000000 00000000 | 00000008 00005678 00007fee 00003000";
 
 #[test]
-fn a_write_is_written_and_read_as_hardware_wants_it() {
+fn write_wqe_matches_the_hardware_format() {
     let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
         .signaled()
@@ -35,7 +35,7 @@ fn a_write_is_written_and_read_as_hardware_wants_it() {
 }
 
 #[test]
-fn an_addition_is_written_and_read_as_hardware_wants_it() {
+fn fetch_add_wqe_matches_the_hardware_format() {
     let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let add = Atomic::FetchAdd { add: 7 };
     let image = Builder::new(&mut scratch, Opcode::FetchAdd, 6, 0x123)
@@ -48,7 +48,7 @@ fn an_addition_is_written_and_read_as_hardware_wants_it() {
     assert_eq!(image.bytes(), hex(ADD));
     let Work::Atomic { op, into, .. } = Wqe::parse(image.bytes()).unwrap().work else { panic!() };
     assert_eq!((op, into.len()), (add, 8));
-    // Both habits of ringing for it, and its record.
+    // Both doorbell styles, and the doorbell record.
     assert_eq!(image.doorbell().to_vec(), hex("00000612 00012304"));
     assert_eq!(Doorbell::next(0x123, 7).to_vec(), hex("00000700 00012300"));
     assert_eq!(Doorbell::of(&image.segments()[0]), image.doorbell());
@@ -64,7 +64,7 @@ fn sizes_are_what_hardware_has() {
     assert_eq!((SEGMENT, WQEBB_LEN, size_of::<EncodedCqe>()), (16, 64, 64));
     const { assert!(MAX_SEGMENTS * SEGMENT <= MAX_WQE_LEN) };
     assert_eq!(size_of::<Scratch>(), MAX_WQE_LEN);
-    // What the engine keeps per entry stays small.
+    // Per-WQE state of the engine stays small.
     assert_eq!(size_of::<Doorbell>(), 8);
     assert!(size_of::<ControlSegment>() <= 20, "{}", size_of::<ControlSegment>());
     assert!(size_of::<Wqe<'_>>() <= 112, "{}", size_of::<Wqe<'_>>());
@@ -72,7 +72,7 @@ fn sizes_are_what_hardware_has() {
 }
 
 #[test]
-fn a_datagram_is_written_and_read_as_hardware_wants_it() {
+fn ud_wqe_matches_the_hardware_format() {
     let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let to = AddressVector {
         traffic_class: 3,
@@ -92,7 +92,7 @@ fn a_datagram_is_written_and_read_as_hardware_wants_it() {
         panic!("{wqe:?}")
     };
     assert_eq!(payload.len(), 256);
-    // Zero, where others have the LID, is the port that everybody listens on.
+    // 0 in the LID field means the default port.
     let six = AddressVector::new("[2001:db8::1]:4791".parse().unwrap(), 1, 2);
     assert_eq!(six.encode()[14..16], [0, 0]);
     assert_eq!(AddressVector::parse(&six.encode()), six);
@@ -100,12 +100,12 @@ fn a_datagram_is_written_and_read_as_hardware_wants_it() {
 }
 
 #[test]
-fn entries_that_are_no_datagrams_are_refused() {
+fn wqes_that_need_a_connection_are_rejected_on_ud() {
     for (opcode, bytes) in every_operation() {
         let parsed = Wqe::parse_datagram(&bytes);
         match opcode {
             Opcode::Nop | Opcode::Wait | Opcode::Dump => assert_eq!(parsed.unwrap().1, None),
-            // What would be the address is data, or is not there.
+            // The bytes of the address vector are data, or missing.
             Opcode::Send | Opcode::SendImm => {
                 assert_eq!(parsed.unwrap_err(), WqeError::MissingSegment);
             }
@@ -122,7 +122,7 @@ fn entries_that_are_no_datagrams_are_refused() {
 }
 
 #[test]
-fn opcodes_come_back_from_their_numbers() {
+fn opcodes_round_trip() {
     for code in 0..=u8::MAX {
         assert_eq!(Opcode::from_code(code).code(), code);
     }
@@ -130,7 +130,7 @@ fn opcodes_come_back_from_their_numbers() {
     assert_eq!(Opcode::from_code(0xee).to_string(), "opcode 0xee");
 }
 
-/// A build of each operation with everything that it needs.
+/// A complete WQE of each opcode.
 fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
     let mut scratch = Scratch::default();
     let eight = AtomicWidth::Eight;
@@ -172,7 +172,7 @@ fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
 }
 
 #[test]
-fn every_operation_is_read_and_every_shorter_one_is_refused_or_smaller() {
+fn truncated_wqes_are_rejected_or_have_less_payload() {
     for (opcode, bytes) in every_operation() {
         let whole = Wqe::parse(&bytes).unwrap();
         assert_eq!(whole.control.opcode, opcode);
@@ -227,7 +227,7 @@ fn flags_are_read_as_they_are_written() {
     assert_eq!(cq_update[1], CqUpdate::OnFirstError);
     assert_eq!([0, 4, 8, 12].map(|bits| read(bits).is_signaled()), [false, false, true, true]);
     assert!(read(2).solicited && !read(1).solicited);
-    // The verbs' fence, that of kernels, and values without a meaning.
+    // The fence of verbs, that of device code, and undefined values.
     for (bits, reads, all) in [
         (0x00, false, false),
         (0x20, false, false),
@@ -246,7 +246,7 @@ fn flags_are_read_as_they_are_written() {
 }
 
 #[test]
-fn a_no_op_may_have_a_second_segment_of_anything() {
+fn nop_ignores_extra_segments() {
     let mut bytes = [0xee; 32];
     bytes[..16].copy_from_slice(&hex("00000900 00012302 00000008 00000000"));
     assert!(matches!(Wqe::parse(&bytes).unwrap().work, Work::Nop));
@@ -265,7 +265,7 @@ fn unsupported_opcodes_are_rejected_with_their_code() {
 }
 
 #[test]
-fn inline_bytes_end_inside_and_never_receive() {
+fn inline_data_is_bounded_and_never_a_destination() {
     let mut scratch = Scratch::default();
     let image = Builder::new(&mut scratch, Opcode::Send, 0, 0).inline(&[7; 29]);
     let mut bytes = image.finish().unwrap().bytes().to_vec();
@@ -331,7 +331,7 @@ fn masked_atomics_need_their_width_and_room_for_the_old_value() {
 }
 
 #[test]
-fn the_masked_operations_of_four_bytes_have_their_own_layout() {
+fn four_byte_masked_atomics_have_their_own_layout() {
     let text = "08000114 00000204 00000000 00000000 | 00000000 00000008 00000009 00000000 | \
                 00000022 00000011 00000044 00000033 | 00000004 00000003 00000000 00000004";
     let bytes = hex(text);
@@ -353,18 +353,18 @@ fn the_masked_operations_of_four_bytes_have_their_own_layout() {
 }
 
 #[test]
-fn the_producer_is_found_whatever_the_writer_does() {
+fn the_producer_is_found_for_every_doorbell_style() {
     let ring = 64;
-    // rdma-core: record, then the image of the last entry (block 5, two blocks long).
+    // rdma-core: record, then the start of the last WQE (at 5, two WQEBBs long).
     assert_eq!(producer(5, ring, None, 7), 7);
     assert_eq!(producer(5, ring, Some(Doorbell::parse([0, 0, 5, 8, 0, 0, 1, 5]).producer()), 7), 7);
-    // DOCA: doorbell, record, doorbell again; at each step the new work is seen, and once.
+    // DOCA: doorbell, record, doorbell again; new work is seen once, at the first step.
     assert_eq!(producer(5, ring, Some(6), 5), 6);
     assert_eq!(producer(6, ring, Some(6), 6), 6);
-    // Streams that store the halves of a doorbell one after the other: the record is there before.
+    // Streams that store a doorbell in two halves: the record comes first.
     let torn = Doorbell::parse([0, 0, 9, 8, 0, 0, 1, 0]); // new index, old size
     assert_eq!(producer(9, ring, Some(torn.producer()), 10), 10);
-    // Values from another world count for nothing.
+    // Out-of-bounds values are ignored.
     assert_eq!(producer(5, ring, Some(5 + 65), 5), 5);
     assert_eq!(producer(5, ring, Some(4), 3), 5);
     assert_eq!(producer(5, ring, Some(5 + 64), 5), 5 + 64);
@@ -373,7 +373,7 @@ fn the_producer_is_found_whatever_the_writer_does() {
 
 #[test]
 fn untouched_doorbell_record_is_never_new_work() {
-    // NVSHMEM's proxy rings, and leaves the send word at zero.
+    // NVSHMEM's proxy rings the doorbell and leaves the send word at zero.
     for wqebbs in [64u32, 32_768] {
         let mut known = ProducerTracker::starting_at(0);
         let mut consumer = 0u16;
@@ -383,19 +383,19 @@ fn untouched_doorbell_record_is_never_new_work() {
             assert_eq!(known.refresh(next, wqebbs, Some(next), 0), next);
             consumer = next;
         }
-        // The one look of the pure rule, in the same place, is wrong once in a lap.
+        // The stateless function is wrong once per lap in this case.
         assert_eq!(producer(0xfff0, wqebbs, Some(0xfff0), 0), 0);
     }
 }
 
 #[test]
-fn the_producer_does_not_go_back() {
+fn the_producer_never_decreases() {
     let mut known = ProducerTracker::starting_at(0);
     assert_eq!(known.refresh(0, 64, Some(8), 0), 8);
     assert_eq!(known.refresh(0, 64, Some(5), 0), 8);
     assert_eq!(known.refresh(4, 64, Some(5), 9), 9);
     assert_eq!(known.refresh(9, 64, None, 9), 9);
-    // The same entries through either, many times round.
+    // Doorbell and record in alternation, over many laps.
     let mut consumer = 9u16;
     for step in 0..70_000u32 {
         let next = consumer.wrapping_add(1 + (step % 5) as u16);
@@ -409,13 +409,13 @@ fn cqe(outcome: CqeOutcome) -> Cqe {
     Cqe { outcome, qpn: 0x12_3456, user_index: 9, counter: 0xabcd, solicited: true, timestamp: 0 }
 }
 
-/// Words as they lie in memory.
+/// The words in memory order.
 fn as_bytes(words: [u64; 8]) -> [u8; 64] {
     std::array::from_fn(|at| words[at / 8].to_ne_bytes()[at % 8])
 }
 
 #[test]
-fn completions_lie_in_their_bytes() {
+fn cqe_fields_have_their_offsets() {
     let sent = cqe(CqeOutcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
     let bytes = sent.encode(true).bytes();
     assert_eq!(bytes[32..36], [0, 0, 0, 9]);
@@ -464,14 +464,14 @@ fn empty_cq_yields_no_completion() {
     let tail = CqeTail::parse([EMPTY; 4]);
     assert!(!tail.is_owned(false) && !tail.is_owned(true));
     assert!(tail.owner, "pollers that look at the owner bit alone must wait");
-    assert_eq!(tail.counter, 0xffff, "pollers of collapsed queues read it as minus one");
+    assert_eq!(tail.counter, 0xffff, "pollers of collapsed queues read it as -1");
     assert!(!collapsed_is_done(0, tail.counter, 32_768));
     assert_eq!(collapsed_latest(0, tail.counter), None);
     assert_eq!(collapsed_latest(5, tail.counter), None);
 }
 
 #[test]
-fn owner_bits_turn_over_with_each_lap() {
+fn owner_bits_toggle_with_each_lap() {
     for number in 0..64 {
         let owner = owner_bit(number, 8);
         assert_eq!(owner, (number / 8) % 2 == 1);
@@ -483,7 +483,7 @@ fn owner_bits_turn_over_with_each_lap() {
 }
 
 #[test]
-fn collapsed_counts_go_past_the_wrap() {
+fn collapsed_counters_wrap() {
     for latest in [0u64, 1, 127, 65_535, 65_536, 200_000] {
         let counter = latest as u16;
         for ahead in 1..=128 {
@@ -503,7 +503,7 @@ fn receives_end_at_their_terminator() {
     assert_eq!(entry[32..48], hex("00000000 00000100 00000000 00000000"));
     let receive = Receive::parse(&entry).unwrap();
     assert_eq!((receive.len(), receive.segments().count()), (80, 2));
-    // As many as there is room for need no end.
+    // A full WQE needs no terminator.
     Receive::write(&mut entry, &[(1, 5, 0); 4]).unwrap();
     assert_eq!(Receive::parse(&entry).unwrap().len(), 4);
     assert!(Receive::write(&mut entry, &[(1, 5, 0); 5]).is_none());
@@ -516,7 +516,7 @@ fn receives_end_at_their_terminator() {
     assert!(SrqEntry::write(&mut [0; 15], 0, &[]).is_none());
 }
 
-/// Walks everything that a reader would touch, and gives the number of bytes seen.
+/// Iterates over the whole payload; returns its length.
 fn walk(wqe: &Wqe<'_>) -> u64 {
     match wqe.work {
         Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
@@ -530,7 +530,7 @@ fn walk(wqe: &Wqe<'_>) -> u64 {
 }
 
 #[test]
-fn every_short_entry_of_every_opcode_is_read_or_refused() {
+fn every_opcode_and_length_is_parsed_or_rejected() {
     let fills = [0x00, 0x01, 0x7f, 0x80, 0xff];
     for code in 0..=u8::MAX {
         for segments in 0..=MAX_SEGMENTS as u8 + 1 {
@@ -550,7 +550,7 @@ fn every_short_entry_of_every_opcode_is_read_or_refused() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_read_or_refused(
+    fn any_bytes_are_parsed_or_rejected(
         mut bytes in proptest::collection::vec(any::<u8>(), 0..1100),
         known in prop::sample::select(vec![0u8, 1, 8, 9, 10, 11, 15, 16, 17, 18, 20, 21, 0x23]),
         opmod in 7u8..11,
@@ -561,11 +561,11 @@ proptest! {
         if let Ok((wqe, _)) = Wqe::parse_datagram(&bytes) {
             walk(&wqe);
         }
-        // The same with an opcode that is carried out, so that segments are reached.
+        // Again with a supported opcode, so that segments are parsed.
         if bytes.len() > 8 {
             bytes[0] = opmod;
             bytes[3] = known;
-            // Some segments without the inline bit, so that lists of them are walked too.
+            // Some segments without the inline flag, so that lists of them are parsed too.
             for (at, segment) in bytes.chunks_mut(16).enumerate() {
                 if at % 3 != 2 { segment[0] &= 0x7f; }
             }
@@ -583,7 +583,7 @@ proptest! {
     }
 
     #[test]
-    fn any_completion_is_read_or_refused(bytes in any::<[u8; 32]>(), more in any::<[u8; 32]>()) {
+    fn any_cqe_is_parsed_or_rejected(bytes in any::<[u8; 32]>(), more in any::<[u8; 32]>()) {
         let mut all = [0; 64];
         all[..32].copy_from_slice(&bytes);
         all[32..].copy_from_slice(&more);
@@ -591,13 +591,13 @@ proptest! {
         prop_assert_eq!(Cqe::parse_words(&words), Cqe::parse(&all));
         if let Ok(cqe) = Cqe::parse(&all) {
             prop_assert_eq!(as_bytes(cqe.encode_words(true)), cqe.encode(true).bytes());
-            // What was understood is written and understood again.
+            // A parsed CQE survives another round trip.
             prop_assert_eq!(Cqe::parse(&cqe.encode(false).bytes()), Ok(cqe));
         }
     }
 
     #[test]
-    fn the_producer_is_never_further_than_the_ring(
+    fn the_producer_is_at_most_one_ring_ahead(
         consumer: u16, shift in 0u32..16, doorbell: Option<u16>, dbrec: u16,
     ) {
         let wqebbs = 1 << shift;
@@ -611,7 +611,7 @@ proptest! {
     }
 
     #[test]
-    fn fields_add_as_they_would_bit_by_bit(old: u64, add: u64, boundary: u64) {
+    fn masked_add_matches_bitwise_addition(old: u64, add: u64, boundary: u64) {
         let mut expected = 0;
         let mut carry = 0;
         for bit in 0..64 {
@@ -628,15 +628,16 @@ proptest! {
     }
 
     #[test]
-    fn masks_choose_what_is_compared_and_what_is_swapped(
+    fn masked_compare_swap_honours_its_masks(
         old: u64, compare: u64, swap: u64, compare_mask: u64, swap_mask: u64,
     ) {
         let width = AtomicWidth::Eight;
-        let same = Atomic::MaskedCompareSwap {
-            width, swap, compare_mask, swap_mask, compare: (old & compare_mask) | (compare & !compare_mask),
-        };
+        let compare = (old & compare_mask) | (compare & !compare_mask);
+        let same = Atomic::MaskedCompareSwap { width, swap, compare_mask, swap_mask, compare };
         prop_assert_eq!(same.apply(old), (old & !swap_mask) | (swap & swap_mask));
-        let other = Atomic::MaskedCompareSwap { width, swap, compare_mask: compare_mask | 1, swap_mask, compare: old ^ 1 };
+        let other = Atomic::MaskedCompareSwap {
+            width, swap, compare_mask: compare_mask | 1, swap_mask, compare: old ^ 1,
+        };
         prop_assert_eq!(other.apply(old), old);
     }
 }

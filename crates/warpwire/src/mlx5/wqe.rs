@@ -1,4 +1,4 @@
-//! Send queue entries, read from bytes that nobody vouches for.
+//! Parsing send WQEs from untrusted bytes.
 
 use std::fmt;
 
@@ -8,13 +8,13 @@ use super::opcode::Opcode;
 use super::status::Status;
 use super::{MAX_MESSAGE_LEN, SEGMENT, array, be16, be32, be64, wqebbs};
 
-/// The bit of a byte count that says that the bytes follow.
+/// Flag in a byte count: inline data follows.
 pub(super) const INLINE: u32 = 1 << 31;
-/// What `opmod` says for masked operations on 4 bytes, and on 8.
+/// `opmod` of masked atomics on 4 and on 8 bytes.
 pub(super) const MASKED_FOUR: u8 = 0x08;
 pub(super) const MASKED_EIGHT: u8 = 0x09;
 
-/// Where the fields of a control segment lie.
+/// Byte offsets in a control segment.
 pub(super) mod field {
     pub const OPMOD: usize = 0;
     pub const INDEX: usize = 1;
@@ -24,16 +24,16 @@ pub(super) mod field {
     pub const IMM: usize = 12;
 }
 
-/// When an entry makes a completion.
+/// When a WQE generates a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CqUpdate {
-    /// When it fails.
+    /// If it fails.
     OnError,
-    /// When it is the first to fail.
+    /// If it is the first to fail.
     OnFirstError,
     /// Always.
     Always,
-    /// Always, and an event too.
+    /// Always, and a completion event.
     AlwaysWithEvent,
 }
 
@@ -48,23 +48,23 @@ impl CqUpdate {
     }
 }
 
-/// What an entry waits for before it begins.
+/// What a WQE waits for before it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FenceMode {
     /// Nothing.
     None,
-    /// Changes of memory keys that were posted before (nothing, here: there are none).
+    /// Earlier memory key operations (of which this HCA has none).
     Small,
-    /// The answers of reads and atomics that were posted before.
+    /// The responses of earlier RDMA reads and atomics.
     ReadsAndAtomics,
-    /// Everything that was posted before.
+    /// Completion of all earlier work.
     Strong,
-    /// Both [`Small`](Self::Small) and [`ReadsAndAtomics`](Self::ReadsAndAtomics): what verbs' fence is.
+    /// [`Small`](Self::Small) and [`ReadsAndAtomics`](Self::ReadsAndAtomics): `IBV_SEND_FENCE`.
     Both,
 }
 
 impl FenceMode {
-    /// The three bits. Values without a meaning are taken for the strictest: waiting is never wrong.
+    /// Decodes the three bits. Undefined values become the strictest fence, which is always safe.
     const fn from_bits(bits: u8) -> Self {
         match bits & 7 {
             0 => Self::None,
@@ -75,7 +75,7 @@ impl FenceMode {
         }
     }
 
-    /// The bits that say it.
+    /// The encoding in three bits.
     pub(super) const fn bits(self) -> u8 {
         match self {
             Self::None => 0,
@@ -86,21 +86,21 @@ impl FenceMode {
         }
     }
 
-    /// Whether the answers of earlier reads and atomics must be there first.
+    /// Whether the responses of earlier reads and atomics must have arrived.
     pub const fn waits_for_reads(self) -> bool {
         matches!(self, Self::ReadsAndAtomics | Self::Strong | Self::Both)
     }
 
-    /// Whether everything posted earlier must be done first.
+    /// Whether all earlier work must be complete.
     pub const fn waits_for_all(self) -> bool {
         matches!(self, Self::Strong)
     }
 }
 
-/// The first segment of an entry: what it is and how large.
+/// The control segment: operation, size and flags of a WQE.
 ///
-/// The engine reads this one first, copies [`segments`](Control::segments) × 16 bytes out of the ring,
-/// and parses the copy: the ring may change at any moment, the copy does not.
+/// The engine reads it first, copies [`segments`](ControlSegment::segments) × 16 bytes out of the
+/// ring and parses the copy: the ring may change at any time, the copy does not.
 ///
 /// ```
 /// use warpwire::mlx5::{ControlSegment, Opcode};
@@ -112,28 +112,28 @@ impl FenceMode {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlSegment {
-    /// What is asked for.
+    /// Operation.
     pub opcode: Opcode,
-    /// A modifier, with a meaning for each operation.
+    /// Operation modifier, specific to each opcode.
     pub opmod: u8,
-    /// The number of its first block, as the writer counts.
+    /// Index of its first WQEBB, modulo 2^16, as counted by the poster.
     pub index: u16,
-    /// The queue pair that the writer means.
+    /// Queue pair number given by the poster.
     pub qpn: u32,
-    /// How many segments the entry has, this one included.
+    /// Number of segments, this one included.
     pub segments: u8,
-    /// When it makes a completion.
+    /// When it generates a completion.
     pub cq_update: CqUpdate,
-    /// What it waits for.
+    /// Fence mode.
     pub fence: FenceMode,
-    /// Whether the peer's completion should wake its owner.
+    /// Solicited event: the peer's receive completion generates an event.
     pub solicited: bool,
-    /// The last four bytes: an immediate, a key, or garbage.
+    /// Immediate data or an rkey; garbage for operations that have neither.
     pub imm: [u8; 4],
 }
 
 impl ControlSegment {
-    /// Reads a control segment; every sixteen bytes are one.
+    /// Parses a control segment; any bytes are valid.
     #[inline]
     pub fn parse(bytes: &[u8; SEGMENT]) -> Self {
         let flags = bytes[field::FLAGS];
@@ -151,34 +151,33 @@ impl ControlSegment {
         }
     }
 
-    /// Whether success makes a completion too.
+    /// Whether success generates a completion too.
     pub const fn is_signaled(&self) -> bool {
         matches!(self.cq_update, CqUpdate::Always | CqUpdate::AlwaysWithEvent)
     }
 
-    /// How many blocks of the ring the entry takes; an entry without segments takes one all the same, so
-    /// that a consumer always gets on.
+    /// WQEBBs that the WQE takes; 1 if it claims no segments, so that a consumer always advances.
     pub const fn wqebbs(&self) -> u16 {
         let wqebbs = wqebbs(self.segments);
         if wqebbs == 0 { 1 } else { wqebbs }
     }
 
-    /// Whether the writer meant the block of this number.
+    /// Whether the WQE was written for this WQEBB index.
     ///
-    /// A doorbell that arrives in two halves can promise blocks that are not written yet; what lies there
-    /// then is an older lap's entry, or nothing, and bears another number. Such an entry is not wrong: it
-    /// is not there yet.
+    /// A doorbell that arrives in two halves can announce WQEBBs that are not written yet. They
+    /// hold a WQE of an earlier lap, or zeros, with another index: the WQE is then not invalid, but
+    /// not there yet.
     pub const fn is_at(&self, wqe_index: u16) -> bool {
         self.index == wqe_index
     }
 }
 
-/// Memory of the peer.
+/// A remote address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// Where.
+    /// Address in the peer's memory region.
     pub address: u64,
-    /// The key that the peer gave for it.
+    /// The region's rkey.
     pub rkey: u32,
 }
 
@@ -188,36 +187,37 @@ impl Remote {
     }
 }
 
-/// A range of local memory.
+/// A data segment: a range of local memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Data {
-    /// How many bytes.
+    /// Length in bytes, below 2^31.
     pub len: u32,
-    /// The key for it.
+    /// The region's lkey.
     pub lkey: u32,
-    /// Where.
+    /// Address in the local memory region.
     pub address: u64,
 }
 
 impl Data {
-    /// Reads a data segment, whose highest bit the caller has looked at.
+    /// Parses a data segment; the caller has checked the inline flag.
     pub(super) fn parse(bytes: &[u8; SEGMENT]) -> Self {
         Self { len: be32(bytes, 0) & !INLINE, lkey: be32(bytes, 4), address: be64(bytes, 8) }
     }
 }
 
-/// What a [`Work::Wait`] waits for.
+/// Condition of a [`Work::Wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wait {
-    /// The completion queue.
+    /// Number of the completion queue.
     pub cqn: u32,
-    /// The number of the completion that it must have made.
+    /// Index of the completion that must have been written.
     pub index: u32,
 }
 
-/// Bytes that an entry carries or names: ranges of memory and inline bytes, in order.
+/// Payload of a WQE: data segments and inline data, in order.
 ///
-/// A range of no bytes is nothing: hardware is said to take it for 2 GiB, and every writer avoids it.
+/// Segments of length 0 are skipped: hardware is said to take them for 2 GiB, and every writer
+/// avoids them.
 #[derive(Clone, Copy, Debug)]
 pub struct WqePayload<'a> {
     segments: &'a [[u8; SEGMENT]],
@@ -243,33 +243,33 @@ impl<'a> WqePayload<'a> {
         Ok(Self { segments, len })
     }
 
-    /// How many bytes in all.
+    /// Total length in bytes.
     pub const fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there is no byte.
+    /// Whether the length is 0.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The parts, in order, without empty ones.
+    /// Its segments in order, without empty ones.
     pub const fn data_segments(&self) -> DataSegments<'a> {
         DataSegments { rest: self.segments }
     }
 }
 
-/// A part of a [`WqePayload`].
+/// A segment of a [`WqePayload`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataSegment<'a> {
     /// A range of local memory.
     Memory(Data),
-    /// Bytes in the entry itself.
+    /// Inline data.
     Inline(&'a [u8]),
 }
 
 impl DataSegment<'_> {
-    /// How many bytes.
+    /// Length in bytes.
     pub const fn len(&self) -> u64 {
         match self {
             Self::Memory(data) => data.len as u64,
@@ -277,13 +277,13 @@ impl DataSegment<'_> {
         }
     }
 
-    /// Whether there is no byte.
+    /// Whether the length is 0.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The parts of a [`WqePayload`], one after the other.
+/// Iterator over the segments of a [`WqePayload`].
 #[derive(Clone, Debug)]
 pub struct DataSegments<'a> {
     rest: &'a [[u8; SEGMENT]],
@@ -298,12 +298,12 @@ impl<'a> DataSegments<'a> {
             return Ok(Some(DataSegment::Memory(Data::parse(first))));
         }
         let len = (count & !INLINE) as usize;
-        let (mine, after) = self
+        let (own, after) = self
             .rest
             .split_at_checked((4 + len).div_ceil(SEGMENT))
             .ok_or(WqeError::InlineOverrun)?;
         self.rest = after;
-        let bytes = mine.as_flattened().get(4..4 + len).ok_or(WqeError::InlineOverrun)?;
+        let bytes = own.as_flattened().get(4..4 + len).ok_or(WqeError::InlineOverrun)?;
         Ok(Some(DataSegment::Inline(bytes)))
     }
 }
@@ -313,7 +313,7 @@ impl<'a> Iterator for DataSegments<'a> {
 
     fn next(&mut self) -> Option<DataSegment<'a>> {
         loop {
-            // The payload was walked once when it was parsed, so that no step fails.
+            // `WqePayload::parse` has walked all segments, so no step fails.
             let segment = self.step().ok().flatten()?;
             if !segment.is_empty() {
                 return Some(segment);
@@ -322,90 +322,90 @@ impl<'a> Iterator for DataSegments<'a> {
     }
 }
 
-/// How a message is sent.
+/// Variant of a send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendKind {
-    /// By itself.
+    /// Without immediate data.
     Plain,
-    /// With four bytes beside it.
+    /// With immediate data.
     Imm([u8; 4]),
-    /// Invalidating this key of the receiver.
+    /// Invalidates this rkey of the receiver.
     Invalidate(u32),
 }
 
-/// What an entry asks for, with everything that it needs.
+/// A parsed operation with its arguments.
 #[derive(Clone, Copy, Debug)]
 pub enum Work<'a> {
-    /// Nothing, in order.
+    /// No operation; completes in order.
     Nop,
-    /// A message.
+    /// A send.
     Send {
-        /// What goes with it.
+        /// Plain, with immediate data, or invalidating.
         kind: SendKind,
-        /// The message.
+        /// The message's payload.
         payload: WqePayload<'a>,
     },
-    /// Bytes for the peer's memory.
+    /// RDMA write.
     Write {
-        /// Where they go.
+        /// Destination.
         remote: Remote,
-        /// Four bytes for a receive of the peer.
+        /// Immediate data, which consumes a receive of the peer.
         imm: Option<[u8; 4]>,
-        /// The bytes.
+        /// Data to write.
         payload: WqePayload<'a>,
     },
-    /// Bytes from the peer's memory.
+    /// RDMA read.
     Read {
-        /// Where they are.
+        /// Source.
         remote: Remote,
-        /// Where they go; never inline.
+        /// Local destination; never inline.
         into: WqePayload<'a>,
     },
-    /// An atomic operation on a word of the peer.
+    /// Atomic on a remote word.
     Atomic {
-        /// The word.
+        /// Address of the word.
         remote: Remote,
-        /// What is done to it.
+        /// Operation and operands.
         op: Atomic,
-        /// Where its old value goes; at least as long as the word, never inline.
+        /// Destination of the old value; at least as long as the word, never inline.
         into: WqePayload<'a>,
     },
-    /// A pause of the queue.
+    /// Stalls the queue.
     Wait(Wait),
-    /// A read of local memory that goes nowhere; never inline.
+    /// Reads local memory and discards the data; never inline.
     Dump {
-        /// What is read.
+        /// Memory to read.
         from: WqePayload<'a>,
     },
 }
 
-/// Why an entry cannot be carried out.
+/// Why a WQE cannot be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WqeError {
-    /// It says that it has no segments.
+    /// It claims to have no segments.
     Empty,
-    /// It is longer than the bytes that were given.
+    /// It claims more segments than were given.
     Truncated,
-    /// The operation is none that this HCA carries out.
+    /// The opcode is not supported.
     Opcode(u8),
-    /// The operation needs a connection, and the queue pair is one for datagrams.
+    /// The opcode needs a connection, and the queue pair is UD.
     NotConnected(u8),
-    /// A segment that the operation needs is missing.
+    /// A segment required by the opcode is missing.
     MissingSegment,
-    /// Inline bytes pass the end of the entry.
+    /// Inline data exceeds the WQE.
     InlineOverrun,
-    /// Inline bytes where memory is needed: what is fetched cannot go into the entry.
+    /// Inline data where memory is required: fetched data cannot go into the WQE.
     InlineTarget,
-    /// An atomic operation on a word of a width that there is not.
+    /// An `opmod` that is no operand width of a masked atomic.
     AtomicWidth(u8),
-    /// The old value of an atomic operation does not fit where it should go.
+    /// The buffer for the old value of an atomic is too short.
     ShortResult,
-    /// More bytes than a message may have.
+    /// The payload exceeds [`MAX_MESSAGE_LEN`].
     TooLong,
 }
 
 impl WqeError {
-    /// The status that the completion gives.
+    /// Status of the error completion.
     pub const fn status(self) -> Status {
         match self {
             Self::TooLong | Self::ShortResult => Status::LocalLength,
@@ -417,17 +417,17 @@ impl WqeError {
 impl fmt::Display for WqeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => f.pad("the entry says that it has no segments"),
-            Self::Truncated => f.pad("the entry is longer than its bytes"),
-            Self::Opcode(code) => write!(f, "opcode {code:#04x} is not one of this HCA"),
+            Self::Empty => f.pad("the WQE has no segments"),
+            Self::Truncated => f.pad("the WQE is truncated"),
+            Self::Opcode(code) => write!(f, "opcode {code:#04x} is not supported"),
             Self::NotConnected(code) => {
-                write!(f, "opcode {code:#04x} needs a connection, and this queue pair has none")
+                write!(f, "opcode {code:#04x} needs a connection, and the queue pair is UD")
             }
-            Self::MissingSegment => f.pad("a segment that the operation needs is missing"),
-            Self::InlineOverrun => f.pad("inline bytes pass the end of the entry"),
-            Self::InlineTarget => f.pad("inline bytes where local memory is needed"),
-            Self::AtomicWidth(opmod) => write!(f, "no atomic width is meant by opmod {opmod:#04x}"),
-            Self::ShortResult => f.pad("the buffer for the old value is too short"),
+            Self::MissingSegment => f.pad("a segment required by the opcode is missing"),
+            Self::InlineOverrun => f.pad("inline data exceeds the WQE"),
+            Self::InlineTarget => f.pad("inline data where local memory is required"),
+            Self::AtomicWidth(opmod) => write!(f, "opmod {opmod:#04x} is no atomic width"),
+            Self::ShortResult => f.pad("the buffer for the old value of an atomic is too short"),
             Self::TooLong => f.pad("the message is longer than 2 GiB"),
         }
     }
@@ -435,41 +435,41 @@ impl fmt::Display for WqeError {
 
 impl std::error::Error for WqeError {}
 
-/// A send queue entry.
+/// A parsed send WQE.
 ///
 /// ```
 /// use warpwire::mlx5::{Builder, Opcode, DataSegment, WqeError, Scratch, Work, Wqe};
 /// let mut scratch = Scratch::default();
-/// let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+/// let encoded = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
 ///     .signaled()
 ///     .remote(0x1000, 0x1234)
 ///     .inline(b"hello")
 ///     .finish()?;
-/// let wqe = Wqe::parse(image.bytes()).unwrap();
+/// let wqe = Wqe::parse(encoded.bytes()).unwrap();
 /// let Work::Write { remote, imm: None, payload } = wqe.work else { panic!("{wqe:?}") };
 /// assert_eq!((remote.address, remote.rkey, payload.len()), (0x1000, 0x1234, 5));
 /// assert_eq!(payload.data_segments().next(), Some(DataSegment::Inline(b"hello")));
-/// assert_eq!(Wqe::parse(&image.bytes()[..16]).unwrap_err(), WqeError::Truncated);
+/// assert_eq!(Wqe::parse(&encoded.bytes()[..16]).unwrap_err(), WqeError::Truncated);
 /// # Ok::<(), warpwire::mlx5::WqeTooLong>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Wqe<'a> {
-    /// The flags and numbers of its first segment.
+    /// Its control segment.
     pub control: ControlSegment,
-    /// What it asks for.
+    /// Its operation.
     pub work: Work<'a>,
 }
 
 impl<'a> Wqe<'a> {
-    /// Reads an entry from a copy of its bytes, of which there may be more than it says it has.
+    /// Parses a copy of the WQE; bytes beyond the WQE's own length are ignored.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let (control, rest) = Self::segments(bytes)?;
         let work = Self::work(&control, rest)?;
         Ok(Self { control, work })
     }
 
-    /// Reads an entry of a datagram queue pair, and whom it is for if it is a message. Only what needs no connection
-    /// is an entry there.
+    /// Parses a WQE of a UD queue pair; messages have an address vector. Opcodes that need a
+    /// connection are an error.
     pub fn parse_datagram(bytes: &'a [u8]) -> Result<(Self, Option<AddressVector>), WqeError> {
         let (control, rest) = Self::segments(bytes)?;
         match control.opcode {
@@ -580,7 +580,7 @@ fn first(segments: &[[u8; SEGMENT]]) -> Result<(&[u8; SEGMENT], &[[u8; SEGMENT]]
     segments.split_first().ok_or(WqeError::MissingSegment)
 }
 
-/// Two operands of that width that follow each other.
+/// Two consecutive operands.
 fn pair(bytes: &[u8; SEGMENT], width: AtomicWidth, at: usize) -> [u64; 2] {
     match width {
         AtomicWidth::Four => [u64::from(be32(bytes, at)), u64::from(be32(bytes, at + 4))],

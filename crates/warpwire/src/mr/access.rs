@@ -1,11 +1,11 @@
-//! What may be done with registered memory.
+//! Access rights of registered memory.
 
 use std::fmt;
 use std::ops::{BitOr, BitOrAssign};
 
 use crate::error::{Error, Kind, Result};
 
-/// A set of rights to registered memory. Reading it locally needs none.
+/// A set of access rights to registered memory. Local reads need none.
 ///
 /// ```
 /// use warpwire::mr::Access;
@@ -18,23 +18,23 @@ use crate::error::{Error, Kind, Result};
 pub struct Access(u8);
 
 impl Access {
-    /// Nothing but local reads.
+    /// Local reads only.
     pub const NONE: Self = Self(0);
-    /// Receives, reads and atomics of this side may write it.
+    /// Local receives, and the results of RDMA reads and atomics, may be written to the memory.
     pub const LOCAL_WRITE: Self = Self(1);
-    /// Peers may read it.
+    /// Peers may read the memory.
     pub const REMOTE_READ: Self = Self(1 << 1);
-    /// Peers may write it.
+    /// Peers may write the memory. Needs [`LOCAL_WRITE`](Self::LOCAL_WRITE).
     pub const REMOTE_WRITE: Self = Self(1 << 2);
-    /// Peers may change words of it atomically.
+    /// Peers may apply atomic operations to it. Needs [`LOCAL_WRITE`](Self::LOCAL_WRITE).
     pub const REMOTE_ATOMIC: Self = Self(1 << 3);
-    /// Its addresses are offsets: it begins at zero.
+    /// Addresses in work requests are offsets into the memory.
     pub const ZERO_BASED: Self = Self(1 << 4);
-    /// Writes to it may pass each other. A completion is never weakened by it, and here it changes nothing.
+    /// Writes may be reordered with each other, never with the completion. No effect in software.
     pub const RELAXED_ORDERING: Self = Self(1 << 5);
-    /// Its pages are found when they are needed, and not before: they may go away and come back.
+    /// On-demand paging: pages are faulted in at first use, and may be unmapped and mapped again.
     pub const ON_DEMAND: Self = Self(1 << 6);
-    /// Every right of both sides.
+    /// All local and remote rights, without the options (zero-based, relaxed ordering, on-demand).
     pub const ALL: Self = Self(0b1111);
 
     const REMOTE: Self = Self(0b1110);
@@ -49,42 +49,42 @@ impl Access {
         (Self::ON_DEMAND, "on-demand"),
     ];
 
-    /// Whether everything in `other` is in this set too.
+    /// Whether `other` is a subset of this set.
     #[inline]
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// Whether anything of `other` is in this set.
+    /// Whether the two sets have an element in common.
     #[inline]
     pub const fn intersects(self, other: Self) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// As bits, for peers on this machine; the same for every build of this version.
+    /// The bits, as exchanged with local peers; the same in every build of this version.
     pub(crate) const fn bits(self) -> u8 {
         self.0
     }
 
-    /// A set from bits; those that mean nothing are left out.
+    /// A set from bits; unknown ones, and on-demand, are dropped.
     pub(crate) const fn from_bits(bits: u8) -> Self {
         Self(bits & 0b11_1111)
     }
 
-    /// Whether a peer has, or needs, any of it.
+    /// Whether the set contains any remote right.
     #[inline]
     pub const fn is_remote(self) -> bool {
         self.0 & Self::REMOTE.0 != 0
     }
 
-    /// Refuses sets that verbs refuse: who lets peers write must be able to write.
+    /// Rejects the sets that verbs rejects: remote write and remote atomic need local write.
     pub fn check(self) -> Result<()> {
         let writes = self.0 & (Self::REMOTE_WRITE.0 | Self::REMOTE_ATOMIC.0) != 0;
         if !writes || self.contains(Self::LOCAL_WRITE) {
             return Ok(());
         }
         Err(Error::new(Kind::InvalidArgument, format!("register memory for {self}"))
-            .why("remote-write and remote-atomic need local-write too")
+            .why("remote-write and remote-atomic need local-write as well")
             .fix("add local-write"))
     }
 }
@@ -105,8 +105,8 @@ impl BitOrAssign for Access {
 
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mine = Self::NAMES.iter().filter(|(right, _)| self.contains(*right));
-        let names: Vec<_> = mine.map(|(_, name)| *name).collect();
+        let set = Self::NAMES.iter().filter(|(right, _)| self.contains(*right));
+        let names: Vec<_> = set.map(|(_, name)| *name).collect();
         f.pad(&if names.is_empty() { "local-read".to_owned() } else { names.join(" ") })
     }
 }

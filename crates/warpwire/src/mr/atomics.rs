@@ -7,18 +7,18 @@ use crate::mem::SharedBytes;
 use crate::mem::copy::{self, Copier};
 use crate::mlx5::{Atomic, AtomicWidth};
 
-/// Words of device memory share so many locks; which one is told by the address, so that registrations that
-/// overlap, of any software HCA in this process, meet at the same lock.
+/// Lock striping for words of device memory. The device address selects the lock, so overlapping
+/// registrations of any software HCA in this process use the same one.
 const LOCK_COUNT: usize = 64;
 
 static WORD_LOCKS: [Mutex<()>; LOCK_COUNT] = [const { Mutex::new(()) }; LOCK_COUNT];
 
-/// The lock for the word at a device's address.
+/// Locks the stripe of the word at a device address.
 pub(super) fn lock_word(address: u64) -> MutexGuard<'static, ()> {
     WORD_LOCKS[(address / 8) as usize % LOCK_COUNT].lock()
 }
 
-/// Changes a word by the processor's own atomic operations, and gives what was there before.
+/// Read-modify-write with CPU atomics. Returns the previous value.
 pub(super) fn rmw_shared(bytes: &SharedBytes<'_>, at: u64, op: &Atomic) -> Result<u64> {
     match (op, op.width()) {
         (Atomic::FetchAdd { add }, _) => bytes.fetch_add_u64(at, *add),
@@ -49,8 +49,8 @@ pub(super) fn rmw_shared(bytes: &SharedBytes<'_>, at: u64, op: &Atomic) -> Resul
     }
 }
 
-/// Changes a word by a load and a store, for windows over a bus that has no atomic operations. The caller
-/// holds its lock.
+/// Read-modify-write by a load and a store, for windows over a bus without atomic operations. The
+/// caller holds the word's lock. Returns the previous value.
 pub(super) fn rmw_mapped(bytes: &SharedBytes<'_>, at: u64, op: &Atomic) -> Result<u64> {
     let old = match op.width() {
         AtomicWidth::Four => u64::from(bytes.load_u32(at)?),
@@ -65,12 +65,13 @@ pub(super) fn rmw_mapped(bytes: &SharedBytes<'_>, at: u64, op: &Atomic) -> Resul
     Ok(old)
 }
 
-/// Changes a word by copies. The caller holds its lock.
+/// Read-modify-write by two copies, for memory without a window. The caller holds the word's lock.
+/// Returns the previous value.
 pub(super) fn rmw_copied(copier: &Copier, at: u64, op: &Atomic) -> Result<u64> {
     let mut word = [0; 8];
     let len = op.width().bytes() as usize;
     copier.read(at, &mut word[..len])?;
-    // Devices are little-endian, and so are the narrow words in the low half.
+    // Devices are little-endian, so a 4-byte word is in the low half.
     let old = u64::from_le_bytes(word);
     let new = op.apply(old);
     if new != old {
@@ -79,7 +80,7 @@ pub(super) fn rmw_copied(copier: &Copier, at: u64, op: &Atomic) -> Result<u64> {
     Ok(old)
 }
 
-/// Sends this thread's earlier stores on their way, before any store that follows.
+/// Orders this thread's earlier stores, write-combining ones included, before its later stores.
 #[inline]
 pub(super) fn store_fence() {
     copy::store_fence();

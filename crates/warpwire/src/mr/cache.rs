@@ -1,8 +1,8 @@
-//! A cache of registrations, by address.
+//! A registration cache, keyed by address.
 //!
-//! Registering costs microseconds, and programs send from the same buffers again and again. The danger of such a cache
-//! is memory that was freed since: so an entry is used again only if its memory is known to be there still. How it is
-//! known is told by [`Validation`].
+//! Registering costs microseconds, and programs reuse their buffers. The risk of such a cache is
+//! memory that was freed in the meantime, so an entry is reused only if its memory is known to be
+//! unchanged. [`Validation`] lists how that is established.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,16 +18,17 @@ use super::registry::{Registry, SoftPd};
 use super::uffd::{self, UffdWatch};
 use crate::error::{Error, Kind, Result};
 
-/// Limits of a [`MrCache`], and the rights of what it registers.
+/// Limits of an [`MrCache`], and the rights of its registrations.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
-    /// How many bytes it keeps registered at most.
+    /// Maximum total length of the cached registrations, in bytes. Default: 64 GiB.
     pub max_bytes: u64,
-    /// How many registrations it keeps at most.
+    /// Maximum number of cached registrations. Default: 4096.
     pub max_entries: usize,
-    /// What may be done with the memory.
+    /// Rights of every registration. Default: [`Access::ALL`].
     pub access: Access,
-    /// Whether host memory is watched by userfaultfd. Without, each use asks the kernel whether it is mapped.
+    /// Whether host memory is watched with userfaultfd. If not, each lookup queries the kernel for
+    /// the mapping. Default: `true`.
     pub watch: bool,
 }
 
@@ -38,49 +39,49 @@ impl Default for CacheOptions {
     }
 }
 
-/// How a cache knows that the memory of an entry is still the same.
+/// How a cache establishes that the memory of an entry is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Validation {
-    /// Its client tells when it goes.
+    /// The client that owns the memory invalidates the registration when it frees it.
     OwnerNotifies,
-    /// The kernel tells when it is unmapped.
+    /// userfaultfd reports that the memory is unmapped, remapped or discarded.
     UffdWatch,
-    /// Nobody tells, for this reason: each use asks whose memory it is.
+    /// Frees are not reported, for this reason: each lookup compares the memory's identity.
     CheckedPerUse(String),
 }
 
 impl fmt::Display for Validation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::OwnerNotifies => f.pad("its owner tells when it goes"),
-            Self::UffdWatch => f.pad("the kernel tells when it is unmapped"),
-            Self::CheckedPerUse(why) => write!(f, "asked at each use, because {why}"),
+            Self::OwnerNotifies => f.pad("its owner reports frees"),
+            Self::UffdWatch => f.pad("userfaultfd reports when it is unmapped"),
+            Self::CheckedPerUse(why) => write!(f, "checked at each use, because {why}"),
         }
     }
 }
 
-/// What a cache has done and has.
+/// Counters and current size of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
     /// Lookups that found an entry.
     pub hits: u64,
-    /// Lookups that had to register.
+    /// Lookups that registered memory.
     pub misses: u64,
-    /// Entries that made room for others.
+    /// Entries evicted for new ones, or removed by [`MrCache::clear`].
     pub evictions: u64,
-    /// Entries whose memory went away, or that were thrown out by hand.
+    /// Entries whose memory changed, or that [`MrCache::invalidate`] removed.
     pub invalidations: u64,
-    /// Entries that became part of a larger one.
+    /// Entries that were merged into a larger one.
     pub merges: u64,
-    /// Registrations that did not fit, and ended with their use.
+    /// Registrations that did not fit, and end with their lease.
     pub uncached: u64,
-    /// How many entries there are now.
+    /// Current number of entries.
     pub entries: usize,
-    /// How many bytes they have.
+    /// Current total length of the entries, in bytes.
     pub bytes: u64,
 }
 
-/// A cache of registrations of one protection domain, all with the same rights. Clones are the same cache.
+/// A cache of registrations of one protection domain, all with the same rights. Clones share it.
 ///
 /// ```
 /// use warpwire::mr::{MrCache, CacheOptions, Registry};
@@ -88,7 +89,7 @@ pub struct CacheStats {
 /// let cache = MrCache::new(&registry, &registry.pd(), CacheOptions::default())?;
 /// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
 /// let at = words.as_ptr().addr() as u64;
-/// // SAFETY: the words outlive their use, and are atomics, which peers may change.
+/// // SAFETY: the words outlive their use, and are atomics, so peers may change them.
 /// let first = unsafe { cache.get(at, 4096) }?;
 /// let key = first.rkey();
 /// drop(first);
@@ -110,9 +111,9 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// By their first address; no two overlap.
+    /// By start address; no two overlap.
     entries: BTreeMap<u64, Entry>,
-    /// Grows with each use.
+    /// Logical clock for LRU eviction, advanced by each lookup.
     clock: u64,
     stats: CacheStats,
 }
@@ -124,21 +125,22 @@ struct Entry {
     last_used: u64,
 }
 
-/// How an entry is known to be good.
+/// The mechanism behind [`Validation`].
 enum Validator {
     OwnerNotifies,
     UffdWatch(UffdWatch),
     CheckedPerUse { client: Arc<dyn PeerClient>, identity: Option<u64>, why: String },
 }
 
-/// A registration in use. Its memory may be used through it until it is dropped; then the cache decides.
+/// A registration in use. It stays registered until the lease is dropped; then the cache may keep
+/// or end it.
 pub struct Lease {
     mr: Arc<SoftMr>,
     validator: Arc<Validator>,
 }
 
 impl Lease {
-    /// How the cache knows that the memory is still the same.
+    /// How the cache establishes that the memory is unchanged.
     pub fn validation(&self) -> Validation {
         match &*self.validator {
             Validator::OwnerNotifies => Validation::OwnerNotifies,
@@ -166,7 +168,7 @@ impl Entry {
     fn is_valid(&self, start: u64) -> bool {
         let valid = match &*self.validator {
             Validator::OwnerNotifies => true,
-            Validator::UffdWatch(watched) => !watched.is_invalidated(),
+            Validator::UffdWatch(watch) => !watch.is_invalidated(),
             Validator::CheckedPerUse { client, identity, .. } => {
                 identity.is_some() && client.identity(start, self.end - start) == *identity
             }
@@ -185,41 +187,44 @@ impl Entry {
 
 impl MrCache {
     /// An empty cache.
+    ///
+    /// # Errors
+    /// If the rights are invalid, or include [`Access::ZERO_BASED`].
     pub fn new(registry: &Registry, pd: &SoftPd, options: CacheOptions) -> Result<Self> {
         options.access.check()?;
         if options.access.contains(Access::ZERO_BASED) {
-            return Err(Error::new(Kind::InvalidArgument, "make a registration cache")
-                .why("its registrations are found by address, and cannot be zero-based")
+            return Err(Error::new(Kind::InvalidArgument, "create a registration cache")
+                .why("its registrations are looked up by address, and cannot be zero-based")
                 .fix("leave out zero-based"));
         }
         let (registry, pd) = (registry.clone(), pd.clone());
         Ok(Self(Arc::new(Shared { registry, pd, options, state: Mutex::default() })))
     }
 
-    /// A registration that holds `len` bytes at `address`: one that is there, or a new one.
+    /// Returns a registration that contains `len` bytes at `address`, a cached one or a new one.
     ///
     /// # Safety
-    /// As for [`Registry::register_address`], for as long as the lease lasts. Afterwards the memory may be freed:
-    /// the cache finds out before it uses the registration again.
+    /// As for [`Registry::register_address`], while the lease lives. Afterwards the memory may be
+    /// freed: the cache detects it before it reuses the registration.
     #[allow(unsafe_code)]
     pub unsafe fn get(&self, address: u64, len: u64) -> Result<Lease> {
         let Some(end) = address.checked_add(len).filter(|_| len > 0) else {
-            return Err(Error::new(Kind::InvalidArgument, "look a registration up")
+            return Err(Error::new(Kind::InvalidArgument, "look up a registration")
                 .why("the range is empty, or passes the last address"));
         };
         if let Some(lease) = self.find(address, end) {
             return Ok(lease);
         }
-        // Not under the lock: registering may take long, and others go on meanwhile.
+        // Without the lock: registering may be slow, and must not block other lookups.
         let (start, stop) = self.union(address, end);
-        // SAFETY: the caller's promise for the range; what is beyond it belongs to entries that are good, so that it
-        // is mapped, and whoever uses it has given the same promise.
-        let made = unsafe { self.register(start, stop) };
-        let (start, end, entry) = match made {
+        // SAFETY: guaranteed by the caller for the requested range. The rest belongs to valid
+        // entries, so it is mapped, and the holders of their leases gave the same guarantee.
+        let registered = unsafe { self.register(start, stop) };
+        let (start, end, entry) = match registered {
             Ok(entry) => (start, stop, entry),
-            // What was added to the range went away meanwhile.
+            // The part added to the requested range was unmapped meanwhile.
             Err(_) if (start, stop) != (address, end) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 let entry = unsafe { self.register(address, end) }?;
                 (address, end, entry)
             }
@@ -228,7 +233,8 @@ impl MrCache {
         Ok(self.insert(start, end, entry))
     }
 
-    /// Throws out what overlaps the range, as when its memory is about to be freed. Leases keep what they have.
+    /// Removes the entries that overlap the range, for memory that is about to be freed. Leased
+    /// registrations live until their leases are dropped.
     pub fn invalidate(&self, address: u64, len: u64) {
         let end = address.saturating_add(len);
         let mut removed = Vec::new();
@@ -241,7 +247,7 @@ impl MrCache {
         }
     }
 
-    /// Throws out everything that nobody uses.
+    /// Removes all entries without a lease.
     pub fn clear(&self) {
         let mut removed = Vec::new();
         let mut state = self.0.state.lock();
@@ -254,13 +260,13 @@ impl MrCache {
         drop(state);
     }
 
-    /// What it has done and has.
+    /// The counters, and the current size.
     pub fn stats(&self) -> CacheStats {
         let state = self.0.state.lock();
         CacheStats { entries: state.entries.len(), ..state.stats }
     }
 
-    /// The entry that holds a range, if its memory is still there.
+    /// A lease on the entry that contains a range, if its memory is unchanged.
     fn find(&self, address: u64, end: u64) -> Option<Lease> {
         let mut removed = None;
         let mut state = self.0.state.lock();
@@ -283,7 +289,7 @@ impl MrCache {
         None
     }
 
-    /// The range, and all that good entries which overlap it hold.
+    /// The range, extended by the valid entries that overlap it.
     fn union(&self, address: u64, end: u64) -> (u64, u64) {
         let mut removed = Vec::new();
         let mut state = self.0.state.lock();
@@ -309,27 +315,27 @@ impl MrCache {
     unsafe fn register(&self, start: u64, end: u64) -> Result<Entry> {
         let Shared { registry, pd, options, .. } = &*self.0;
         let len = end - start;
-        // Before the memory is looked at: what happens to it from now on is heard of.
-        let watched = match options.watch {
+        // Before the memory is examined, so that every later change is detected.
+        let watch = match options.watch {
             true => uffd::watch(start, len),
             false => Err(Error::new(Kind::Unsupported, "watch host memory")
-                .why("the cache was told not to watch")),
+                .why("watching is off in the cache's options")),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let mr = unsafe { registry.register_address(pd, start, len, None, options.access) }?;
         let client =
             registry.clients().into_iter().find(|client| mr.client() == Some(client.name()));
         let client = client.ok_or_else(|| {
-            Error::new(Kind::Unavailable, "cache a registration").why("its client is gone")
+            Error::new(Kind::Unavailable, "cache a registration").why("its client is unknown")
         })?;
-        let validator = match (client.persistence(), watched) {
+        let validator = match (client.persistence(), watch) {
             (Persistence::Invalidates, _) => Validator::OwnerNotifies,
-            (Persistence::Persistent, Ok(watched)) => Validator::UffdWatch(watched),
+            (Persistence::Persistent, Ok(watch)) => Validator::UffdWatch(watch),
             (Persistence::Persistent, Err(error)) => {
                 let identity = client.identity(start, len);
                 let why = match client.name() {
                     "host" => error.reason().to_owned(),
-                    name => format!("{name} does not tell of frees"),
+                    name => format!("{name} does not report frees"),
                 };
                 Validator::CheckedPerUse { client, identity, why }
             }
@@ -337,7 +343,7 @@ impl MrCache {
         Ok(Entry { end, mr: Arc::new(mr), validator: Arc::new(validator), last_used: 0 })
     }
 
-    /// Keeps a new entry, in the place of those that it covers, if there is room.
+    /// Adds an entry, replacing those that it overlaps, if it fits after evicting unused ones.
     fn insert(&self, start: u64, end: u64, mut entry: Entry) -> Lease {
         let lease = entry.lease();
         let mut removed = Vec::new();
@@ -361,14 +367,14 @@ impl MrCache {
             state.stats.uncached += 1;
             removed.push(entry);
         }
-        // Registrations end outside of the lock: their clients' code runs then.
+        // Registrations end outside the lock, because that calls their clients' code.
         drop(state);
         lease
     }
 }
 
 impl State {
-    /// The first addresses of all entries that overlap a range.
+    /// The start addresses of all entries that overlap a range.
     fn overlapping(&self, from: u64, to: u64) -> Vec<u64> {
         let before = self.entries.range(..to).rev();
         let touching = before.take_while(|(_, entry)| entry.end > from);
@@ -395,7 +401,7 @@ impl State {
 impl fmt::Debug for MrCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let CacheStats { entries, bytes, hits, misses, .. } = self.stats();
-        write!(f, "Cache({entries} entries, {bytes} bytes, {hits} hits, {misses} misses)")
+        write!(f, "MrCache({entries} entries, {bytes} bytes, {hits} hits, {misses} misses)")
     }
 }
 

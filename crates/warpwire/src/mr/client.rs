@@ -1,19 +1,20 @@
-//! Peer-memory clients: whose an address is, and how a device gets at what lies there.
+//! Peer-memory clients: which provider owns an address, and how a device accesses its memory.
 //!
-//! A registration by address asks the clients in turn. The one whose memory it is pins it, maps it for the device,
-//! and may later take it back:
+//! A registration by address asks the clients in turn. The client that owns the memory pins it,
+//! maps it for the device, and may later revoke it:
 //!
 //! ```text
 //! acquire → get_pages → dma_map → … → dma_unmap → put_pages → release (drop)
-//!                          └── invalidate: the memory goes away under its registration
+//!                          └── invalidate: the client revokes registered memory
 //! ```
 //!
 //! ```
 //! use std::sync::Arc;
-//! use warpwire::mr::{Access, AccessDenied, ReleaseReason, HostMemory, InvalidationHandle, MemorySource, PeerClient, PeerPages, Persistence, Registry};
+//! use warpwire::mr::{Access, AccessDenied, HostMemory, InvalidationHandle, MemorySource};
+//! use warpwire::mr::{PeerClient, PeerPages, Persistence, Registry, ReleaseReason};
 //! use warpwire::Result;
 //!
-//! /// MemorySource of some other accelerator, at addresses that only this client knows.
+//! /// Memory of another accelerator, at addresses that only this client knows.
 //! struct Accelerator(HostMemory, std::sync::Mutex<Option<InvalidationHandle>>);
 //! struct Pages(Arc<Accelerator>, u64, u64);
 //!
@@ -21,7 +22,8 @@
 //!     fn name(&self) -> &str { "accelerator" }
 //!     fn persistence(&self) -> Persistence { Persistence::Invalidates }
 //!     fn acquire(self: Arc<Self>, address: u64, len: u64) -> Result<Box<dyn PeerPages>> {
-//!         let not_mine = || warpwire::Error::new(warpwire::error::Kind::NotDeviceMemory, "find it");
+//!         let kind = warpwire::error::Kind::NotDeviceMemory;
+//!         let not_mine = || warpwire::Error::new(kind, "find it");
 //!         let offset = address.checked_sub(0xacce_0000_0000_0000).ok_or_else(not_mine)?;
 //!         Ok(Box::new(Pages(self, offset, len)))
 //!     }
@@ -43,13 +45,14 @@
 //! let theirs = Arc::new(Accelerator(HostMemory::new(65536)?, Default::default()));
 //! registry.add_client(theirs.clone());
 //! let pd = registry.pd();
-//! // SAFETY: the memory is the client's own, and not touched meanwhile.
-//! let mr = unsafe { registry.register_address(&pd, 0xacce_0000_0000_0100, 64, None, Access::ALL) }?;
+//! let at = 0xacce_0000_0000_0100;
+//! // SAFETY: the memory belongs to the client, and is not accessed meanwhile.
+//! let mr = unsafe { registry.register_address(&pd, at, 64, None, Access::ALL) }?;
 //! assert_eq!(mr.client(), Some("accelerator"));
-//! // It takes its memory back: the key is dead from then on.
+//! // The client takes its memory back: the key is invalid from then on.
 //! theirs.1.lock().unwrap().take().unwrap().invalidate();
-//! let denied = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_READ, mr.iova(), 64).unwrap_err();
-//! assert_eq!(denied, AccessDenied::Gone);
+//! let denied = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_READ, mr.iova(), 64);
+//! assert_eq!(denied.unwrap_err(), AccessDenied::Gone);
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
@@ -61,43 +64,46 @@ use super::memory::MemorySource;
 use super::registry::Inner;
 use crate::error::Result;
 
-/// Whether a client tells when its memory goes away.
+/// Whether a client reports that its memory is taken back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Persistence {
-    /// It does: registrations end with the memory.
+    /// The client calls [`InvalidationHandle::invalidate`] before its memory becomes invalid.
     Invalidates,
-    /// It does not: pages that were got stay until they are put back, or nobody can tell.
+    /// The client never does: pinned pages stay valid until they are put back, or frees are not
+    /// detectable.
     Persistent,
 }
 
 impl fmt::Display for Persistence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Self::Invalidates => "tells when memory goes",
-            Self::Persistent => "does not tell when memory goes",
+            Self::Invalidates => "reports when memory is freed",
+            Self::Persistent => "does not report when memory is freed",
         })
     }
 }
 
-/// Why pages are put back.
+/// Why pages are released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReleaseReason {
     /// The registration ended.
     Deregistered,
-    /// The client itself took them back: this runs inside its own call of [`InvalidationHandle::invalidate`].
+    /// The client took them back: `put_pages` runs inside the client's own call of
+    /// [`InvalidationHandle::invalidate`].
     Invalidated,
 }
 
-/// Somebody whose memory can be registered by its address.
+/// A provider of memory that can be registered by address.
 pub trait PeerClient: Send + Sync {
-    /// What it is called, in [`SoftMr::client`](super::Mr::client) and in messages.
+    /// The client's name in [`SoftMr::client`](super::SoftMr::client) and in error texts.
     fn name(&self) -> &str;
-    /// Whether it tells when memory goes away.
+    /// Whether the client reports that memory is taken back.
     fn persistence(&self) -> Persistence;
-    /// Is all of this range yours? Any error means that it is not, and says why.
+    /// Claims a range. An error means that the client does not own all of it, with the reason; then
+    /// the next client is asked.
     fn acquire(self: Arc<Self>, address: u64, len: u64) -> Result<Box<dyn PeerPages>>;
-    /// A number that changes when other memory comes to lie at these addresses, if there is such a number. A cache
-    /// asks it where nobody tells of frees.
+    /// A number that changes when the range is backed by other memory, if the client has one. A
+    /// registration cache compares it where frees are not reported.
     fn identity(&self, _address: u64, _len: u64) -> Option<u64> {
         None
     }
@@ -105,23 +111,24 @@ pub trait PeerClient: Send + Sync {
 
 /// A range that a client has acquired. Dropping it releases it.
 ///
-/// Each step is made once. No step may wait for whoever is inside [`InvalidationHandle::invalidate`], nor may access to the
-/// memory that [`dma_map`](PeerPages::dma_map) gave.
+/// Each method is called at most once. None of them, nor any access to the memory that
+/// [`dma_map`](PeerPages::dma_map) returned, may wait for a thread inside
+/// [`InvalidationHandle::invalidate`]: that thread waits for them.
 pub trait PeerPages: Send + Sync {
-    /// In which units the memory is pinned.
+    /// Granularity of pinning, in bytes.
     fn page_size(&self) -> u64;
-    /// Pins the pages, to be written too if `writes`. From now until they are put back, `invalidate` is the way to
-    /// take them away.
+    /// Pins the pages, for writing too if `writes`. From now until `put_pages`, the client must
+    /// call `invalidate` before it takes them back.
     fn get_pages(&self, writes: bool, invalidate: InvalidationHandle) -> Result<()>;
-    /// Makes them reachable for the device of that name.
+    /// Makes the pages accessible to the named device.
     fn dma_map(&self, device: &str) -> Result<MemorySource>;
-    /// Ends that. Nobody reaches them through the device any more.
+    /// Undoes `dma_map`. The device no longer accesses the pages.
     fn dma_unmap(&self, device: &str);
     /// Unpins the pages.
     fn put_pages(&self, end: ReleaseReason);
 }
 
-/// How a client takes memory back that is registered.
+/// Revokes registered memory on behalf of its client.
 #[derive(Clone)]
 pub struct InvalidationHandle {
     pub(super) invalidation: Arc<InvalidationLink>,
@@ -129,17 +136,19 @@ pub struct InvalidationHandle {
 }
 
 impl InvalidationHandle {
-    /// The memory goes away. When this returns nobody touches it through its registration, the key gives
-    /// [`AccessDenied::Gone`](super::Denied::Gone), and the pages were put back: once, however many call this, and also
-    /// while the registration ends by itself. Whoever is inside the memory is waited for.
+    /// Revokes the memory. When this returns, nothing accesses it through its registration, the key
+    /// resolves to [`AccessDenied::Gone`](super::AccessDenied::Gone), and the pages have been put
+    /// back: exactly once, however many threads call this, and also if it races with
+    /// deregistration. Waits for accesses in progress.
     ///
-    /// Two things are done on another thread, perhaps a moment later: while the memory is still being registered, that
-    /// is refused, and the pages are put back there, as [`ReleaseReason::Deregistered`]; and who calls this second does not wait
-    /// until the first has put them back.
+    /// Two exceptions, in which another thread puts the pages back, perhaps slightly later: if the
+    /// memory is still being registered, the registration fails and its thread releases the pages,
+    /// as [`ReleaseReason::Deregistered`]; and a second concurrent call does not wait until the
+    /// first has put them back.
     pub fn invalidate(&self) {
         let Some(registry) = self.registry.upgrade() else { return };
         let taken = self.invalidation.revoke(|key| registry.detach_key(key));
-        // Outside of the tie's lock: the client's own code runs here.
+        // Outside the link's lock: this calls the client's code.
         if let Some(registration) = taken {
             registration.end(ReleaseReason::Invalidated);
         }
@@ -148,11 +157,11 @@ impl InvalidationHandle {
 
 impl fmt::Debug for InvalidationHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad("Invalidate")
+        f.pad("InvalidationHandle")
     }
 }
 
-/// Pages on their way from a client to a registration and back: what was done is undone once.
+/// Pages acquired from a client. Dropping it undoes `dma_map` and `get_pages`, once.
 pub(super) struct Acquired {
     pages: Box<dyn PeerPages>,
     device: String,
@@ -161,7 +170,7 @@ pub(super) struct Acquired {
 }
 
 impl Acquired {
-    /// Pins and maps what was acquired.
+    /// Pins and maps an acquired range.
     pub(super) fn get(
         pages: Box<dyn PeerPages>,
         device: String,

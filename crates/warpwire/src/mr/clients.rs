@@ -1,4 +1,4 @@
-//! The clients that every registry has: the host, the simulator, CUDA.
+//! The built-in peer-memory clients of every registry: the host, the simulator, CUDA.
 
 use std::sync::Arc;
 
@@ -10,19 +10,19 @@ use super::memory::MemorySource;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{self, Allocation, Backend, DeviceAddr, MemoryEvent, WatchGuard};
 
-/// In the order in which they are asked. The host knows at once; CUDA would have to be loaded.
+/// The built-in clients, in lookup order: the host is cheapest, and CUDA may not be loaded.
 pub(super) fn all() -> Vec<Arc<dyn PeerClient>> {
     vec![Arc::new(Host), Arc::new(Devices(Backend::Sim)), Arc::new(Devices(Backend::Cuda))]
 }
 
-/// GPUs pin memory in units of this size.
+/// Granularity of pinning on NVIDIA GPUs, in bytes.
 const GPU_PAGE: u64 = 64 << 10;
 
 fn not_owned(why: impl Into<String>) -> Error {
-    Error::new(Kind::NotDeviceMemory, "find memory by its address").why(why.into())
+    Error::new(Kind::NotDeviceMemory, "look up memory by address").why(why.into())
 }
 
-/// Memory of this process. Nobody tells when it is unmapped.
+/// Memory of this process. Unmapping it is not reported.
 struct Host;
 
 struct HostPages {
@@ -59,8 +59,8 @@ impl PeerPages for HostPages {
     fn get_pages(&self, writes: bool, _: InvalidationHandle) -> Result<()> {
         if writes && !self.writable {
             return Err(Error::new(Kind::PermissionDenied, "pin host memory")
-                .why("part of it is mapped for reading only")
-                .fix("leave out local-write, or map the memory for writing"));
+                .why("part of it is mapped read-only")
+                .fix("leave out local-write, or map the memory writable"));
         }
         Ok(())
     }
@@ -68,7 +68,8 @@ impl PeerPages for HostPages {
     #[allow(unsafe_code)]
     fn dma_map(&self, _: &str) -> Result<MemorySource> {
         let base = std::ptr::with_exposed_provenance_mut(self.address as usize);
-        // SAFETY: the promise of `Registry::register_address`, which is the only way here.
+        // SAFETY: guaranteed by the caller of `Registry::register_address`, the only caller of
+        // this.
         unsafe { MemorySource::raw(base, self.len) }
     }
 
@@ -77,7 +78,7 @@ impl PeerPages for HostPages {
     fn put_pages(&self, _: ReleaseReason) {}
 }
 
-/// Memory of the devices of one backend.
+/// Memory of all devices of one backend.
 struct Devices(Backend);
 
 struct DevicePages {
@@ -96,7 +97,8 @@ impl Devices {
             return Err(not_owned(format!("it is memory of {}", device.label())));
         }
         #[allow(unsafe_code)]
-        // SAFETY: the promise of `Registry::register_address`, which is the only way here.
+        // SAFETY: guaranteed by the caller of `Registry::register_address`, the only caller of
+        // this.
         unsafe {
             device.borrow(address, len)
         }
@@ -147,7 +149,7 @@ impl PeerPages for DevicePages {
         });
         match self.memory.watch(listener) {
             Ok(watch) => *self.watch.lock() = Some(watch),
-            // Persistent: each use asks whether it is still there.
+            // Persistent: each use checks that the memory is still the same.
             Err(error) if *error.kind() == Kind::Unsupported => {}
             Err(error) => return Err(error),
         }

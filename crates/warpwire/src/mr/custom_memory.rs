@@ -1,24 +1,26 @@
-//! Memory that is neither plain host memory nor a device's: whoever offers it does the copying.
+//! Memory that is neither plain host memory nor a known device's: its provider does the copying.
 
 use super::denied::AccessDenied;
 use crate::mlx5::Atomic;
 
-/// A way to memory. Offsets and lengths that are passed in lie inside it.
+/// Access to memory by callbacks. The caller has checked that offsets and lengths are in range.
 ///
-/// A [`PeerClient`](super::PeerClient) offers one by [`MemorySource::reached_by`](super::Memory::reached_by), where neither
-/// host memory nor a device's region says what it has. Answers with [`AccessDenied::NotResident`] make the queue pair wait and
-/// ask again; others fail its work. What is refused for good, [`check`](Reach::check) must refuse: a copy that fails
-/// after it said yes is tried again.
+/// A [`PeerClient`](super::PeerClient) returns one through
+/// [`MemorySource::custom`](super::MemorySource::custom) where its memory is neither host memory
+/// nor a region of a known device. [`AccessDenied::NotResident`] makes the queue pair wait and
+/// retry; any other error fails its work request. Permanent errors must be reported by
+/// [`check`](CustomMemory::check): a copy that fails after a successful check is retried.
 pub trait CustomMemory: Send + Sync {
-    /// Whether `len` bytes at `offset` can be reached now.
+    /// Checks that `len` bytes at `offset` are accessible now, for writing too if `writes`.
     fn check(&self, offset: u64, len: u64, writes: bool) -> Result<(), AccessDenied>;
-    /// Copies out.
+    /// Copies `into.len()` bytes at `offset` to `into`.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), AccessDenied>;
-    /// Copies in.
+    /// Copies `from` to the memory at `offset`.
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), AccessDenied>;
-    /// Changes an aligned word; gives what was there before.
+    /// Applies `op` to the aligned word at `offset` and returns its previous value.
     fn atomic(&self, offset: u64, op: &Atomic) -> Result<u64, AccessDenied>;
-    /// Whether a copy has a price of its own, however short it is, so that few large ones are better.
+    /// Whether each copy has a high fixed cost, so that few large copies are better than many small
+    /// ones. Default: `false`.
     fn is_slow(&self) -> bool {
         false
     }

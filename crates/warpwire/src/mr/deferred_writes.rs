@@ -1,8 +1,10 @@
-//! Writes to device memory that has no window: collected in pinned memory, and carried on by the copy engine.
+//! Write-behind for device memory without a window: writes are collected in pinned memory and
+//! copied by the device's copy engine.
 //!
-//! A copy into device memory costs microseconds, however short it is, and packets are short. So neighbours are
-//! collected, and the engine of the device copies one part while the next is being filled. Whoever tells that data has
-//! arrived [settles](Behind::settle) first, and waits until all of it is there.
+//! A copy into device memory costs microseconds, however short it is, and packets are short. So
+//! adjacent writes are coalesced, and the engine copies one half of a double buffer while the other
+//! is being filled. Before data is reported as arrived, it must be
+//! [flushed](WriteBehind::flush), which waits for the engine.
 
 use std::time::Duration;
 
@@ -10,17 +12,17 @@ use crate::error::Result;
 use crate::mem::copy::StagingOptions;
 use crate::mem::{Allocation, CancelCheck, Event, Stream};
 
-/// No half takes as long.
+/// Far longer than the copy of one half takes.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What has been written to one piece of memory, and is not there yet.
+/// Writes to one allocation that have not reached it yet.
 pub(super) struct WriteBehind {
     memory: Allocation,
     staging: StagingOptions,
-    /// What was written first, and its place; it may be all there is.
+    /// The first contiguous bytes, and their target offset. Short messages need nothing else.
     small: Vec<u8>,
     small_at: u64,
-    /// Made when there is more than little.
+    /// Allocated when `small` does not suffice: for more than `staging.small` bytes, or for a gap.
     double_buffer: Option<DoubleBuffer>,
 }
 
@@ -28,10 +30,10 @@ struct DoubleBuffer {
     staging: StagingOptions,
     stream: Stream,
     halves: [Half; 2],
-    /// Which one is being filled, and how far.
+    /// The half that is being filled, and its fill level in bytes.
     current: usize,
     filled: u64,
-    /// The neighbours that have not been carried on: where they lie in the half, and where they go.
+    /// The contiguous bytes not submitted yet: their start in the half, and their target offset.
     pending_start: u64,
     pending_target: u64,
 }
@@ -49,8 +51,9 @@ impl WriteBehind {
         Self { memory: memory.clone(), staging, small, small_at: 0, double_buffer: None }
     }
 
-    /// Takes `from`, to be written at `at`. If it must stop waiting for the device, it has taken a part of it or none,
-    /// and what it took before is carried on by the next call.
+    /// Buffers `from`, to be written at offset `at`. If cancelled while it waits for the device, it
+    /// has buffered a prefix of `from`, possibly none; the next call continues with what was
+    /// buffered.
     pub(super) fn write(&mut self, at: u64, from: &[u8], cancelled: CancelCheck<'_>) -> Result<()> {
         let idle = self.double_buffer.as_ref().is_none_or(DoubleBuffer::is_idle);
         let next = self.small_at + self.small.len() as u64;
@@ -67,14 +70,15 @@ impl WriteBehind {
             None => self.double_buffer.insert(DoubleBuffer::new(&self.memory, self.staging)?),
         };
         if !self.small.is_empty() {
-            // The pipe was idle, and this fits into a half: nothing is waited for.
+            // The buffer is idle, and this fits into a half, so it does not block.
             double_buffer.write(&self.memory, self.small_at, &self.small, cancelled)?;
             self.small.clear();
         }
         double_buffer.write(&self.memory, at, from, cancelled)
     }
 
-    /// Waits until everything that was taken is in its place. If it must stop, all is as before.
+    /// Blocks until everything buffered has reached the memory. If cancelled, the state is
+    /// unchanged and the next call waits again.
     pub(super) fn flush(&mut self, cancelled: CancelCheck<'_>) -> Result<()> {
         if !self.small.is_empty() {
             let written = self.memory.write(self.small_at, &self.small);
@@ -140,7 +144,7 @@ impl DoubleBuffer {
         Ok(())
     }
 
-    /// Has the engine copy what was collected.
+    /// Submits a copy of the pending bytes to the engine.
     fn submit_copy(&mut self, memory: &Allocation) -> Result<()> {
         let len = self.filled - self.pending_start;
         if len > 0 {
@@ -153,11 +157,11 @@ impl DoubleBuffer {
         Ok(())
     }
 
-    /// Goes on with the other half, when the engine is done with it.
+    /// Continues with the other half, after waiting until the engine has read it.
     fn switch_half(&mut self, memory: &Allocation, cancelled: CancelCheck<'_>) -> Result<()> {
         self.submit_copy(memory)?;
         self.stream.record(&self.halves[self.current].event)?;
-        // First the wait, then the change: who must stop waiting begins here again.
+        // Wait before changing any state, so that a cancelled call can be repeated.
         let next = &mut self.halves[1 - self.current];
         if next.busy {
             next.event.synchronize_or_cancel(FLUSH_TIMEOUT, cancelled)?;
@@ -182,7 +186,7 @@ impl DoubleBuffer {
         if outcome.is_err() && cancelled() {
             return outcome;
         }
-        // Whatever came of it: nothing is collected any more.
+        // Whether it succeeded or failed, the buffer is empty now.
         (self.filled, self.pending_start) = (0, 0);
         for half in &mut self.halves {
             half.busy = false;
@@ -204,7 +208,7 @@ mod tests {
         let mut expected = vec![0; 4 << 20];
         let mut random = 7_u64;
         for round in 0..40 {
-            // Runs of neighbours, jumps, and all sizes.
+            // Contiguous runs, jumps, and various sizes.
             let mut at = 0;
             for _ in 0..round * 5 {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -225,14 +229,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_gone_is_an_error_and_no_more() {
+    fn a_flush_to_freed_memory_fails_once() {
         let sim = Sim::start(SimConfig::default()).unwrap();
         let memory = sim.device(0).unwrap().alloc(1 << 20).unwrap();
         let mut write_behind = WriteBehind::new(&memory, StagingOptions::default());
         write_behind.write(0, &[1; 100_000], &|| false).unwrap();
         sim.control(0).unwrap().force_free(&memory).unwrap();
         assert!(write_behind.flush(&|| false).is_err());
-        // Nothing is left of it.
+        // The lost bytes were discarded.
         assert!(write_behind.flush(&|| false).is_ok());
     }
 }

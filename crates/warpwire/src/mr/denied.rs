@@ -1,39 +1,40 @@
-//! Why memory is not given.
+//! Reasons for refusing access to registered memory.
 
 use std::fmt;
 
-/// Why a key does not give the memory that was asked for.
+/// Why a key did not resolve to the requested memory.
 ///
-/// A work request that names the key ends with a protection error on the side that used it; the reason is
-/// for counters and logs. [`Moving`](Denied::Moving) and [`NotResident`](Denied::Absent) alone pass by themselves.
+/// A work request that uses the key fails with a protection error on the side that used it; the
+/// reason is for counters and logs. Only [`Moving`](AccessDenied::Moving) and
+/// [`NotResident`](AccessDenied::NotResident) are transient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AccessDenied {
-    /// No memory was ever registered under this index.
+    /// No memory was ever registered under this key's index.
     Unknown,
-    /// The key named memory once; its registration has ended.
+    /// The key was valid once; its memory has been deregistered.
     Stale,
     /// The memory belongs to another protection domain.
     WrongPd,
-    /// The registration does not give that right.
+    /// The registration does not grant the right.
     Rights,
-    /// The range does not lie inside the memory.
+    /// The range is not inside the registered memory.
     Range,
-    /// A peer's message has invalidated the key for remote use.
+    /// A peer's send-with-invalidate has invalidated the key for remote use.
     Invalidated,
     /// The memory was freed under its registration.
     Gone,
-    /// The memory is about to move; ask again.
+    /// The memory is being moved; retry later.
     Moving,
-    /// The memory is being found; ask again.
+    /// The memory is being paged in or mapped; retry later.
     NotResident,
     /// The word of an atomic operation is not aligned.
     Misaligned,
-    /// The device failed; [`SoftMr::failure`](super::Mr::failure) says how.
+    /// The device failed; [`SoftMr::failure`](super::SoftMr::failure) has the error.
     Failed,
 }
 
 impl AccessDenied {
-    /// Whether it passes by itself: who asks again later may get the memory.
+    /// Whether the same request may succeed later without any action by the caller.
     pub fn is_transient(self) -> bool {
         matches!(self, Self::Moving | Self::NotResident)
     }
@@ -43,14 +44,14 @@ impl fmt::Display for AccessDenied {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Unknown => "no memory was registered under this key",
-            Self::Stale => "the registration of this key has ended",
+            Self::Stale => "the memory of this key has been deregistered",
             Self::WrongPd => "the memory belongs to another protection domain",
-            Self::Rights => "the registration does not give that right",
-            Self::Range => "the range does not lie inside the memory",
+            Self::Rights => "the registration does not grant the right",
+            Self::Range => "the range is not inside the registered memory",
             Self::Invalidated => "the key has been invalidated",
             Self::Gone => "the memory was freed under its registration",
             Self::Moving => "the memory is moving",
-            Self::NotResident => "the memory is being found",
+            Self::NotResident => "the memory is not resident",
             Self::Misaligned => "the word is not aligned",
             Self::Failed => "the device failed",
         })

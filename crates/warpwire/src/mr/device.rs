@@ -1,7 +1,8 @@
-//! Device memory under registrations: one copier for each piece, taken away when the memory moves or goes.
+//! Registered device memory: one copier per allocation, revoked when the memory is moved or freed.
 //!
-//! Where the memory's owner tells of moves and frees, the gate closes before they happen. Where nobody tells, as with
-//! another library's CUDA memory, each use asks CUDA whether the same memory is still there.
+//! Where the memory's owner reports moves and frees, the slot is closed before they happen. Where
+//! it does not, as with another library's CUDA memory, each use compares CUDA's buffer ids with
+//! those at registration.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -23,27 +24,28 @@ use crate::mem::{
 };
 use crate::mlx5::Atomic;
 
-/// Labels of the gate.
+// Labels of the revocable slot.
 const READY: u32 = 0;
 const MOVING: u32 = 1;
 const GONE: u32 = 2;
 const BROKEN: u32 = 3;
 const ABSENT: u32 = 4;
 
-/// Device memory with writes that are not in their place yet.
+/// The device memory of a registry with staged writes that have not been flushed.
 #[derive(Default)]
 pub(super) struct PendingWrites {
-    /// There is something to settle, or a loss to tell of.
+    /// There are writes to flush, or a loss to report.
     dirty: AtomicBool,
-    /// Something was lost on the way, and nobody who can draw the conclusion has been told.
+    /// Writes were lost since `flush_staged` last reported it.
     lost: AtomicBool,
-    /// Held by who settles, so that others wait for him. Nothing that work needs is locked meanwhile.
+    /// Held during a flush, so that concurrent flushes wait for it. The data path does not take it.
     flush_lock: Mutex<()>,
     memories: Mutex<Vec<Arc<DeviceMemory>>>,
 }
 
 impl PendingWrites {
-    /// Waits until everything is in its place; says whether all went well since it was last asked.
+    /// Blocks until all staged writes have reached the memory. Returns `false` if writes were lost
+    /// since the last call.
     #[inline]
     pub(super) fn flush_staged(&self) -> bool {
         !self.dirty.load(Ordering::Acquire) || {
@@ -52,7 +54,8 @@ impl PendingWrites {
         }
     }
 
-    /// Waits until everything is in its place. What got lost is told to whoever asks.
+    /// Blocks until all staged writes have reached the memory. A loss is reported by the next
+    /// `flush_staged`.
     #[inline]
     pub(super) fn wait(&self) {
         if self.dirty.load(Ordering::Acquire) {
@@ -74,19 +77,19 @@ impl PendingWrites {
     fn flush_all(&self) {
         let _exclusive = self.flush_lock.lock();
         let taken = std::mem::take(&mut *self.memories.lock());
-        // Each is settled, also behind one that fails.
+        // A failure does not keep the others from being flushed.
         for memory in &taken {
-            // Nobody waits for us here: no work is under way on this thread.
+            // Never cancelled: this thread holds no span that a revocation could wait for.
             let _ = memory.flush_staged(&|| false);
         }
-        // Only now: who comes meanwhile waits for the lock.
+        // Cleared only now, so that concurrent callers wait for the lock.
         let memories = self.memories.lock();
         let more = !memories.is_empty() || self.lost.load(Ordering::Acquire);
         self.dirty.store(more, Ordering::Release);
     }
 }
 
-/// A piece of device memory that registrations share.
+/// A device allocation, shared by all its registrations with the same options.
 pub(super) struct DeviceMemory {
     allocation: Allocation,
     device_access: DeviceAccess,
@@ -94,31 +97,31 @@ pub(super) struct DeviceMemory {
     revocable_slot: RevocableSlot<Arc<Copier>>,
     move_state: Mutex<MoveState>,
     failure: Mutex<Option<Error>>,
-    /// Whether copies wait in write-combining buffers until they are pushed out.
+    /// Whether the window is write-combining, so that `publish` needs a store fence.
     write_combining: AtomicBool,
-    /// Writes that go through pinned memory, where there is no window: known when the memory was first found.
+    /// Staged writes, if the memory has no window; decided when it is first mapped.
     deferred_writes: OnceLock<Option<Mutex<WriteBehind>>>,
     has_deferred_writes: AtomicBool,
     pending_writes: Arc<PendingWrites>,
-    /// Whose memory it was when it was registered, where nobody tells of a free.
+    /// Buffer ids at registration, where frees are not reported; otherwise empty.
     backing_allocations: Box<[BackingAllocation]>,
-    /// The pager has been asked to find it.
+    /// A remap is queued on the pager.
     remap_requested: AtomicBool,
-    /// Somebody found it away, and has not got at it since.
+    /// An access found the memory not mapped, and none has succeeded since.
     was_absent: AtomicBool,
     counts: OdpCounters,
-    /// For the pager, and for listeners.
+    /// For jobs on the pager and for listeners.
     weak_self: Weak<Self>,
 }
 
-/// What is known of the memory's moves.
 #[derive(Default)]
 struct MoveState {
-    /// Grows with each event, so that a copier made meanwhile is known to be of yesterday.
+    /// Generation counter, incremented by each event: a copier created in an older generation is
+    /// stale.
     events: u64,
     moving: bool,
     gone: bool,
-    /// None while none could be had: then frees are not seen, and `watch_error` says why.
+    /// `None` if frees are not reported; then `watch_error` has the reason.
     watch: Option<WatchGuard>,
     watch_error: Option<Error>,
 }
@@ -155,7 +158,7 @@ impl DeviceMemory {
             counts: OdpCounters::default(),
             weak_self: weak_self.clone(),
         });
-        // Weak, because the watch lies in the memory that the listener is about.
+        // Weak, because the memory owns the watch, which owns the listener.
         let weak = memory.weak_self.clone();
         let listener: MemoryListener = Arc::new(move |event| {
             if let Some(memory) = weak.upgrade() {
@@ -173,7 +176,7 @@ impl DeviceMemory {
                 Err(error) => return Err(error),
             }
         }
-        // The watch tells of what comes; whether the memory was gone before, only a look tells.
+        // The watch reports later frees only; a read detects an earlier one.
         allocation.read(0, &mut [0])?;
         if !device_access.on_demand {
             memory.remap()?;
@@ -190,7 +193,7 @@ impl DeviceMemory {
             && self.allocation.len() == allocation.len()
             && self.allocation.kind() == allocation.kind()
             && self.allocation.device() == allocation.device();
-        // A look only: nothing is to be found for a registration, which may never be used.
+        // Without mapping the memory: a registration may never be used.
         let is_there = || match self.revocable_slot.peek() {
             (_, true) => self.check(0, self.allocation.len()).is_ok(),
             (label, false) => label != BROKEN && !self.move_state.lock().gone,
@@ -198,7 +201,7 @@ impl DeviceMemory {
         same && self.device_access.is_same(device_access) && is_there()
     }
 
-    /// What happens to the memory; on the thread that makes it happen.
+    /// Handles a move or a free, on the thread that performs it.
     fn on_memory_event(&self, event: MemoryEvent) {
         {
             let mut move_state = self.move_state.lock();
@@ -207,7 +210,7 @@ impl DeviceMemory {
             move_state.gone |= event == MemoryEvent::Freed;
         }
         match event {
-            // Nobody touches the old place once this returns.
+            // When this returns, no thread accesses the old location.
             MemoryEvent::Moving => {
                 count(&self.counts.lost);
                 drop(self.revocable_slot.close(MOVING));
@@ -215,7 +218,8 @@ impl DeviceMemory {
             MemoryEvent::Freed => drop(self.revocable_slot.close(GONE)),
             MemoryEvent::Moved if self.device_access.on_demand => {
                 drop(self.revocable_slot.close(ABSENT));
-                // Who waits for it asks now and then, and it may move more often than that: so it is found beforehand.
+                // A waiting queue pair retries periodically, and the memory may move more often
+                // than that, so it is mapped in advance.
                 if self.was_absent.load(Ordering::Relaxed) {
                     self.request_remap();
                 }
@@ -224,26 +228,27 @@ impl DeviceMemory {
         }
     }
 
-    /// Finds the memory where it is now.
+    /// Maps the memory at its current location, and records an error if that fails.
     fn remap_or_fail(&self) {
         if let Err(error) = self.remap() {
             count(&self.counts.refused);
-            // What is short now may be there later: the next use asks again.
+            // After a transient failure the next use retries.
             self.revocable_slot.close(if error.is_transient() { ABSENT } else { BROKEN });
             self.record_failure(error);
         }
-        // Last, so that whoever waits meanwhile asks for nothing; if it moved on meanwhile, the next use asks again.
+        // Last, so that retries meanwhile queue no second remap. If the memory has moved again, the
+        // next use requests one.
         self.remap_requested.store(false, Ordering::Release);
     }
 
-    /// Has it found, by somebody who may wait.
+    /// Queues a remap on the pager thread, unless one is queued.
     #[cold]
     fn request_remap(&self) {
         if self.remap_requested.swap(true, Ordering::AcqRel) {
             return;
         }
         if self.revocable_slot.peek().1 {
-            // Found since it was looked at.
+            // Mapped since the caller looked.
             self.remap_requested.store(false, Ordering::Release);
             return;
         }
@@ -256,7 +261,7 @@ impl DeviceMemory {
         });
     }
 
-    /// Finds it now, if it is to be found on demand and is not there.
+    /// Maps the memory now, if it is on demand and not mapped.
     pub(super) fn prefetch(&self) -> Result<()> {
         if self.revocable_slot.peek() == (ABSENT, false) {
             count(&self.counts.prefetched);
@@ -275,7 +280,7 @@ impl DeviceMemory {
         self.counts.get()
     }
 
-    /// Makes a copier and opens the gate with it, unless the memory moves or goes meanwhile.
+    /// Creates a copier and opens the slot with it, unless the memory is being moved or was freed.
     fn remap(&self) -> Result<()> {
         loop {
             let seen = {
@@ -285,7 +290,7 @@ impl DeviceMemory {
                 }
                 move_state.events
             };
-            // Not under the lock: work of the device that this waits for may be what moves the memory.
+            // Without the lock: this may wait for device work, which may be what moves the memory.
             let copier = self.copier()?;
             let move_state = self.move_state.lock();
             if move_state.events == seen {
@@ -297,7 +302,7 @@ impl DeviceMemory {
                     || staged.then(|| Mutex::new(WriteBehind::new(&self.allocation, self.staging)));
                 self.deferred_writes.get_or_init(deferred_writes);
                 self.write_combining.store(write_combining, Ordering::Relaxed);
-                // An open gate has a copier already, of the same place.
+                // An open slot already has a copier for the same location.
                 let _ = self.revocable_slot.open(READY, Arc::new(copier));
                 return Ok(());
             }
@@ -316,7 +321,7 @@ impl DeviceMemory {
         Ok(copier.with_staging(self.staging))
     }
 
-    /// Nothing while that range is there, else what stands in the way.
+    /// Checks that the range is accessible now.
     #[inline]
     pub(super) fn check(&self, at: u64, len: u64) -> std::result::Result<(), AccessDenied> {
         match self.revocable_slot.peek() {
@@ -326,7 +331,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Whether the memory is still whose it was: for memory whose end nobody tells of.
+    /// Checks that the range is still the same allocation, for memory whose frees are not reported.
     fn check_buffer_ids(&self, at: u64, len: u64) -> std::result::Result<(), AccessDenied> {
         let touched = |backing: &&BackingAllocation| {
             backing.offset < at + len && at < backing.offset + backing.len
@@ -334,7 +339,7 @@ impl DeviceMemory {
         for backing in self.backing_allocations.iter().filter(touched) {
             match self.allocation.buffer_id(backing.offset) {
                 Ok(Some(id)) if id == backing.id => {}
-                // The driver could not say: that is no answer.
+                // The driver could not answer: retry later.
                 Err(error) if error.is_transient() => return Err(AccessDenied::NotResident),
                 Err(error) if *error.kind() == Kind::DeviceLost => {
                     return Err(self.record_failure(error));
@@ -348,21 +353,21 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// How it is reached, and why not in better ways.
+    /// The access path, and why no better one is used.
     pub(super) fn path(&self) -> (AccessPath, Vec<String>) {
         let mut why = Vec::new();
         let borrowed = self.allocation.kind() == MemoryKind::Borrowed;
         if let (Some(watch_error), true) = (&self.move_state.lock().watch_error, borrowed) {
             why.push(match self.backing_allocations.is_empty() {
-                true => format!("frees by its owner are not seen: {watch_error}"),
-                false => format!("frees by its owner are found out at the next use: {watch_error}"),
+                true => format!("frees by its owner are not detected: {watch_error}"),
+                false => format!("frees by its owner are detected at the next use: {watch_error}"),
             });
         }
         if let Err(error) = self.prefetch() {
             why.push(error.to_string());
         }
         let Ok(copier) = self.revocable_slot.enter(|_| true) else {
-            why.push("the memory is moving or gone".to_owned());
+            why.push("the memory is being moved, or was freed".to_owned());
             return (AccessPath::Engine, why);
         };
         if let Some(window) = self.window(&copier) {
@@ -377,7 +382,7 @@ impl DeviceMemory {
         (if self.is_staged() { AccessPath::Staged } else { AccessPath::Engine }, why)
     }
 
-    /// Whether writes go through pinned memory.
+    /// Whether writes are staged through pinned memory.
     #[inline]
     pub(super) fn is_staged(&self) -> bool {
         self.deferred_writes().is_some()
@@ -388,12 +393,13 @@ impl DeviceMemory {
         self.deferred_writes.get()?.as_ref()
     }
 
-    /// The window, if this memory may be reached by one.
+    /// The window, if there is one and the registration may use it.
     fn window<'a>(&self, copier: &'a Copier) -> Option<&'a Window> {
         copier.window().ok().filter(|_| !self.device_access.no_window)
     }
 
-    /// Copies out of it. `cancelled` says when to wait for the device no longer: here and below.
+    /// Copies from the memory. Here and below, `cancelled` is polled while waiting for the device,
+    /// and ends the wait.
     pub(super) fn read(
         &self,
         at: u64,
@@ -419,7 +425,7 @@ impl DeviceMemory {
         self.with_copier(CopyDirection::Write, from.len() as u64, |copier| copier.write(at, from))
     }
 
-    /// Collects what is written. It goes by device address, so that a move does not harm it.
+    /// Buffers a write. The engine copies to the device address, which a move does not change.
     fn write_behind(
         &self,
         deferred_writes: &Mutex<WriteBehind>,
@@ -438,8 +444,9 @@ impl DeviceMemory {
         written.map_err(|error| self.record_failure(error))
     }
 
-    /// Waits until all that was written is in its place. What was written before a free is lost with the memory, which is
-    /// nobody's failure; what a device loses is told by [`PendingWrites::flush_staged`].
+    /// Blocks until all staged writes have reached the memory. Writes to memory that was then freed
+    /// are lost with it, which is not an error; what is lost to a device failure is reported by
+    /// [`PendingWrites::flush_staged`].
     fn flush_staged(&self, cancelled: CancelCheck<'_>) -> std::result::Result<(), AccessDenied> {
         let Some(deferred_writes) = self.deferred_writes() else { return Ok(()) };
         if !self.has_deferred_writes.load(Ordering::Acquire) {
@@ -448,10 +455,10 @@ impl DeviceMemory {
         let mut deferred_writes = deferred_writes.lock();
         let flushed = deferred_writes.flush(cancelled);
         if flushed.is_err() && cancelled() {
-            // Nothing is known of it: whoever need not stop finds out.
+            // The outcome is unknown: the next flush that is not cancelled determines it.
             return Err(AccessDenied::Gone);
         }
-        // Not before it is so: others go by it.
+        // Only after the flush: other threads rely on it.
         self.has_deferred_writes.store(false, Ordering::Release);
         let denied = flushed.map_err(|error| self.record_failure(error));
         if denied.is_err_and(|denied| denied != AccessDenied::Gone) {
@@ -460,9 +467,8 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// A registration has been taken off the memory, which may be going: what was placed through it is there when this
-    /// returns. Memory that is gone already gets nothing any more, and nothing is waited for: this may be a thread of
-    /// the device.
+    /// Flushes staged writes after a registration was revoked, because the memory may be about to
+    /// be freed. If it is freed already, returns without waiting: this may run on a driver thread.
     pub(super) fn flush_if_live(&self) {
         if self.has_deferred_writes.load(Ordering::Acquire)
             && self.allocation.read(0, &mut [0]).is_ok()
@@ -471,7 +477,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Somebody got at it.
+    /// Notes that an access succeeded.
     #[inline]
     fn clear_absent(&self) {
         if self.was_absent.load(Ordering::Relaxed) {
@@ -479,7 +485,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Runs `copy` inside the gate, so that memory does not move under a window.
+    /// Runs `copy` under a guard of the slot, so that the memory does not move under its window.
     #[inline]
     fn with_copier(
         &self,
@@ -492,8 +498,9 @@ impl DeviceMemory {
         self.clear_absent();
         let done = match copier.method(direction, len) {
             CopyMethod::Window | CopyMethod::Threads | CopyMethod::Engine => copy(&copier),
-            // These wait for work of the device, which may itself be what moves the memory, and wait for
-            // us to leave the gate. They go by device address, so that a move does not harm them.
+            // These wait for device work, which may be what moves the memory and waits for this
+            // guard, so the guard is dropped first. They use device addresses, which a move does
+            // not change.
             CopyMethod::Agent | CopyMethod::Staged => {
                 let own = Arc::clone(&copier);
                 drop(copier);
@@ -503,7 +510,7 @@ impl DeviceMemory {
         done.map_err(|error| self.record_failure(error))
     }
 
-    /// Changes a word, alone among all registrations of this process.
+    /// Applies `op` to a word, atomically among all registrations of this process.
     pub(super) fn atomic(
         &self,
         at: u64,
@@ -525,7 +532,7 @@ impl DeviceMemory {
         done.map_err(|error| self.record_failure(error))
     }
 
-    /// Sends what was written on its way, before anything that is written later.
+    /// Orders earlier writes through the window before this thread's later stores.
     #[inline]
     pub(super) fn publish(&self) {
         if self.write_combining.load(Ordering::Relaxed) {
@@ -539,7 +546,7 @@ impl DeviceMemory {
             return AccessDenied::Gone;
         }
         if error.is_transient() {
-            tracing::debug!(%error, "a copy of registered memory has to wait");
+            tracing::debug!(%error, "a copy of registered memory is delayed");
             *self.failure.lock() = Some(error);
             return AccessDenied::NotResident;
         }
@@ -552,7 +559,7 @@ impl DeviceMemory {
         self.failure.lock().clone()
     }
 
-    /// Why the gate is closed. A free is final, whichever of two events came to the gate last.
+    /// Why the slot is closed. A free is final, whichever of two concurrent events closed it last.
     #[cold]
     fn closed_reason(&self, label: u32) -> AccessDenied {
         match label {

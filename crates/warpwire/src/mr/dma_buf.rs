@@ -1,4 +1,4 @@
-//! Registering memory by a file descriptor: dma-bufs of devices, and files of memory.
+//! Registration of memory by file descriptor: dma-bufs and memfds.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
@@ -16,11 +16,11 @@ use crate::units;
 /// A range of a dma-buf.
 #[derive(Clone, Copy, Debug)]
 pub struct DmaBufRange<'a> {
-    /// The dma-buf.
+    /// The dma-buf or memfd.
     pub fd: BorrowedFd<'a>,
-    /// Where the range begins in it.
+    /// Offset of the range in it, in bytes.
     pub offset: u64,
-    /// How long it is.
+    /// Length of the range in bytes.
     pub len: u64,
 }
 
@@ -30,7 +30,7 @@ impl<'a> From<&'a DmaBuf> for DmaBufRange<'a> {
     }
 }
 
-/// The rights that a dma-buf's registration may give.
+/// The rights that the registration of a dma-buf may grant, as in `ibv_reg_dmabuf_mr`.
 const ALLOWED: [Access; 5] = [
     Access::LOCAL_WRITE,
     Access::REMOTE_READ,
@@ -39,18 +39,20 @@ const ALLOWED: [Access; 5] = [
     Access::RELAXED_ORDERING,
 ];
 
-/// What the kernel's file system of dma-bufs is told by ("DMAB").
+/// The kernel's `DMA_BUF_MAGIC` ("DMAB"): the file system type of dma-bufs.
 const DMA_BUF_MAGIC: rustix::fs::FsWord = 0x444d_4142;
 
-/// The name that the simulator's memory has as a file.
+/// The name of the memfd behind simulated device memory in `/proc/self/fd`.
 const SIMULATED: &str = "/memfd:warpwire-sim";
 
 impl Registry {
-    /// Registers a range of a dma-buf; work finds its first byte at `iova`, or at its offset if none is given.
+    /// Registers a range of a dma-buf. `iova` is the address of its first byte in work requests, by
+    /// default its offset.
     ///
-    /// It takes dma-bufs that this process exported (of the simulator and of CUDA, whoever the memory belongs to),
-    /// dma-bufs of others that the CPU may map, and memfds that are sealed against shrinking. `iova` and offset
-    /// must be equal within a page, and the rights are those that `ibv_reg_dmabuf_mr` takes.
+    /// Accepts dma-bufs that this process exported (of simulated and CUDA memory, including memory
+    /// that another library allocated), foreign dma-bufs that the CPU may map, and memfds that are
+    /// sealed against shrinking. `iova` and offset must be equal modulo the page size; the rights
+    /// are those that `ibv_reg_dmabuf_mr` accepts.
     ///
     /// ```
     /// use warpwire::{mem, mr::{Access, AttachMode, RegisteredBy, Registry}};
@@ -58,10 +60,11 @@ impl Registry {
     /// let buffer = memory.export_dmabuf(8192, 4096)?;
     /// let (registry, rights) = (Registry::new(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
     /// let pd = registry.pd();
-    /// let mr = registry.register_dmabuf(&pd, (&buffer).into(), None, rights, AttachMode::Dynamic)?;
-    /// assert_eq!((mr.iova(), mr.registered_by()), (8192, &RegisteredBy::DmaBuf(AttachMode::Dynamic)));
+    /// let mode = AttachMode::Dynamic;
+    /// let mr = registry.register_dmabuf(&pd, (&buffer).into(), None, rights, mode)?;
+    /// assert_eq!((mr.iova(), mr.registered_by()), (8192, &RegisteredBy::DmaBuf(mode)));
     ///
-    /// let odd = registry.register_dmabuf(&pd, (&buffer).into(), Some(100), rights, AttachMode::Dynamic);
+    /// let odd = registry.register_dmabuf(&pd, (&buffer).into(), Some(100), rights, mode);
     /// assert!(odd.unwrap_err().to_string().contains("within a page"));
     /// # Ok::<(), warpwire::Error>(())
     /// ```
@@ -102,18 +105,18 @@ impl Registry {
     }
 }
 
-/// What can be said before the descriptor is looked at.
+/// The checks that do not need the descriptor.
 fn check(range: DmaBufRange<'_>, iova: Option<u64>, access: Access) -> Result<()> {
     let refused = |kind, why: String| Error::new(kind, "register a dma-buf").why(why);
     access.check()?;
     let allowed = ALLOWED.into_iter().fold(Access::NONE, |all, right| all | right);
     if !allowed.contains(access) {
-        let why = format!("{access} is more than a dma-buf's registration may give");
-        let fix = "leave out zero-based and on-demand; a dynamic attachment is on demand by itself";
+        let why = format!("{access} is more than the registration of a dma-buf may grant");
+        let fix = "leave out zero-based and on-demand; a dynamic attachment is always on demand";
         return Err(refused(Kind::InvalidArgument, why).fix(fix));
     }
     if range.len == 0 || range.offset.checked_add(range.len).is_none() {
-        let why = "the range is empty, or passes the end of all offsets".to_owned();
+        let why = "the range is empty, or passes the last offset".to_owned();
         return Err(refused(Kind::InvalidArgument, why));
     }
     let page = rustix::param::page_size() as u64;
@@ -127,20 +130,21 @@ fn check(range: DmaBufRange<'_>, iova: Option<u64>, access: Access) -> Result<()
 
 fn beyond(range: DmaBufRange<'_>, size: u64) -> Error {
     Error::new(Kind::OutOfRange, "register a dma-buf").why(format!(
-        "it has {size} bytes, and the range goes from {} to {}",
+        "it has {size} bytes, but the range is from {} to {}",
         range.offset,
         range.offset + range.len
     ))
 }
 
-/// Memory of a device, which this process exported.
+/// The source for device memory that this process exported.
 fn of_device(
     memory: &Allocation,
     start: DeviceAddr,
     range: DmaBufRange<'_>,
     attach: AttachMode,
 ) -> Result<MemorySource> {
-    // The pages of a dma-buf may begin before the memory, and end behind it: those belong to others.
+    // A dma-buf consists of whole pages, so it may begin before the allocation and end after it.
+    // Those bytes belong to other allocations.
     let at = start.raw().wrapping_add(range.offset);
     let offset = at.wrapping_sub(memory.address().raw());
     if offset.checked_add(range.len).is_none_or(|end| end > memory.len()) {
@@ -154,19 +158,19 @@ fn of_device(
     Ok(found)
 }
 
-/// Pages of a file that the CPU maps.
+/// The source for a file that is mapped in this process.
 fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
     let refused = |why: String| Error::new(Kind::InvalidArgument, "register a dma-buf").why(why);
     let name = std::fs::read_link(format!("/proc/self/fd/{}", range.fd.as_raw_fd()));
     let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     if name.starts_with(SIMULATED) {
         return Err(refused(
-            "it is simulated memory of another process, whose moves are not seen here".into(),
+            "it is simulated memory of another process, whose moves are not reported here".into(),
         )
         .fix("open it with an inter-process handle (Device::open_ipc), and register that"));
     }
     let is_memfd = name.starts_with("/memfd:");
-    // The file system tells, and not the name: any file may be called so, and then be cut short.
+    // Decided by the file system, not by the name: any file can have that name, and be truncated.
     let is_dmabuf = || rustix::fs::fstatfs(range.fd).is_ok_and(|fs| fs.f_type == DMA_BUF_MAGIC);
     if !is_memfd && !is_dmabuf() {
         let why = format!("the descriptor is not a dma-buf: it is {}", describe(range.fd, &name));
@@ -179,8 +183,9 @@ fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
     let pages = match is_memfd {
         true => HostMemory::open(own)?,
         false => HostMemory::map_dmabuf(own).map_err(|error| {
-            refused(format!("another library or process exported it, and the CPU may not map it ({})", error.reason()))
-                .fix("register the memory by its address, or export it with warpwire (mem::export_address)")
+            let why = "another library or process exported it, and the CPU may not map it";
+            let fix = "register the memory by address, or export it with mem::export_address";
+            refused(format!("{why} ({})", error.reason())).fix(fix)
         })?,
     };
     let size = pages.len();

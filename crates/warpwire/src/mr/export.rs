@@ -1,8 +1,9 @@
-//! Registrations told to other processes, and other processes' memory used here.
+//! Registrations exported to other processes, and the mapping of other processes' memory.
 //!
-//! Memory that lies in a file ([`HostMemory`]) can be mapped by a peer of this machine, who then needs no packets to reach
-//! it. A [`ExportObserver`] hears of each registration that peers may use in that way, and is told before it ends: when
-//! [`ExportObserver::closing`] returns, no peer may touch the memory.
+//! A peer on the same machine can map memory that is backed by a memfd ([`HostMemory`]), and then
+//! accesses it without packets. An [`ExportObserver`] is notified of each registration that peers
+//! may use in this way, and again before it ends: when [`ExportObserver::closing`] returns, no peer
+//! may access the memory.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -19,65 +20,66 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::SharedBytes;
 use crate::mlx5::Atomic;
 
-/// What `fstatfs` says of memory in ordinary pages. Memory in huge pages may be missing when it is touched.
+/// The file system type of a memfd in base pages. A hugetlbfs memfd is not accepted: access raises
+/// `SIGBUS` when no huge page is free.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// A registration that peers of this machine may use by themselves.
+/// A registration that local peers may map and access directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MrExport {
-    /// Its key.
+    /// The remote key.
     pub key: u32,
-    /// Its protection domain, as a number that no other of this process has.
+    /// The protection domain's number, unique in this process.
     pub pd: u64,
-    /// What may be done with it.
+    /// The rights granted at registration.
     pub access: Access,
-    /// The address of its first byte.
+    /// The address of the first byte in work requests.
     pub iova: u64,
-    /// How many bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Which memory it is of: a number that no other memory of this process has.
+    /// Identifies the memfd-backed memory; unique in this process.
     pub memory: u64,
-    /// Where in that memory it begins.
+    /// Offset of the registration in that memory, in bytes.
     pub offset: u64,
 }
 
-/// Who hears of registrations that peers may use by themselves.
+/// Is notified of registrations that local peers may access directly.
 pub trait ExportObserver: Send + Sync {
-    /// One has begun.
+    /// Called before the key becomes valid.
     fn opened(&self, export: &MrExport);
-    /// One ends, or is closed to peers. When this returns, no peer touches the memory any more.
+    /// Called when a registration ends or is invalidated for peers, perhaps more than once, and
+    /// also for keys that were never exported. When it returns, no peer accesses the memory
+    /// directly.
     fn closing(&self, key: u32);
 }
 
 impl Registry {
-    /// Has registrations from now on told to `observer`; the first one stays.
+    /// Sets the observer of later registrations. Only the first call has an effect.
     pub fn observer(&self, observer: Arc<dyn ExportObserver>) {
         let _ = self.observer_cell().set(observer);
     }
 
-    /// Tells of a registration that has begun.
     pub(super) fn notify_opened(&self, export: Option<MrExport>) {
         if let (Some(observer), Some(export)) = (self.observer_cell().get(), export) {
             observer.opened(&export);
         }
     }
 
-    /// Tells of one that is closed to peers.
     pub(super) fn notify_closing(&self, key: u32) {
         if let Some(observer) = self.observer_cell().get() {
             observer.closing(key);
         }
     }
 
-    /// The file of a registration's memory, for a peer that may do no more with it than the registration allows; none
-    /// if the key is not one that peers may use by themselves.
+    /// The memfd behind a registration, for a local peer; opened read-only unless the registration
+    /// grants remote write or atomic. `None` if the key is invalid or not exported.
     pub fn file_for_key(&self, key: u32) -> Option<OwnedFd> {
         let guard = self.enter_for_peer(key)?;
         let memory = shared(&guard)?;
         let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
         match guard.access().intersects(writes) {
             true => memory.as_fd().try_clone_to_owned().ok(),
-            // The file anew, for reading.
+            // Reopen the file read-only.
             false => {
                 let path = format!("/proc/self/fd/{}", memory.as_fd().as_raw_fd());
                 open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
@@ -86,6 +88,7 @@ impl Registry {
     }
 }
 
+/// The memfd-backed memory of a registration that grants remote rights.
 fn shared(registration: &Registration) -> Option<&HostMemory> {
     match &registration.target {
         Target::Host(range) if registration.access().is_remote() => range.shared(),
@@ -93,7 +96,7 @@ fn shared(registration: &Registration) -> Option<&HostMemory> {
     }
 }
 
-/// What peers are told of a registration, if they may use it by themselves.
+/// The export of a registration, if local peers may access it directly.
 pub(super) fn export(key: u32, registration: &Registration) -> Option<MrExport> {
     let memory = shared(registration)?;
     let Target::Host(range) = &registration.target else { return None };
@@ -112,27 +115,28 @@ pub struct PeerMapping {
 }
 
 impl PeerMapping {
-    /// Maps a file that [`Registry::file_for_key`] gave in another process.
+    /// Maps a file that [`Registry::file_for_key`] returned in another process.
     ///
     /// # Errors
-    /// If it is not such a file: its owner could make it shorter, or its pages could be missing when they are touched.
+    /// If it is not such a file: its owner could truncate it, or access to its pages could fault.
     pub fn open(file: OwnedFd, writable: bool) -> Result<Self> {
         let stat = fstatfs(&file).map_err(|why| Error::os("map a peer's memory", &why.into()))?;
         if stat.f_type as u64 != TMPFS_MAGIC {
             return Err(Error::new(Kind::InvalidArgument, "map a peer's memory")
-                .why("it is not memory in ordinary pages")
+                .why("it is not a memfd in base pages")
                 .fix("register memory made by HostMemory::new"));
         }
         Ok(Self { memory: HostMemory::open_with(file, writable)?, writable })
     }
 
-    /// Its bytes, for reading; and for writing, if the owner allows it.
+    /// The bytes; `None` if `writes` and the owner granted read access only.
     #[inline]
     pub fn bytes(&self, writes: bool) -> Option<SharedBytes<'_>> {
         (self.writable || !writes).then(|| self.memory.bytes())
     }
 
-    /// Changes a word, as the owner's own device would.
+    /// Applies an atomic operation, atomic with respect to the owner and its device. Returns the
+    /// previous value.
     pub fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, AccessDenied> {
         if !at.is_multiple_of(op.width().bytes()) {
             return Err(AccessDenied::Misaligned);
@@ -163,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn registrations_are_told_if_peers_may_map_them_and_end_in_any_case() {
+    fn only_mappable_registrations_are_opened_and_all_are_closed() {
         let registry = Registry::new();
         let recording = Arc::new(RecordingObserver::default());
         registry.observer(recording.clone());
@@ -189,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gives_no_more_than_the_registration() {
+    fn a_file_grants_no_more_than_the_registration() {
         let registry = Registry::new();
         let (pd, memory) = (registry.pd(), HostMemory::new(4096).unwrap());
         let file = |access| {
@@ -203,10 +207,7 @@ mod tests {
         for (at, denied) in [(4, AccessDenied::Misaligned), (4096, AccessDenied::Range)] {
             assert_eq!(both.atomic(at, &Atomic::FetchAdd { add: 1 }), Err(denied));
         }
-        assert!(
-            PeerMapping::open(file(Access::REMOTE_READ), true).is_err(),
-            "it cannot be written"
-        );
+        assert!(PeerMapping::open(file(Access::REMOTE_READ), true).is_err(), "it is read-only");
         let read = PeerMapping::open(file(Access::REMOTE_READ), false).unwrap();
         assert!(read.bytes(true).is_none());
         assert_eq!(read.atomic(0, &Atomic::FetchAdd { add: 1 }), Err(AccessDenied::Rights));
@@ -216,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_could_fault_are_refused() {
+    fn files_that_could_fault_are_rejected() {
         let on_disk: OwnedFd = tempfile::tempfile().unwrap().into();
         assert!(PeerMapping::open(on_disk, true).is_err());
         let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;

@@ -1,4 +1,4 @@
-//! Host memory: our own, and ranges that a caller vouches for.
+//! Host memory: memfd-backed allocations, and ranges whose validity the caller guarantees.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -19,20 +19,21 @@ use super::memory::MemorySource;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Region, SharedBytes};
 
-/// The size of shared memory is final: who cut it short would kill those who have it mapped.
+/// The size of shared memory is final: if the file shrank, every process that has it mapped would
+/// get `SIGBUS`.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// How long the larger pages are that processors have beside those of 4 KiB.
+/// Huge page size of x86-64 and of aarch64 with 4 KiB base pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Host memory in whole pages that another process can map too. Clones are the same memory.
+/// Host memory in a memfd, which another process can map too. Clones share the memory.
 ///
 /// ```
 /// use std::os::fd::AsFd;
 /// use warpwire::mr::HostMemory;
 /// let memory = HostMemory::new(10_000).unwrap();
 /// memory.bytes().write(9_990, b"here").unwrap();
-/// // Another process would get the descriptor through a socket.
+/// // Another process would receive the descriptor through a Unix socket.
 /// let same = HostMemory::open(memory.as_fd().try_clone_to_owned().unwrap()).unwrap();
 /// let mut back = [0; 4];
 /// same.bytes().read(9_990, &mut back).unwrap();
@@ -48,18 +49,18 @@ struct Mapping {
     id: u64,
 }
 
-// SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
+// SAFETY: the mapping is owned by this value, and accessed through SharedBytes only.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl HostMemory {
-    /// `len` bytes of zeros. They take memory only where they are written.
+    /// Allocates `len` zeroed bytes. Pages are allocated when they are first written.
     pub fn new(len: u64) -> Result<Self> {
         if len == 0 || isize::try_from(len).is_err() {
             return Err(Error::new(Kind::InvalidArgument, format!("allocate {len} bytes"))
                 .on("the host")
-                .why("the length is zero, or more than any address space holds"));
+                .why("the length is zero, or exceeds the address space"));
         }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("warpwire-host", flags).map_err(|e| failure(e, len))?;
@@ -68,9 +69,10 @@ impl HostMemory {
         Self::map(file, len, true)
     }
 
-    /// Zeros in pages of 2 MiB, where the system has some left and knows how (Linux 6.1); in ordinary ones elsewhere. Long copies
-    /// then need fewer of the processor's translations, and do not clash with themselves in its caches. The length is
-    /// rounded up to whole such pages, all of which take memory at once.
+    /// Allocates zeroed bytes in 2 MiB pages if the kernel supports it (`MADV_COLLAPSE`, Linux 6.1)
+    /// and has free ones, otherwise in base pages. Long copies then cause fewer TLB misses and
+    /// cache conflicts. The length is rounded up to whole huge pages, and all of them are populated
+    /// by this call.
     ///
     /// ```
     /// let memory = warpwire::mr::HostMemory::in_huge_pages(1 << 20).unwrap();
@@ -80,21 +82,25 @@ impl HostMemory {
         let rounded = len.checked_next_multiple_of(HUGE_PAGE as u64).unwrap_or(len);
         let memory = Self::new(rounded)?;
         let (base, size) = (memory.0.base.as_ptr().cast(), memory.0.len);
-        // SAFETY: the range is ours, and neither call changes what its bytes are.
+        // SAFETY: the range is owned by `memory`, and neither call changes its contents.
         let collapsed = unsafe {
             madvise(base, size, Advice::LinuxPopulateWrite).is_ok()
                 && libc::madvise(base, size, libc::MADV_COLLAPSE) == 0
         };
-        tracing::debug!(bytes = size, collapsed, "host memory in large pages");
+        tracing::debug!(bytes = size, collapsed, "allocated host memory in huge pages");
         Ok(memory)
     }
 
-    /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
+    /// Maps the memory of another process, by the descriptor of its [`HostMemory`].
+    ///
+    /// # Errors
+    /// If the descriptor is not a memfd, is not sealed against shrinking, is empty, or does not
+    /// allow a writable mapping.
     pub fn open(file: OwnedFd) -> Result<Self> {
         Self::open_with(file, true)
     }
 
-    /// The same, for reading only perhaps: then nobody may write to its bytes.
+    /// The same. Unless `writable`, the mapping is read-only, and its bytes must not be written.
     pub(super) fn open_with(file: OwnedFd, writable: bool) -> Result<Self> {
         let about = |kind, why: &'static str| {
             Error::new(kind, "map host memory of another process").why(why)
@@ -103,13 +109,13 @@ impl HostMemory {
         let status = fstat(&file).map_err(|e| failure(e, 0))?;
         let seals = fcntl_get_seals(&file).map_err(|_| invalid("the descriptor is not a memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(invalid("its owner can still cut it short")
-                .fix("share memory made by HostMemory::new, or seal it against shrinking"));
+            return Err(invalid("it is not sealed against shrinking")
+                .fix("share memory made by HostMemory::new, or add F_SEAL_SHRINK"));
         }
         let explain = |error: Error| match error.kind() {
             Kind::PermissionDenied => {
-                about(Kind::PermissionDenied, "it may not be mapped for writing")
-                    .fix("leave out the seals against writing, and open it for reading and writing")
+                about(Kind::PermissionDenied, "it may not be mapped writable")
+                    .fix("do not seal it against writing, and open it for reading and writing")
             }
             _ => error,
         };
@@ -119,14 +125,15 @@ impl HostMemory {
         }
     }
 
-    /// The pages of a dma-buf whose exporter lets the CPU map them.
+    /// Maps a dma-buf whose exporter supports `mmap`.
     pub(super) fn map_dmabuf(file: OwnedFd) -> Result<Self> {
         let len = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
         let len = len.map_err(|e| failure(e, 0))?;
         Self::map(file, len, true)
     }
 
-    /// A part of it as registrations of descriptors use it, if it lies inside.
+    /// The given range as the source of a registration by descriptor; `None` if it is out of
+    /// bounds.
     pub(super) fn into_slice(self, offset: u64, len: u64) -> Option<MemorySource> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
         let (base, whole) = (self.0.base, self.0.len);
@@ -145,25 +152,25 @@ impl HostMemory {
         Ok(Self(Arc::new(Mapping { file, base, len: size, id })))
     }
 
-    /// A number that no other memory of this process has.
+    /// An identifier that is unique in this process.
     pub(super) fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// How many bytes.
+    /// Length in bytes, never zero.
     #[allow(clippy::len_without_is_empty)] // it is never empty
     pub fn len(&self) -> u64 {
         self.0.len as u64
     }
 
-    /// Where the first byte lies, in this process.
+    /// The address of the first byte in this process.
     pub fn address(&self) -> u64 {
         self.0.base.as_ptr().addr() as u64
     }
 
-    /// The bytes, which peers may change at any moment.
+    /// The bytes, which peers may change at any time.
     pub fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: mapped for as long as this value lives, which the lifetime says; no references exist.
+        // SAFETY: mapped while this value lives, which the lifetime expresses; no references exist.
         unsafe { SharedBytes::new(self.0.base, self.0.len) }
     }
 }
@@ -184,12 +191,13 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: mapped by `map` with this base and length, and no view outlives this value.
         if let Err(error) = unsafe { munmap(self.base.as_ptr().cast(), self.len) } {
-            tracing::warn!(%error, "host memory was not unmapped");
+            tracing::warn!(%error, "failed to unmap host memory");
         }
     }
 }
 
-/// Maps a file at an address of the kernel's choice; one at which large pages can be, if it is long enough for them.
+/// Maps a file at an address chosen by the kernel, aligned for huge pages if it is long enough for
+/// one.
 fn map_aligned(
     file: &OwnedFd,
     size: usize,
@@ -197,24 +205,24 @@ fn map_aligned(
 ) -> std::result::Result<*mut c_void, Errno> {
     let none = std::ptr::null_mut();
     if size < HUGE_PAGE {
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.
         return unsafe { mmap(none, size, protection, MapFlags::SHARED, file, 0) };
     }
     let used = size.checked_next_multiple_of(page_size()).ok_or(Errno::NOMEM)?;
-    let room = used.checked_add(HUGE_PAGE).ok_or(Errno::NOMEM)?;
-    // SAFETY: as above; then what is mapped over, and what is unmapped beside it, lies in that new mapping, which nobody else
-    // knows of.
+    let reserved = used.checked_add(HUGE_PAGE).ok_or(Errno::NOMEM)?;
+    // SAFETY: the reservation is a new mapping, as above. What is then mapped over and unmapped is
+    // inside the reservation, to which no other pointer exists.
     unsafe {
-        let begin = mmap_anonymous(none, room, ProtFlags::empty(), MapFlags::PRIVATE)?;
+        let begin = mmap_anonymous(none, reserved, ProtFlags::empty(), MapFlags::PRIVATE)?;
         let at = begin.map_addr(|at| at.next_multiple_of(HUGE_PAGE));
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let mapped = mmap(at, size, protection, flags, file, 0);
         if mapped.is_err() {
-            munmap(begin, room)?;
+            munmap(begin, reserved)?;
             return mapped;
         }
         let before = at.addr() - begin.addr();
-        for (from, len) in [(begin, before), (at.byte_add(used), room - used - before)] {
+        for (from, len) in [(begin, before), (at.byte_add(used), reserved - used - before)] {
             if len > 0 {
                 munmap(from, len)?;
             }
@@ -227,7 +235,7 @@ fn failure(error: Errno, len: u64) -> Error {
     Error::os(format!("back {len} bytes of host memory with a memfd"), &error.into())
 }
 
-/// A range of host memory, and whatever keeps it there.
+/// A range of host memory, with the owner that keeps it mapped.
 #[derive(Clone)]
 pub(super) struct HostRange {
     base: NonNull<u8>,
@@ -237,7 +245,7 @@ pub(super) struct HostRange {
 
 #[derive(Clone)]
 enum RangeOwner {
-    /// The caller of `MemorySource::raw` keeps it.
+    /// The caller of `MemorySource::raw` guarantees that it stays mapped.
     Caller,
     Memfd {
         memory: HostMemory,
@@ -247,30 +255,30 @@ enum RangeOwner {
     },
 }
 
-// SAFETY: the range is accessed through SharedBytes only, whose accesses may come from any thread; what is
-// held may go to any thread by itself.
+// SAFETY: the range is accessed through SharedBytes only, which any thread may do, and each variant
+// of the owner is `Send` and `Sync`.
 unsafe impl Send for HostRange {}
 // SAFETY: as above.
 unsafe impl Sync for HostRange {}
 
 impl HostRange {
-    /// Pinned memory of a device, if that is what the region is of.
+    /// The region as host memory, if it is pinned (page-locked) memory of a device.
     pub(super) fn pinned(region: &Region) -> Option<Self> {
         let bytes = region.allocation().host_bytes().ok()?;
         let slice = bytes.slice(region.offset(), region.len()).ok()?;
-        // The region keeps the memory from being freed, so that the bytes stay where they are.
+        // The region keeps the memory allocated, so the address stays valid.
         let range_owner = RangeOwner::Pinned { _region: region.clone() };
         Some(Self { base: slice.base(), len: usize::try_from(region.len()).ok()?, range_owner })
     }
 
-    /// Whether a handle keeps it there, so that it cannot go away.
+    /// Whether a handle keeps the range mapped, so that it cannot be unmapped while registered.
     pub(super) fn is_owned(&self) -> bool {
         !matches!(self.range_owner, RangeOwner::Caller)
     }
 
-    /// A part that lies inside.
+    /// A subrange. The caller has checked that it is in bounds.
     pub(super) fn slice(&self, offset: u64, len: u64) -> Self {
-        // SAFETY: the caller's promise, so that the sum stays inside one mapping.
+        // SAFETY: in bounds, as the caller has checked, so the sum stays inside one mapping.
         let base = unsafe { self.base.add(offset as usize) };
         debug_assert!(offset + len <= self.len());
         Self { base, len: len as usize, range_owner: self.range_owner.clone() }
@@ -280,7 +288,7 @@ impl HostRange {
         self.len as u64
     }
 
-    /// The memory that it lies in, if another process can map that.
+    /// The memfd-backed memory that contains the range, which another process can map.
     pub(super) fn shared(&self) -> Option<&HostMemory> {
         match &self.range_owner {
             RangeOwner::Memfd { memory } => Some(memory),
@@ -294,8 +302,8 @@ impl HostRange {
 
     #[inline]
     pub(super) fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: what is held, or the promise of `MemorySource::raw`, keeps the bytes mapped while this value
-        // lives, which the lifetime says.
+        // SAFETY: the owner, or the caller of `MemorySource::raw`, keeps the bytes mapped while
+        // this value lives, which the lifetime expresses.
         unsafe { SharedBytes::new(self.base, self.len) }
     }
 }
@@ -308,23 +316,23 @@ impl From<HostMemory> for MemorySource {
 }
 
 impl MemorySource {
-    /// `len` bytes of this process at `base`, allocated by whomever: a slice's, another library's.
+    /// `len` bytes of this process at `base`, whichever allocator or library they come from.
     ///
     /// ```
     /// use warpwire::mr::{Access, MemorySource, Registry};
     /// use std::sync::atomic::AtomicU64;
     /// let words: Vec<AtomicU64> = (0..512).map(AtomicU64::new).collect();
     /// let registry = Registry::new();
-    /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
+    /// // SAFETY: the words outlive the registration, and are atomics, so peers may change them.
     /// let memory = unsafe { MemorySource::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
     /// let mr = registry.register(&registry.pd(), memory, None, Access::ALL).unwrap();
     /// mr.deregister();
     /// ```
     ///
     /// # Safety
-    /// The bytes stay mapped, readable and writable until the registration has ended; and while it lasts
-    /// this program touches those that peers may write by atomic or volatile accesses only, and holds no
-    /// reference to them that promises otherwise.
+    /// The bytes stay mapped, readable and writable until the registration has ended. Until then,
+    /// this program accesses those that peers may write with atomic or volatile operations only,
+    /// and holds no reference to them that asserts otherwise.
     pub unsafe fn raw(base: *mut u8, len: u64) -> Result<Self> {
         let failure = |why: &'static str| {
             let what = format!("register {len} bytes of host memory at {:#x}", base.addr());
@@ -333,7 +341,7 @@ impl MemorySource {
         let Some(base) = NonNull::new(base) else { return failure("the address is null") };
         let size = usize::try_from(len).ok().filter(|len| isize::try_from(*len).is_ok());
         match size.filter(|size| base.as_ptr().addr().checked_add(*size).is_some()) {
-            None => failure("the range passes the end of the address space"),
+            None => failure("the range exceeds the address space"),
             Some(0) => failure("the length is zero"),
             Some(len) => Ok(Self::host(HostRange { base, len, range_owner: RangeOwner::Caller })),
         }
@@ -348,10 +356,10 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     #[test]
-    fn huge_pages_are_ordinary_memory() {
+    fn huge_page_memory_can_be_shared() {
         let memory = HostMemory::in_huge_pages((3 << 20) + 1).unwrap();
         assert_eq!(memory.len(), 4 << 20);
-        assert!(memory.address().is_multiple_of(2 << 20), "large pages could be mapped there");
+        assert!(memory.address().is_multiple_of(2 << 20), "aligned for huge pages");
         memory.bytes().write((4 << 20) - 4, b"last").unwrap();
         let same = HostMemory::open(memory.as_fd().try_clone_to_owned().unwrap()).unwrap();
         let mut back = [1; 8];
@@ -363,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_memory_is_reached_while_its_owner_uses_it() {
+    fn atomics_on_raw_memory_are_atomic_with_its_owner() {
         let words: Vec<AtomicU64> = (0..512).map(|_| AtomicU64::new(0)).collect();
         let registry = Registry::new();
         let pd = registry.pd();
@@ -388,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_choice_does_not_hide_misalignment() {
+    fn a_custom_iova_does_not_hide_misalignment() {
         let words: Vec<AtomicU64> = (0..16).map(|_| AtomicU64::new(0)).collect();
         let registry = Registry::new();
         let pd = registry.pd();
@@ -404,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_cannot_be_are_refused() {
+    fn invalid_ranges_are_rejected() {
         let mut byte = 0u8;
         let base = std::ptr::from_mut(&mut byte);
         for (base, len) in [
@@ -413,19 +421,19 @@ mod tests {
             (base, u64::MAX),
             (std::ptr::without_provenance_mut(usize::MAX - 10), 100),
         ] {
-            // SAFETY: refused before anything is touched, which is the point.
+            // SAFETY: rejected before anything is accessed, which is what is tested.
             let refused = unsafe { MemorySource::raw(base, len) }.unwrap_err();
             assert_eq!(refused.kind(), &Kind::InvalidArgument);
         }
     }
 
     #[test]
-    fn memory_of_others_must_be_sealed() {
+    fn foreign_memory_must_be_sealed() {
         assert!(HostMemory::new(0).is_err() && HostMemory::new(u64::MAX).is_err());
         let unsealed = memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&unsealed, 4096).unwrap();
         let refused = HostMemory::open(unsealed).unwrap_err();
-        assert!(refused.to_string().contains("cut it short"), "{refused}");
+        assert!(refused.to_string().contains("sealed against shrinking"), "{refused}");
         let file = tempfile::tempfile().unwrap();
         assert!(HostMemory::open(file.into()).is_err());
         let empty = memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
@@ -434,14 +442,14 @@ mod tests {
     }
 
     #[test]
-    fn device_memory_of_another_library_is_registered_by_its_address() {
+    fn device_memory_of_another_library_is_registered_by_address() {
         let sim = Sim::start(SimConfig::default()).unwrap();
         let (gpu, registry) = (sim.device(0).unwrap(), Registry::new());
         let pd = registry.pd();
         let owner = gpu.alloc(1 << 16).unwrap();
         owner.write(4096, b"theirs").unwrap();
         let address = owner.address().checked_add(4096).unwrap();
-        // SAFETY: the owner is freed below under its users, which the simulator tells of.
+        // SAFETY: the owner is freed below under its users, which the simulator reports.
         let borrowed = unsafe { gpu.borrow(address, 4096) }.unwrap();
         let mr = registry.register(&pd, borrowed.whole().unwrap(), None, Access::ALL).unwrap();
         assert_eq!(mr.iova(), address.raw());
@@ -449,7 +457,7 @@ mod tests {
         let find = || registry.resolve(mr.lkey(), pd.id(), Access::NONE, mr.iova(), 6);
         find().unwrap().gather(0, &mut back).unwrap();
         assert_eq!(&back, b"theirs");
-        // Its owner knows nothing of the registration and frees it.
+        // The owner frees the memory, unaware of the registration.
         owner.free().unwrap();
         assert_eq!(find().unwrap_err(), AccessDenied::Gone);
     }

@@ -1,15 +1,15 @@
-//! The tie between a client's memory and its registration: cut once, by whoever comes first.
+//! The link between a client's memory and its registration. It is severed exactly once, by the
+//! client's invalidation or by deregistration, whichever comes first.
 
 use super::sync::Mutex;
 
-/// Where a registration stands with the memory below it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// It is being made.
+    /// The registration is being set up.
     Pending,
-    /// It has this key.
+    /// The registration is live under this key.
     Live(u32),
-    /// The memory is gone, or the registration has ended.
+    /// The memory was taken back, or the registration has ended.
     Revoked,
 }
 
@@ -20,7 +20,8 @@ impl InvalidationLink {
         Self(Mutex::new(State::Pending))
     }
 
-    /// Lets `publish` give the registration its key, unless the memory is gone by now.
+    /// Runs `publish`, which assigns the key. Returns `None` without running it if the memory has
+    /// been revoked.
     pub(super) fn bind<E>(
         &self,
         publish: impl FnOnce() -> Result<u32, E>,
@@ -36,8 +37,9 @@ impl InvalidationLink {
         Some(key)
     }
 
-    /// The memory goes away. If the registration is alive, `tear_down` takes it off its key, alone: its end, and
-    /// others who cut, wait until that is done, so that the key is not in other hands meanwhile.
+    /// Revokes the memory. If the registration is live, `tear_down` detaches it from its key under
+    /// the lock: deregistration and concurrent revocations wait for it, so that the key cannot be
+    /// reallocated meanwhile.
     pub(super) fn revoke<R>(&self, tear_down: impl FnOnce(u32) -> Option<R>) -> Option<R> {
         let mut state = self.0.lock();
         let before = std::mem::replace(&mut *state, State::Revoked);
@@ -47,7 +49,7 @@ impl InvalidationLink {
         }
     }
 
-    /// The registration ends: nobody cuts any more.
+    /// Marks the registration as ended; later revocations do nothing.
     pub(super) fn end(&self) {
         *self.0.lock() = State::Revoked;
     }

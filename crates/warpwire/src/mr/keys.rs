@@ -1,23 +1,22 @@
-//! Keys: an index of 24 bits, and a tag that changes each time the index is used again.
+//! Keys: a 24-bit index and an 8-bit tag that is incremented each time the index is reused.
 
 use std::collections::VecDeque;
 
 use super::table::MAX_SLOTS;
 use crate::mlx5::INVALID_KEY;
 
-/// The part of a key that is its tag.
+/// Mask of the tag in a key.
 pub(super) const TAG: u32 = 0xff;
-/// The index that no key has, so that zero is no key.
+/// Never allocated, so that zero is not a valid key.
 const RESERVED_INDEX: u32 = 0;
-/// How many indexes rest before one is used again: with their tags, a key comes back after some 65 000
-/// registrations at the earliest.
+/// Quarantine: this many freed indexes are kept back before the oldest is reused. With 256 tags per
+/// index, the same key value recurs after some 65 000 registrations at the earliest.
 const MIN_QUARANTINED: usize = 256;
 
-/// Which keys are free.
 pub(super) struct KeyAllocator {
-    /// Indexes from here on were never used.
+    /// Indexes from this one on were never allocated.
     next_unused: u32,
-    /// Indexes whose registration has ended, with the tag that it had; the longest rested first.
+    /// Freed indexes with their last tag, oldest first.
     quarantined: VecDeque<(u32, u8)>,
     pub(super) live: usize,
 }
@@ -50,7 +49,7 @@ impl KeyAllocator {
     }
 }
 
-/// The tag after `tag`; one key, hardware's own invalid one, is never made.
+/// The tag after `tag`. Skips the one key that ConnectX reserves as invalid (`INVALID_KEY`).
 fn next_tag(index: u32, tag: u8) -> u8 {
     let next = tag.wrapping_add(1);
     if index << 8 | u32::from(next) == INVALID_KEY { next.wrapping_add(1) } else { next }
@@ -62,32 +61,32 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn keys_rest_wrap_and_never_are_the_invalid_one() {
+    fn keys_are_quarantined_wrap_and_skip_the_invalid_key() {
         let mut keys = KeyAllocator::default();
         let mut recent = VecDeque::new();
         let mut seen_recently = HashSet::new();
         for round in 0..200_000u32 {
             let key = keys.allocate().unwrap();
             assert!(key >> 8 != RESERVED_INDEX && key != INVALID_KEY, "{key:#x}");
-            assert!(seen_recently.insert(key), "{key:#x} came back at round {round}");
+            assert!(seen_recently.insert(key), "{key:#x} was reused in round {round}");
             recent.push_back(key);
             if recent.len() > 60_000 {
                 seen_recently.remove(&recent.pop_front().unwrap());
             }
             keys.release(key);
         }
-        assert!(keys.next_unused < 300, "indexes are used again");
+        assert!(keys.next_unused < 300, "indexes are reused");
         assert_eq!(keys.live, 0);
     }
 
     #[test]
-    fn the_last_index_is_the_last() {
+    fn allocation_fails_when_all_indexes_are_live() {
         let mut keys = KeyAllocator { next_unused: MAX_SLOTS - 1, ..KeyAllocator::default() };
         let last = keys.allocate().unwrap();
         assert_eq!(last >> 8, MAX_SLOTS - 1);
         assert_eq!(keys.allocate(), None);
         keys.release(last);
-        // No rest when there is no other.
+        // No quarantine when no other index is free.
         assert_eq!(keys.allocate(), Some(last + 1));
     }
 }

@@ -1,4 +1,5 @@
-//! What this process has mapped: whether a range of addresses is there, and whether it is still the same.
+//! The mappings of this process: whether an address range is mapped, and whether it is still backed
+//! by the same file.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -7,29 +8,28 @@ use std::io::{BufRead, BufReader};
 use std::ops::ControlFlow;
 use std::os::fd::AsRawFd;
 
-/// A mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Mapping {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) readable: bool,
     pub(super) writable: bool,
-    /// Where in its file it begins, and which file that is; zeros if there is none.
+    /// Offset in the mapped file; with `device` and `inode`, zero for anonymous memory.
     offset: u64,
     device: u64,
     inode: u64,
 }
 
-/// What is wrong with a range.
+/// Why a range cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RangeError {
     /// Nothing is mapped at this address.
     Unmapped(u64),
-    /// Something is, and this process may not read it: perhaps addresses that a device uses.
+    /// The address is mapped without read permission, for example reserved for a device.
     Unreadable(u64),
-    /// The list of mappings cannot be read.
+    /// `/proc/self/maps` cannot be read.
     Unknown,
-    /// It cannot be read now: there are too many open files, or too little memory.
+    /// `/proc/self/maps` cannot be opened now: too many open files, or out of memory.
     Transient,
 }
 
@@ -37,22 +37,23 @@ impl std::fmt::Display for RangeError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unmapped(at) => write!(f, "nothing is mapped at {at:#x}"),
-            Self::Unreadable(at) => write!(f, "{at:#x} is reserved, and not readable for the CPU"),
+            Self::Unreadable(at) => write!(f, "{at:#x} is reserved, and not readable by the CPU"),
             Self::Unknown => f.write_str("/proc/self/maps cannot be read"),
-            Self::Transient => f.write_str("/proc/self/maps cannot be opened now"),
+            Self::Transient => f.write_str("/proc/self/maps cannot be opened at the moment"),
         }
     }
 }
 
-/// What is known of a range all of which is mapped and readable.
+/// A range that is mapped and readable throughout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     pub(super) writable: bool,
-    /// Changes when another file, or another part of it, is mapped there.
+    /// Hash of the mapped files and offsets: changes when another file, or another part of one, is
+    /// mapped there.
     pub(super) identity: u64,
 }
 
-/// Looks a range up; `len` is not zero, and the range passes no end.
+/// Looks up a range. `len` is not zero, and `address + len` does not overflow.
 pub(super) fn query_range(address: u64, len: u64) -> Result<Range, RangeError> {
     let end = address + len;
     let mut at = address;
@@ -69,7 +70,8 @@ pub(super) fn query_range(address: u64, len: u64) -> Result<Range, RangeError> {
             return ControlFlow::Break(());
         }
         writable &= mapping.writable;
-        // Neighbours of one sort merge and split without a change of what lies here: only files are told apart.
+        // The kernel merges and splits adjacent anonymous mappings without a change of contents, so
+        // only file mappings are part of the identity.
         if mapping.inode != 0 {
             let file_position = mapping.offset.wrapping_sub(mapping.start);
             (mapping.device, mapping.inode, file_position).hash(&mut identity);
@@ -84,7 +86,7 @@ pub(super) fn query_range(address: u64, len: u64) -> Result<Range, RangeError> {
     Ok(Range { writable, identity: identity.finish() })
 }
 
-/// Shows the mappings that end behind `address`, in order, if they can be read.
+/// Calls `visit` for the mappings that end above `address`, in ascending order.
 fn for_each_from(
     address: u64,
     mut visit: impl FnMut(Mapping) -> ControlFlow<()>,
@@ -146,21 +148,21 @@ const COVERING_OR_NEXT: u64 = 0x10;
 const READABLE: u64 = 1;
 const WRITABLE: u64 = 2;
 
-/// The mapping that holds `address`, or the next one behind it.
+/// The mapping that contains `address`, or the next one above it.
 fn query(file: &File, address: u64) -> QueryResult {
-    let mut asked = Query { size: 104, flags: COVERING_OR_NEXT, address, ..Query::default() };
-    // SAFETY: the kernel reads and writes this structure, whose size is asserted, and no other memory: no names are
-    // asked for.
-    let done = unsafe { libc::ioctl(file.as_raw_fd(), PROCMAP_QUERY, &mut asked) };
+    let mut request = Query { size: 104, flags: COVERING_OR_NEXT, address, ..Query::default() };
+    // SAFETY: the kernel reads and writes this structure, whose size is asserted, and no other
+    // memory, since no name or build id is requested.
+    let done = unsafe { libc::ioctl(file.as_raw_fd(), PROCMAP_QUERY, &mut request) };
     if done == 0 {
         return QueryResult::Found(Mapping {
-            start: asked.start,
-            end: asked.end,
-            readable: asked.permissions & READABLE != 0,
-            writable: asked.permissions & WRITABLE != 0,
-            offset: asked.offset,
-            device: u64::from(asked.major) << 32 | u64::from(asked.minor),
-            inode: asked.inode,
+            start: request.start,
+            end: request.end,
+            readable: request.permissions & READABLE != 0,
+            writable: request.permissions & WRITABLE != 0,
+            offset: request.offset,
+            device: u64::from(request.major) << 32 | u64::from(request.minor),
+            inode: request.inode,
         });
     }
     match std::io::Error::last_os_error().raw_os_error() {
@@ -169,7 +171,7 @@ fn query(file: &File, address: u64) -> QueryResult {
     }
 }
 
-/// The same for older kernels: every line is read.
+/// The same for kernels without `PROCMAP_QUERY`: parses every line of the file.
 fn for_each_line(
     file: File,
     address: u64,
@@ -184,7 +186,8 @@ fn for_each_line(
     Some(())
 }
 
-/// `start-end perms offset major:minor inode name`, numbers in hexadecimal but for the inode.
+/// Parses `start-end perms offset major:minor inode name`. Numbers are hexadecimal, the inode
+/// decimal.
 fn parse(line: &str) -> Option<Mapping> {
     let mut words = line.split_ascii_whitespace();
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
@@ -210,8 +213,8 @@ mod tests {
     use crate::mr::HostMemory;
 
     fn both(address: u64, len: u64) -> Result<Range, RangeError> {
-        let looked = query_range(address, len);
-        // What the newer call says must be what the text says.
+        let found = query_range(address, len);
+        // The ioctl and the text must agree.
         let mut lines = Vec::new();
         for_each_line(File::open("/proc/self/maps").unwrap(), address, |mapping| {
             lines.push(mapping);
@@ -221,9 +224,9 @@ mod tests {
                 ControlFlow::Continue(())
             }
         });
-        let mut asked = Vec::new();
+        let mut queried = Vec::new();
         for_each_from(address, |mapping| {
-            asked.push(mapping);
+            queried.push(mapping);
             if mapping.end >= address + len {
                 ControlFlow::Break(())
             } else {
@@ -231,12 +234,12 @@ mod tests {
             }
         })
         .unwrap();
-        assert_eq!(asked, lines);
-        looked
+        assert_eq!(queried, lines);
+        found
     }
 
     #[test]
-    fn ranges_are_found_and_told_apart() {
+    fn ranges_are_found_and_distinguished() {
         let memory = HostMemory::new(1 << 20).unwrap();
         let found = both(memory.address(), 1 << 20).unwrap();
         assert!(found.writable);
@@ -249,10 +252,11 @@ mod tests {
     }
 
     #[test]
-    fn holes_and_reserved_addresses_are_named() {
+    fn holes_and_reserved_addresses_are_reported() {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
         let page = rustix::param::page_size();
-        // SAFETY: new mappings at addresses of the kernel's choice, unmapped again, and never touched.
+        // SAFETY: new mappings at addresses chosen by the kernel, never accessed, and unmapped
+        // here.
         unsafe {
             let none = ProtFlags::empty();
             let base =
@@ -268,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_make_no_sense_are_passed_over() {
+    fn malformed_lines_are_skipped() {
         let line = "7f0000000000-7f0000001000 rw-s 00002000 00:1f 4711 /memfd:x (deleted)";
         let found = parse(line).unwrap();
         assert_eq!(

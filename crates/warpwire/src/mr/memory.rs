@@ -1,4 +1,4 @@
-//! Memory that can be registered, and the ways to it.
+//! Memory that can be registered, and the paths by which it is accessed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,11 +13,11 @@ use crate::mem::copy::StagingOptions;
 use crate::mem::{Agent, Region, WindowPath};
 use crate::units;
 
-/// Memory to register: our own host memory, a caller's range, or memory of a device.
+/// Memory to register: memfd-backed host memory, a caller's range, or memory of a device.
 ///
-/// It is made from a [`HostMemory`](super::HostMemory), from a [`Region`] of device or pinned memory, or by
-/// [`MemorySource::raw`]. Device pointers of other libraries become a region by
-/// [`Device::borrow`](crate::mem::Device::borrow).
+/// Created from a [`HostMemory`](super::HostMemory), from a [`Region`] of device or pinned memory,
+/// or by [`MemorySource::raw`]. For device pointers of other libraries,
+/// [`Device::borrow`](crate::mem::Device::borrow) creates a region.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -42,7 +42,7 @@ pub(super) enum SourceKind {
         device_access: DeviceAccess,
     },
     OnDemand(Arc<OnDemand>),
-    /// Memory that its owner copies, and where it begins.
+    /// Memory that its provider copies.
     Custom {
         custom_memory: Arc<dyn CustomMemory>,
         address: u64,
@@ -50,7 +50,7 @@ pub(super) enum SourceKind {
     },
 }
 
-/// How the memory of a registration is reached, for those who ask.
+/// Where a registration's [`AccessPath`] is obtained from.
 pub(super) enum PathSource {
     Fixed(AccessPath),
     Device(Arc<DeviceMemory>),
@@ -68,16 +68,16 @@ impl PathSource {
     }
 }
 
-/// What a registration of device memory may use.
+/// Access options of a registration of device memory.
 #[derive(Clone, Default)]
 pub(super) struct DeviceAccess {
     pub(super) no_window: bool,
-    /// Goes through pinned memory; what has no window does so anyhow.
+    /// Copies go through pinned memory. Memory for which no window can be opened does so anyway.
     pub(super) staged: bool,
-    /// The way is found when it is first needed, and again after each move.
+    /// The memory is mapped at first use, and again after each move.
     pub(super) on_demand: bool,
     pub(super) agent: Option<Arc<Agent>>,
-    /// The parts of what goes through pinned memory, where they were set.
+    /// Buffer sizes for staging; `None` for the default.
     pub(super) staging: Option<StagingOptions>,
 }
 
@@ -104,18 +104,23 @@ impl MemorySource {
         Self { what: SourceKind::Host { range, path: AccessPath::Host } }
     }
 
-    /// Host memory that came by a file descriptor.
+    /// Host memory that was mapped from a file descriptor.
     pub(super) fn mapped(range: HostRange) -> Self {
         Self { what: SourceKind::Host { range, path: AccessPath::DmaBuf } }
     }
 
-    /// `len` bytes at `address` that `custom_memory` copies: for [peer-memory clients](super::PeerClient) whose memory is
-    /// neither host memory nor a device's.
+    /// `len` bytes at `address` that are accessed through `custom_memory`: for
+    /// [peer-memory clients](super::PeerClient) whose memory is neither host memory nor a known
+    /// device's.
     pub fn custom(custom_memory: Arc<dyn CustomMemory>, address: u64, len: u64) -> Self {
         Self { what: SourceKind::Custom { custom_memory, address, len } }
     }
 
-    /// A part of it, where it is made of host or device memory.
+    /// The subrange of `len` bytes at `offset`.
+    ///
+    /// # Errors
+    /// [`Kind::OutOfRange`] if it is empty or out of bounds; [`Kind::Unsupported`] if the memory is
+    /// neither host nor device memory.
     pub fn slice(self, offset: u64, len: u64) -> Result<Self> {
         let whole = self.len();
         let what = || format!("use {} at offset {offset}", units::bytes(len));
@@ -132,13 +137,15 @@ impl MemorySource {
                 SourceKind::Device { region, device_access }
             }
             SourceKind::OnDemand(_) | SourceKind::Custom { .. } => {
-                return Err(Error::new(Kind::Unsupported, what()).why("only its owner divides it"));
+                let why = "custom memory cannot be sliced";
+                return Err(Error::new(Kind::Unsupported, what()).why(why));
             }
         };
         Ok(Self { what })
     }
 
-    /// The same memory, found when it is needed. Memory that cannot go away stays as it is, and `notes` says so.
+    /// The same memory, paged on demand. Memory that cannot be unmapped is left as it is, with a
+    /// remark in `notes`.
     pub(super) fn on_demand(
         mut self,
         access: Access,
@@ -152,12 +159,12 @@ impl MemorySource {
             SourceKind::Device { device_access, .. } => device_access.on_demand = true,
             SourceKind::Host { range, .. } if range.is_owned() => {
                 notes.push(
-                    "always there: its handle keeps it, so nothing is found on demand".into(),
+                    "always resident: its handle keeps it mapped, so on-demand is off".into(),
                 );
             }
             SourceKind::Host { .. } if access.contains(Access::REMOTE_ATOMIC) => {
                 return refused(
-                    "the kernel copies such memory, and has no atomic operations for that",
+                    "the kernel copies such memory, and has no atomic operation for that",
                     "leave out remote-atomic, or register the memory without on-demand",
                 );
             }
@@ -168,13 +175,13 @@ impl MemorySource {
             }
             SourceKind::OnDemand(_) => {}
             SourceKind::Custom { .. } => {
-                return refused("its owner alone finds it", "leave out on-demand");
+                return refused("custom memory is not paged on demand", "leave out on-demand");
             }
         }
         Ok(self)
     }
 
-    /// The same memory, without a CPU window: everything goes by the copy engine.
+    /// The same memory, without a CPU window: all copies use the copy engine.
     #[must_use]
     pub fn without_window(mut self) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
@@ -183,8 +190,8 @@ impl MemorySource {
         self
     }
 
-    /// The same memory, without a CPU window: everything goes through pinned memory, a part at a time, with the copy
-    /// engine working beside the CPU. It is the way of memory for which there is no other.
+    /// The same memory, without a CPU window: copies go through pinned memory, pipelined with the
+    /// copy engine. This is the fallback for memory without a window.
     #[must_use]
     pub fn staged(mut self) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
@@ -193,7 +200,7 @@ impl MemorySource {
         self
     }
 
-    /// The same as [`staged`](Self::staged), in parts of these sizes: see [`StagingOptions::check`].
+    /// As [`staged`](Self::staged), with these buffer sizes: see [`StagingOptions::check`].
     #[must_use]
     pub fn with_staging(self, staging: StagingOptions) -> Self {
         let mut memory = self.staged();
@@ -203,7 +210,7 @@ impl MemorySource {
         memory
     }
 
-    /// The same memory, with a copy agent of its device for the sizes at which that is the fastest.
+    /// The same memory, with a copy agent of its device for the sizes at which it is fastest.
     #[must_use]
     pub fn with_agent(mut self, agent: Arc<Agent>) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
@@ -212,7 +219,7 @@ impl MemorySource {
         self
     }
 
-    /// The part of a device's memory that it is, if it is that.
+    /// The region, if this is device memory.
     pub(crate) fn device_region(&self) -> Option<&Region> {
         match &self.what {
             SourceKind::Device { region, .. } => Some(region),
@@ -220,22 +227,22 @@ impl MemorySource {
         }
     }
 
-    /// Whether it is to be used without a window.
+    /// Whether [`without_window`](Self::without_window) or [`staged`](Self::staged) was called.
     pub(crate) fn is_without_window(&self) -> bool {
         matches!(&self.what, SourceKind::Device { device_access, .. } if device_access.no_window)
     }
 
-    /// Whether it is to go through pinned memory.
+    /// Whether [`staged`](Self::staged) was called.
     pub(crate) fn is_staged(&self) -> bool {
         matches!(&self.what, SourceKind::Device { device_access, .. } if device_access.staged)
     }
 
-    /// Whether it is memory of this process, at its address.
+    /// Whether this is memory in this process's address space.
     pub(crate) fn is_host(&self) -> bool {
         matches!(&self.what, SourceKind::Host { .. } | SourceKind::OnDemand(_))
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         match &self.what {
             SourceKind::Host { range, .. } => range.len(),
@@ -245,12 +252,12 @@ impl MemorySource {
         }
     }
 
-    /// Whether there is no byte; such memory cannot be registered.
+    /// Whether the length is zero; such memory cannot be registered.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where it lies: an address of this process or of the device.
+    /// The first address, in this process or on the device.
     pub fn address(&self) -> u64 {
         match &self.what {
             SourceKind::Host { range, .. } => range.address(),
@@ -274,11 +281,11 @@ impl From<Region> for MemorySource {
 
 impl fmt::Debug for MemorySource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({} bytes at {:#x})", self.len(), self.address())
+        write!(f, "MemorySource({} bytes at {:#x})", self.len(), self.address())
     }
 }
 
-/// How registered memory is reached.
+/// How registered memory is accessed.
 ///
 /// ```
 /// use warpwire::mr::{Access, HostMemory, AccessPath, Registry};
@@ -290,19 +297,19 @@ impl fmt::Debug for MemorySource {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessPath {
-    /// It is the host's own memory.
+    /// Host memory, accessed directly.
     Host,
-    /// Host memory by its address, looked up by the kernel at each use.
+    /// Host memory that the kernel copies, looking up its pages at each use.
     OnDemand,
-    /// Pages of a dma-buf, or of another file of memory, that are mapped here.
+    /// A dma-buf or memfd that is mapped in this process.
     DmaBuf,
-    /// In its client's own way.
+    /// Through the callbacks of a peer-memory client.
     PeerMemory,
-    /// Through a CPU window of this kind; what is large goes by the copy engine.
+    /// Through a CPU window of this kind; large copies use the copy engine.
     Window(WindowPath),
-    /// By the copy engine.
+    /// With the copy engine.
     Engine,
-    /// Through pinned memory, with the copy engine working beside the CPU.
+    /// Through pinned memory, pipelined with the copy engine.
     Staged,
 }
 

@@ -4,12 +4,13 @@
 //! |---|---|
 //! | [`Registry`] | all registrations of one software device, found by key |
 //! | [`SoftPd`] | a protection domain: keys of one do not work in another |
-//! | [`SoftMr`] | a registration; it ends when this is dropped |
+//! | [`SoftMr`] | a registration; dropping it deregisters |
 //! | [`MemorySource`], [`HostMemory`] | what can be registered |
-//! | [`Access`] | what may be done with it |
-//! | [`Span`] | memory that a key gave, for one copy or one atomic operation |
-//! | [`AccessDenied`] | why a key did not |
-//! | [`MrExport`], [`ExportObserver`], [`PeerMapping`] | registrations that other processes use by themselves, and theirs |
+//! | [`Access`] | access rights |
+//! | [`Span`] | memory resolved from a key, for one copy or one atomic operation |
+//! | [`AccessDenied`] | why a key was not resolved |
+//! | [`MrExport`], [`ExportObserver`] | registrations that local peers map and access directly |
+//! | [`PeerMapping`] | a local peer's memory, mapped here |
 //!
 //! ```
 //! use warpwire::mr::{Access, AccessDenied, HostMemory, Registry};
@@ -19,7 +20,7 @@
 //! let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
 //! let mr = registry.register(&pd, memory.clone(), Some(0x1000), rights)?;
 //!
-//! // What an engine does for each packet.
+//! // The engine does this for each packet.
 //! let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_WRITE, 0x1100, 5).unwrap();
 //! span.scatter(0, b"hello").unwrap();
 //! drop(span);
@@ -35,18 +36,21 @@
 //! ```
 //!
 //! # Promises
-//! 1. **After a registration has ended nobody touches its memory.** [`SoftMr::deregister`], and dropping the
-//!    [`SoftMr`], return when the last [`Span`] of it is gone. A thread that holds one must not end it.
-//! 2. **Memory outlives its registration.** An [`SoftMr`] holds its memory and its [`SoftPd`]; an allocation cannot
-//!    be freed by its handles meanwhile.
-//! 3. **Freed memory is never read.** Where memory goes away all the same (a device is told to free it under
-//!    its users), every later use is [`AccessDenied::Gone`]; while it moves, [`AccessDenied::Moving`].
-//! 4. **Atomics are atomic**, on host memory with every thread and process that uses atomic operations too,
-//!    on device memory among all queue pairs of this process's software HCAs. A device's own atomics are not
-//!    kept out where its memory lies behind a bus (`IBV_ATOMIC_HCA`, in the words of verbs).
-//! 5. **Bytes are placed in rising order**, but may be seen in any; [`Span::publish`] comes between data and
-//!    the completion that tells of it.
-//! 6. **Finding memory takes no lock and no allocation.** It costs two atomic additions.
+//! 1. **No access after deregistration.** [`SoftMr::deregister`], and dropping the [`SoftMr`],
+//!    return when the last [`Span`] of the registration has been dropped. A thread that holds a
+//!    span must not deregister: it would deadlock.
+//! 2. **Memory outlives its registration.** A [`SoftMr`] holds its memory and its [`SoftPd`]; the
+//!    handles of an allocation cannot free it while it is registered.
+//! 3. **Freed memory is never read.** If memory is freed under its registration nevertheless (its
+//!    owner forces it), every later use fails with [`AccessDenied::Gone`]; while it is being moved,
+//!    with [`AccessDenied::Moving`].
+//! 4. **Atomics are atomic**: on host memory with respect to every thread and process that uses
+//!    atomic operations, on device memory among all queue pairs of this process's software HCAs.
+//!    They are not atomic with respect to a device's own atomics where its memory is accessed over
+//!    a bus (`IBV_ATOMIC_HCA` in verbs).
+//! 5. **Bytes are written in ascending order**, but may become visible in any order;
+//!    [`Span::publish`] orders data before the completion that reports it.
+//! 6. **Resolving a key takes no lock and allocates nothing.** It costs two atomic additions.
 
 mod access;
 mod atomics;
@@ -84,10 +88,15 @@ pub use client::{InvalidationHandle, PeerClient, PeerPages, Persistence, Release
 pub use custom_memory::CustomMemory;
 pub use denied::AccessDenied;
 pub use dma_buf::DmaBufRange;
+#[doc(hidden)]
 pub use export::{ExportObserver, MrExport, PeerMapping};
 pub use host::HostMemory;
 pub use memory::{AccessPath, MemorySource};
 pub use on_demand::OdpStats;
-pub use registration::{AttachMode, RegisteredBy, SoftMr};
+#[doc(hidden)]
+pub use registration::SoftMr;
+pub use registration::{AttachMode, RegisteredBy};
+#[doc(hidden)]
 pub use registry::{PdId, Registry, SoftPd};
+#[doc(hidden)]
 pub use span::Span;

@@ -1,8 +1,9 @@
-//! Host memory that is found when it is needed.
+//! On-demand paging of host memory.
 //!
-//! The range is divided into granules. The first use of one asks the pager to bring its pages in, and the queue pair
-//! waits meanwhile; from then on the kernel copies, which looks every page up again: memory that was unmapped since
-//! is an error, and not a fault of this process. A granule of which only a part is there serves that part.
+//! The range is divided into granules. The first use of a granule makes the pager fault its pages
+//! in, while the queue pair waits; from then on the kernel copies (`process_vm_readv`), and looks
+//! up every page again: memory that was unmapped since is an error, not a signal in this process.
+//! Of a partially mapped granule, the mapped pages remain usable.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -20,31 +21,33 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
 use crate::units;
 
-/// How much is found at a time.
+/// Unit of paging, in bytes.
 const GRANULE: u64 = 64 << 10;
-/// Granules whose states lie together, in a piece that is made when it is first needed.
+/// Granule states per lazily allocated chunk.
 const GRANULES_PER_CHUNK: u64 = 4096;
-/// A question about a long range is about its beginning: its packets ask again for themselves.
+/// `check` covers at most this many granules, the beginning of a long range: each of its packets is
+/// checked again.
 const MAX_CHECKED: u64 = 17;
 
-/// What is known of a granule.
+// States of a granule.
 const ABSENT: u8 = 0;
 const REQUESTED: u8 = 1;
 const PRESENT: u8 = 2;
 const REFUSED: u8 = 3;
-/// Some pages of it are there, or all of them for reading only: each use asks.
+/// Some pages are not mapped, or not writable: each use checks the pages that it touches.
 const PARTIAL: u8 = 4;
 
-/// How often memory was looked for.
+/// Page-fault counters of a registration, in granules of 64 KiB of host memory, or in mappings of
+/// device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OdpStats {
-    /// Uses that found nothing there yet, and had it found.
+    /// Faults raised by accesses to memory that was not resident.
     pub faults: u64,
-    /// Pieces that a prefetch found.
+    /// Faults resolved by a prefetch.
     pub prefetched: u64,
-    /// Pieces that were not to be found.
+    /// Faults that could not be resolved.
     pub refused: u64,
-    /// Pieces that had been there, and were gone, or elsewhere, when they were next used.
+    /// Resident memory that was found unmapped at its next use, or was moved.
     pub lost: u64,
 }
 
@@ -72,22 +75,23 @@ pub(super) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Host memory by its address.
+/// Host memory, paged on demand.
 pub(super) struct OnDemand {
     range: HostRange,
     writes: bool,
     chunks: Box<[OnceLock<Box<[AtomicU8]>>]>,
     counts: OdpCounters,
-    /// How many conclusions had been drawn when something was last refused.
-    refused: AtomicU64,
+    /// The fault epoch at the last resolution; granules refused then stay refused in that epoch.
+    refused_epoch: AtomicU64,
     fault_epoch: Arc<FaultEpoch>,
-    /// For the pager.
+    /// For jobs on the pager.
     weak_self: Weak<Self>,
 }
 
-/// How often a user of the registry drew the conclusion from memory that was refused: a connection failed. What is
-/// refused stays so until then, because several parts of a connection ask, and only one may conclude; and is looked for
-/// anew afterwards, because it may be mapped again.
+/// Generation counter of failed connections. A refused granule stays refused within an epoch,
+/// because several parts of a connection check it and all must get the same answer; a failing
+/// connection starts a new epoch, in which it is looked up again, because it may have been mapped
+/// again.
 #[derive(Default)]
 pub(super) struct FaultEpoch(AtomicU64);
 
@@ -102,7 +106,7 @@ impl FaultEpoch {
 }
 
 impl OnDemand {
-    /// Nothing, if the kernel copies by address for this process; else why it does not.
+    /// Checks, once per process, that `process_vm_readv` works here.
     pub(super) fn available() -> Result<()> {
         static TRIED: OnceLock<Result<()>> = OnceLock::new();
         let tried = TRIED.get_or_init(|| {
@@ -110,8 +114,8 @@ impl OnDemand {
             let at = from.as_ptr().expose_provenance() as u64;
             copy(at, to.as_mut_ptr(), 1, VmCopy::Out).map_err(|error| {
                 Error::new(Kind::Unsupported, "register memory on demand")
-                    .why(format!("the kernel copies nothing by address here ({error})"))
-                    .fix("leave out on-demand, or let the process call process_vm_readv and process_vm_writev")
+                    .why(format!("process_vm_readv fails in this process ({error})"))
+                    .fix("leave out on-demand, or allow process_vm_readv and process_vm_writev")
             })
         });
         tried.clone()
@@ -125,7 +129,7 @@ impl OnDemand {
             writes,
             chunks,
             counts: OdpCounters::default(),
-            refused: AtomicU64::new(0),
+            refused_epoch: AtomicU64::new(0),
             fault_epoch: fault_epoch.clone(),
             weak_self: weak_self.clone(),
         })
@@ -143,7 +147,7 @@ impl OnDemand {
         self.counts.get()
     }
 
-    /// Which granules a range touches: granules lie on round addresses, as pages do.
+    /// The granules that a range touches. Granules are aligned by address, as pages are.
     fn granules(&self, offset: u64, len: u64) -> std::ops::Range<u64> {
         let skew = self.range.address() % GRANULE;
         (offset + skew) / GRANULE..(offset + skew + len).div_ceil(GRANULE)
@@ -155,20 +159,20 @@ impl OnDemand {
         chunk.get_or_init(new).get((granule % GRANULES_PER_CHUNK) as usize)
     }
 
-    /// Whether a granule is there, in part perhaps; if not, it is looked for from now on.
+    /// The state of a granule that is present, perhaps partially. Otherwise queues its resolution.
     fn request(&self, granule: u64) -> std::result::Result<u8, AccessDenied> {
         let state = self.state(granule).ok_or(AccessDenied::Range)?;
         match state.load(Ordering::Acquire) {
             found @ (PRESENT | PARTIAL) => Ok(found),
             REQUESTED => Err(AccessDenied::NotResident),
-            // The same for all who ask, until somebody has drawn the conclusion.
-            REFUSED if self.refused.load(Ordering::Acquire) == self.fault_epoch.current() => {
+            // The same answer for every caller, until a connection has failed because of it.
+            REFUSED if self.refused_epoch.load(Ordering::Acquire) == self.fault_epoch.current() => {
                 Err(AccessDenied::Gone)
             }
             _ => {
-                // It may be mapped again since it was refused.
-                let away = |seen| matches!(seen, ABSENT | REFUSED).then_some(REQUESTED);
-                if state.fetch_update(Ordering::AcqRel, Ordering::Acquire, away).is_ok() {
+                // A refused granule may have been mapped again.
+                let request = |seen| matches!(seen, ABSENT | REFUSED).then_some(REQUESTED);
+                if state.fetch_update(Ordering::AcqRel, Ordering::Acquire, request).is_ok() {
                     count(&self.counts.faults);
                     self.resolve_later(granule);
                 }
@@ -186,35 +190,35 @@ impl OnDemand {
         });
     }
 
-    /// Looks for a granule and notes what came of it.
+    /// Faults a granule in and stores its new state.
     fn resolve(&self, granule: u64) {
-        // Before it is looked for: who concludes something meanwhile has another answer in mind.
-        self.refused.store(self.fault_epoch.current(), Ordering::Release);
+        // Before the probe: an epoch that begins meanwhile refers to an earlier answer.
+        self.refused_epoch.store(self.fault_epoch.current(), Ordering::Release);
         let found = self.probe(granule);
         if let Some(state) = self.state(granule) {
             state.store(found, Ordering::Release);
         }
     }
 
-    /// Looks for a granule: whether it is there, in part or not at all. Nothing is concluded from a shortage: then it is
-    /// looked for again when it is next used.
+    /// Faults a granule in, and returns its state: present, partial or refused. After a transient
+    /// failure it is absent, and the next use retries.
     fn probe(&self, granule: u64) -> u8 {
         let (from, to, page) = self.pages(granule);
         let Err(error) = self.populate(from, to, self.writes) else { return PRESENT };
         if is_transient(&error) {
-            tracing::debug!(%error, "memory on demand cannot be looked for now");
+            tracing::debug!(%error, "on-demand memory cannot be paged in at the moment");
             return ABSENT;
         }
         count(&self.counts.refused);
-        tracing::debug!(%error, "memory on demand is not there");
-        let there = |at| self.touch(at, at + page, page).is_ok();
-        match (from..to).step_by(page as usize).any(there) {
+        tracing::debug!(%error, "on-demand memory is not mapped");
+        let mapped = |at| self.touch(at, at + page, page).is_ok();
+        match (from..to).step_by(page as usize).any(mapped) {
             true => PARTIAL,
             false => REFUSED,
         }
     }
 
-    /// The pages of a granule: where they begin and end, and how long one is.
+    /// Start and end address of a granule's pages in the range, and the page size.
     fn pages(&self, granule: u64) -> (u64, u64, u64) {
         let page = rustix::param::page_size() as u64;
         let (start, end) = (self.range.address(), self.range.address() + self.range.len());
@@ -223,7 +227,7 @@ impl OnDemand {
         (from, (first + GRANULE).min(end.next_multiple_of(page)), page)
     }
 
-    /// Makes the kernel find pages.
+    /// Faults the pages of a range in, for writing if `writes`.
     fn populate(&self, from: u64, to: u64, writes: bool) -> std::io::Result<()> {
         let page = rustix::param::page_size() as u64;
         let advice = match writes {
@@ -232,12 +236,12 @@ impl OnDemand {
         };
         let base = std::ptr::without_provenance_mut(from as usize);
         loop {
-            // SAFETY: populating changes no contents, and harms no range, whatever lies there.
+            // SAFETY: populating changes no contents, and is harmless on any range, mapped or not.
             match unsafe { madvise(base, (to - from) as usize, advice) } {
-                // Some mappings have pages that the kernel copies for nobody: better found out now.
+                // Some mappings have pages that process_vm_readv cannot copy: detect it now.
                 Ok(()) => return copy(from, [0].as_mut_ptr(), 1, VmCopy::Out),
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                // Said where nothing is mapped, and where the machine has no page left for what is.
+                // Either nothing is mapped there, or the machine is out of memory.
                 Err(rustix::io::Errno::NOMEM) => {
                     return Err(match maps::query_range(from, to - from) {
                         Ok(_) | Err(maps::RangeError::Transient) => std::io::ErrorKind::OutOfMemory,
@@ -245,8 +249,8 @@ impl OnDemand {
                     }
                     .into());
                 }
-                // Said of mappings that may not be written; and by kernels before 5.14, which do not know it, and of
-                // mappings without pages of their own.
+                // Either the mapping is not writable; or the kernel is older than 5.14 and does not
+                // know the advice; or the mapping has no pages of its own.
                 Err(rustix::io::Errno::INVAL) => {
                     return match maps::query_range(from, to - from) {
                         Err(maps::RangeError::Transient) => {
@@ -262,18 +266,18 @@ impl OnDemand {
         }
     }
 
-    /// Has the kernel read a byte of each page.
+    /// Faults pages in by having the kernel read a byte of each.
     fn touch(&self, from: u64, to: u64, page: u64) -> std::io::Result<()> {
         let mut byte = [0];
         let mut pages = (from..to).step_by(page as usize);
         pages.try_for_each(|at| copy(at, byte.as_mut_ptr(), 1, VmCopy::Out))
     }
 
-    /// Finds a range and waits for it.
+    /// Faults a range in on the calling thread.
     pub(super) fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         for granule in self.granules(offset, len) {
             let Some(state) = self.state(granule) else { continue };
-            // Also what is thought to be there: it may be gone.
+            // Present granules too: they may have been unmapped.
             let found = self.probe(granule);
             if state.swap(found, Ordering::AcqRel) == PRESENT && found == PRESENT {
                 continue;
@@ -284,7 +288,7 @@ impl OnDemand {
                         Kind::Freed,
                         format!("prefetch {} at offset {offset}", units::bytes(len)),
                     )
-                    .why(format!("the pages are not there ({error})"))
+                    .why(format!("its pages are not mapped ({error})"))
                     .fix("map the memory again, or deregister it")
                 })?;
             }
@@ -293,7 +297,7 @@ impl OnDemand {
         Ok(())
     }
 
-    /// Whether the pages of a granule that a range touches are there, where not all of them are.
+    /// Faults in the pages of a granule that a range touches.
     fn populate_part(
         &self,
         granule: u64,
@@ -312,12 +316,12 @@ impl OnDemand {
         pager::submit(move || {
             if let Some(Err(error)) = weak_self.upgrade().map(|memory| memory.prefetch(offset, len))
             {
-                tracing::debug!(%error, "a prefetch found nothing");
+                tracing::debug!(%error, "prefetch failed");
             }
         });
     }
 
-    /// Whether that part of a granule is there of which others are not. It is asked of the kernel each time.
+    /// Checks the pages that a range touches in a partial granule, by asking the kernel each time.
     #[cold]
     fn check_partial(
         &self,
@@ -326,13 +330,13 @@ impl OnDemand {
         len: u64,
         writes: bool,
     ) -> std::result::Result<(), AccessDenied> {
-        let there = self.populate_part(granule, offset, len, writes);
-        there.map_err(|error| {
+        let populated = self.populate_part(granule, offset, len, writes);
+        populated.map_err(|error| {
             if is_transient(&error) { AccessDenied::NotResident } else { AccessDenied::Gone }
         })
     }
 
-    /// A copy failed: what was thought to be there must be looked for again.
+    /// Marks the granules of a range absent after a copy has failed.
     #[cold]
     fn invalidate(&self, offset: u64, len: u64) -> AccessDenied {
         for granule in self.granules(offset, len) {
@@ -348,7 +352,7 @@ impl OnDemand {
 impl CustomMemory for OnDemand {
     fn check(&self, offset: u64, len: u64, writes: bool) -> std::result::Result<(), AccessDenied> {
         let mut outcome = Ok(());
-        // All of them, so that several are looked for at once; one that is not to be found decides.
+        // Check all of them, so that their faults are resolved together. A refused one decides.
         for granule in self.granules(offset, len).take(MAX_CHECKED as usize) {
             let found = self.request(granule).and_then(|state| match state {
                 PARTIAL => self.check_partial(granule, offset, len, writes),
@@ -378,12 +382,12 @@ impl CustomMemory for OnDemand {
     }
 
     fn atomic(&self, _: u64, _: &Atomic) -> std::result::Result<u64, AccessDenied> {
-        // Refused when it was registered.
+        // Remote atomic is rejected at registration.
         Err(AccessDenied::Rights)
     }
 }
 
-/// Whether it says nothing of the memory that was looked for: the machine is short of something, for now.
+/// Whether the error is a temporary shortage, which says nothing about the memory itself.
 fn is_transient(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{Interrupted, OutOfMemory, WouldBlock};
     matches!(error.kind(), Interrupted | OutOfMemory | WouldBlock)
@@ -391,27 +395,28 @@ fn is_transient(error: &std::io::Error) -> bool {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum VmCopy {
-    /// Out of the memory that may not be there.
+    /// From registered memory (`process_vm_readv`).
     Out,
-    /// Into it.
+    /// To registered memory (`process_vm_writev`).
     In,
 }
 
-/// Has the kernel copy between `local`, which is there, and `at`, which may not be.
+/// Has the kernel copy `len` bytes between `local`, which is mapped, and `at`, which may not be.
 fn copy(at: u64, local: *mut u8, len: usize, direction: VmCopy) -> std::io::Result<()> {
     let mut done = 0;
     while done < len {
         let left = len - done;
-        // SAFETY: inside what the caller passed.
-        let here = libc::iovec { iov_base: unsafe { local.add(done) }.cast(), iov_len: left };
-        let there = std::ptr::without_provenance_mut(at as usize + done);
-        let there = libc::iovec { iov_base: there, iov_len: left };
-        // SAFETY: the kernel reads, or writes, at most `left` bytes at `local`, which belong to the caller, and checks
-        // every page of the other side, which the caller of the registration vouched to be data of its own.
+        // SAFETY: `done` is less than `len`, so the sum is inside the caller's buffer.
+        let near = libc::iovec { iov_base: unsafe { local.add(done) }.cast(), iov_len: left };
+        let base = std::ptr::without_provenance_mut(at as usize + done);
+        let far = libc::iovec { iov_base: base, iov_len: left };
+        // SAFETY: the kernel accesses at most `left` bytes at `local + done`, which belong to the
+        // caller, and checks every page of the other side, of which the registering program has
+        // guaranteed that it is data for peers to read or write.
         let moved = unsafe {
             match direction {
-                VmCopy::Out => libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0),
-                VmCopy::In => libc::process_vm_writev(libc::getpid(), &here, 1, &there, 1, 0),
+                VmCopy::Out => libc::process_vm_readv(libc::getpid(), &near, 1, &far, 1, 0),
+                VmCopy::In => libc::process_vm_writev(libc::getpid(), &near, 1, &far, 1, 0),
             }
         };
         match usize::try_from(moved) {
@@ -432,14 +437,14 @@ mod tests {
 
     const LEN: usize = 2 * GRANULE as usize;
 
-    /// Maps pages, or takes them away and keeps their addresses.
+    /// Maps pages at `at`; with empty protection, replaces them by a reservation.
     fn cover(
         at: *mut std::ffi::c_void,
         len: usize,
         protection: ProtFlags,
     ) -> *mut std::ffi::c_void {
         let fixed = if at.is_null() { MapFlags::empty() } else { MapFlags::FIXED };
-        // SAFETY: a new mapping, or one in the place of this test's own; no reference to it exists.
+        // SAFETY: a new mapping, or a replacement of this test's own; no reference to it exists.
         unsafe { mmap_anonymous(at, len, protection, MapFlags::PRIVATE | fixed) }.unwrap()
     }
 
@@ -453,10 +458,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_gone_is_gone_for_all_who_ask_until_it_is_there_again() {
+    fn unmapped_memory_is_gone_for_all_callers_until_it_is_mapped_again() {
         let both = ProtFlags::READ | ProtFlags::WRITE;
         let base = cover(std::ptr::null_mut(), LEN, both);
-        // SAFETY: mapped above; what is not there any more is found out.
+        // SAFETY: mapped above; on-demand access detects what is unmapped later.
         let memory = unsafe { MemorySource::raw(base.cast(), LEN as u64) }.unwrap();
         let SourceKind::Host { range, .. } = memory.what else { unreachable!() };
         let fault_epoch = Arc::default();
@@ -467,20 +472,20 @@ mod tests {
             assert_eq!(
                 memory.write(0, &[1; 64]),
                 Err(AccessDenied::NotResident),
-                "it is looked for"
+                "it is looked up again"
             );
             assert_eq!(wait_resolved(&memory, 0), Err(AccessDenied::Gone));
-            // Whoever asks, and however often: nobody takes the answer away from another.
+            // The answer is the same for every caller, and no call consumes it.
             for _ in 0..1000 {
                 assert_eq!(memory.check(0, 64, true), Err(AccessDenied::Gone), "{part} bytes gone");
             }
             fault_epoch.advance();
-            assert_eq!(wait_resolved(&memory, 0), Err(AccessDenied::Gone), "looked for again");
+            assert_eq!(wait_resolved(&memory, 0), Err(AccessDenied::Gone), "looked up again");
             cover(base, part, both);
             fault_epoch.advance();
             let start = std::time::Instant::now();
             while wait_resolved(&memory, 0) != Ok(()) {
-                assert!(start.elapsed().as_secs() < 10, "it is there again");
+                assert!(start.elapsed().as_secs() < 10, "it is mapped again");
             }
             memory.write(0, &[1; 64]).unwrap();
         }

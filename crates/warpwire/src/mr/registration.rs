@@ -1,4 +1,4 @@
-//! A registration: what a key stands for, and the handle that its owner has.
+//! Memory registrations: the state behind a key, and the owner's handle.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use super::registry::{PdId, Registry, SoftPd};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{PinGuard, Region};
 
-/// What a key stands for.
+/// The state that a key resolves to.
 pub(super) struct Registration {
     pub(super) pd: PdId,
     pub(super) access: Access,
     pub(super) iova: u64,
     pub(super) len: u64,
-    /// Goes before the pages that it leads to.
+    /// Dropped before `acquired`, which holds the pages that it refers to.
     pub(super) target: Target,
     pub(super) acquired: Option<Acquired>,
-    /// Keeps the memory where it is.
+    /// Keeps the exporter from moving the memory (static dma-buf attachment).
     pub(super) _pin: Option<PinGuard>,
-    /// The domain lives as long as its registrations.
+    /// Keeps the protection domain alive.
     pub(super) _pd: SoftPd,
 }
 
@@ -39,12 +39,12 @@ impl Registration {
         self.access
     }
 
-    /// Its first address, and its length.
+    /// The first I/O virtual address, and the length in bytes.
     pub(super) fn range(&self) -> (u64, u64) {
         (self.iova, self.len)
     }
 
-    /// Ends it, and says to the pages' owner why.
+    /// Drops the registration and releases the client's pages with this reason.
     pub(super) fn end(mut self, why: ReleaseReason) {
         if let Some(acquired) = &mut self.acquired {
             acquired.set_reason(why);
@@ -52,37 +52,38 @@ impl Registration {
     }
 }
 
-/// Where the memory is.
+/// The memory behind a registration, by access method.
 pub(super) enum Target {
     Host(HostRange),
     Device { memory: Arc<DeviceMemory>, region: Region },
     Custom { custom_memory: Arc<dyn CustomMemory>, address: u64 },
 }
 
-/// How an importer stands with the exporter of a dma-buf.
+/// How the importer of a dma-buf is attached to its exporter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttachMode {
-    /// The memory stays where it is while it is registered: its exporter may not move it.
+    /// Pinned: the exporter may not move the memory while it is registered.
     Static,
-    /// The exporter may move it: access stops, and the new place is found when it is next needed.
+    /// The exporter may move the memory. Access is revoked first, and the memory is mapped again at
+    /// its next use.
     Dynamic,
 }
 
-/// How memory was named when it was registered.
+/// How memory was identified when it was registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegisteredBy {
-    /// By a handle that keeps it alive.
+    /// By a handle that keeps the memory alive.
     Handle,
-    /// By its address, which this client knew.
+    /// By its address, which a peer-memory client acquired.
     Address {
         /// The client's name.
         client: String,
-        /// Whether it tells when memory goes.
+        /// Whether the client reports that memory is taken back.
         persistence: Persistence,
-        /// In which units it pins.
+        /// Granularity of the client's pinning, in bytes.
         page_size: u64,
     },
-    /// By a file descriptor.
+    /// By a file descriptor, attached in this mode.
     DmaBuf(AttachMode),
 }
 
@@ -97,7 +98,7 @@ impl fmt::Display for RegisteredBy {
     }
 }
 
-/// A memory registration. Dropping it ends it.
+/// A memory registration of the software HCA. Dropping it deregisters the memory.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -105,7 +106,8 @@ impl fmt::Display for RegisteredBy {
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let registry = Registry::new();
 /// let memory = gpu.alloc(1 << 20).unwrap();
-/// let direct = registry.register(&registry.pd(), memory.whole().unwrap(), None, Access::ALL).unwrap();
+/// let whole = memory.whole().unwrap();
+/// let direct = registry.register(&registry.pd(), whole, None, Access::ALL).unwrap();
 /// assert!(matches!(direct.path(), AccessPath::Window(_)));
 /// let slow = MemorySource::from(memory.whole().unwrap()).without_window();
 /// let slow = registry.register(&registry.pd(), slow, None, Access::ALL).unwrap();
@@ -121,49 +123,49 @@ pub struct SoftMr {
     pub(super) access: Access,
     pub(super) reached: PathSource,
     pub(super) registered_by: RegisteredBy,
-    /// What is worth saying beside the path's own reasons.
+    /// Remarks shown with the path's own reasons by [`SoftMr::why`].
     pub(super) notes: Vec<String>,
     pub(super) invalidation: Option<Arc<InvalidationLink>>,
 }
 
 impl SoftMr {
-    /// The key for this side's work requests.
+    /// The local key, for work requests posted on this side.
     pub fn lkey(&self) -> u32 {
         self.key
     }
 
-    /// The key for peers; the same one.
+    /// The remote key, for peers. It equals the local key.
     pub fn rkey(&self) -> u32 {
         self.key
     }
 
-    /// Its protection domain.
+    /// The protection domain that the registration belongs to.
     pub fn pd(&self) -> &SoftPd {
         &self.pd
     }
 
-    /// The address of its first byte, in work requests.
+    /// The address of the first byte in work requests.
     pub fn iova(&self) -> u64 {
         self.iova
     }
 
-    /// How many bytes.
+    /// Length in bytes, never zero.
     #[allow(clippy::len_without_is_empty)] // no registration is empty
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// What may be done with it.
+    /// The rights granted at registration.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// How the memory was named.
+    /// How the memory was identified when it was registered.
     pub fn registered_by(&self) -> &RegisteredBy {
         &self.registered_by
     }
 
-    /// The peer-memory client whose memory it is, if it was registered by its address.
+    /// The peer-memory client that owns the memory, if it was registered by address.
     pub fn client(&self) -> Option<&str> {
         match &self.registered_by {
             RegisteredBy::Address { client, .. } => Some(client),
@@ -171,19 +173,19 @@ impl SoftMr {
         }
     }
 
-    /// How the memory is reached. Memory that is found on demand is found now.
+    /// How the memory is accessed. Device memory that is mapped on demand is mapped by this call.
     pub fn path(&self) -> AccessPath {
         self.reached.path().0
     }
 
-    /// Why it is not reached in better ways, and what is not as it should be; empty where all is well.
+    /// Why no better path is used, and other remarks; empty if there are none.
     pub fn why(&self) -> Vec<String> {
         let mut why = self.reached.path().1;
         why.extend(self.notes.iter().cloned());
         why
     }
 
-    /// The device's last failure, after a [`AccessDenied::Failed`](super::Denied::Failed).
+    /// The device's last error, after an [`AccessDenied::Failed`](super::AccessDenied::Failed).
     pub fn failure(&self) -> Option<Error> {
         match &self.reached {
             PathSource::Device(memory) => memory.failure(),
@@ -191,7 +193,7 @@ impl SoftMr {
         }
     }
 
-    /// How often its memory had to be found, if it is found on demand or may move.
+    /// Page-fault counters of memory that is paged on demand or may move; zeros for other memory.
     pub fn faults(&self) -> OdpStats {
         match &self.reached {
             PathSource::Device(memory) => memory.faults(),
@@ -200,9 +202,13 @@ impl SoftMr {
         }
     }
 
-    /// Finds `len` bytes, `offset` into it, before they are needed, and waits until they are there.
+    /// Pages in `len` bytes at `offset`, and blocks until they are resident.
     ///
-    /// It does something for memory that is found on demand, and nothing for other.
+    /// Has an effect on memory that is paged or mapped on demand only.
+    ///
+    /// # Errors
+    /// [`Kind::OutOfRange`] outside the registration; [`Kind::Freed`] if host pages are not mapped;
+    /// the device's error if its memory cannot be mapped.
     pub fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         self.check_inside(offset, len)?;
         match &self.reached {
@@ -212,7 +218,8 @@ impl SoftMr {
         }
     }
 
-    /// As [`prefetch`](Self::prefetch), without waiting, and without a word when it fails.
+    /// As [`prefetch`](Self::prefetch), on the pager thread: does not block, and reports no failure
+    /// other than an invalid range.
     pub fn prefetch_later(&self, offset: u64, len: u64) -> Result<()> {
         self.check_inside(offset, len)?;
         match &self.reached {
@@ -232,7 +239,7 @@ impl SoftMr {
         Err(Error::new(Kind::OutOfRange, what).why(why))
     }
 
-    /// Whether the memory is still there for the key: not after it was freed under its registration.
+    /// Whether the key still resolves: `false` once the memory was freed under its registration.
     pub fn is_live(&self) -> bool {
         let there = match &self.reached {
             PathSource::Device(memory) => memory.check(0, 0) != Err(super::AccessDenied::Gone),
@@ -241,16 +248,18 @@ impl SoftMr {
         there && self.registry.is_live(self.key)
     }
 
-    /// Ends the registration. When it returns, nobody uses the memory through it, and the key is dead.
+    /// Deregisters the memory. When it returns, no thread or peer accesses the memory through this
+    /// registration, and its key is invalid.
     ///
-    /// It waits for copies under way. A thread that holds a [`Span`](super::Span) of it would wait for itself.
+    /// Blocks until copies in progress have finished. Deadlocks if the calling thread holds a
+    /// [`Span`](super::Span) of the registration.
     pub fn deregister(self) {}
 }
 
 impl Drop for SoftMr {
     fn drop(&mut self) {
-        // First: a client that takes its memory back from now on has nothing to do, and never finds the key in
-        // other hands.
+        // First, so that a later invalidation by the client does nothing. The key may be
+        // reallocated once the registration has ended.
         if let Some(invalidation) = &self.invalidation {
             invalidation.end();
         }
@@ -261,6 +270,6 @@ impl Drop for SoftMr {
 impl fmt::Debug for SoftMr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (key, len, iova) = (self.key, self.len, self.iova);
-        write!(f, "Mr({key:#x}, {len} bytes at {iova:#x}, {}, {})", self.access, self.path())
+        write!(f, "SoftMr({key:#x}, {len} bytes at {iova:#x}, {}, {})", self.access, self.path())
     }
 }

@@ -1,4 +1,4 @@
-//! Registrations and their keys.
+//! The registry: registrations of one software device, and the resolution of keys.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,24 +25,27 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::{PinGuard, Region};
 use crate::units;
 
-/// The label of a slot's gate: the tag of its key, whether it was ever used, whether peers are shut out, whether
-/// the memory went away under it.
+// A slot's label: the tag of its key (bits 0 to 7), and these flags.
+
+/// The slot has held a registration.
 const USED: u32 = 1 << 8;
+/// The key has been invalidated for remote use.
 const REMOTE_INVALIDATED: u32 = 1 << 9;
+/// The memory was freed under its registration.
 const GONE: u32 = 1 << 10;
 
-/// What a [`SoftPd`] is told by, in work requests and queue pairs. No two in a process are alike.
+/// Identifies a [`SoftPd`] in work requests and queue pairs; unique in the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PdId(u64);
 
 impl PdId {
-    /// As a number, for peers who compare it.
+    /// As a number, which local peers compare.
     pub(crate) fn raw(self) -> u64 {
         self.0
     }
 }
 
-/// A protection domain. Clones are the same one.
+/// A protection domain. Clones refer to the same domain.
 ///
 /// ```
 /// use warpwire::mr::Registry;
@@ -53,18 +56,18 @@ impl PdId {
 pub struct SoftPd(Arc<PdId>);
 
 impl SoftPd {
-    /// What it is told by.
+    /// The identifier that keys are checked against.
     pub fn id(&self) -> PdId {
         *self.0
     }
 
-    /// Whether registrations, or other handles, still hold it.
+    /// Whether registrations or other handles still refer to it.
     pub fn is_in_use(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 }
 
-/// All registrations of one software device. Clones are the same registry.
+/// All registrations of one software device. Clones share the registry.
 ///
 /// ```
 /// use warpwire::mr::{Access, AccessDenied, HostMemory, Registry};
@@ -82,25 +85,26 @@ impl SoftPd {
 pub struct Registry(Arc<Inner>);
 
 pub(super) struct Inner {
-    /// What clients know the device by.
+    /// The device name passed to clients.
     name: String,
     table: Table,
     keys: Mutex<KeyAllocator>,
-    /// Device memory in use, so that registrations of one allocation share its window.
+    /// Registered device memory, so that all registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
     pending_writes: Arc<PendingWrites>,
-    /// What users of memory on demand have concluded.
+    /// Advanced when a connection has failed because of an unmapped on-demand page.
     fault_epoch: Arc<FaultEpoch>,
-    /// Whom to ask whose an address is, in this order.
+    /// In lookup order.
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
-    /// Who tells other processes of registrations.
+    /// Exports registrations to other processes.
     observer: OnceLock<Arc<dyn ExportObserver>>,
 }
 
 impl Inner {
-    /// Takes a registration off its key, whose memory is going away. The key stays its owner's.
+    /// Takes the registration out of its slot because its memory is being revoked. The key stays
+    /// allocated until its owner deregisters.
     pub(super) fn detach_key(&self, key: u32) -> Option<Registration> {
-        // First those who need no packets: they do not look at the gate.
+        // First the peers that access the memory directly: they do not go through the slot.
         if let Some(observer) = self.observer.get() {
             observer.closing(key);
         }
@@ -118,7 +122,7 @@ impl Default for Registry {
     }
 }
 
-/// Where memory came from, beside the memory itself.
+/// How a registration's memory was obtained, and what keeps it valid.
 pub(super) struct Provenance {
     pub(super) registered_by: RegisteredBy,
     pub(super) acquired: Option<Acquired>,
@@ -133,12 +137,13 @@ impl Default for Provenance {
 }
 
 impl Registry {
-    /// An empty registry, whose clients are the host, CUDA and the simulator.
+    /// An empty registry of a device named `soft`, with the host, the simulator and CUDA as
+    /// clients.
     pub fn new() -> Self {
         Self::with_name("soft")
     }
 
-    /// The same, of a device with that name.
+    /// The same, of a device with this name.
     pub fn with_name(name: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             name: name.into(),
@@ -152,36 +157,37 @@ impl Registry {
         }))
     }
 
-    /// Adds a client, to be asked before those that are there.
+    /// Adds a client in front of the existing ones.
     pub fn add_client(&self, client: Arc<dyn PeerClient>) {
         self.0.clients.write().insert(0, client);
     }
 
-    /// The clients, in the order in which they are asked.
+    /// The clients, in lookup order.
     pub fn clients(&self) -> Vec<Arc<dyn PeerClient>> {
         self.0.clients.read().clone()
     }
 
-    /// A new protection domain.
+    /// Allocates a protection domain.
     pub fn pd(&self) -> SoftPd {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         SoftPd(Arc::new(PdId(NEXT.fetch_add(1, Ordering::Relaxed))))
     }
 
-    /// How many registrations there are.
+    /// The number of live registrations.
     pub fn len(&self) -> usize {
         self.0.keys.lock().live
     }
 
-    /// Whether there is none.
+    /// Whether there is no live registration.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Registers memory: gives it a key under which work requests of `pd` reach it.
+    /// Registers memory under a new key, with which work requests of `pd` can access it.
     ///
-    /// `iova` is the address at which they find its first byte: by default the memory's own address, or
-    /// zero for [`Access::ZERO_BASED`]. The time that it takes does not depend on the memory's size.
+    /// `iova` is the address of its first byte in work requests: by default the memory's own
+    /// address, or zero for [`Access::ZERO_BASED`]. The cost does not depend on the size of the
+    /// memory.
     pub fn register(
         &self,
         pd: &SoftPd,
@@ -192,29 +198,31 @@ impl Registry {
         self.register_source(pd, memory.into(), iova, access, Provenance::default())
     }
 
-    /// Registers `len` bytes at `address`, whosever they are: the clients are asked in turn.
+    /// Registers `len` bytes at `address`, of any kind of memory: the clients are asked in turn.
     ///
-    /// With [`Access::ON_DEMAND`], host memory is looked up at each use: unmapping it makes work fail and harms
-    /// nothing. Without, an unmapped page under a registration is a fault of this process.
+    /// With [`Access::ON_DEMAND`], the kernel looks up host pages at each use: if one is unmapped,
+    /// the work request fails. Without it, access to an unmapped page raises `SIGSEGV` in this
+    /// process.
     ///
     /// ```
     /// use warpwire::mr::{Access, AccessPath, Registry};
     /// let registry = Registry::new();
     /// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
     /// let at = words.as_ptr().addr() as u64;
-    /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
+    /// // SAFETY: the words outlive the registration, and are atomics, so peers may change them.
     /// let mr = unsafe { registry.register_address(&registry.pd(), at, 4096, None, Access::ALL) }?;
     /// assert_eq!((mr.client(), mr.path()), (Some("host"), AccessPath::Host));
-    /// // SAFETY: nothing is there, which is found out.
-    /// let nobody = unsafe { registry.register_address(&registry.pd(), 4096, 64, None, Access::ALL) };
-    /// assert!(nobody.unwrap_err().to_string().contains("nobody knows the address"));
+    /// // SAFETY: nothing is mapped there, so the registration fails.
+    /// let bad = unsafe { registry.register_address(&registry.pd(), 4096, 64, None, Access::ALL) };
+    /// assert!(bad.unwrap_err().to_string().contains("no client owns the address"));
     /// # Ok::<(), warpwire::Error>(())
     /// ```
     ///
     /// # Safety
-    /// What [`MemorySource::raw`] and [`Device::borrow`](crate::mem::Device::borrow) ask for, whichever sort of memory it is:
-    /// it stays until the registration has ended or its client has taken it back, and what peers may write is
-    /// touched by atomic or volatile accesses only.
+    /// The conditions of [`MemorySource::raw`] or [`Device::borrow`](crate::mem::Device::borrow),
+    /// depending on the kind of memory: it stays valid until the registration has ended or its
+    /// client has revoked it, and what peers may write is accessed with atomic or volatile
+    /// operations only.
     #[allow(unsafe_code)]
     pub unsafe fn register_address(
         &self,
@@ -251,7 +259,7 @@ impl Registry {
             let (acquired, memory) = acquired.map_err(|error| error.during(what()))?;
             let page_size = acquired.page_size();
             if memory.len() != len {
-                let why = format!("client {name} gave {} bytes for them", memory.len());
+                let why = format!("client {name} gave {} bytes instead", memory.len());
                 return Err(Error::new(Kind::InvalidArgument, what()).why(why));
             }
             let registered_by = RegisteredBy::Address { client: name, persistence, page_size };
@@ -261,17 +269,17 @@ impl Registry {
                 invalidation: Some(invalidation),
                 pin: None,
             };
-            // The memory may have an address of its own, which is not the one that it was named by.
+            // The client may map the memory at another address than the one it was registered by.
             let own = (!access.contains(Access::ZERO_BASED)).then_some(address);
             return self.register_source(pd, memory, iova.or(own), access, provenance);
         }
-        let why = format!("nobody knows the address ({})", refusals.join("; "));
+        let why = format!("no client owns the address ({})", refusals.join("; "));
         Err(Error::new(Kind::NotDeviceMemory, what()).why(why).fix(
-            "pass memory that is mapped in this process or allocated on a GPU of it, all of it",
+            "pass memory that is entirely mapped in this process, or allocated by it on a GPU",
         ))
     }
 
-    /// What all registrations have in common.
+    /// The common part of all ways to register memory.
     pub(super) fn register_source(
         &self,
         pd: &SoftPd,
@@ -290,13 +298,13 @@ impl Registry {
         let iova = match (iova, zero_based) {
             (Some(0) | None, true) => 0,
             (Some(iova), true) => {
-                let why = format!("it is zero-based, and yet should begin at {iova:#x}");
-                return Err(failure(Kind::InvalidArgument, why).fix("leave one of the two out"));
+                let why = format!("it is zero-based, but should begin at {iova:#x}");
+                return Err(failure(Kind::InvalidArgument, why).fix("leave out one of the two"));
             }
             (iova, false) => iova.unwrap_or(address),
         };
         if len == 0 || iova.checked_add(len - 1).is_none() {
-            let why = format!("{len} bytes from {iova:#x} on are none, or pass the last address");
+            let why = format!("it is empty, or {len} bytes from {iova:#x} pass the last address");
             return Err(failure(Kind::InvalidArgument, why));
         }
         let mut notes = Vec::new();
@@ -332,7 +340,7 @@ impl Registry {
         })
     }
 
-    /// How memory is reached, for work and for those who ask.
+    /// The access method of memory, for work requests and for [`SoftMr::path`].
     fn target(&self, memory: MemorySource) -> Result<(Target, PathSource)> {
         let address = memory.address();
         Ok(match memory.what {
@@ -352,7 +360,7 @@ impl Registry {
         })
     }
 
-    /// Puts a registration under a new key.
+    /// Allocates a key and stores the registration under it.
     fn publish(&self, registration: Registration) -> Result<u32> {
         let full = || {
             Error::new(Kind::OutOfMemory, "register memory")
@@ -361,9 +369,9 @@ impl Registry {
         };
         let key = self.0.keys.lock().allocate().ok_or_else(full)?;
         let slot = self.0.table.get_or_alloc(key >> 8).ok_or_else(full)?;
-        // Before the gate opens: from then on a peer's message may close the key again.
+        // Before the slot opens: from then on a peer's message may invalidate the key.
         self.notify_opened(export::export(key, &registration));
-        // The index was free, so its gate is closed.
+        // The index was free, so its slot is closed.
         slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
         Ok(key)
     }
@@ -372,13 +380,13 @@ impl Registry {
         &self.0.observer
     }
 
-    /// The registration of a key, if peers may use it.
+    /// A guard on the registration of a key, unless it is stale or invalidated for peers.
     pub(super) fn enter_for_peer(&self, key: u32) -> Option<SlotGuard<'_, Registration>> {
         let wanted = key & TAG | USED;
         self.0.table.get(key >> 8)?.0.enter(|label| label == wanted).ok()
     }
 
-    /// The shared state of the device memory that a region is of.
+    /// The shared state of a region's device memory; created if there is none yet.
     fn device(&self, region: &Region, device_access: &DeviceAccess) -> Result<Arc<DeviceMemory>> {
         let mut devices = self.0.devices.lock();
         devices.retain(|known| known.strong_count() > 0);
@@ -394,11 +402,11 @@ impl Registry {
         Ok(memory)
     }
 
-    /// Finds `len` bytes at `address` under a key, for one who needs these rights. Reading locally needs
-    /// [`Access::NONE`].
+    /// Resolves `len` bytes at `address` under a key, and checks that it grants the rights `need`
+    /// ([`Access::NONE`] for local reads).
     ///
-    /// A range of no bytes needs neither key nor rights: nothing is checked. The memory stays registered
-    /// while the span exists. No lock is taken and nothing allocated; many threads may call it.
+    /// For an empty range neither key nor rights are checked. The memory stays registered while the
+    /// span exists. Takes no lock and allocates nothing; any number of threads may call it.
     #[inline]
     pub fn resolve(
         &self,
@@ -412,7 +420,7 @@ impl Registry {
             return Ok(Span::empty());
         }
         let slot = self.0.table.get(key >> 8).ok_or(AccessDenied::Unknown)?;
-        // Peers are shut out by a label; those of this side pass in either case.
+        // Local access ignores the flag that shuts out peers.
         let ignored = if need.is_remote() { 0 } else { REMOTE_INVALIDATED };
         let wanted = key & TAG | USED;
         let guard = slot
@@ -438,9 +446,9 @@ impl Registry {
         Ok(Span::new(guard, offset, len))
     }
 
-    /// Ends remote use of a key, as a peer's message asked for: to let peers in again, register anew.
-    /// Local use goes on. When it returns, no peer's access is under way any more; the caller must hold no
-    /// [`Span`] of the key.
+    /// Ends remote use of a key (send with invalidate). To allow remote access again, register the
+    /// memory anew. Local use is unaffected. When it returns, no peer's access is in progress; the
+    /// caller must hold no [`Span`] of the key.
     pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), AccessDenied> {
         let slot = self.0.table.get(rkey >> 8).ok_or(AccessDenied::Unknown)?;
         let wanted = rkey & TAG | USED;
@@ -454,7 +462,7 @@ impl Registry {
                 return Err(AccessDenied::Rights);
             }
         }
-        // Somebody may have come first in between: then the key is ended or invalid already.
+        // A concurrent call may have deregistered or invalidated the key since the check.
         match slot.0.relabel_and_drain(wanted, wanted | REMOTE_INVALIDATED) {
             true => {
                 self.notify_closing(rkey);
@@ -467,25 +475,27 @@ impl Registry {
         }
     }
 
-    /// Sends everything that this thread has placed, in any memory, on its way before what it stores later.
+    /// Orders everything that this thread has written to registered memory before its later stores.
+    /// Blocks until staged writes have completed.
     pub fn publish_all(&self) {
         self.0.pending_writes.wait();
         atomics::store_fence();
     }
 
-    /// A connection has failed: memory on demand that was refused is looked for again when it is next used.
+    /// To be called when a connection has failed: on-demand memory that could not be paged in is
+    /// tried again at its next use.
     pub fn reset_fault_state(&self) {
         self.0.fault_epoch.advance();
     }
 
-    /// Waits until all that was placed in memory without a window is there; where there is none, it costs nothing.
-    /// Says whether all of it is, since this was last asked: a device that fails on the way loses what it had taken.
+    /// Blocks until all writes to memory without a window have reached it; costs one load if there
+    /// are none. Returns `false` if writes were lost since the last call, because a device failed.
     #[inline]
     pub fn flush_staged(&self) -> bool {
         self.0.pending_writes.flush_staged()
     }
 
-    /// Whether a key has its memory.
+    /// Whether a key's slot is open, that is, its memory was neither deregistered nor revoked.
     pub(super) fn is_live(&self, key: u32) -> bool {
         self.0.table.get(key >> 8).is_some_and(|slot| {
             let (label, open) = slot.0.peek();
@@ -496,26 +506,27 @@ impl Registry {
     /// Ends the registration of a key: see [`SoftMr::deregister`].
     pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
-            // First those who need no packets: they do not look at the gate.
+            // First the peers that access the memory directly: they do not go through the slot.
             self.notify_closing(key);
             let ended = slot.0.close(key & TAG | USED);
-            // All that was placed through it is there, now that nothing more can come.
+            // No more writes can arrive; wait for the staged ones.
             self.0.pending_writes.wait();
-            // Before the index can be used again, so that memory is free when the key is.
+            // Before the index can be reused, so that the memory is released when the key is.
             drop(ended);
             self.0.keys.lock().release(key);
         }
     }
 }
 
-/// Where a range lies in memory of `total` bytes that begins at `iova`, if it lies inside. `len` is not zero.
+/// The offset of a range in memory of `total` bytes that begins at `iova`; `None` if it is out of
+/// bounds. `len` is not zero.
 #[inline]
 fn locate(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
     let offset = address.checked_sub(iova)?;
     (offset < total && len <= total - offset).then_some(offset)
 }
 
-/// Why a slot with this label does not take a key.
+/// Why a slot with this label rejected a key.
 #[cold]
 fn reason(label: u32, open: bool, wanted: u32) -> AccessDenied {
     match (label & USED != 0, open) {

@@ -1,50 +1,51 @@
-//! A gate: a value that many threads use without a lock, until somebody takes it away.
+//! A revocable slot: a value that many threads use without a lock, until one thread revokes it.
 //!
-//! The state is one word: how many are inside, whether the gate is open, and a label that those who come
-//! must know. Coming in is one addition, and what it returns says whether the comer is in.
+//! The state is one word: the number of guards, whether the slot is open, and a label that `enter`
+//! has to match. Entering is one `fetch_add`, whose result decides whether the thread got in.
 //!
 //! # Invariants
-//! 1. The content is touched by those inside (shared) and by holders of the lock while the gate is closed
-//!    and nobody is inside (alone); never both, because a closer waits for the last one inside before it
-//!    lets go of the lock.
-//! 2. Who finds the gate closed goes away without touching the content; its addition, undone at once, may
-//!    make a closer wait a moment longer, and nothing else.
+//! 1. The content is accessed by guards (shared), or by the holder of the transition lock while the
+//!    slot is closed and has no guards (exclusive); never both, because `close` waits for the last
+//!    guard before it releases the lock.
+//! 2. A thread that finds the slot closed does not access the content. Its increment is undone
+//!    immediately; the only effect is that a concurrent `close` may wait slightly longer.
 #![allow(unsafe_code)]
 
 use std::ops::Deref;
 
 use super::sync::{AtomicU64, ContentCell, Mutex, Ordering, pause};
 
-/// Those inside are counted in two numbers, of which the phase says which one grows: who turns the gate
-/// waits for the other to become zero, however many come in meanwhile.
+/// Guards are counted in two counters, selected by the phase bit (as in SRCU): `relabel_and_drain`
+/// flips the phase and waits for the old counter to reach zero, however many threads enter
+/// meanwhile.
 const COUNT_BITS: u32 = 20;
 const COUNT: u64 = (1 << COUNT_BITS) - 1;
 const COUNTS: u64 = (1 << (2 * COUNT_BITS)) - 1;
 const PHASE: u64 = 1 << 40;
 const OPEN: u64 = 1 << 41;
-/// For the owner's own use.
+/// The 22 bits from here on are the label, whose meaning the owner defines.
 const LABEL_SHIFT: u32 = 42;
 
-/// A value behind a gate.
 pub(super) struct RevocableSlot<T> {
     state: AtomicU64,
     transition_lock: Mutex<()>,
     content: ContentCell<T>,
 }
 
-// SAFETY: invariant 1: the content is shared between threads, and taken out by one of them, as in a lock.
+// SAFETY: invariant 1: the content is shared between threads (`Sync`), and moved out by one of them
+// (`Send`), as with a reader-writer lock.
 unsafe impl<T: Send + Sync> Sync for RevocableSlot<T> {}
 
-/// Somebody inside: the content stays until this is dropped.
+/// Shared access to the content of a slot, which cannot be taken out until this is dropped.
 pub(super) struct SlotGuard<'a, T> {
     revocable_slot: &'a RevocableSlot<T>,
     content: &'a T,
-    /// One, in the number that counts this one.
+    /// What `enter` added to the state: one, in the counter of the phase at that time.
     increment: u64,
 }
 
 impl<T> RevocableSlot<T> {
-    /// A closed gate with that label.
+    /// A closed, empty slot with this label.
     pub(super) fn closed(label: u32) -> Self {
         Self {
             state: AtomicU64::new(u64::from(label) << LABEL_SHIFT),
@@ -53,20 +54,20 @@ impl<T> RevocableSlot<T> {
         }
     }
 
-    /// The label (22 bits), and whether the gate is open.
+    /// The label (22 bits), and whether the slot is open.
     #[inline]
     pub(super) fn peek(&self) -> (u32, bool) {
         decode(self.state.load(Ordering::Acquire))
     }
 
-    /// Goes in, if the gate is open and its label pleases `accepts`; else gives the label that was there
-    /// and whether the gate was open.
+    /// Returns a guard if the slot is open and `accepts` its label. Otherwise returns the label,
+    /// and whether the slot was open.
     #[inline]
     pub(super) fn enter(
         &self,
         accepts: impl Fn(u32) -> bool,
     ) -> Result<SlotGuard<'_, T>, (u32, bool)> {
-        // A look first, so that wrong keys do not write to a line that right ones use.
+        // Read first, so that invalid keys do not dirty a cache line that valid ones use.
         let seen = self.state.load(Ordering::Relaxed);
         let (label, open) = decode(seen);
         if !open || !accepts(label) {
@@ -75,8 +76,8 @@ impl<T> RevocableSlot<T> {
         let increment = if seen & PHASE == 0 { 1 } else { 1 << COUNT_BITS };
         let (label, open) = decode(self.state.fetch_add(increment, Ordering::Acquire));
         if open && accepts(label) {
-            // SAFETY: invariant 1: counted while open, so that no closer touches the content until the
-            // count is given back, which `SlotGuard` does when it is dropped.
+            // SAFETY: invariant 1: this thread was counted while the slot was open, so no `close`
+            // touches the content until `SlotGuard` is dropped, which decrements the counter.
             if let Some(content) = unsafe { self.content.get() } {
                 return Ok(SlotGuard { revocable_slot: self, content, increment });
             }
@@ -85,37 +86,41 @@ impl<T> RevocableSlot<T> {
         Err((label, open))
     }
 
-    /// Puts `content` behind the gate and opens it with that label. An open gate gives the content back.
+    /// Stores `content` and opens the slot with this label. If the slot is open already, returns
+    /// the content as the error.
     pub(super) fn open(&self, label: u32, content: T) -> Result<(), T> {
         let _exclusive = self.transition_lock.lock();
         if self.peek().1 {
             return Err(content);
         }
-        // SAFETY: invariant 1: closed, under the lock, and nobody inside since the closer waited.
+        // SAFETY: invariant 1: closed, under the lock, and without guards since `close` drained
+        // them.
         unsafe { self.content.replace(Some(content)) };
         self.set_label(label, OPEN);
         Ok(())
     }
 
-    /// Closes the gate, waits until nobody is inside, and takes the content out. Who is inside must not
-    /// call this: it would wait for itself.
+    /// Closes the slot, waits until no guard is left, and takes the content out. Deadlocks if the
+    /// calling thread holds a guard.
     pub(super) fn close(&self, label: u32) -> Option<T> {
         let _exclusive = self.transition_lock.lock();
         self.set_label(label, 0);
         self.drain(COUNTS);
-        // SAFETY: invariant 1: closed, under the lock, and nobody inside.
+        // SAFETY: invariant 1: closed, under the lock, and without guards.
         unsafe { self.content.replace(None) }
     }
 
-    /// Gives an open gate another label, and waits until those are gone who came in under the old one.
-    /// Says whether the gate was open under `from`. Who is inside must not call this.
+    /// Changes the label of an open slot, and waits for the guards that entered under the old one.
+    /// Returns whether the slot was open under `from`. Deadlocks if the calling thread holds a
+    /// guard.
     pub(super) fn relabel_and_drain(&self, from: u32, to: u32) -> bool {
         let _exclusive = self.transition_lock.lock();
         if self.peek() != (from, true) {
             return false;
         }
         self.set_label(to, OPEN);
-        // Twice: who looked at the phase just before it changed counts in the number that is not waited for.
+        // Twice: a thread that read the phase just before it flipped is counted in the other
+        // counter.
         for _ in 0..2 {
             let before = self.state.fetch_xor(PHASE, Ordering::AcqRel);
             self.drain(if before & PHASE == 0 { COUNT } else { COUNT << COUNT_BITS });
@@ -123,15 +128,15 @@ impl<T> RevocableSlot<T> {
         true
     }
 
-    /// Changes label and open bit, and leaves the rest as it is, which others change meanwhile.
+    /// Replaces label and open bit; counters and phase, which change concurrently, are preserved.
     fn set_label(&self, label: u32, open: u64) {
         let bits = (u64::from(label) << LABEL_SHIFT) | open;
         let change = |state: u64| Some((state & (COUNTS | PHASE)) | bits);
-        // The closure always has an answer.
+        // Cannot fail: the closure never returns `None`.
         let _ = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
     }
 
-    /// Waits until the numbers under the mask are zero.
+    /// Spins until the counters under the mask are zero.
     fn drain(&self, mask: u64) {
         let mut spins = 0;
         while self.state.load(Ordering::Acquire) & mask != 0 {
@@ -146,7 +151,7 @@ fn decode(state: u64) -> (u32, bool) {
 }
 
 impl<T> SlotGuard<'_, T> {
-    /// Whether somebody has closed the gate and waits until this one leaves.
+    /// Whether a thread has closed the slot and is waiting for this guard to be dropped.
     pub(super) fn is_revoked(&self) -> bool {
         !self.revocable_slot.peek().1
     }

@@ -1,4 +1,5 @@
-//! Gates under real threads. `tests/races.rs` tries every order of a few steps instead.
+//! Revocable slots under real threads. `tests/loom_registration.rs` explores all interleavings of a
+//! few steps.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -20,7 +21,7 @@ fn a_slot_opens_once_and_returns_its_content() {
 
 #[test]
 fn no_guard_is_left_when_the_content_is_taken() {
-    /// Says so when it is used after it was taken.
+    /// Set to `false` once it was taken out of the slot.
     struct Guarded(AtomicBool);
     let (revocable_slot, stop) = (RevocableSlot::closed(0), AtomicBool::new(false));
     let uses = AtomicU64::new(0);
@@ -41,7 +42,7 @@ fn no_guard_is_left_when_the_content_is_taken() {
         for round in 0..3000 {
             let before = uses.load(Ordering::Relaxed);
             assert!(revocable_slot.open(round, Guarded(AtomicBool::new(true))).is_ok());
-            // Now and then until somebody is in, else at once.
+            // In every 16th round wait until a thread has entered; otherwise close immediately.
             while round % 16 == 0 && uses.load(Ordering::Relaxed) == before {
                 std::thread::yield_now();
             }

@@ -1,4 +1,4 @@
-//! Memory that a key gave.
+//! Ranges of registered memory that a key was resolved to.
 
 use std::fmt;
 
@@ -9,10 +9,10 @@ use super::revocable_slot::SlotGuard;
 use crate::mem::SharedBytes;
 use crate::mlx5::Atomic;
 
-/// A range of registered memory that may be used now.
+/// A range of registered memory, checked for access.
 ///
-/// While it exists the registration does not end: keep it for one copy, and never while ending the
-/// registration. Leaking one keeps its registration alive for good.
+/// While it exists, deregistration blocks: keep it for one copy, and never while deregistering. A
+/// leaked span blocks deregistration forever.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -29,9 +29,9 @@ use crate::mlx5::Atomic;
 /// assert_eq!(u64::from_ne_bytes(atomics), 9);
 /// ```
 pub struct Span<'a> {
-    /// Nothing for a range of no bytes, which needs no key.
+    /// `None` for an empty range, which needs no key.
     guard: Option<SlotGuard<'a, Registration>>,
-    /// Where it begins, from the start of the registration's memory.
+    /// From the start of the registration.
     offset: u64,
     len: u64,
 }
@@ -41,24 +41,24 @@ impl<'a> Span<'a> {
         Self { guard: None, offset: 0, len: 0 }
     }
 
-    /// The range is known to lie inside the registration.
+    /// The caller has checked that the range is inside the registration.
     #[inline]
     pub(super) fn new(guard: SlotGuard<'a, Registration>, offset: u64, len: u64) -> Self {
         Self { guard: Some(guard), offset, len }
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there is no byte.
+    /// Whether the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether the memory is a device's: each copy has a price of its own there, and few large ones cost less than
-    /// many small ones.
+    /// Whether each copy has a high fixed cost, as on device memory, so that few large copies are
+    /// cheaper than many small ones.
     pub fn is_device(&self) -> bool {
         match self.guard.as_deref().map(|registration| &registration.target) {
             Some(Target::Device { .. }) => true,
@@ -67,7 +67,8 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Whether what is placed in it must be [settled](super::Registry::settle) before it is there.
+    /// Whether writes are staged, and reach the memory only by
+    /// [`Registry::flush_staged`](super::Registry::flush_staged).
     pub fn is_staged(&self) -> bool {
         match self.guard.as_deref().map(|registration| &registration.target) {
             Some(Target::Device { memory, .. }) => memory.is_staged(),
@@ -75,7 +76,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies from the memory, `offset` bytes into the range, to `into`.
+    /// Copies `into.len()` bytes at `offset` of the range to `into`.
     #[inline]
     pub fn gather(&self, offset: u64, into: &mut [u8]) -> Result<(), AccessDenied> {
         let Some((target, at)) = self.locate(offset, into.len() as u64)? else { return Ok(()) };
@@ -90,7 +91,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies `from` to the memory, `offset` bytes into the range.
+    /// Copies `from` to `offset` of the range.
     #[inline]
     pub fn scatter(&self, offset: u64, from: &[u8]) -> Result<(), AccessDenied> {
         let Some((target, at)) = self.locate(offset, from.len() as u64)? else { return Ok(()) };
@@ -105,20 +106,22 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Puts `swap` into the 64-bit word at `offset` if `compare` is there; gives what was there before.
+    /// Stores `swap` in the 64-bit word at `offset` if it equals `compare`. Returns the previous
+    /// value.
     pub fn compare_swap(&self, offset: u64, compare: u64, swap: u64) -> Result<u64, AccessDenied> {
         self.atomic(offset, &Atomic::CompareSwap { compare, swap })
     }
 
-    /// Adds to the 64-bit word at `offset`; gives what was there before.
+    /// Adds to the 64-bit word at `offset`. Returns the previous value.
     pub fn fetch_add(&self, offset: u64, add: u64) -> Result<u64, AccessDenied> {
         self.atomic(offset, &Atomic::FetchAdd { add })
     }
 
-    /// Changes the word at `offset`, of 4 or 8 bytes, in the host's byte order; gives what was there before.
+    /// Applies `op` to the word at `offset`, of 4 or 8 bytes in host byte order. Returns the
+    /// previous value.
     ///
-    /// The word must be aligned where it really lies, which a registration with an address of its own choice
-    /// may not show.
+    /// The word's own address must be aligned; with a custom `iova`, the address in the work
+    /// request does not show that.
     pub fn atomic(&self, offset: u64, op: &Atomic) -> Result<u64, AccessDenied> {
         let width = op.width().bytes();
         let Some((target, at)) = self.locate(offset, width)? else {
@@ -144,15 +147,16 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Whether the memory is being taken back, by somebody who waits until this is dropped. He may be on a thread of
-    /// the device, which then does nothing that we could wait for.
+    /// Whether a deregistration or revocation is waiting for this span. It may run on a driver
+    /// thread, so waiting for the device here would deadlock.
     fn is_revoked(&self) -> bool {
         self.guard.as_ref().is_some_and(SlotGuard::is_revoked)
     }
 
-    /// Sends what was placed on its way, before anything that this thread stores later: a completion.
+    /// Orders the bytes written through this span before this thread's later stores, such as a
+    /// completion.
     ///
-    /// Needed where stores wait in write-combining buffers; costs nothing elsewhere.
+    /// Needed where stores go through write-combining buffers; costs nothing elsewhere on x86.
     #[inline]
     pub fn publish(&self) {
         match self.guard.as_deref() {
@@ -161,7 +165,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// The bytes themselves, where they are the host's: for system calls that take addresses.
+    /// The bytes, if this is host memory: for system calls that take addresses.
     pub fn host_bytes(&self) -> Option<SharedBytes<'_>> {
         match &self.guard.as_deref()?.target {
             Target::Host(range) => range.bytes().slice(self.offset, self.len).ok(),
@@ -169,14 +173,14 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// The memory that `len` bytes at `offset` of the range lie in, and where in it they begin; nothing if
-    /// there are none.
+    /// The target of `len` bytes at `offset` of the range, and their offset in it; `None` if the
+    /// span is empty.
     #[inline]
     fn locate(&self, offset: u64, len: u64) -> Result<Option<(&Target, u64)>, AccessDenied> {
         if offset > self.len || len > self.len - offset {
             return Err(AccessDenied::Range);
         }
-        // In range by the check above and that of the resolver, so the sum exists.
+        // In range by the check above and by that of `resolve`, so the sum does not overflow.
         Ok(self.guard.as_deref().map(|found| (&found.target, self.offset + offset)))
     }
 }

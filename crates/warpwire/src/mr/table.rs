@@ -1,17 +1,17 @@
-//! Slots by number, which never move, in pieces that are made when they are first needed.
+//! A growable table of slots with stable addresses, in segments allocated on first use.
 
 use std::sync::OnceLock;
 
 use super::registration::Registration;
 use super::revocable_slot::RevocableSlot;
 
-/// How many slots the first two pieces have; each one after them has twice as many as the one before.
+/// Slots in each of the first two segments; every later segment doubles the one before it.
 const FIRST_SEGMENT_LEN: u32 = 256;
 const SEGMENTS: usize = 17;
-/// Indexes below this exist: a key has 24 bits for them.
+/// A key has 24 bits of index.
 pub(super) const MAX_SLOTS: u32 = 1 << 24;
 
-/// A registration behind its gate. Neighbours are not slowed by each other's traffic.
+/// One registration's slot, on cache lines of its own to avoid false sharing.
 #[repr(align(64))]
 pub(super) struct Slot(pub(super) RevocableSlot<Registration>);
 
@@ -21,14 +21,14 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// The slot of that number, if its piece was made.
+    /// The slot at `index`, if its segment has been allocated.
     #[inline]
     pub(super) fn get(&self, index: u32) -> Option<&Slot> {
         let (segment, at) = locate(index);
         self.segments.get(segment)?.get()?.get(at)
     }
 
-    /// The slot of that number.
+    /// The slot at `index`, allocating its segment if necessary. `None` beyond `MAX_SLOTS`.
     pub(super) fn get_or_alloc(&self, index: u32) -> Option<&Slot> {
         let (segment, at) = locate(index);
         let size = FIRST_SEGMENT_LEN as usize >> usize::from(segment != 0) << segment;
@@ -37,6 +37,7 @@ impl Table {
     }
 }
 
+/// The segment of an index, and the position in it.
 #[inline]
 fn locate(index: u32) -> (usize, usize) {
     match (index / FIRST_SEGMENT_LEN).checked_ilog2() {
@@ -50,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_index_has_a_place_of_its_own() {
+    fn every_index_has_its_own_slot() {
         let mut expected = (0, 0);
         for index in 0..20_000 {
             assert_eq!(locate(index), expected, "{index}");

@@ -1,4 +1,5 @@
-//! Registrations under their users: every refusal beside its success, races, and what it costs.
+//! Registrations in use: access checks, races with deregistration, freed and moved memory, and
+//! cost.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +17,7 @@ fn gpu() -> (Sim, Device) {
     (sim, gpu)
 }
 
-/// Memory of each kind, all of it writable by peers from address zero on, with a name.
+/// Memory of each kind with a name, registered from address zero with all rights.
 fn every_kind(len: u64) -> Vec<(&'static str, Registry, SoftPd, SoftMr)> {
     let (_, gpu) = gpu();
     let region = |memory: Allocation| memory.region(64, len).unwrap();
@@ -39,7 +40,7 @@ fn every_kind(len: u64) -> Vec<(&'static str, Registry, SoftPd, SoftMr)> {
 }
 
 #[test]
-fn every_kind_says_its_path() {
+fn every_kind_reports_its_path() {
     let paths: Vec<_> = every_kind(4096).iter().map(|(_, _, _, mr)| mr.path()).collect();
     let window = AccessPath::Window(crate::mem::WindowPath::Memfd);
     assert_eq!(
@@ -53,7 +54,7 @@ fn every_kind_says_its_path() {
 }
 
 #[test]
-fn bytes_go_in_and_come_out_at_any_offset_and_length() {
+fn copies_work_at_any_offset_and_length() {
     for (name, registry, pd, mr) in every_kind(300_000) {
         for len in [1usize, 7, 8, 63, 64, 127, 128, 129, 1000, 4096, 4097, 200_000] {
             for at in [0u64, 1, 5, 64, 4095] {
@@ -77,7 +78,7 @@ fn bytes_go_in_and_come_out_at_any_offset_and_length() {
 }
 
 #[test]
-fn an_agent_carries_what_it_is_fastest_at() {
+fn copies_with_an_agent_are_correct() {
     let (_, gpu) = gpu();
     let agent = Agent::start(&gpu).unwrap();
     let registry = Registry::new();
@@ -95,7 +96,7 @@ fn an_agent_carries_what_it_is_fastest_at() {
 }
 
 #[test]
-fn every_refusal_has_its_success_beside_it() {
+fn access_is_checked_against_key_pd_rights_and_range() {
     let registry = Registry::new();
     let (pd, other) = (registry.pd(), registry.pd());
     let rights = Access::LOCAL_WRITE | Access::REMOTE_READ;
@@ -128,7 +129,7 @@ fn every_refusal_has_its_success_beside_it() {
     }
     assert_eq!(ask(key, &pd, Access::NONE, u64::MAX, u64::MAX), Some(AccessDenied::Range));
 
-    // A range of no bytes is not looked at, whatever it says.
+    // An empty range is not checked at all.
     assert_eq!(ask(77, &other, Access::REMOTE_WRITE, 5, 0), None);
     let empty = registry.resolve(77, other.id(), Access::ALL, 5, 0).unwrap();
     assert!(empty.is_empty() && empty.gather(0, &mut []).is_ok() && empty.scatter(0, &[]).is_ok());
@@ -141,7 +142,7 @@ fn every_refusal_has_its_success_beside_it() {
 }
 
 #[test]
-fn registrations_that_make_no_sense_are_refused() {
+fn invalid_registrations_are_rejected() {
     let registry = Registry::new();
     let pd = registry.pd();
     let memory = HostMemory::new(4096).unwrap();
@@ -164,7 +165,7 @@ fn registrations_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn the_ends_of_the_address_space_are_in_reach() {
+fn the_end_of_the_address_space_is_accessible() {
     let registry = Registry::new();
     let pd = registry.pd();
     let iova = u64::MAX - 4095;
@@ -179,7 +180,7 @@ fn the_ends_of_the_address_space_are_in_reach() {
 }
 
 #[test]
-fn an_invalidated_key_is_closed_to_peers_only() {
+fn invalidation_ends_remote_access_only() {
     let registry = Registry::new();
     let (pd, other) = (registry.pd(), registry.pd());
     let memory = HostMemory::new(4096).unwrap();
@@ -204,7 +205,7 @@ fn an_invalidated_key_is_closed_to_peers_only() {
 }
 
 #[test]
-fn an_invalidation_waits_for_peers_while_others_go_on() {
+fn invalidation_waits_for_remote_access_only() {
     let registry = Registry::new();
     let pd = registry.pd();
     let stop = AtomicBool::new(false);
@@ -213,7 +214,8 @@ fn an_invalidation_waits_for_peers_while_others_go_on() {
         let mr = registry.register(&pd, memory.clone(), Some(0), Access::ALL).unwrap();
         stop.store(false, Ordering::Relaxed);
         std::thread::scope(|scope| {
-            // One reads locally without end; one writes as a peer until it is shut out.
+            // One thread reads locally until it is stopped; one writes as a peer until it is
+            // denied.
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     let span = registry.resolve(mr.lkey(), pd.id(), Access::NONE, 0, 8).unwrap();
@@ -237,7 +239,7 @@ fn an_invalidation_waits_for_peers_while_others_go_on() {
 }
 
 #[test]
-fn nobody_touches_memory_once_its_registration_has_ended() {
+fn no_access_after_deregistration() {
     let registry = Registry::new();
     let pd = registry.pd();
     let (stop, key, placed) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
@@ -267,13 +269,13 @@ fn nobody_touches_memory_once_its_registration_has_ended() {
         for round in 0..2000u32 {
             let mr = registry.register(&pd, memory.clone(), Some(0), Access::ALL).unwrap();
             key.store(u64::from(mr.rkey()), Ordering::Relaxed);
-            // Now and then until somebody has found it, else at once.
+            // In every 8th round wait until a thread has used it; otherwise deregister immediately.
             let before = placed.load(Ordering::Relaxed);
             while round % 8 == 0 && placed.load(Ordering::Relaxed) == before {
                 std::thread::yield_now();
             }
             mr.deregister();
-            // From here on the memory is ours alone.
+            // From here on no other thread accesses the memory.
             memory.bytes().write(0, &[0xaa; 256]).unwrap();
             let mut back = [0; 256];
             memory.bytes().read(0, &mut back).unwrap();
@@ -319,7 +321,7 @@ fn atomics_are_atomic_on_every_kind() {
 }
 
 #[test]
-fn masked_atomics_do_what_they_say_on_every_kind() {
+fn masked_atomics_work_on_every_kind() {
     for (name, registry, pd, mr) in every_kind(4096) {
         let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_ATOMIC, 0, 64).unwrap();
         span.scatter(0, &0x1122_3344_5566_7788u64.to_ne_bytes()).unwrap();
@@ -333,7 +335,7 @@ fn masked_atomics_do_what_they_say_on_every_kind() {
         assert_eq!(span.atomic(0, &op), Ok(0x1122_3344_5566_7788), "{name}");
         assert_eq!(span.atomic(0, &op), Ok(0xff22_3344_5566_7701), "{name}");
         let narrow = Atomic::MaskedFetchAdd { width: AtomicWidth::Four, add: 0xff, boundary: 0x80 };
-        // A word of four bytes at an odd multiple of four, whose neighbour keeps its value.
+        // A 4-byte word at an odd multiple of four; the adjacent word must not change.
         span.scatter(4, &0x0000_0155u32.to_ne_bytes()).unwrap();
         assert_eq!(span.atomic(4, &narrow), Ok(0x155), "{name}");
         let mut back = [0; 8];
@@ -347,7 +349,7 @@ fn masked_atomics_do_what_they_say_on_every_kind() {
 }
 
 #[test]
-fn a_registration_holds_its_memory_and_its_domain() {
+fn a_registration_keeps_its_memory_and_its_pd_alive() {
     let (sim, gpu) = gpu();
     let registry = Registry::new();
     let pd = registry.pd();
@@ -368,7 +370,7 @@ fn a_registration_holds_its_memory_and_its_domain() {
 }
 
 #[test]
-fn memory_freed_under_its_registration_is_gone() {
+fn access_to_memory_freed_under_its_registration_is_denied() {
     let (sim, gpu) = gpu();
     let control = sim.control(0).unwrap();
     for no_window in [false, true] {
@@ -386,13 +388,13 @@ fn memory_freed_under_its_registration_is_gone() {
         let held = registry.resolve(mr.rkey(), pd.id(), Access::NONE, 0, 8).unwrap();
         control.force_free(&memory).unwrap();
         assert_eq!((ask(&mr), ask(&twin)), (Err(AccessDenied::Gone), Ok(())));
-        // One who found it before learns it too, and gets no byte of the old place.
+        // A span resolved before the free is denied too, and copies no byte.
         let mut byte = [1];
         assert_eq!(held.gather(0, &mut byte), Err(AccessDenied::Gone));
         assert_eq!(held.scatter(0, &[2]), Err(AccessDenied::Gone));
         assert_eq!(held.fetch_add(0, 2), Err(AccessDenied::Gone));
         assert_eq!(byte, [1]);
-        // It cannot be registered again either.
+        // Freed memory cannot be registered again.
         let whole = memory.whole().unwrap();
         let again = registry.register(&pd, whole, Some(0), Access::ALL).unwrap_err();
         assert_eq!(again.kind(), &Kind::Freed);
@@ -400,7 +402,7 @@ fn memory_freed_under_its_registration_is_gone() {
 }
 
 #[test]
-fn memory_that_moves_shows_no_old_bytes() {
+fn moved_memory_shows_no_stale_bytes() {
     let (sim, gpu) = gpu();
     let control = sim.control(0).unwrap();
     let registry = Registry::new();
@@ -473,7 +475,7 @@ fn thousands_of_registrations_share_one_window() {
 }
 
 #[test]
-fn size_does_not_count() {
+fn registration_cost_does_not_depend_on_size() {
     let registry = Registry::new();
     let pd = registry.pd();
     let time = |len: u64| {
@@ -484,7 +486,7 @@ fn size_does_not_count() {
         }
         start.elapsed()
     };
-    // The best of some, so that others at work on this machine do not count either.
+    // The best of eight runs, to exclude other load on the machine.
     let best = |len| (0..8).map(|_| time(len)).min().unwrap();
     let (small, large) = (best(4096), best(1 << 36));
     assert!(large < small * 4 + Duration::from_millis(1), "{small:?} {large:?}");
@@ -499,11 +501,11 @@ fn a_span_and_a_slot_stay_small() {
 
 /// `WARPWIRE_MEASURE=1 cargo test --release -p warpwire --lib mr::tests::cost -- --nocapture`
 #[test]
-fn cost_of_finding_and_copying() {
+fn cost_of_resolving_and_copying() {
     if std::env::var_os("WARPWIRE_MEASURE").is_none() {
-        return println!("skipped: a measurement; WARPWIRE_MEASURE=1 makes it");
+        return println!("skipped: a measurement; WARPWIRE_MEASURE=1 runs it");
     }
-    // Short runs, and the best of many: somebody else may be at work on this machine.
+    // The best of many short runs, to exclude other load on the machine.
     const ROUNDS: u32 = 2000;
     fn time(mut work: impl FnMut()) -> f64 {
         let run = |work: &mut dyn FnMut()| {

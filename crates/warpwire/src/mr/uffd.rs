@@ -1,8 +1,9 @@
-//! Hearing of it when host memory is unmapped, moved or dropped: by userfaultfd's events.
+//! Detects with userfaultfd events that host memory is unmapped, remapped or discarded.
 //!
-//! Ranges are registered for write protection, and nothing in them is ever protected, so that no page fault changes;
-//! but the kernel tells of every unmapping, and lets it return only when the event was read. One thread reads them.
-//! It takes no lock before it reads, and frees no memory at all: freeing may unmap, which would wait for itself.
+//! Ranges are registered in write-protect mode, but no page is ever protected, so page faults are
+//! unaffected; the kernel nevertheless reports every unmapping, and lets `munmap` return only after
+//! the event was read. One thread reads the events. It takes no lock before it reads, and never
+//! frees memory: freeing may unmap, and the thread would wait for itself to read the event.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -19,7 +20,7 @@ use crate::error::{Error, Kind, Result};
 const API: u64 = 0xaa;
 const USER_MODE_ONLY: i32 = 1;
 const MODE_WRITE_PROTECT: u64 = 1 << 1;
-/// Events of remapping, of dropped contents, of unmapping.
+/// `UFFD_FEATURE_EVENT_REMAP`, `_EVENT_REMOVE` and `_EVENT_UNMAP`.
 const FEATURES: u64 = 1 << 2 | 1 << 3 | 1 << 6;
 const EVENT_REMAP: u8 = 0x14;
 const EVENT_REMOVE: u8 = 0x15;
@@ -41,7 +42,7 @@ const UFFDIO_API: libc::c_ulong = ioctl_number(READ_WRITE, 0x3f, 24);
 const UFFDIO_REGISTER: libc::c_ulong = ioctl_number(READ_WRITE, 0x00, 32);
 const UFFDIO_UNREGISTER: libc::c_ulong = ioctl_number(READ, 0x01, 16);
 
-/// Some memory that is watched. Dropping it ends that.
+/// A watched range. Dropping it ends the watch.
 pub(super) struct UffdWatch(Arc<Range>);
 
 struct Range {
@@ -51,10 +52,11 @@ struct Range {
 }
 
 impl UffdWatch {
-    /// Whether any of it was unmapped, moved or dropped since it is watched. Unmappings that have returned count.
+    /// Whether any of the range was unmapped, remapped or discarded since the watch began. Includes
+    /// every `munmap` that has returned.
     pub(super) fn is_invalidated(&self) -> bool {
         if let Some(Ok(monitor)) = MONITOR.get() {
-            monitor.wait_until_noted();
+            monitor.wait_until_handled();
         }
         self.0.invalidated.load(Ordering::Acquire)
     }
@@ -72,7 +74,7 @@ static MONITOR: OnceLock<Result<UffdMonitor>> = OnceLock::new();
 
 struct UffdMonitor {
     file: File,
-    /// Events were, or are being, read that have not been noted yet.
+    /// Set before events are read, and cleared when their ranges have been marked.
     busy: AtomicBool,
     ranges: Mutex<Vec<Arc<Range>>>,
 }
@@ -82,15 +84,15 @@ pub(super) fn watch(address: u64, len: u64) -> Result<UffdWatch> {
     let monitor = MONITOR.get_or_init(UffdMonitor::start).as_ref().map_err(Clone::clone)?;
     let page = rustix::param::page_size() as u64;
     let (start, end) = (address - address % page, (address + len).next_multiple_of(page));
-    // What happened at these addresses before is no news of this memory.
-    monitor.wait_until_noted();
+    // Events read so far are about earlier mappings at these addresses.
+    monitor.wait_until_handled();
     let uffd_watch = UffdWatch(Arc::new(Range { start, end, invalidated: AtomicBool::new(false) }));
     monitor.ranges.lock().push(uffd_watch.0.clone());
     let mut params = [start, end - start, MODE_WRITE_PROTECT, 0];
     monitor.control(UFFDIO_REGISTER, &mut params).map_err(|error| {
         let why = match error.raw_os_error() {
-            Some(libc::EBUSY) => "another userfaultfd of this process has it",
-            Some(libc::EINVAL) => "it is memory of a sort that userfaultfd does not watch",
+            Some(libc::EBUSY) => "another userfaultfd of this process watches it",
+            Some(libc::EINVAL) => "userfaultfd does not support this kind of memory",
             _ => return Error::os("watch host memory", &error),
         };
         Error::new(Kind::Unsupported, "watch host memory").why(why)
@@ -101,15 +103,17 @@ pub(super) fn watch(address: u64, len: u64) -> Result<UffdWatch> {
 impl UffdMonitor {
     fn start() -> Result<Self> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
-        // SAFETY: the call takes flags, and gives a descriptor or an error.
+        // SAFETY: the call takes flags only, and returns a descriptor or an error.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
         let failure = |error: &std::io::Error| {
-            Error::os("watch host memory by userfaultfd", error)
-                .fix("allow the system call, in a container by its seccomp profile; each use is checked instead")
+            Error::os("watch host memory by userfaultfd", error).fix(
+                "allow the system call (in a container, by its seccomp profile); until then \
+                     each use is checked",
+            )
         };
         let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0);
         let fd = fd.ok_or_else(|| failure(&std::io::Error::last_os_error()))?;
-        // SAFETY: the kernel has just opened it for us.
+        // SAFETY: the kernel has just opened it, and nothing else owns it.
         let file = unsafe { File::from_raw_fd(fd) };
         let monitor = Self { file, busy: AtomicBool::new(false), ranges: Mutex::default() };
         monitor.control(UFFDIO_API, &mut [API, FEATURES, 0]).map_err(|error| failure(&error))?;
@@ -135,20 +139,21 @@ impl UffdMonitor {
         request: libc::c_ulong,
         words: &mut [u64; N],
     ) -> std::io::Result<()> {
-        // SAFETY: the structure of each request is so many words, which the callers' constants say.
+        // SAFETY: each request's structure is `N` words long, as its constant says, and the kernel
+        // accesses no other memory.
         match unsafe { libc::ioctl(self.file.as_raw_fd(), request, words.as_mut_ptr()) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
         }
     }
 
-    /// Reads events for as long as the process lives.
+    /// Reads events until the process exits.
     fn read_events(&self) {
         let mut events = [0; 16 * EVENT_SIZE];
         loop {
             let mut waiting = [PollFd::from_borrowed_fd(self.file.as_fd(), PollFlags::IN)];
             let _ = poll(&mut waiting, None);
-            // Before the read, which lets the unmapping thread go on.
+            // Before the read, which lets the unmapping thread continue.
             self.busy.store(true, Ordering::SeqCst);
             let len = (&self.file).read(&mut events).unwrap_or(0);
             for event in events[..len].chunks_exact(EVENT_SIZE) {
@@ -174,8 +179,8 @@ impl UffdMonitor {
         }
     }
 
-    /// Waits until every event that was read is noted.
-    fn wait_until_noted(&self) {
+    /// Spins until every event that was read has been handled.
+    fn wait_until_handled(&self) {
         let mut spins = 0;
         while self.busy.load(Ordering::SeqCst) {
             spins += 1;
@@ -183,7 +188,7 @@ impl UffdMonitor {
         }
     }
 
-    /// Ends the watch of a range, where nobody else watches.
+    /// Removes a range, and unregisters it unless another watched range overlaps it.
     fn unwatch(&self, range: &Arc<Range>) {
         let (mine, is_last) = {
             let mut ranges = self.ranges.lock();
@@ -191,10 +196,10 @@ impl UffdMonitor {
             let mine = at.map(|at| ranges.swap_remove(at));
             (mine, !ranges.iter().any(|other| other.start < range.end && range.start < other.end))
         };
-        // Outside of the lock, which the reader of events takes.
+        // Outside the lock, which the event thread takes.
         drop(mine);
         if is_last {
-            // Memory that was unmapped meanwhile is not registered any more, which is no harm.
+            // Fails harmlessly if the memory has been unmapped: then it is no longer registered.
             let _ = self.control(UFFDIO_UNREGISTER, &mut [range.start, range.end - range.start]);
         }
     }
@@ -211,7 +216,7 @@ mod tests {
 
     fn map() -> *mut std::ffi::c_void {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.
         unsafe { mmap_anonymous(std::ptr::null_mut(), LEN, protection, MapFlags::PRIVATE) }.unwrap()
     }
 
@@ -226,14 +231,14 @@ mod tests {
     }
 
     #[test]
-    fn whatever_takes_memory_away_is_heard_before_it_returns() {
+    fn unmap_remap_and_discard_are_detected_before_they_return() {
         for round in 0..200 {
             let base = map();
             let Some(uffd_watch) = watch_or_skip(base) else { return };
-            // SAFETY: our own mapping, of which nobody holds a reference.
+            // SAFETY: a mapping of this test, to which no reference exists.
             unsafe {
                 base.cast::<u8>().write_bytes(7, LEN);
-                assert!(!uffd_watch.is_invalidated(), "touching it is no event");
+                assert!(!uffd_watch.is_invalidated(), "an access is not an event");
                 match round % 3 {
                     0 => munmap(base.byte_add(LEN / 2), 4096).unwrap(),
                     1 => {
@@ -257,11 +262,11 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_not_meant_and_what_is_forgotten_is_quiet() {
+    fn events_of_other_ranges_and_of_dropped_watches_are_ignored() {
         let (one, two) = (map(), map());
         let (Some(first), Some(second)) = (watch_or_skip(one), watch_or_skip(two)) else { return };
         drop(first);
-        // SAFETY: our own mapping, of which nobody holds a reference.
+        // SAFETY: a mapping of this test, to which no reference exists.
         unsafe { munmap(one, LEN).unwrap() };
         assert!(!second.is_invalidated());
         // SAFETY: as above.
@@ -270,10 +275,10 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_watched_says_so() {
+    fn memory_that_cannot_be_watched_is_an_error() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -285,7 +290,7 @@ mod tests {
             )
         }
         .unwrap();
-        // A file on a disk is none of userfaultfd's business; one in memory may be.
+        // userfaultfd does not support files on a disk; it may support those on tmpfs.
         if let Err(error) = watch(base.addr() as u64, 4096) {
             assert!(error.to_string().contains("watch host memory"), "{error}");
         }

@@ -1,4 +1,4 @@
-//! Registered memory, and parts of it.
+//! Registered memory, and slices of it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use crate::mr::{Access, AccessDenied, Span};
 use crate::units;
 use crate::verbs::{Context, MemorySource, Mr, Pd, Sge};
 
-/// For so long memory that moves, or is being found, is waited for.
+/// How long to retry while memory is moving or not resident.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Registered memory that messages are sent from and received into. Clones are the same memory.
+/// Registered memory for sending and receiving. Clones share it.
 ///
-/// Whatever uses it keeps it: memory under a transfer is not freed, whatever is dropped.
+/// Transfers keep it alive: memory is not freed before they have completed, whatever is dropped.
 #[derive(Clone)]
 pub struct Buffer(Arc<Inner>);
 
@@ -44,31 +44,31 @@ impl Buffer {
         Ok(Self(Arc::new(Inner { mr, len, pd: pd.clone(), context: context.clone() })))
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // memory without bytes cannot be registered
     pub fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Its registration: keys, path, and why that path.
+    /// The registration: keys, path, and why that path.
     pub fn registration(&self) -> &Mr {
         &self.0.mr
     }
 
-    /// All of it.
+    /// The whole buffer as a slice.
     pub fn whole(&self) -> BufferSlice {
         BufferSlice { buffer: self.clone(), offset: 0, len: self.len() }
     }
 
-    /// A part of it, perhaps of no bytes.
+    /// A slice of the buffer, possibly empty.
     ///
     /// # Errors
-    /// [`Kind::OutOfRange`] if it does not lie inside.
+    /// [`Kind::OutOfRange`] if it exceeds the buffer.
     pub fn slice(&self, offset: u64, len: u64) -> Result<BufferSlice> {
         if offset.checked_add(len).is_none_or(|end| end > self.len()) {
             let what = format!("use {len} bytes at offset {offset}");
             let why = format!("the buffer has {} bytes", self.len());
-            return Err(Error::new(Kind::OutOfRange, what).why(why).fix("name a part inside it"));
+            return Err(Error::new(Kind::OutOfRange, what).why(why).fix("use a range inside it"));
         }
         Ok(BufferSlice { buffer: self.clone(), offset, len })
     }
@@ -90,7 +90,7 @@ impl Buffer {
         retry_transient(|| span.gather(0, into)).map_err(|why| self.denied(why))
     }
 
-    /// What was placed in memory without a window is there when this returns.
+    /// Waits until all writes to memory without a CPU mapping have arrived.
     pub(super) fn flush(&self) -> Result<()> {
         let registry = self.0.context.hca().registry();
         registry.publish_all();
@@ -100,7 +100,7 @@ impl Buffer {
         }
     }
 
-    /// The word at an offset that is inside and aligned.
+    /// Loads the word at an offset that must be in range and aligned.
     pub(super) fn load(&self, width: WordWidth, offset: u64) -> Result<u64> {
         let len = width.bytes();
         let span = self.span(Access::NONE, offset, len)?;
@@ -110,14 +110,14 @@ impl Buffer {
                 WordWidth::Bits64 => bytes.load_u64(0),
             };
         }
-        // Aligned words come over the bus whole.
+        // Aligned words are read in one piece over the bus.
         let mut word = [0; 8];
         let slice = &mut word[..len as usize];
         retry_transient(|| span.gather(0, slice)).map_err(|why| self.denied(why))?;
         Ok(u64::from_le_bytes(word))
     }
 
-    /// Changes a word that is inside and aligned, as a peer's work would.
+    /// Modifies a word that must be in range and aligned, as a peer's operation would.
     pub(super) fn apply_update(&self, offset: u64, word_update: WordUpdate) -> Result<()> {
         match word_update {
             WordUpdate::Write(bytes, len) => {
@@ -144,19 +144,19 @@ impl Buffer {
         }
     }
 
-    /// Whether a word of that width lies inside, where a word may lie.
+    /// Checks that a word of that width is in range and aligned.
     pub(super) fn check_word(&self, width: WordWidth, offset: u64) -> Result<()> {
         let len = width.bytes();
         self.slice(offset, len)?;
         if !self.0.mr.iova().wrapping_add(offset).is_multiple_of(len) {
             let what = format!("use the word at offset {offset}");
             let error = Error::new(Kind::Misaligned, what);
-            return Err(error.why(format!("words of {len} bytes lie at multiples of {len}")));
+            return Err(error.why(format!("words of {len} bytes must be aligned to {len}")));
         }
         Ok(())
     }
 
-    /// The memory under this range, for the CPU.
+    /// Resolves a range for access by the CPU.
     pub(super) fn span(&self, need: Access, offset: u64, len: u64) -> Result<Span<'_>> {
         let inner = &*self.0;
         let address = inner.mr.iova().wrapping_add(offset);
@@ -177,7 +177,7 @@ impl Buffer {
         Error::new(kind, "use a buffer").why(why.to_string())
     }
 
-    /// A place in it, for a peer.
+    /// Address and rkey of an offset, for a peer.
     pub(super) fn remote(&self, offset: u64) -> (u64, u32) {
         let at = self.0.mr.remote(offset);
         (at.address, at.rkey)
@@ -187,13 +187,13 @@ impl Buffer {
         self.0.mr.sge(offset, len)
     }
 
-    /// Whether it was registered there.
+    /// Whether it was registered with that protection domain.
     pub(super) fn is_of(&self, pd: &Pd) -> bool {
         self.0.pd.id() == pd.id()
     }
 }
 
-/// Tries again while the memory moves or is being found.
+/// Retries while the memory is moving or not resident, up to `RETRY_TIMEOUT`.
 pub(super) fn retry_transient<T>(
     mut attempt: impl FnMut() -> std::result::Result<T, AccessDenied>,
 ) -> std::result::Result<T, AccessDenied> {
@@ -212,7 +212,7 @@ pub(super) fn retry_transient<T>(
     }
 }
 
-/// A part of a buffer, to send from or receive into.
+/// A range of a buffer, to send from or receive into.
 #[derive(Clone, Debug)]
 pub struct BufferSlice {
     pub(super) buffer: Buffer,
@@ -221,36 +221,36 @@ pub struct BufferSlice {
 }
 
 impl BufferSlice {
-    /// The buffer.
+    /// The buffer that it is part of.
     pub fn buffer(&self) -> &Buffer {
         &self.buffer
     }
 
-    /// Where it begins.
+    /// Offset in the buffer, in bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// How kernels and work requests name it.
+    /// The slice as a scatter-gather element, for kernels and work requests.
     ///
     /// # Errors
-    /// [`Kind::OutOfRange`] if it has 2 GiB or more: cut it.
+    /// [`Kind::OutOfRange`] if it is 2 GiB or longer: split it.
     pub fn sge(&self) -> Result<Sge> {
         match u32::try_from(self.len) {
             Ok(len) if len < 1 << 31 => Ok(self.buffer.sge(self.offset, len)),
-            _ => Err(Error::new(Kind::OutOfRange, "name memory to a device")
-                .why(format!("{} are too many for one request", units::bytes(self.len)))
-                .fix("cut it into parts below 2 GiB")),
+            _ => Err(Error::new(Kind::OutOfRange, "use memory in a work request")
+                .why(format!("{} exceed the limit of one request", units::bytes(self.len)))
+                .fix("split it into slices below 2 GiB")),
         }
     }
 }
@@ -261,7 +261,7 @@ impl From<&Buffer> for BufferSlice {
     }
 }
 
-/// Copies bytes that are here into parts, one after the other, as many as fit.
+/// Copies bytes into slices, in order, as many as fit.
 pub(super) fn scatter(slices: &[BufferSlice], from: &[u8]) -> Result<()> {
     let mut rest = from;
     for slice in slices.iter().filter(|slice| slice.len > 0) {
@@ -279,7 +279,7 @@ pub(super) fn scatter(slices: &[BufferSlice], from: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies from one list of parts to another, `len` bytes, through memory of ours.
+/// Copies `len` bytes from one list of slices to another, through a bounce buffer of up to 1 MiB.
 pub(super) fn copy(to: &[BufferSlice], from: &[BufferSlice], len: u64) -> Result<()> {
     const CHUNK: u64 = 1 << 20;
     let mut bytes = vec![0; len.min(CHUNK) as usize];
@@ -297,7 +297,7 @@ pub(super) fn copy(to: &[BufferSlice], from: &[BufferSlice], len: u64) -> Result
     Ok(())
 }
 
-/// A place in a list of parts.
+/// A position in a list of slices.
 #[derive(Clone, Copy)]
 struct Cursor<'a> {
     slices: &'a [BufferSlice],
@@ -309,7 +309,7 @@ impl<'a> Cursor<'a> {
         Self { slices, at: 0 }
     }
 
-    /// The part that it stands in, and where in it; nothing at the end.
+    /// The current slice and the offset in it; `None` at the end.
     fn now(&mut self) -> Option<(&'a BufferSlice, u64)> {
         while let Some((first, rest)) = self.slices.split_first() {
             if self.at < first.len {

@@ -1,7 +1,7 @@
-//! What all ranks do together: small compositions of messages.
+//! Collectives, built from messages.
 //!
-//! Every rank makes these calls in the same order. Each has a number of its own, which is its messages' tag, so that
-//! one is not taken for the other.
+//! Every rank makes these calls in the same order. Each call has a sequence number, which is the
+//! tag of its messages, so that messages of different calls are not mixed up.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::header::Channel;
 use super::request::{Request, wait_all};
 use crate::error::{Error, Kind, Result};
 
-/// What is reduced.
+/// Element type of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataType {
     /// 32-bit floating point.
@@ -27,22 +27,22 @@ pub enum DataType {
     U64,
 }
 
-/// How it is reduced.
+/// Operation of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceOp {
     /// The sum.
     Sum,
-    /// The smallest.
+    /// The minimum.
     Min,
-    /// The largest.
+    /// The maximum.
     Max,
 }
 
-/// Reductions go through so much memory at a time.
+/// Reductions process this many bytes at a time, which bounds the scratch memory.
 const CHUNK: u64 = 4 << 20;
 
 impl DataType {
-    /// How many bytes.
+    /// Size in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -52,24 +52,25 @@ impl DataType {
 }
 
 impl Comm {
-    /// Returns when every rank has called it.
+    /// Returns once every rank has called it. Dissemination barrier: ⌈log₂ size⌉ rounds.
     pub fn barrier(&self, timeout: Duration) -> Result<()> {
         let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let start = Instant::now();
         let mut step = 1;
-        // After the step with distance d, a rank has heard of the 2 d before it.
+        // After the round with distance d, a rank has a message from each of the 2d − 1 ranks
+        // before it, directly or indirectly.
         while step < size {
             let (to, from) = ((rank + step) % size, (rank + size - step) % size);
             let send = self.internal_send(to, tag, &[])?;
             let receive = self.internal_receive(from, tag, &[])?;
             let left = timeout.saturating_sub(start.elapsed());
-            wait_all(&mut [receive, send], left).map_err(|why| why.during("meet all ranks"))?;
+            wait_all(&mut [receive, send], left).map_err(|why| why.during("complete a barrier"))?;
             step *= 2;
         }
         Ok(())
     }
 
-    /// Every rank gets what `root` has in that memory. All give memory of one length.
+    /// Copies the memory of `root` to all ranks. The length must be the same on every rank.
     pub fn broadcast(
         &self,
         root: usize,
@@ -82,7 +83,8 @@ impl Comm {
 
     fn broadcast_slice(&self, root: usize, slice: &BufferSlice, timeout: Duration) -> Result<()> {
         let (size, tag, start) = (self.size(), self.next_round(), Instant::now());
-        // Ranks are counted from the root on: a tree in which each hears from the one without its lowest bit.
+        // Binomial tree, with ranks relative to the root: each receives from the rank without its
+        // lowest set bit.
         let relative_rank = (self.rank() + size - root) % size;
         let left = || timeout.saturating_sub(start.elapsed());
         let real = |relative_rank: usize| (relative_rank + root) % size;
@@ -112,8 +114,9 @@ impl Comm {
         wait_all(&mut sends, left())
     }
 
-    /// Every rank gets the reduction of what all have, element by element, in the place of its own. All give memory of
-    /// one length. Sums are added in one order, so that all ranks get the same bits.
+    /// Reduces the memory of all ranks element by element; the result replaces the input on every
+    /// rank. The length must be the same on every rank. The order of operations is fixed, so that
+    /// all ranks get the same bits.
     pub fn all_reduce(
         &self,
         slice: impl Into<BufferSlice>,
@@ -123,8 +126,8 @@ impl Comm {
     ) -> Result<()> {
         let slice = slice.into();
         if slice.len % element.bytes() != 0 {
-            let error = Error::new(Kind::InvalidArgument, "reduce memory of all ranks");
-            let why = format!("{} bytes are no number of {element:?}", slice.len);
+            let error = Error::new(Kind::InvalidArgument, "reduce");
+            let why = format!("{} bytes are not a multiple of {element:?}", slice.len);
             return Err(error.why(why));
         }
         if self.size() == 1 || slice.len == 0 {
@@ -144,7 +147,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Rank 0 gets the reduction.
+    /// Reduces to rank 0.
     fn reduce_chunk(
         &self,
         chunk: &BufferSlice,
@@ -181,7 +184,7 @@ impl Comm {
         Ok(())
     }
 
-    /// What every rank gives, `len` bytes each, in the order of ranks.
+    /// Gathers `len` bytes of every rank, in the order of ranks.
     pub(super) fn all_gather(&self, mine: &[u8], len: usize) -> Result<Vec<u8>> {
         let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let buffer = self.alloc((size * len) as u64)?;
@@ -198,8 +201,8 @@ impl Comm {
         Ok(all)
     }
 
-    /// Tells every rank something of its own, `len` bytes each, and hears what each tells this one; in the order of
-    /// ranks.
+    /// Sends `len` bytes to every rank, different for each, and returns those received, in the
+    /// order of ranks.
     pub(super) fn all_to_all(&self, send_buf: &[u8], len: usize) -> Result<Vec<u8>> {
         let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let (out, into) = (self.alloc((size * len) as u64)?, self.alloc((size * len) as u64)?);
@@ -235,7 +238,7 @@ fn check_length(from: usize, received: u64, wanted: u64) -> Result<()> {
     if received == wanted {
         return Ok(());
     }
-    let error = Error::new(Kind::InvalidArgument, "do it together");
+    let error = Error::new(Kind::InvalidArgument, "run a collective");
     Err(error.why(format!("rank {from} has {received} bytes, this one {wanted}")))
 }
 

@@ -1,4 +1,4 @@
-//! Communicators: ranks that can send to each other.
+//! Communicators: groups of ranks that exchange messages.
 
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
@@ -25,17 +25,17 @@ use crate::mr::HostMemory;
 use crate::units;
 use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
 
-/// What packets go through.
+/// The link that a communicator's packets use.
 #[derive(Clone, Debug, Default)]
 pub enum CommLink {
-    /// Shared memory where the peer is on this machine, UDP elsewhere.
+    /// Shared memory to peers on the same machine, UDP to others.
     #[default]
     Auto,
     /// UDP.
     Udp,
-    /// Shared memory: all ranks on one machine.
+    /// Shared memory: all ranks must be on one machine.
     Shm,
-    /// This process's memory: all ranks in one process.
+    /// A hub in this process's memory: all ranks must be in one process.
     Hub(Hub),
 }
 
@@ -48,8 +48,8 @@ impl FromStr for CommLink {
             "udp" => Ok(Self::Udp),
             "shm" => Ok(Self::Shm),
             _ => Err(Error::new(Kind::Malformed, format!("use link {text:?}"))
-                .why("there is no such link")
-                .fix("write auto, udp or shm")),
+                .why("unknown link")
+                .fix("use auto, udp or shm")),
         }
     }
 }
@@ -71,23 +71,26 @@ impl CommLink {
     }
 }
 
-/// How a communicator is made.
+/// Options of a communicator.
 #[derive(Clone, Debug)]
 pub struct CommOptions {
-    /// How long to wait for all ranks, and for each step that they make together.
+    /// How long to wait for all ranks to join, and for each internal collective. Default: 60 s.
     pub timeout: Duration,
-    /// What packets go through.
+    /// The link that packets use.
     pub link: CommLink,
-    /// Messages up to this length are sent at once, and kept by the receiver until they are asked for. Longer ones are
-    /// fetched when they are asked for.
+    /// Eager limit in bytes, at most 1 MiB. Messages up to this length are sent without handshake
+    /// and buffered by the receiver until a receive matches; for longer ones the receiver reads the
+    /// data once a receive matches (rendezvous protocol). Default: 8 KiB.
     pub eager: u64,
-    /// How many messages of each peer are kept until they are asked for; who sends more waits.
+    /// Number of unexpected messages buffered per peer, 4 to 4096. A sender that exceeds it waits
+    /// (credit flow control). Default: 64.
     pub receives: u32,
-    /// How many requests may be under way, with all peers together.
+    /// Maximum number of requests in flight, to all peers together. Default: 4096.
     pub requests: u32,
-    /// How many requests to a peer, and receives from it, may wait; one more is [`Kind::Busy`].
+    /// Maximum number of queued sends to a peer, and of receives from it; more fail with
+    /// [`Kind::Busy`]. Default: 1024.
     pub queue: u32,
-    /// Who drives the device.
+    /// Which threads drive the engine.
     pub progress_mode: ProgressMode,
 }
 
@@ -106,13 +109,15 @@ impl Default for CommOptions {
 }
 
 impl CommOptions {
-    /// The defaults, with a thread that sees what streams and kernels post: for [lanes](super::lane).
+    /// The defaults, with an engine thread that polls doorbells of streams and kernels: needed for
+    /// [device channels](super::device_channel).
     pub fn for_streams() -> Self {
         let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(200), core: None };
         Self { progress_mode, ..Self::default() }
     }
 
-    /// The defaults, with what `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (as in `30s`) say.
+    /// The defaults, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (such as
+    /// `30s`).
     pub fn from_env() -> Result<Self> {
         let mut options = Self::default();
         if let Ok(text) = std::env::var("WARPWIRE_LINK") {
@@ -126,10 +131,10 @@ impl CommOptions {
 
     fn check(&self) -> Result<()> {
         let wrong = |why: &'static str| {
-            Err(Error::new(Kind::InvalidArgument, "make a communicator").why(why))
+            Err(Error::new(Kind::InvalidArgument, "create a communicator").why(why))
         };
         match self {
-            _ if self.eager > 1 << 20 => wrong("eager messages have 1 MiB at most"),
+            _ if self.eager > 1 << 20 => wrong("eager must be at most 1 MiB"),
             _ if !(4..=4096).contains(&self.receives) => wrong("receives must be 4 to 4096"),
             _ if !(1..=1 << 20).contains(&self.requests) => wrong("requests must be 1 to 1048576"),
             _ if !(1..=1 << 20).contains(&self.queue) => wrong("queue must be 1 to 1048576"),
@@ -138,9 +143,10 @@ impl CommOptions {
     }
 }
 
-/// Ranks that send to each other. Clones are the same communicator; with the last of them this rank leaves it.
+/// A communicator: ranks that exchange messages. Clones share it; dropping the last clone leaves
+/// the communicator.
 ///
-/// Progress is made by calls: those that wait, and those that test. See the [room](super) for an example.
+/// Progress is made by calls that wait or test. See the [module](super) for an example.
 #[derive(Clone)]
 pub struct Comm {
     pub(super) shared: Arc<Shared>,
@@ -153,7 +159,7 @@ impl std::fmt::Debug for Comm {
     }
 }
 
-/// Says goodbye when the last handle goes.
+/// Announces that this rank leaves when the last handle is dropped.
 struct LeaveGuard {
     shared: Arc<Shared>,
     watcher: Option<Watcher>,
@@ -165,14 +171,15 @@ impl LeaveGuard {
         if std::mem::replace(&mut *self.announced.lock(), true) {
             return;
         }
-        // An answer to what came last goes out with a later step; whoever waits for it would take our leaving for a loss.
+        // The ACK of the last packet received is sent in a later engine step; without it the peer
+        // would report our leaving as a loss.
         const LAST_STEPS: u32 = 8;
         for _ in 0..LAST_STEPS {
             let _ = self.shared.context.hca().poll();
         }
         let message = BootstrapMsg::Bye { why };
         for link in self.shared.links.iter().flatten() {
-            // Who does not hear it sees the connection end.
+            // If this fails, the peer detects that the connection is closed.
             let _ = link.lock().send(&message);
         }
     }
@@ -182,7 +189,7 @@ impl Drop for LeaveGuard {
     fn drop(&mut self) {
         const LINGER: Duration = Duration::from_secs(1);
         if !std::thread::panicking() {
-            // What was said to others should arrive.
+            // Let messages in flight arrive.
             let _ = self.shared.poll_until(LINGER, |state| Ok((!state.is_busy()).then_some(())));
         }
         self.announce_leave(std::thread::panicking().then(|| "it panicked".to_owned()));
@@ -201,20 +208,21 @@ impl Drop for LeaveGuard {
 }
 
 impl Comm {
-    /// Joins the ranks that a launcher started: torchrun, mpirun, srun, or `warpwire run`. Without a launcher it is
-    /// one rank alone.
+    /// Joins the ranks that a launcher started: torchrun, mpirun, srun, or `warpwire run`. Without
+    /// a launcher, creates a communicator of one rank.
     ///
     /// # Errors
-    /// If the environment makes no sense, or the ranks do not meet; the text says who is missing.
+    /// If the environment is invalid, or the ranks do not connect in time; the text names the
+    /// missing ranks.
     pub fn from_env() -> Result<Self> {
         Self::open(RankInfo::from_env()?, CommOptions::from_env()?)
     }
 
-    /// Joins the ranks that meet at that place.
+    /// Joins the ranks described by `rank_info`.
     pub fn open(rank_info: RankInfo, options: CommOptions) -> Result<Self> {
         options.check()?;
         if rank_info.rank >= rank_info.size || rank_info.size > MAX_RANKS {
-            let error = Error::new(Kind::InvalidArgument, "make a communicator");
+            let error = Error::new(Kind::InvalidArgument, "create a communicator");
             let why = format!("there is no rank {} of {}", rank_info.rank, rank_info.size);
             return Err(error.why(why));
         }
@@ -227,13 +235,13 @@ impl Comm {
         Ok(Self { shared, leave_guard: Arc::new(leave_guard) })
     }
 
-    /// All ranks of a communicator inside this process, for threads and tests.
+    /// Creates all ranks of a communicator inside this process, for threads and tests.
     pub fn local(size: usize) -> Result<Vec<Self>> {
         let link = CommLink::Hub(Hub::new());
         Self::local_with(size, &CommOptions { link, ..CommOptions::default() })
     }
 
-    /// The same, made in that way.
+    /// As [`local`](Self::local), with options.
     pub fn local_with(size: usize, options: &CommOptions) -> Result<Vec<Self>> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -246,7 +254,8 @@ impl Comm {
         };
         std::thread::scope(|scope| {
             let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || open(rank))).collect();
-            let lost = || Error::new(Kind::PeerLost, "make a communicator").why("a rank panicked");
+            let lost =
+                || Error::new(Kind::PeerLost, "create a communicator").why("a rank panicked");
             threads
                 .into_iter()
                 .map(|thread| thread.join().unwrap_or_else(|_| Err(lost())))
@@ -254,32 +263,32 @@ impl Comm {
         })
     }
 
-    /// Which rank this is.
+    /// The rank of this process, from 0 to `size` − 1.
     pub fn rank(&self) -> usize {
         self.shared.rank_info.rank
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.shared.rank_info.size
     }
 
-    /// Which rank of its machine this is: for choosing a GPU.
+    /// The rank among those on this machine, for choosing a GPU.
     pub fn local_rank(&self) -> usize {
         self.shared.rank_info.local_rank
     }
 
-    /// Who started the ranks, and where they met.
+    /// Launcher and meeting point of the ranks.
     pub fn rank_info(&self) -> &RankInfo {
         &self.shared.rank_info
     }
 
-    /// The device below.
+    /// The underlying device.
     pub fn context(&self) -> &Context {
         &self.shared.context
     }
 
-    /// Which way messages to a rank take, and why.
+    /// Which path messages to a rank take, and why not a better one.
     pub fn path(&self, rank: usize) -> Result<crate::link::LinkPath> {
         self.shared.check_rank(rank, "reach")?;
         match &self.shared.state.lock().peers[rank].qp {
@@ -288,12 +297,12 @@ impl Comm {
         }
     }
 
-    /// Why nothing more comes from a rank, if that is so.
+    /// Why a rank is lost: it died, left or aborted. `None` while it is alive.
     pub fn lost(&self, rank: usize) -> Option<Error> {
         self.shared.state.lock().peers.get(rank)?.end.clone()
     }
 
-    /// Host memory, registered.
+    /// Allocates and registers host memory.
     pub fn alloc(&self, len: u64) -> Result<Buffer> {
         self.register(HostMemory::new(len)?)
     }
@@ -303,24 +312,26 @@ impl Comm {
         Buffer::register(&self.shared.context, &self.shared.pd, memory)
     }
 
-    /// Begins to send. The memory must not change until it has ended.
+    /// Starts to send. The memory must not change until the request has completed.
     ///
-    /// Messages to one rank arrive in order; a receive takes the first that fits it. A short message (see
-    /// [`CommOptions::eager`]) has ended when it is at the peer, a longer one when the peer has fetched it.
+    /// Messages to one rank arrive in order; a receive takes the first that matches. A short
+    /// message (see [`CommOptions::eager`]) has completed when the peer has received it, a longer
+    /// one when the peer has read it.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if too many wait already: wait for some of them. [`Kind::PeerLost`] if the rank is gone.
+    /// [`Kind::Busy`] if too many requests are queued: wait for some of them. [`Kind::PeerLost`] if
+    /// the rank is lost.
     pub fn isend(&self, to: usize, tag: u32, slice: impl Into<BufferSlice>) -> Result<Request> {
         self.isendv(to, tag, &[slice.into()])
     }
 
-    /// Begins to send a message that is made of parts, one after the other; 15 at most.
+    /// Starts to send a message gathered from slices, in order; at most 15.
     pub fn isendv(&self, to: usize, tag: u32, slices: &[BufferSlice]) -> Result<Request> {
         self.shared.start_send(Channel::User, to, tag, slices)
     }
 
-    /// Begins to receive a message with that tag from a rank. A message that is longer than the memory is lost, and
-    /// the request fails; its sender notices nothing.
+    /// Starts to receive a message with a matching tag from a rank. If the message is longer than
+    /// the memory it is dropped and the request fails; the sender is not notified.
     pub fn irecv(
         &self,
         from: usize,
@@ -330,7 +341,7 @@ impl Comm {
         self.irecvv(from, tag, &[slice.into()])
     }
 
-    /// Begins to receive a message into parts, one after the other; 15 at most.
+    /// Starts to receive a message scattered to slices, in order; at most 15.
     pub fn irecvv(
         &self,
         from: usize,
@@ -340,7 +351,7 @@ impl Comm {
         self.shared.start_receive(Channel::User, from, tag.into(), slices)
     }
 
-    /// Sends, and waits for the end of it.
+    /// Sends and waits for completion.
     pub fn send(
         &self,
         to: usize,
@@ -351,7 +362,7 @@ impl Comm {
         self.isend(to, tag, slice)?.wait(timeout)
     }
 
-    /// Receives, and waits for the end of it.
+    /// Receives and waits for completion.
     pub fn recv(
         &self,
         from: usize,
@@ -362,19 +373,20 @@ impl Comm {
         self.irecv(from, tag, slice)?.wait(timeout)
     }
 
-    /// Makes progress with all that is under way, without waiting.
+    /// Makes progress with all requests, without blocking.
     pub fn progress(&self) -> Result<()> {
         self.shared.step(&mut self.shared.state.lock())
     }
 
-    /// Leaves together with all others: waits until each rank has come to this point, while the device still answers
-    /// them.
+    /// Leaves the communicator collectively: waits until each rank has called this, while the
+    /// engine still answers them.
     ///
     /// # Errors
-    /// If a rank died instead, naming it; [`Kind::Timeout`] naming those who do not come.
+    /// If a rank died instead, naming it; [`Kind::Timeout`] naming the ranks that have not called
+    /// it.
     pub fn finish(&self, timeout: Duration) -> Result<()> {
         let (start, own) = (Instant::now(), self.rank());
-        // What streams have sent may not have found a receive yet.
+        // Messages of streams may not have been matched by a receive yet.
         self.shared.poll_until(timeout, |state| Ok((!state.is_busy()).then_some(())))?;
         self.leave_guard.announce_leave(None);
         let left = timeout.saturating_sub(start.elapsed());
@@ -391,23 +403,24 @@ impl Comm {
                 let here = others.filter(|rank| state.peers[*rank].end.is_none());
                 let names: Vec<String> = here.map(|rank| format!("rank {rank}")).collect();
                 Err(Error::new(Kind::Timeout, "leave together")
-                    .why(format!("{} did not come", names.join(", "))))
+                    .why(format!("{} did not call finish in time", names.join(", "))))
             }
         }
     }
 
-    /// Leaves with a reason, which the others are told: every request of theirs with this rank fails with it.
+    /// Leaves with a reason, which is sent to the others: all of their requests to this rank fail
+    /// with it.
     pub fn abort(&self, why: impl Into<String>) {
         self.leave_guard.announce_leave(Some(why.into()));
     }
 }
 
-/// Why a peer did not leave in an orderly way.
+/// The cause, if a peer died instead of leaving.
 fn died(peer: &Peer) -> Option<Error> {
     peer.end.clone().filter(|_| !peer.has_left)
 }
 
-/// The devices' part: queue pairs to all ranks.
+/// Opens the device and connects queue pairs to all ranks.
 fn connect(
     rank_info: RankInfo,
     options: CommOptions,
@@ -419,7 +432,7 @@ fn connect(
     let progress_mode =
         HcaOptions { progress_mode: options.progress_mode, ..HcaOptions::default() };
     let context = Context::open_with(link, progress_mode)?;
-    let pd = context.pd();
+    let pd = context.alloc_pd();
     let area = Area::new(&context, &pd, size, options.eager, options.receives)?;
     let per_peer = USER_WORK + CONTROL_WORK + area.receives;
     let cq = context.create_cq(per_peer * size as u32)?;
@@ -469,7 +482,7 @@ fn connect(
     }))
 }
 
-/// Makes the queue pair for a rank, and tells it of it.
+/// Creates the queue pair to a rank and sends its endpoint.
 fn create_peer_qp(
     (context, pd, cq): (&Context, &Pd, &Cq),
     options: &CommOptions,
@@ -483,7 +496,8 @@ fn create_peer_qp(
         receive_depth: area.receives,
         max_send_sge: MAX_SLICES as u32 + 1,
         max_recv_sge: 1,
-        // Nine seconds in all: death is told by the connections, and a rank that only stands still is waited for.
+        // 9 s in total: the TCP connections detect death, and a rank that is merely stopped is
+        // waited for.
         timeout: 18,
         retry_count: 7,
         ..QpOptions::default()
@@ -500,7 +514,7 @@ fn create_peer_qp(
     rank_links.send(other, &BootstrapMsg::Hello(hello))
 }
 
-/// Connects to a rank that has told of itself.
+/// Connects to a rank after its hello.
 fn connect_peer(state: &mut State, other: usize, hello: Hello) -> Result<()> {
     let max_slot = (1 << 21) + 64;
     if hello.slot < 512 || hello.slot > max_slot || hello.receives == 0 {
@@ -518,5 +532,5 @@ fn connect_peer(state: &mut State, other: usize, hello: Hello) -> Result<()> {
     (0..slots).try_for_each(|slot| state.post_receive(other, slot))
 }
 
-// Receives for words without credits come on top.
+// Receives for control messages, which need no credits, come on top.
 const _: () = assert!(CONTROL_RECEIVES < CONTROL_WORK);

@@ -1,4 +1,4 @@
-//! Requests under way: a table with as many places as there may be at a time.
+//! Requests in flight: a table of fixed size.
 
 use super::buffer::BufferSlice;
 use super::header::{Channel, MAX_SLICES, RemoteRange};
@@ -6,10 +6,10 @@ use super::request::Outcome;
 use crate::error::{Error, Result};
 use crate::verbs::Atomic;
 
-/// What a request is.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RequestKind {
-    /// A place that is free.
+    /// An unused entry.
     Free,
     Send,
     Receive,
@@ -17,20 +17,20 @@ pub(super) enum RequestKind {
     Get,
 }
 
-/// A change to a word of the peer, after what was put before it.
+/// An update of a word of the peer, ordered after the preceding put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WordUpdate {
-    /// So many of these bytes are written.
+    /// Writes the first n of these bytes.
     Write([u8; 8], u8),
     Atomic(Atomic),
 }
 
-/// Which messages a receive takes.
+/// Which messages a receive accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Match {
-    /// Those with this tag.
+    /// Messages with this tag.
     Tag(u32),
-    /// Any.
+    /// Messages with any tag.
     Any,
 }
 
@@ -46,37 +46,37 @@ impl Match {
     }
 }
 
-/// A request.
+/// An entry of the table.
 #[derive(Debug)]
 pub(super) struct Entry {
     generation: u32,
     pub kind: RequestKind,
     pub peer: usize,
     pub channel: Channel,
-    /// Of a message that is sent, or that was matched.
+    /// Tag of a sent or matched message.
     pub tag: u32,
-    /// Of a receive.
+    /// What a receive accepts.
     pub wants: Match,
     pub slices: Vec<BufferSlice>,
-    /// All parts together.
+    /// Length of all slices.
     pub total: u64,
-    /// How long the message is that came.
+    /// Length of the message received.
     pub arrived: u64,
-    /// Where the peer's data lies, or goes.
+    /// The peer's memory: source of a get or a rendezvous message, target of a put.
     pub remote: Vec<RemoteRange>,
-    /// For how many bytes of parts and ranges work was posted.
+    /// Number of bytes for which work requests were posted.
     pub posted: u64,
-    /// Work that the device has not given back.
+    /// Work requests posted and not completed.
     pub in_flight: u32,
-    /// What the sender of a message that is fetched calls it.
+    /// The sender's id of a rendezvous message.
     pub sender_id: u64,
-    /// The peer has nothing more to say: it has fetched the message.
+    /// No more protocol messages are expected from the peer: the message was delivered or read.
     pub peer_done: bool,
     pub word_update: Option<(WordUpdate, u64, u32)>,
-    /// Why it will fail, once the device has given all work back.
+    /// Why the request will fail, once no work request is in flight.
     pub failure: Option<Error>,
     pub outcome: Option<Result<Outcome>>,
-    /// Nobody asks for the outcome.
+    /// The handle was dropped: the outcome is discarded.
     pub detached: bool,
 }
 
@@ -104,7 +104,7 @@ impl Entry {
         }
     }
 
-    /// What it is, for errors.
+    /// The operation, for error messages.
     pub fn name(&self) -> String {
         let peer = self.peer;
         match self.kind {
@@ -116,12 +116,12 @@ impl Entry {
     }
 }
 
-/// The table. Nothing is allocated after it was made.
+/// The table of requests. It allocates no memory after its creation.
 #[derive(Debug)]
 pub(super) struct Entries {
     slots: Vec<Entry>,
     free: Vec<u32>,
-    /// How many requests have ended, ever.
+    /// Number of requests that have ended since the start.
     pub ended: u64,
 }
 
@@ -131,7 +131,7 @@ impl Entries {
         Self { slots, free: (0..count).rev().collect(), ended: 0 }
     }
 
-    /// A place for a request; nothing if all are taken.
+    /// Allocates an entry; `None` if all are in use.
     pub fn add(&mut self, kind: RequestKind, peer: usize, slices: &[BufferSlice]) -> Option<u32> {
         let index = self.free.pop()?;
         let entry = &mut self.slots[index as usize];
@@ -156,19 +156,19 @@ impl Entries {
         self.slots[index as usize].generation
     }
 
-    /// What a peer calls it.
+    /// The id of a request in protocol messages: generation counter and index.
     pub fn id(&self, index: u32) -> u64 {
         u64::from(self.generation(index)) << 32 | u64::from(index)
     }
 
-    /// The request that a peer calls so.
+    /// The request with this id, unless it has ended and the entry was reused.
     pub fn by_id(&self, id: u64) -> Option<u32> {
         let (index, generation) = (id as u32, (id >> 32) as u32);
         let entry = self.slots.get(index as usize)?;
         (entry.generation == generation && entry.kind != RequestKind::Free).then_some(index)
     }
 
-    /// Those of a peer that have no outcome.
+    /// The requests to a peer without an outcome.
     pub fn open_of(&self, peer: usize) -> impl Iterator<Item = u32> {
         let open = move |entry: &Entry| {
             entry.kind != RequestKind::Free && entry.peer == peer && entry.outcome.is_none()
@@ -177,7 +177,7 @@ impl Entries {
         (0..count).filter(move |index| open(&self.slots[*index as usize]))
     }
 
-    /// It has ended; its memory is no longer used.
+    /// Sets the outcome and releases the memory of a request.
     pub fn finish(&mut self, index: u32, outcome: Result<Outcome>) {
         let entry = self.get(index);
         if entry.outcome.is_some() {
@@ -192,7 +192,7 @@ impl Entries {
         }
     }
 
-    /// The outcome is known or not wanted: the place is free.
+    /// Frees an entry whose outcome was taken or is not wanted.
     pub fn release(&mut self, index: u32) {
         let entry = self.get(index);
         entry.kind = RequestKind::Free;

@@ -1,53 +1,52 @@
-//! What stands before a message: who it is for, how long it is, and where the rest lies.
+//! Message headers: kind, tag, length, and for rendezvous messages the ranges of the sender's
+//! memory.
 
 use super::rendezvous::VERSION;
 
-/// How long a header is; the message follows.
+/// Header length in bytes; the payload follows.
 pub(super) const HEADER_LEN: usize = 64;
-/// How long the name of a range of the sender's memory is.
+/// Encoded length of a [`RemoteRange`] in bytes.
 pub(super) const RANGE_LEN: usize = 24;
-/// The most parts that a message is made of.
+/// Maximum number of slices of a message.
 pub(super) const MAX_SLICES: usize = 15;
 
-/// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The whole message is here.
+    /// The payload follows the header.
     Eager,
-    /// The message lies in these ranges, and is fetched from there.
+    /// Ranges of the sender's memory follow, from which the receiver reads the message.
     Rendezvous,
-    /// The message with this number was fetched.
+    /// The receiver has read the rendezvous message with this id.
     Done,
-    /// Nothing but credits.
+    /// Returns credits only.
     Credit,
 }
 
-/// Messages of different channels do not meet.
+/// Messages of different channels never match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Channel {
-    /// The program's.
+    /// Messages of the application.
     User,
-    /// Windows and collectives.
+    /// Messages of windows and collectives.
     Internal,
 }
 
-/// A header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub kind: Kind,
     pub channel: Channel,
-    /// How many ranges follow.
+    /// Number of ranges that follow.
     pub ranges: u8,
-    /// How many receives are free again.
+    /// Number of receives that the sender has reposted (piggy-backed credits).
     pub credits: u32,
     pub tag: u32,
-    /// How long the message is.
+    /// Length of the message.
     pub len: u64,
-    /// What its sender calls it.
+    /// The sender's id of the message.
     pub id: u64,
 }
 
-/// A range of the sender's memory.
+/// A range of registered memory of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RemoteRange {
     pub address: u64,
@@ -81,7 +80,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a header; nothing if it is none.
+    /// Parses a header; `None` if it is malformed.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Option<Self> {
         let kind = match bytes[2] {
             1 => Kind::Eager,
@@ -109,7 +108,7 @@ impl Header {
         })
     }
 
-    /// Whether a message of so many bytes, header included, is what this header says.
+    /// Whether a message of `arrived` bytes, including the header, is consistent with this header.
     pub fn fits(&self, arrived: u64) -> bool {
         let body = match self.kind {
             Kind::Eager => self.len,
@@ -145,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_come_back() {
+    fn headers_round_trip() {
         let all = [Kind::Eager, Kind::Rendezvous, Kind::Done, Kind::Credit];
         for (ranges, kind) in all.into_iter().enumerate() {
             for channel in [Channel::User, Channel::Internal] {
@@ -159,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_refused() {
+    fn malformed_headers_are_rejected() {
         let good = Header {
             kind: Kind::Eager,
             channel: Channel::User,

@@ -1,4 +1,4 @@
-//! What comes in: messages find those who wait for them, or wait themselves.
+//! Incoming messages: matched to receives, or queued as unexpected.
 
 use super::buffer::{self, BufferSlice};
 use super::entries::RequestKind;
@@ -17,8 +17,8 @@ impl State {
         let sensible = matches!(completion.kind, CompletionKind::Receive);
         let Some(header) = header.filter(|header| sensible && header.fits(completion.len.into()))
         else {
-            let error = Error::new(Kind::Malformed, format!("understand rank {rank}"));
-            self.fail_peer(rank, error.why(format!("rank {rank} sends what is no message")));
+            let error = Error::new(Kind::Malformed, format!("parse a message of rank {rank}"));
+            self.fail_peer(rank, error.why(format!("rank {rank} sent a malformed message")));
             return;
         };
         let peer = &mut self.peers[rank];
@@ -41,20 +41,20 @@ impl State {
         }
     }
 
-    /// The peer has fetched a message of ours.
+    /// The peer has read a rendezvous message of ours.
     pub(super) fn fetched(&mut self, rank: usize, id: u64) {
         let Some(index) = self.entries.by_id(id) else { return };
         let entry = self.entries.get(index);
         let is_fetched = entry.kind == RequestKind::Send && !entry.remote.is_empty();
         if !is_fetched || entry.peer != rank || entry.peer_done {
-            return; // it makes things up
+            return; // not an outstanding rendezvous message of ours: ignore
         }
         entry.peer_done = true;
         self.peers[rank].unfetched -= 1;
         self.complete_if_done(index);
     }
 
-    /// A message came: to whoever waits for it, or to those that nobody waits for.
+    /// Matches an incoming message to a receive, or queues it as unexpected.
     pub(super) fn take(&mut self, rank: usize, message: Unexpected) {
         let entries = &mut self.entries;
         let wants = |index: &u32| {
@@ -70,7 +70,7 @@ impl State {
         }
     }
 
-    /// Gives a message to a receive.
+    /// Delivers a message to a matched receive.
     pub(super) fn deliver(&mut self, rank: usize, index: u32, message: Unexpected) {
         let Unexpected { tag, len, from, .. } = message;
         let entry = self.entries.get(index);
@@ -106,7 +106,7 @@ impl State {
         }
     }
 
-    /// The whole message is in its place.
+    /// Completes a receive whose message is in memory.
     pub(super) fn received(&mut self, index: u32, copied: Result<()>) {
         let entry = self.entries.get(index);
         (entry.posted, entry.peer_done) = (entry.arrived, true);
@@ -120,7 +120,7 @@ impl State {
         let at = self.area.slot_at(rank, slot) + HEADER_LEN as u64;
         let bytes = self.area.slots.bytes();
         let slices = &self.entries.get(index).slices;
-        // One part of host memory: one copy.
+        // A single slice in host memory needs one copy only.
         if let [slice] = &slices[..]
             && len > 0
         {
@@ -134,14 +134,14 @@ impl State {
         buffer::scatter(slices, whole)
     }
 
-    /// A message of this rank to itself.
+    /// Copies a message of this rank to itself.
     pub(super) fn copy_own(&mut self, index: u32, sender: u32, len: u64) -> Result<()> {
         let to: Vec<BufferSlice> = self.entries.get(index).slices.clone();
         let from: Vec<BufferSlice> = self.entries.get(sender).slices.clone();
         buffer::copy(&to, &from, len)
     }
 
-    /// Reads where a message lies; false if it makes no sense.
+    /// Reads the ranges of a rendezvous message; false if they do not add up to its length.
     pub(super) fn read_ranges(
         &mut self,
         rank: usize,
@@ -179,17 +179,17 @@ impl State {
             if entry.failure.is_none() {
                 let error = Error::new(Kind::Malformed, format!("receive from rank {rank}"));
                 entry.failure = Some(error.why(format!(
-                    "rank {rank} tells of ranges that are not as long as the message"
+                    "the ranges sent by rank {rank} do not add up to the length of the message"
                 )));
             }
-            // The sender is done with it, whatever became of it here.
+            // Release the sender, even though the receive failed.
             self.peers[rank].control_queue.push_back(ControlOp::Done(id));
             self.complete_if_done(index);
         }
         self.pump(rank);
     }
 
-    /// A receive is free again. `credit`: it came with a message that took one.
+    /// Reposts a receive. `credit`: its message had used a credit.
     pub(super) fn repost(&mut self, rank: usize, slot: u32, credit: bool) {
         if self.peers[rank].is_broken {
             return;
@@ -201,7 +201,7 @@ impl State {
         }
     }
 
-    /// Posts a receive for messages.
+    /// Posts a receive for messages of a rank.
     pub(super) fn post_receive(&mut self, rank: usize, slot: u32) -> Result<()> {
         let at = self.area.slot_at(rank, slot);
         let data = [self.area.slots_mr.sge(at, self.area.slot as u32)];
@@ -213,6 +213,6 @@ impl State {
 #[cold]
 fn truncated(rank: usize, len: u64, room: u64) -> Error {
     Error::new(Kind::OutOfRange, format!("receive from rank {rank}"))
-        .why(format!("the message has {len} bytes, and there is room for {room}"))
-        .fix("receive into at least as much memory")
+        .why(format!("the message has {len} bytes, the buffer {room}"))
+        .fix("use a buffer of at least that length")
 }

@@ -1,20 +1,20 @@
-//! Ranks and messages: processes that a launcher started find each other, send, receive, and write to each other's
-//! memory.
+//! Ranks and messages: processes that a launcher started find each other, exchange messages, and
+//! access each other's memory (one-sided).
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Comm`], [`CommOptions`], [`CommLink`] | the ranks, and how they are joined |
-//! | [`RankInfo`], [`Launcher`], [`Rendezvous`] | who a process is, as its launcher says |
+//! | [`Comm`], [`CommOptions`], [`CommLink`] | the communicator, and the link that it uses |
+//! | [`RankInfo`], [`Launcher`], [`Rendezvous`] | rank, size and meeting point of a process |
 //! | [`Buffer`], [`BufferSlice`] | registered memory of the host or a device |
-//! | [`Request`], [`Outcome`], [`wait_all`], [`wait_any`] | transfers under way, and their ends |
-//! | [`Match`] | which messages a receive takes |
-//! | [`RmaWindow`], [`Signal`] | memory of every rank that the others reach, and words that tell of it |
+//! | [`Request`], [`Outcome`], [`wait_all`], [`wait_any`] | transfers in flight and their results |
+//! | [`Match`] | which messages a receive accepts |
+//! | [`RmaWindow`], [`Signal`] | memory for one-sided access, and words that signal its arrival |
 //! | [`Writer`], [`Condition`](crate::mem::Condition) | waiting for words |
-//! | [`DeviceChannel`], [`ChannelRequest`], [`ChannelBatch`] | the same, sent and waited for by streams and kernels |
-//! | [`DataType`], [`ReduceOp`] | what all ranks compute together |
+//! | [`DeviceChannel`], [`ChannelRequest`], [`ChannelBatch`] | messages of streams and kernels |
+//! | [`DataType`], [`ReduceOp`] | elements and operations of reductions |
 //!
-//! Start a program that calls [`Comm::from_env`] with `warpwire run -n 4 -- PROGRAM`, torchrun, mpirun or srun. Here
-//! the ranks are threads:
+//! Start a program that calls [`Comm::from_env`] with `warpwire run -n 4 -- PROGRAM`, torchrun,
+//! mpirun or srun. Here the ranks are threads:
 //!
 //! ```
 //! use std::time::Duration;
@@ -32,7 +32,7 @@
 //!             comm.send(other, 7, &mine, SOON)?;
 //!             assert_eq!(receive.wait(SOON)?.len, 4096);
 //!
-//!             // The same without the other's help.
+//!             // One-sided: the peer does not take part.
 //!             let window = comm.window(&theirs)?;
 //!             window.put(other, 0, mine.slice(0, 64)?)?.wait(SOON)?;
 //!             window.close(SOON)?;
@@ -44,14 +44,16 @@
 //! ```
 //!
 //! # Failures
-//! A rank that dies, leaves or gives up is known to all others at once, by connections that are there for nothing else.
-//! Everything that waits for it ends, with an error of the kind [`PeerLost`](crate::error::Kind::PeerLost) that names
-//! the rank and the cause; what it had sent before is still delivered, and the others go on with each other.
+//! Every rank has a TCP connection to every other one, used only to detect that a rank dies, leaves
+//! or aborts. All requests that wait for such a rank then fail with an error of the kind
+//! [`PeerLost`](crate::error::Kind::PeerLost) that names the rank and the cause. Messages that it
+//! had sent before are still delivered, and the other ranks can continue among themselves.
 //!
-//! # Inside
-//! `rank_info` reads the environment, `rendezvous` brings ranks together, `watch` hears when they go. `peer` has the rules of
-//! the protocol; `state` runs it, with `incoming` and `outgoing`; `shared` is how threads wait. All of it is driven by
-//! the threads that call, under one lock. [`device_channel`] stands beside it: connections of its own for streams and kernels.
+//! # Implementation
+//! `rank_info` reads the environment, `rendezvous` connects the ranks, `watch` is the failure
+//! detector. `peer` states the rules of the protocol; `state` implements it, with `incoming` and
+//! `outgoing`; `shared` implements blocking waits. All of it runs in the threads that call, under
+//! one lock. [`device_channel`] is separate: it has its own connections for streams and kernels.
 
 mod buffer;
 mod collective;

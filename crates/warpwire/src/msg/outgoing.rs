@@ -1,4 +1,4 @@
-//! What goes out: headers, transfers and words, as far as credits and the send queue let them.
+//! Outgoing headers, transfers and word updates, limited by credits and send queue space.
 
 use super::buffer::BufferSlice;
 use super::entries::{RequestKind, WordUpdate};
@@ -10,13 +10,13 @@ use super::state::{FETCHED, HEADER_SENT, MOVED, STANDALONE_WORD, State, id_of};
 use crate::error::{Error, Kind, Result};
 use crate::verbs::{Remote, SendRequest, Sge, WrOp};
 
-/// Transfers are cut into pieces of this length, so that none holds up all others for long.
+/// Transfers are split into pieces of this length, to avoid head-of-line blocking.
 const PIECE: u64 = 8 << 20;
 
 const NOTHING: Sge = Sge { address: 0, len: 0, lkey: 0 };
 
 impl State {
-    /// Posts what can be posted to a peer.
+    /// Posts everything to a peer that can be posted.
     pub(super) fn pump(&mut self, rank: usize) {
         if self.peers[rank].qp.is_none() || self.peers[rank].is_broken {
             return;
@@ -65,17 +65,18 @@ impl State {
         Ok(())
     }
 
-    /// Tells a peer alone what is owed to it.
+    /// Returns credits to a peer in a message of their own.
     pub(super) fn return_credits(&mut self, rank: usize) -> Result<()> {
         let peer = &self.peers[rank];
-        // Two that are under way are enough: they tell of more than a few.
+        // Needs a free header slot and send queue space; otherwise a later header carries the
+        // credits.
         if peer.owed > 0 && peer.control_work < CONTROL_WORK && !peer.headers.is_empty() {
             self.post_header(rank, HeaderUse::Control, plain(Message::Credit, 0), &[])?;
         }
         Ok(())
     }
 
-    /// Before a sleep: nobody shall wait for credits that are there.
+    /// Called before sleeping, so that no peer waits for credits that are available.
     pub(super) fn return_all_credits(&mut self) {
         for rank in 0..self.peers.len() {
             if self.peers[rank].owed > 0
@@ -87,7 +88,7 @@ impl State {
         }
     }
 
-    /// Posts a message, or false if it must wait.
+    /// Posts a message; false if it must wait for credits or space.
     pub(super) fn post_message(&mut self, rank: usize, index: u32) -> Result<bool> {
         let id = self.entries.id(index);
         let entry = self.entries.get(index);
@@ -137,7 +138,7 @@ impl State {
     ) -> Result<()> {
         let peer = &mut self.peers[rank];
         let Some(header_slot) = peer.headers.pop() else {
-            return Err(Error::new(Kind::Busy, "post a header").why("all places are taken"));
+            return Err(Error::new(Kind::Busy, "post a header").why("all header slots are in use"));
         };
         peer.header_uses[header_slot as usize] = used;
         header.credits = std::mem::take(&mut peer.owed);
@@ -166,7 +167,7 @@ impl State {
         }
     }
 
-    /// Posts pieces of a transfer; true if there are no more.
+    /// Posts pieces of a transfer; true once all are posted.
     pub(super) fn transfer(&mut self, rank: usize, index: u32, kind: u64) -> Result<bool> {
         loop {
             let peer = &mut self.peers[rank];
@@ -206,7 +207,7 @@ impl State {
         }
     }
 
-    /// Posts the change of a word that follows a put.
+    /// Posts the word update that follows a put.
     pub(super) fn post_word_update(&mut self, rank: usize, index: u32) -> Result<bool> {
         let Some((word_update, address, rkey)) = self.entries.get(index).word_update else {
             return Ok(true);
@@ -243,8 +244,8 @@ impl State {
         }
     }
 
-    /// Writes a word of a peer's table, now: it passes messages that wait for credits. False if the send queue has no
-    /// room.
+    /// Writes a word of a peer's table immediately, ahead of messages that wait for credits. False
+    /// if the send queue is full.
     pub(super) fn write_word(&mut self, rank: usize, value: u64, at: Remote) -> Result<bool> {
         let peer = &mut self.peers[rank];
         if let Some(why) = &peer.end {

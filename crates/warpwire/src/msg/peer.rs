@@ -1,13 +1,14 @@
-//! What a rank knows of another: the connection, what waits to go out, and what came in.
+//! Per-peer state: the connection, queued requests, and received messages.
 //!
-//! 1. A message takes a receive of the peer that is known to be free: a *credit*. Credits come back with headers, or
-//!    alone when many are owed or nothing else is to be said.
-//! 2. What nobody has asked for yet stays in the receive in which it came. So there are at most as many unexpected
-//!    messages as receives, and who sends more waits.
-//! 3. Words that need no credit (a message was fetched; credits) have receives of their own. Should there be none,
-//!    the device tries again until there is one.
-//! 4. What the program posts goes out in order, through one queue. What the protocol posts passes it, and has room of
-//!    its own in the send queue, so that neither waits for the other.
+//! 1. A message uses a receive of the peer that is known to be posted: a *credit*. Credits are
+//!    returned in headers (piggy-backed), or in messages of their own when many are owed or nothing
+//!    else is being sent.
+//! 2. An unexpected message stays in the receive slot into which it arrived. So there are at most
+//!    as many unexpected messages as receives, and a sender that exceeds them waits.
+//! 3. Control messages that need no credit (done, credits) have additional receives. If none is
+//!    posted, the device retries (RNR) until there is one.
+//! 4. Requests of the application are posted in order, through one queue. Requests of the protocol
+//!    overtake them and have reserved space in the send queue, so that neither waits for the other.
 
 use std::collections::VecDeque;
 
@@ -17,40 +18,40 @@ use crate::error::{Error, Result};
 use crate::mr::HostMemory;
 use crate::verbs::{Access, Context, Mr, Pd, Qp};
 
-/// Work of the program in a send queue, at most.
+/// Maximum number of the application's work requests in a send queue.
 pub(super) const USER_WORK: u32 = 64;
-/// Work of the protocol in a send queue, at most.
+/// Maximum number of the protocol's work requests in a send queue.
 pub(super) const CONTROL_WORK: u32 = 64;
-/// Messages whose fetching is under way, at most.
+/// Maximum number of rendezvous messages that the peer has not read yet.
 pub(super) const MAX_FETCHED: u32 = 32;
-/// Receives for words without credits.
+/// Receives for control messages, which need no credits.
 pub(super) const CONTROL_RECEIVES: u32 = MAX_FETCHED + 4;
-/// How long the place of a header is: with the ranges that may follow.
+/// Length of a header slot in bytes, including ranges.
 pub(super) const HEADER_SLOT_LEN: u64 =
     (HEADER_LEN + MAX_SLICES * RANGE_LEN).next_multiple_of(64) as u64;
 
-/// What uses the place of a header.
+/// What uses a header slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeaderUse {
     Nothing,
-    /// A message that is complete with it.
+    /// An eager message of this request.
     Eager(u32),
-    /// A message that the peer fetches.
+    /// A rendezvous message of this request.
     Rendezvous(u32),
-    /// A word of the protocol.
+    /// A control message.
     Control,
 }
 
-/// What the protocol has to post.
+/// Work that the protocol has to post.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ControlOp {
-    /// Tell that the message with this number was fetched.
+    /// Notify the sender that its rendezvous message with this id was read.
     Done(u64),
-    /// Fetch what this receive needs.
+    /// Read the rendezvous message of this receive.
     Fetch(u32),
 }
 
-/// A message that nobody has asked for yet.
+/// A message without a matching receive.
 #[derive(Debug)]
 pub(super) struct Unexpected {
     pub channel: Channel,
@@ -59,43 +60,43 @@ pub(super) struct Unexpected {
     pub from: Source,
 }
 
-/// Where it is.
+/// Where an unexpected message is.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// In this receive.
+    /// In this receive slot (eager).
     Slot(u32),
-    /// At its sender, who calls it so; the receive names its ranges.
+    /// In the sender's memory (rendezvous): `slot` holds its ranges, `id` is the sender's id.
     Sender { slot: u32, ranges: u8, id: u64 },
-    /// Here: from this rank to itself.
+    /// A copy: sent by this rank to itself.
     Buffered(Box<[u8]>),
-    /// In the parts of this request, from this rank to itself.
+    /// In the slices of this request, sent by this rank to itself.
     SelfSend(u32),
 }
 
-/// A rank, as another sees it.
+/// A peer rank.
 pub(super) struct Peer {
-    /// Nothing for this rank itself.
+    /// `None` for this rank itself.
     pub qp: Option<Qp>,
     pub hello: Option<Hello>,
-    /// How many messages it has room for.
+    /// Number of messages that may be sent to it.
     pub credits: u32,
-    /// How many it may be told that we have room for.
+    /// Number of credits to be returned to it.
     pub owed: u32,
     pub send_queue: VecDeque<u32>,
     pub control_queue: VecDeque<ControlOp>,
     pub user_work: u32,
     pub control_work: u32,
-    /// Our messages that it has not fetched.
+    /// Our rendezvous messages that it has not read.
     pub unfetched: u32,
     pub headers: Vec<u32>,
     pub header_uses: Box<[HeaderUse]>,
     pub receives: VecDeque<u32>,
     pub unexpected: VecDeque<Unexpected>,
-    /// Why nothing more comes from it.
+    /// Why the peer is lost; `None` while it is alive.
     pub end: Option<Error>,
-    /// It said that it leaves.
+    /// The peer announced that it leaves.
     pub has_left: bool,
-    /// The connection is of no use any more: the peer died, or is gone.
+    /// The connection is unusable: the peer died, or the queue pair failed.
     pub is_broken: bool,
 }
 
@@ -122,19 +123,19 @@ impl Peer {
         }
     }
 
-    /// The longest message that it takes whole.
+    /// Maximum length of an eager message to this peer.
     pub fn eager(&self) -> u64 {
         self.hello.as_ref().map_or(0, |hello| hello.slot - HEADER_LEN as u64)
     }
 }
 
-/// Registered memory for headers that go out, and messages that come in.
+/// Registered memory for outgoing headers and incoming messages.
 pub(super) struct Area {
     pub headers: HostMemory,
     pub headers_mr: Mr,
     pub slots: HostMemory,
     pub slots_mr: Mr,
-    /// How long a place for a message is, and how many each peer has.
+    /// Length of a receive slot in bytes, and number of slots per peer.
     pub slot: u64,
     pub receives: u32,
 }
@@ -151,7 +152,7 @@ impl Area {
         let slot = (HEADER_LEN as u64 + max_body).next_multiple_of(64);
         let receives = receives + CONTROL_RECEIVES;
         let headers_len = peers as u64 * u64::from(USER_WORK + CONTROL_WORK) * HEADER_SLOT_LEN;
-        // One line more: what atomics bring back, which nobody looks at.
+        // One more cache line for the results of atomics, which are discarded.
         let headers = HostMemory::new(headers_len + 64)?;
         let slots = HostMemory::new(peers as u64 * u64::from(receives) * slot)?;
         let headers_mr = context.register(pd, headers.clone(), Access::LOCAL_WRITE)?;

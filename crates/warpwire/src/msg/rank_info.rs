@@ -1,36 +1,36 @@
-//! Who a process is among its ranks, as its launcher tells by the environment.
+//! Rank, size and meeting point of a process, from its launcher's environment variables.
 
 use std::path::PathBuf;
 
 use crate::error::{Error, Kind, Result};
 
-/// Who started the ranks.
+/// The launcher that started the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// `warpwire run`, or whoever sets `WARPWIRE_RANK` and `WARPWIRE_SIZE`.
+    /// `warpwire run`, or any launcher that sets `WARPWIRE_RANK` and `WARPWIRE_SIZE`.
     Run,
-    /// `torchrun`, or whoever sets `RANK` and `WORLD_SIZE`.
+    /// `torchrun`, or any launcher that sets `RANK` and `WORLD_SIZE`.
     Torch,
     /// Open MPI's `mpirun`.
     OpenMpi,
-    /// MPICH, Intel MPI and others that tell ranks by PMI.
+    /// MPICH, Intel MPI and others that use PMI.
     Pmi,
     /// Slurm's `srun`.
     Slurm,
-    /// Nobody: one rank alone.
+    /// No launcher: a single rank.
     Standalone,
 }
 
-/// Where ranks meet.
+/// Where the ranks connect to rank 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
-    /// Rank 0 listens there: `host:port`.
+    /// Rank 0 listens on this `host:port`.
     Address(String),
-    /// Rank 0 listens on any port of this machine, and writes its address to this file.
+    /// Rank 0 listens on any port of this machine and writes its address to this file.
     File(PathBuf),
 }
 
-/// Who a process is: its rank, of how many, and where they meet.
+/// Rank, size and meeting point of a process.
 ///
 /// ```
 /// use warpwire::msg::{Launcher, RankInfo};
@@ -46,30 +46,30 @@ pub enum Rendezvous {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankInfo {
-    /// Which rank this is, from 0 on.
+    /// The rank of this process, from 0 to `size` − 1.
     pub rank: usize,
-    /// How many ranks there are.
+    /// The number of ranks.
     pub size: usize,
-    /// Which rank of this machine it is: for choosing a GPU.
+    /// The rank among those on this machine, for choosing a GPU.
     pub local_rank: usize,
-    /// Where the ranks meet.
+    /// Where the ranks connect to rank 0.
     pub rendezvous: Rendezvous,
-    /// What all of them know, and strangers do not.
+    /// A token shared by all ranks of the job; rank 0 rejects connections with another one.
     pub token: String,
-    /// Who started them.
+    /// The launcher that started the ranks.
     pub launcher: Launcher,
 }
 
-/// The most ranks.
 pub(super) const MAX_RANKS: usize = 1024;
 
-/// Ranks of a launcher: its variables for rank, size and local rank, and those that name the job.
+/// The environment variables of a launcher: rank, size, local rank, and those that identify the
+/// job.
 struct LauncherVars {
     launcher: Launcher,
     rank: &'static str,
     size: &'static str,
     local_rank: &'static str,
-    /// How many ranks there are on this machine.
+    /// The number of ranks on this machine.
     local_size: &'static str,
     job: &'static [&'static str],
 }
@@ -118,20 +118,22 @@ const LAUNCHERS: [LauncherVars; 5] = [
 ];
 
 impl RankInfo {
-    /// Reads the launcher's environment. Without a launcher it is one rank alone.
+    /// Reads the launcher's environment. Without a launcher, the process is a single rank.
     ///
     /// # Errors
-    /// If what the launcher says makes no sense, or leaves open where to meet; the text says what to set.
+    /// If the variables are invalid, or do not define the meeting point; the text names the
+    /// variable to set.
     pub fn from_env() -> Result<Self> {
         Self::from_vars(|name| std::env::var(name).ok())
     }
 
-    /// The same, from other variables than this process's.
+    /// As [`from_env`](Self::from_env), with variables from `lookup`.
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let lookup = |name: &str| lookup(name).filter(|value| !value.trim().is_empty());
         let is_there = |names: &&LauncherVars| {
             let step = names.launcher != Launcher::Slurm || lookup("SLURM_STEP_ID").is_some();
-            // The shell of a batch job has Slurm's variables too, and is no rank: only steps have a number.
+            // The shell of a batch job has Slurm's variables too but is not a rank: only steps have
+            // a step id.
             step && lookup(names.rank).is_some() && lookup(names.size).is_some()
         };
         let Some(names) = LAUNCHERS.iter().find(is_there) else { return Ok(Self::standalone()) };
@@ -167,7 +169,7 @@ impl RankInfo {
     }
 }
 
-/// Where to meet: what is said expressly, or what the launcher's own variables give.
+/// The meeting point: set explicitly, or derived from the launcher's variables.
 fn rendezvous(
     launcher: Launcher,
     lookup: &impl Fn(&str) -> Option<String>,
@@ -179,7 +181,7 @@ fn rendezvous(
     }
     if let (Some(host), Some(port)) = (lookup("MASTER_ADDR"), lookup("MASTER_PORT")) {
         let port: u16 = port.trim().parse().map_err(|_| wrong("MASTER_PORT", &port, "a port"))?;
-        // torchrun's own store listens on the port that it names.
+        // torchrun's own store listens on that port.
         let taken = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|word| word == "True");
         let port = if taken { port.checked_add(1).unwrap_or(1024) } else { port };
         return Ok(Rendezvous::Address(join(&host, port)));
@@ -190,7 +192,7 @@ fn rendezvous(
             let list = lists.iter().find_map(|name| lookup(name));
             let host = list.as_deref().and_then(first_host);
             let number = job.first().and_then(|id| id.parse::<u32>().ok()).unwrap_or(0);
-            // One port per job, so that two on one machine do not meet.
+            // One port per job, so that two jobs on one machine do not collide.
             let port = 29_600 + (number % 3000) as u16;
             host.map(|host| Rendezvous::Address(join(&host, port))).ok_or_else(no_rendezvous)
         }
@@ -225,7 +227,7 @@ fn join(host: &str, port: u16) -> String {
     }
 }
 
-/// The first host of a list as Slurm writes it: `gpu[003-005,9],login` begins with `gpu003`.
+/// The first host of a Slurm host list: `gpu[003-005,9],login` gives `gpu003`.
 fn first_host(list: &str) -> Option<String> {
     let list = list.trim();
     let end = list.find(['[', ',']).unwrap_or(list.len());
@@ -246,15 +248,15 @@ fn first_host(list: &str) -> Option<String> {
 }
 
 fn wrong(name: &str, text: &str, expected: &str) -> Error {
-    Error::new(Kind::Malformed, "learn which rank this is")
+    Error::new(Kind::Malformed, "determine the rank of this process")
         .why(format!("{name} is {text:?}, and must be {expected}"))
         .fix("start the ranks with warpwire run, torchrun, mpirun or srun")
 }
 
 fn no_rendezvous() -> Error {
-    Error::new(Kind::Malformed, "learn where the ranks meet")
-        .why("the launcher does not say it")
-        .fix("set WARPWIRE_MASTER=HOST:PORT on every rank, with a host that rank 0 has")
+    Error::new(Kind::Malformed, "determine the address of rank 0")
+        .why("the launcher does not set it")
+        .fix("set WARPWIRE_MASTER=HOST:PORT on every rank, where HOST is rank 0's")
 }
 
 #[cfg(test)]
@@ -277,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn launchers_are_told_apart() {
+    fn launchers_are_recognized() {
         let run = [
             ("WARPWIRE_RANK", "3"),
             ("WARPWIRE_SIZE", "8"),
@@ -316,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn slurm_ranks_meet_at_the_first_host() {
+    fn slurm_rendezvous_is_the_first_host() {
         let step = [
             ("SLURM_PROCID", "5"),
             ("SLURM_NTASKS", "16"),
@@ -328,7 +330,7 @@ mod tests {
         let found = rank_info(&step).unwrap();
         assert_eq!((found.rank, found.local_rank, found.launcher), (5, 1, Launcher::Slurm));
         assert_eq!((address(&found), found.token.as_str()), ("gpu003:31311", "4711.0"));
-        // The shell of a batch job is no rank.
+        // The shell of a batch job is not a rank.
         assert_eq!(rank_info(&step[..4]).unwrap().launcher, Launcher::Standalone);
         let hosts = [
             ("a", Some("a")),
@@ -344,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_its_name() {
+    fn errors_name_the_invalid_variable() {
         let bad: [(&[(&str, &str)], &str); 7] = [
             (&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK is \"x\""),
             (&[("RANK", "2"), ("WORLD_SIZE", "2")], "below 2"),

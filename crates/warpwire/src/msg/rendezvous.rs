@@ -1,6 +1,7 @@
-//! How ranks meet: all come to rank 0 over TCP, learn of each other there, and connect to each other.
+//! Bootstrap of a communicator: all ranks connect to rank 0 over TCP, get the addresses of the
+//! others, and connect to them (full mesh).
 //!
-//! The connections stay open. They tell of ranks that leave or die, and carry nothing else.
+//! The connections stay open, used only to detect ranks that leave or die.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -15,88 +16,89 @@ use crate::error::{Error, Kind, Result};
 use crate::verbs::QpEndpoint;
 use crate::verbs::bootstrap::Bootstrap;
 
-/// The version of what ranks tell each other, here and in message headers.
+/// Version of the bootstrap messages and of message headers.
 pub(super) const VERSION: u32 = 1;
-/// Who has connected says who it is within this time.
+/// How long a new connection may take to identify its rank.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the rest of a word may take, once it has begun.
+/// How long the rest of a message may take, once its first byte has arrived.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Between two looks.
+/// Interval between polls.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Rank 0 gives up first, so that the others hear why.
+/// Rank 0 times out first, so that the other ranks receive its reason.
 const RANK0_GRACE: Duration = Duration::from_secs(2);
 
-/// What ranks say.
+/// Messages between ranks during bootstrap and on leaving.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum BootstrapMsg {
-    /// To rank 0, first.
+    /// First message to rank 0.
     Join { version: u32, token: String, rank: usize, size: usize, listens: SocketAddr },
-    /// From rank 0, when all are there: where each listens, and what they know of each other by.
+    /// From rank 0, once all ranks have joined: their addresses, and a secret that authenticates
+    /// them to each other.
     Table { members: Vec<SocketAddr>, secret: String },
-    /// To another rank, first.
+    /// First message to another rank.
     Mesh { secret: String, rank: usize },
-    /// What a peer must know.
+    /// Connection data for a peer.
     Hello(Hello),
-    /// Everything is connected.
+    /// All queue pairs are connected.
     Ready,
-    /// It will not be.
+    /// The sender could not join.
     Failed { why: String },
-    /// Nothing more is sent; the reason if it is not the usual one.
+    /// The sender leaves; with a reason if it aborts.
     Bye { why: Option<String> },
 }
 
-/// What a rank must know of a peer to talk to it.
+/// Connection data of a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub endpoint: QpEndpoint,
-    /// How many messages it has room for, and how long each may be, with its header.
+    /// Number of receives, and length of each including the header.
     pub receives: u32,
     pub slot: u64,
-    /// Where its table of counters begins, and the key.
+    /// Address and rkey of its table of ready counters.
     pub table: (u64, u32),
 }
 
-/// The ranks, met.
+/// TCP connections to all ranks.
 pub(super) struct RankLinks {
-    /// By rank; nothing at our own place.
+    /// By rank; `None` for this rank.
     pub links: Vec<Option<Bootstrap>>,
-    /// The address under which the others see this rank's machine.
+    /// The local address under which the other ranks see this machine.
     pub local_ip: IpAddr,
 }
 
 impl RankLinks {
-    /// Tells all that this rank gives up.
+    /// Notifies all ranks that this one fails to join.
     pub fn abort(&mut self, why: &Error) {
         let message = BootstrapMsg::Failed { why: why.to_string() };
         for link in self.links.iter_mut().flatten() {
-            // Who cannot be told notices that the connection ends.
+            // If this fails, the peer detects that the connection is closed.
             let _ = link.send(&message);
         }
     }
 
-    /// Hears the next word of a rank.
+    /// Receives the next message of a rank.
     pub fn recv(&mut self, rank: usize, deadline: Instant) -> Result<BootstrapMsg> {
-        let what = || format!("meet rank {rank}");
+        let what = || format!("connect to rank {rank}");
         let Some(link) = self.links.get_mut(rank).and_then(Option::as_mut) else {
             return Err(Error::new(Kind::InvalidArgument, what()).why("it is not connected"));
         };
         link.set_timeout(left(deadline))?;
         match link.recv() {
             Ok(BootstrapMsg::Failed { why }) => {
-                Err(Error::new(Kind::PeerLost, what()).why(format!("it gives up: {why}")))
+                Err(Error::new(Kind::PeerLost, what()).why(format!("it failed: {why}")))
             }
             Ok(message) => Ok(message),
             Err(error) => Err(Error::new(Kind::PeerLost, what())
                 .why(error.reason().to_owned())
-                .fix(format!("look at what rank {rank} printed"))),
+                .fix(format!("see the output of rank {rank}"))),
         }
     }
 
-    /// Tells a rank something.
+    /// Sends a message to a rank; does nothing for this rank itself.
     pub fn send(&mut self, rank: usize, message: &BootstrapMsg) -> Result<()> {
         let link = self.links.get_mut(rank).and_then(Option::as_mut);
         let sent = link.map_or(Ok(()), |link| link.send(message));
-        sent.map_err(|error| error.during(format!("meet rank {rank}")))
+        sent.map_err(|error| error.during(format!("connect to rank {rank}")))
     }
 }
 
@@ -104,10 +106,10 @@ fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
 
-/// Meets the other ranks.
+/// Connects to the other ranks.
 ///
 /// # Errors
-/// When the time is over, naming who is missing; if ranks contradict each other; if nobody can listen there.
+/// On timeout, naming the missing ranks; if ranks disagree on the size; if rank 0 cannot listen.
 pub(super) fn connect_ranks(rank_info: &RankInfo, timeout: Duration) -> Result<RankLinks> {
     let deadline = Instant::now() + timeout;
     match rank_info.rank {
@@ -116,7 +118,7 @@ pub(super) fn connect_ranks(rank_info: &RankInfo, timeout: Duration) -> Result<R
     }
 }
 
-/// A listener, and those who have come and not said who they are.
+/// A listener, and accepted connections that have not identified themselves yet.
 struct Acceptor {
     listener: TcpListener,
     waiting: Vec<(Bootstrap, Instant)>,
@@ -129,7 +131,8 @@ impl Acceptor {
         Ok(Self { listener, waiting: Vec::new() })
     }
 
-    /// The next who says something, if there is one now. Who says nothing, or nothing that makes sense, is let go.
+    /// The next connection that has sent its first message, if any. Connections that send nothing
+    /// in time, or something malformed, are dropped.
     fn next(&mut self) -> Option<(Bootstrap, BootstrapMsg)> {
         while let Ok((stream, _)) = self.listener.accept() {
             if stream.set_nonblocking(false).is_ok()
@@ -146,20 +149,20 @@ impl Acceptor {
         match bootstrap.recv() {
             Ok(message) => Some((bootstrap, message)),
             Err(why) => {
-                tracing::warn!(peer = %bootstrap.peer(), %why, "a stranger at the door");
+                tracing::warn!(peer = %bootstrap.peer(), %why, "rejected a connection");
                 None
             }
         }
     }
 }
 
-/// Sends a stranger away.
+/// Rejects a connection, with a reason.
 fn refuse(mut bootstrap: Bootstrap, why: &str) {
-    tracing::warn!(peer = %bootstrap.peer(), why, "a stranger at the door");
+    tracing::warn!(peer = %bootstrap.peer(), why, "rejected a connection");
     let _ = bootstrap.send(&BootstrapMsg::Failed { why: why.to_owned() });
 }
 
-/// Removes the file with our address when the meeting is over.
+/// Removes the address file when bootstrap is over.
 struct AddressFile<'a>(Option<&'a Path>);
 
 impl Drop for AddressFile<'_> {
@@ -170,7 +173,7 @@ impl Drop for AddressFile<'_> {
     }
 }
 
-/// Rank 0's part.
+/// Bootstrap of rank 0.
 fn host(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
     let (listener, local_ip, _address_file) = listen(rank_info)?;
     let own = listener.local_addr().map_err(|why| Error::os("listen for other ranks", &why))?;
@@ -199,28 +202,26 @@ fn gather(
         if open.is_empty() {
             return Ok(BootstrapMsg::Table { members, secret: secret()? });
         }
-        // Who has joined waits; what it says now can only be that it goes.
+        // Ranks that have joined wait silently: if one is readable, it has closed its connection.
         for rank in 1..rank_info.size {
             let gone = rank_links.links[rank].as_ref().map(|link| link.is_readable(Duration::ZERO));
             if gone.is_some_and(|gone| gone.unwrap_or(true)) {
-                let error = Error::new(Kind::PeerLost, format!("meet rank {rank}"));
-                return Err(error
-                    .why("it went before all ranks had come")
-                    .fix("look at what it printed"));
+                let error = Error::new(Kind::PeerLost, format!("connect to rank {rank}"));
+                return Err(error.why("it left before all ranks had joined").fix("see its output"));
             }
         }
         if Instant::now() >= deadline {
-            let error = Error::new(Kind::Timeout, "meet the other ranks").on(own.to_string());
+            let error = Error::new(Kind::Timeout, "connect to the other ranks").on(own.to_string());
             let why =
-                format!("{} of {} did not come: {}", open.len(), rank_info.size, names(&open));
+                format!("{} of {} did not join: {}", open.len(), rank_info.size, names(&open));
             return Err(error
                 .why(why)
-                .fix("look at what they printed; they need this address and this token"));
+                .fix("see their output; they need this address and this token"));
         }
         match acceptor.next() {
             Some((bootstrap, BootstrapMsg::Join { version, token, rank, size, listens })) => {
                 if token != rank_info.token {
-                    refuse(bootstrap, "its token is not this job's");
+                    refuse(bootstrap, "the token is not that of this job");
                     continue;
                 }
                 if let Err(why) = check_joined(rank_info, rank_links, (version, rank, size)) {
@@ -230,7 +231,7 @@ fn gather(
                 members[rank] = listens;
                 rank_links.links[rank] = Some(bootstrap);
             }
-            Some((bootstrap, _)) => refuse(bootstrap, "it does not say which rank it is"),
+            Some((bootstrap, _)) => refuse(bootstrap, "it sent no rank"),
             None => std::thread::sleep(POLL_INTERVAL),
         }
     }
@@ -242,31 +243,31 @@ fn check_joined(
     (version, rank, size): (u32, usize, usize),
 ) -> Result<()> {
     let wrong = |kind, why: String, fix: &'static str| {
-        Err(Error::new(kind, format!("meet rank {rank}")).why(why).fix(fix))
+        Err(Error::new(kind, format!("connect to rank {rank}")).why(why).fix(fix))
     };
     if version != VERSION {
-        let why = format!("it speaks version {version} of the messages, rank 0 version {VERSION}");
-        return wrong(Kind::Unsupported, why, "build all ranks from one version");
+        let why = format!("it uses protocol version {version}, rank 0 uses {VERSION}");
+        return wrong(Kind::Unsupported, why, "use the same version on all ranks");
     }
     if size != rank_info.size {
-        let why = format!("it counts {size} ranks, rank 0 counts {}", rank_info.size);
-        return wrong(Kind::InvalidArgument, why, "start all ranks with one size");
+        let why = format!("its size is {size} ranks, rank 0's is {}", rank_info.size);
+        return wrong(Kind::InvalidArgument, why, "start all ranks with the same size");
     }
     if rank == 0 || rank >= size || rank_links.links[rank].is_some() {
-        let why = format!("two processes say that they are rank {rank}, or there is no such rank");
-        return wrong(Kind::InvalidArgument, why, "give each process a rank of its own");
+        let why = format!("two processes have rank {rank}, or there is no such rank");
+        return wrong(Kind::InvalidArgument, why, "give each process its own rank");
     }
     Ok(())
 }
 
-/// `1, 2, 5`; only the first of many.
+/// `rank 1, rank 2, rank 5`; the first 16 only.
 fn names(ranks: &[usize]) -> String {
     let named: Vec<String> = ranks.iter().take(16).map(|rank| format!("rank {rank}")).collect();
     let more = if ranks.len() > 16 { ", …" } else { "" };
     format!("{}{more}", named.join(", "))
 }
 
-/// Something that only the ranks of this meeting know.
+/// A random secret that only the ranks of this communicator know.
 fn secret() -> Result<String> {
     let mut bytes = [0; 16];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
@@ -274,7 +275,7 @@ fn secret() -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Listens where the place says; also the address of this machine that others use.
+/// Listens at the meeting point; also returns the address of this machine that other ranks use.
 fn listen(rank_info: &RankInfo) -> Result<(TcpListener, IpAddr, AddressFile<'_>)> {
     let (text, file) = match &rank_info.rendezvous {
         Rendezvous::Address(text) => (text.as_str(), None),
@@ -298,7 +299,7 @@ fn listen(rank_info: &RankInfo) -> Result<(TcpListener, IpAddr, AddressFile<'_>)
     Ok((listener, address.ip(), AddressFile(file)))
 }
 
-/// Writes our address to a file, whole or not at all.
+/// Writes this rank's address to a file, atomically.
 fn write_address_file(path: &Path, address: SocketAddr) -> Result<()> {
     let draft = path.with_extension(format!("draft{}", std::process::id()));
     let mut options = std::fs::OpenOptions::new();
@@ -314,12 +315,12 @@ fn write_address_file(path: &Path, address: SocketAddr) -> Result<()> {
     })
 }
 
-/// The address in such a file, if this user or root wrote it.
+/// Reads an address file, if this user or root wrote it.
 fn read_address_file(path: &Path) -> Option<SocketAddr> {
     let file = std::fs::File::open(path).ok()?;
     let owner = file.metadata().ok()?.uid();
     if owner != rustix::process::geteuid().as_raw() && owner != 0 {
-        tracing::warn!(path = %path.display(), owner, "another user's file is not believed");
+        tracing::warn!(path = %path.display(), owner, "ignored an address file of another user");
         return None;
     }
     let mut text = String::new();
@@ -327,23 +328,23 @@ fn read_address_file(path: &Path) -> Option<SocketAddr> {
     text.trim().parse().ok()
 }
 
-/// Another rank's part: to rank 0, then to those before it, and waiting for those after it.
+/// Bootstrap of the other ranks: connects to rank 0, then to lower ranks, and accepts higher ranks.
 fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
     let (mut bootstrap, listener) = reach_host(rank_info, deadline)?;
     bootstrap.set_timeout(left(deadline))?;
     let local_ip = bootstrap.local()?.ip();
-    let silent = |error: Error| {
+    let no_table = |error: Error| {
         let why = error.reason().to_owned();
-        let error = Error::new(error.kind().clone(), "meet the other ranks").why(why);
-        error.fix("look at what rank 0 printed")
+        let error = Error::new(error.kind().clone(), "connect to the other ranks").why(why);
+        error.fix("see the output of rank 0")
     };
-    let (members, secret) = match bootstrap.recv().map_err(silent)? {
+    let (members, secret) = match bootstrap.recv().map_err(no_table)? {
         BootstrapMsg::Table { members, secret } if members.len() == rank_info.size => {
             (members, secret)
         }
         BootstrapMsg::Failed { why } => {
-            let why = format!("rank 0 says: {why}");
-            return Err(Error::new(Kind::PeerLost, "meet the other ranks").why(why));
+            let why = format!("rank 0 failed: {why}");
+            return Err(Error::new(Kind::PeerLost, "connect to the other ranks").why(why));
         }
         other => return Err(unexpected(0, &other)),
     };
@@ -355,12 +356,12 @@ fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
     Ok(rank_links)
 }
 
-/// Connects to rank 0 and says who this is; tries again until the time is over, as rank 0 may start later.
+/// Connects to rank 0 and sends its rank; retries until the deadline, since rank 0 may start later.
 fn reach_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, TcpListener)> {
     loop {
         let last = match try_host(rank_info) {
             Ok(reached) => return Ok(reached),
-            Err(error) => error.during("reach rank 0").fix("start rank 0, or see what it printed"),
+            Err(error) => error.during("connect to rank 0").fix("start rank 0, or see its output"),
         };
         if Instant::now() >= deadline {
             let on = match &rank_info.rendezvous {
@@ -374,10 +375,10 @@ fn reach_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, Tcp
 }
 
 fn try_host(rank_info: &RankInfo) -> Result<(Bootstrap, TcpListener)> {
-    let failed = |why: &std::io::Error| Error::os("reach rank 0", why);
+    let failed = |why: &std::io::Error| Error::os("connect to rank 0", why);
     let missing = || {
-        let error = Error::new(Kind::Timeout, "reach rank 0");
-        error.why("it has not said where it is, or the name has no address")
+        let error = Error::new(Kind::Timeout, "connect to rank 0");
+        error.why("it has not published its address, or the name does not resolve")
     };
     let address = match &rank_info.rendezvous {
         Rendezvous::Address(text) => text.to_socket_addrs().map_err(|why| failed(&why))?.next(),
@@ -387,7 +388,7 @@ fn try_host(rank_info: &RankInfo) -> Result<(Bootstrap, TcpListener)> {
     let stream =
         TcpStream::connect_timeout(&address, MESSAGE_TIMEOUT).map_err(|why| failed(&why))?;
     let mut bootstrap = Bootstrap::from_stream(stream, MESSAGE_TIMEOUT)?;
-    // Bound to where rank 0 sees us: to loopback if that is where we met.
+    // Bound to the address that rank 0 sees: loopback if rank 0 was reached over loopback.
     let listener = TcpListener::bind((bootstrap.local()?.ip(), 0)).map_err(|why| failed(&why))?;
     let listens = listener.local_addr().map_err(|why| failed(&why))?;
     let token = rank_info.token.clone();
@@ -411,7 +412,7 @@ fn mesh(
     deadline: Instant,
 ) -> Result<()> {
     for (rank, address) in members.iter().enumerate().take(rank_info.rank).skip(1) {
-        let what = || format!("meet rank {rank}");
+        let what = || format!("connect to rank {rank}");
         let stream = TcpStream::connect_timeout(address, left(deadline))
             .map_err(|why| Error::os(what(), &why).on(address.to_string()))?;
         let mut bootstrap = Bootstrap::from_stream(stream, left(deadline))?;
@@ -425,8 +426,8 @@ fn mesh(
             return Ok(());
         }
         if Instant::now() >= deadline {
-            let error = Error::new(Kind::Timeout, "meet the other ranks");
-            return Err(error.why(format!("they did not come: {}", names(&missing))));
+            let error = Error::new(Kind::Timeout, "connect to the other ranks");
+            return Err(error.why(format!("they did not connect: {}", names(&missing))));
         }
         match acceptor.next() {
             Some((bootstrap, BootstrapMsg::Mesh { secret: theirs, rank }))
@@ -434,14 +435,14 @@ fn mesh(
             {
                 rank_links.links[rank] = Some(bootstrap);
             }
-            Some((bootstrap, _)) => refuse(bootstrap, "it is none of the ranks that are awaited"),
+            Some((bootstrap, _)) => refuse(bootstrap, "it is not an expected rank"),
             None => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
 
-/// A rank says something else than it should.
+/// An error for a message that is not expected at this point.
 pub(super) fn unexpected(rank: usize, message: &BootstrapMsg) -> Error {
-    let error = Error::new(Kind::Malformed, format!("meet rank {rank}"));
-    error.why(format!("it says {message:?}")).fix("build all ranks from one version")
+    let error = Error::new(Kind::Malformed, format!("connect to rank {rank}"));
+    error.why(format!("it sent {message:?}")).fix("use the same version on all ranks")
 }

@@ -1,4 +1,4 @@
-//! Requests: what a program holds of a transfer that is under way.
+//! Handles of transfers in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,27 +8,27 @@ use super::shared::Shared;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The other rank.
+    /// The peer rank.
     pub peer: usize,
     /// The message's tag; 0 for puts and gets.
     pub tag: u32,
-    /// How many bytes were moved.
+    /// Number of bytes transferred.
     pub len: u64,
 }
 
-/// A transfer under way.
+/// A transfer in flight.
 ///
-/// Dropped, it is not waited for: a receive to which no message has come is cancelled; anything else goes on to its end,
-/// and keeps its memory until then.
-#[must_use = "a request that is dropped is not waited for, and a receive is cancelled"]
+/// Dropping it does not wait: an unmatched receive is cancelled; any other request completes in the
+/// background and keeps its memory until then.
+#[must_use = "dropping a request does not wait for it, and cancels a receive"]
 pub struct Request {
     shared: Arc<Shared>,
     index: u32,
     generation: u32,
-    /// Taken from the table: the place there is free.
+    /// Moved from the table, whose entry is then free.
     outcome: Option<Result<Outcome>>,
 }
 
@@ -43,7 +43,7 @@ impl Request {
         Self { shared, index, generation, outcome: None }
     }
 
-    /// Takes the outcome from the table, if it is there.
+    /// Takes the outcome from the table, if there is one.
     fn take_outcome(&mut self, state: &mut State) -> bool {
         if self.outcome.is_none()
             && let Some(outcome) = state.entries.get(self.index).outcome.take()
@@ -54,7 +54,7 @@ impl Request {
         self.outcome.is_some()
     }
 
-    /// What became of it, if it has ended. Makes progress; never blocks.
+    /// Returns the result if the request has completed. Makes progress; never blocks.
     pub fn test(&mut self) -> Result<Option<Outcome>> {
         if self.outcome.is_none() {
             let shared = self.shared.clone();
@@ -67,10 +67,10 @@ impl Request {
         self.outcome.clone().transpose()
     }
 
-    /// Waits until it has ended.
+    /// Waits until the request has completed.
     ///
     /// # Errors
-    /// Its own failure; or [`Kind::Timeout`], and then it goes on.
+    /// The failure of the request; or [`Kind::Timeout`], in which case the request stays in flight.
     pub fn wait(&mut self, timeout: Duration) -> Result<Outcome> {
         let shared = self.shared.clone();
         if self.outcome.is_none() {
@@ -86,8 +86,8 @@ impl Request {
     fn timed_out(&self, timeout: Duration) -> Error {
         let what = self.shared.state.lock().entries.get(self.index).name();
         Error::new(Kind::Timeout, what)
-            .why(format!("it has not ended in {} s", timeout.as_secs_f64()))
-            .fix("wait longer; it goes on")
+            .why(format!("it did not complete in {} s", timeout.as_secs_f64()))
+            .fix("wait longer; it is still in flight")
     }
 }
 
@@ -110,14 +110,14 @@ impl Drop for Request {
     }
 }
 
-/// Waits until all have ended; returns the first failure, in their order, if there is one.
+/// Waits until all requests have completed; returns the first failure in their order, if any.
 pub fn wait_all(requests: &mut [Request], timeout: Duration) -> Result<()> {
     let start = Instant::now();
     let mut failure = None;
     for request in requests {
         let left = timeout.saturating_sub(start.elapsed());
         match request.wait(left) {
-            // Others may have failed, and who waits for this one should know.
+            // On timeout report an earlier failure instead, since it may be the cause.
             Err(error) if error.kind() == &Kind::Timeout => return Err(failure.unwrap_or(error)),
             Err(error) => failure = failure.or(Some(error)),
             Ok(_) => {}
@@ -126,15 +126,17 @@ pub fn wait_all(requests: &mut [Request], timeout: Duration) -> Result<()> {
     failure.map_or(Ok(()), Err)
 }
 
-/// Waits until one of them has ended; tells which, and how. Those that had ended before count too: take them out.
+/// Waits until one of the requests has completed; returns its index and result. Requests that had
+/// completed before count too: remove them from the list.
 ///
 /// # Errors
-/// [`Kind::Timeout`]; [`Kind::InvalidArgument`] if there are none, or if they belong to several communicators.
+/// [`Kind::Timeout`]; [`Kind::InvalidArgument`] if the list is empty, or if the requests belong to
+/// several communicators.
 pub fn wait_any(requests: &mut [Request], timeout: Duration) -> Result<(usize, Result<Outcome>)> {
     let wrong = |why: &'static str| {
         Err(Error::new(Kind::InvalidArgument, "wait for any of several requests").why(why))
     };
-    let Some(first) = requests.first() else { return wrong("there are none") };
+    let Some(first) = requests.first() else { return wrong("the list is empty") };
     let shared = first.shared.clone();
     if requests.iter().any(|request| !Arc::ptr_eq(&request.shared, &shared)) {
         return wrong("they belong to several communicators");
@@ -145,6 +147,6 @@ pub fn wait_any(requests: &mut [Request], timeout: Duration) -> Result<(usize, R
     match found.and_then(|index| requests[index].outcome.clone().map(|outcome| (index, outcome))) {
         Some(found) => Ok(found),
         None => Err(Error::new(Kind::Timeout, "wait for any of several requests")
-            .why(format!("none has ended in {} s", timeout.as_secs_f64()))),
+            .why(format!("none completed in {} s", timeout.as_secs_f64()))),
     }
 }

@@ -1,4 +1,4 @@
-//! What all handles of a communicator share, and how its threads wait.
+//! The state shared by all handles of a communicator, and how threads block.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -17,9 +17,9 @@ use crate::error::{Error, Kind, Result};
 use crate::verbs::bootstrap::Bootstrap;
 use crate::verbs::{Context, Cq, EventFd, Pd};
 
-/// For so long a waiter looks by itself before it sleeps.
+/// How long a waiter polls before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
-/// The longest sleep between two looks at words, which wake nobody.
+/// Maximum sleep between two polls of words, whose writes wake no thread.
 const MAX_SLEEP: Duration = Duration::from_micros(500);
 
 pub(super) struct Shared {
@@ -31,23 +31,23 @@ pub(super) struct Shared {
     pub state: Mutex<State>,
     /// Followers sleep here.
     pub woken: Condvar,
-    /// Wakes the thread that sleeps on the descriptors: something happened that is no completion.
+    /// Wakes the leader from `poll`: an event other than a completion.
     pub wakeup: EventFd,
-    /// The connections on which ranks tell that they leave; nothing at our own place.
+    /// The TCP connections of the failure detector; `None` for this rank.
     pub links: Vec<Option<Mutex<Bootstrap>>>,
-    /// A word per rank: how often it said that it is ready.
+    /// A word per rank: the number of its ready notifications.
     pub table: Buffer,
-    /// How often each rank's readiness was used up.
+    /// Number of ready notifications consumed, by rank.
     pub consumed: Mutex<Vec<u64>>,
-    /// How often we told each that we are ready.
+    /// Number of ready notifications sent, by rank.
     pub ready_sent: Mutex<Vec<u64>>,
-    /// Counts what all ranks do together, so that one round's messages are not taken for another's.
+    /// Sequence number of collectives, so that messages of different calls are not mixed up.
     pub round: Mutex<u32>,
 }
 
 impl Shared {
-    /// Waits until `ready` gives something; `None` when the time is over. One of those who wait sleeps on the
-    /// descriptors, and wakes the others.
+    /// Waits until `ready` returns a value; `None` on timeout. Leader/followers: one of the waiting
+    /// threads blocks in `poll` and wakes the others.
     pub fn wait_until<T>(
         &self,
         timeout: Duration,
@@ -78,7 +78,7 @@ impl Shared {
         }
     }
 
-    /// Makes progress, and wakes those whose requests ended by it.
+    /// Makes progress, and wakes threads whose requests have completed.
     pub fn step(&self, state: &mut State) -> Result<()> {
         let ended = state.entries.ended;
         let made = state.progress(&self.cq);
@@ -86,8 +86,9 @@ impl Shared {
         made
     }
 
-    /// Wakes those who sleep, if requests have ended since `before` of them had. The one who leads sleeps until a
-    /// completion comes; the one that was meant for it may have been taken here.
+    /// Wakes sleeping threads if requests have ended since `before` was read. The leader sleeps
+    /// until the next completion event; the completion that it waits for may have been consumed
+    /// here.
     pub fn notify_completed(&self, state: &State, before: u64) {
         if state.entries.ended != before {
             if state.has_leader {
@@ -97,7 +98,7 @@ impl Shared {
         }
     }
 
-    /// Somebody else may lead, or have its request done.
+    /// Another thread may become the leader, or its request may have completed.
     fn wake_followers(&self, state: &State) {
         if state.followers > 0 {
             self.woken.notify_all();
@@ -119,7 +120,7 @@ impl Shared {
     }
 
     fn sleep_on_descriptors(&self, timeout: Duration) -> Result<()> {
-        // If a completion is there already, arming raises the signal.
+        // If there is a completion already, arming raises the event immediately.
         self.cq.arm(false)?;
         let mut fds =
             [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.wakeup, PollFlags::IN)];
@@ -141,8 +142,8 @@ impl Shared {
         }
     }
 
-    /// Waits for something that is not told: memory that peers write. `check` tells what it found; it is asked less
-    /// and less often.
+    /// Waits for memory that peers write, which raises no event. Polls `check` with increasing
+    /// intervals, up to `MAX_SLEEP`.
     pub fn poll_until<T>(
         &self,
         timeout: Duration,
@@ -171,20 +172,20 @@ impl Shared {
         }
     }
 
-    /// Something happened that those who sleep must see.
+    /// Wakes all sleeping threads.
     pub fn wake_all(&self) {
         self.wakeup.raise();
         self.woken.notify_all();
     }
 
-    /// Whether there is such a rank.
+    /// Checks that there is such a rank.
     pub fn check_rank(&self, rank: usize, what: &str) -> Result<()> {
         let size = self.rank_info.size;
         if rank < size {
             return Ok(());
         }
         let error = Error::new(Kind::InvalidArgument, format!("{what} rank {rank}"));
-        Err(error.why(format!("there are {size} ranks, from 0 on")))
+        Err(error.why(format!("there are {size} ranks, counted from 0")))
     }
 
     fn check_slices(&self, slices: &[BufferSlice], what: &str, rank: usize) -> Result<()> {
@@ -193,8 +194,8 @@ impl Shared {
             Err(error.why(why).fix(fix))
         };
         if slices.len() > MAX_SLICES {
-            let why = format!("it has {} parts", slices.len());
-            return wrong(why, "use at most 15");
+            let why = format!("it has {} slices", slices.len());
+            return wrong(why, "use at most 15 slices");
         }
         if slices.iter().any(|slice| !slice.buffer.is_of(&self.pd)) {
             let why = "the buffer was registered with another communicator".to_owned();
@@ -203,7 +204,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes a place for a request, and has `begin` put it on its way.
+    /// Allocates an entry for a request and lets `begin` start it.
     pub fn start(
         self: &std::sync::Arc<Self>,
         kind: RequestKind,
@@ -232,7 +233,7 @@ impl Shared {
             _ => peer.send_queue.len(),
         };
         if waiting >= state.queue as usize {
-            // What has ended may have made room.
+            // Progress may free queue space for a retry.
             self.step(&mut state)?;
             state.return_all_credits();
             return Err(busy(verb, rank, waiting));
@@ -248,7 +249,7 @@ impl Shared {
         Ok(Request::new(self.clone(), index, generation))
     }
 
-    /// Sends on a channel.
+    /// Starts a send on a channel.
     pub fn start_send(
         self: &std::sync::Arc<Self>,
         channel: Channel,
@@ -263,7 +264,7 @@ impl Shared {
         })
     }
 
-    /// Receives on a channel.
+    /// Starts a receive on a channel.
     pub fn start_receive(
         self: &std::sync::Arc<Self>,
         channel: Channel,
@@ -288,6 +289,6 @@ impl AsFd for Shared {
 #[cold]
 fn busy(verb: &str, rank: usize, waiting: usize) -> Error {
     Error::new(Kind::Busy, format!("{verb} rank {rank}"))
-        .why(format!("{waiting} requests wait already"))
+        .why(format!("{waiting} requests are queued, the maximum"))
         .fix("wait for some of them first")
 }

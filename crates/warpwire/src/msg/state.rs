@@ -1,5 +1,5 @@
-//! The protocol: what is posted, and what becomes of completions. All of it under one lock, and driven by whoever
-//! waits.
+//! The messaging protocol: posting work, and handling completions. All of it runs under one lock,
+//! in the threads that wait.
 
 use std::sync::Weak;
 
@@ -10,52 +10,52 @@ use super::request::Outcome;
 use crate::error::{Error, Kind, Result};
 use crate::verbs::{Completion, Cq, QpAttributes, State as QpState, Status};
 
-/// What a completion belongs to: the upper byte of its number.
+/// The upper byte of a completion's id: what it belongs to.
 pub(super) const RECEIVE: u64 = 1 << 56;
 pub(super) const HEADER_SENT: u64 = 2 << 56;
 pub(super) const FETCHED: u64 = 3 << 56;
 pub(super) const MOVED: u64 = 4 << 56;
-/// A word of the program that belongs to no request.
+/// A word write of the application that belongs to no request.
 pub(super) const STANDALONE_WORD: u64 = 5 << 56;
 
 /// How a rank was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Loss {
-    /// It said that it leaves; all that it sent before is there.
+    /// It announced that it leaves; all that it sent before has arrived.
     pub left: bool,
-    /// Its connections are gone: it does not acknowledge any more.
+    /// Its connections are closed: it no longer acknowledges.
     pub broken: bool,
-    /// It was the last.
+    /// It was the last remaining peer.
     pub all: bool,
 }
 
-/// Who must know at once that a rank is lost.
+/// Notified when a rank is lost.
 pub(super) trait OnLost: Send + Sync {
-    /// That one is. The caller holds the communicator's lock.
+    /// Called for each lost rank, with the communicator's lock held.
     fn lost(&self, rank: usize, loss: Loss);
 
-    /// Whether something that was posted is still under way to ranks that are there.
+    /// Whether posted work to ranks that are still reachable is in flight.
     fn is_busy(&self) -> bool;
 }
 
-/// Everything that is under way.
+/// The protocol state of a communicator.
 pub(super) struct State {
     pub rank: usize,
     pub entries: Entries,
     pub peers: Vec<Peer>,
     pub area: Area,
-    /// The longest message to this rank itself that is kept until it is asked for.
+    /// Maximum length of a message of this rank to itself that is copied until a receive matches.
     pub eager: u64,
-    /// How many messages to this rank itself are kept.
+    /// Maximum number of such copies.
     pub max_buffered: u32,
-    /// How many requests to a peer may wait.
+    /// Maximum number of queued requests to a peer.
     pub queue: u32,
-    /// A thread sleeps on the descriptors, for all.
+    /// A thread is blocked in `poll` on behalf of all waiters (leader/followers).
     pub has_leader: bool,
-    /// Others sleep until it wakes them.
+    /// Number of waiters that the leader wakes.
     pub followers: u32,
     pub scratch: Vec<u8>,
-    /// Lanes, while they are there.
+    /// Device channels that exist.
     pub hooks: Vec<Weak<dyn OnLost>>,
 }
 
@@ -78,7 +78,7 @@ impl State {
         }
     }
 
-    /// Takes completions, and posts what they make possible.
+    /// Polls completions and posts what they make possible.
     pub fn progress(&mut self, cq: &Cq) -> Result<()> {
         let mut some = [Completion::EMPTY; 32];
         loop {
@@ -117,7 +117,7 @@ impl State {
         self.pump(rank);
     }
 
-    /// A piece of a transfer is done, or given back.
+    /// A piece of a transfer has completed or was flushed.
     pub(super) fn moved(&mut self, rank: usize, index: u32) {
         let broken = self.broken(rank);
         let entry = self.entries.get(index);
@@ -133,7 +133,7 @@ impl State {
         peer.end.clone().filter(|_| peer.is_broken)
     }
 
-    /// Ends a request if nothing of it is under way any more.
+    /// Sets a request's outcome if none of its work is in flight.
     pub(super) fn complete_if_done(&mut self, index: u32) {
         let entry = self.entries.get(index);
         if entry.in_flight > 0 || entry.outcome.is_some() {
@@ -188,7 +188,7 @@ impl State {
         }
     }
 
-    /// A request to send has its place: on its way.
+    /// Starts a send whose entry is set up.
     pub fn send(&mut self, rank: usize, index: u32) {
         if rank == self.rank {
             return self.send_own(index);
@@ -224,7 +224,7 @@ impl State {
         self.take(rank, Unexpected { channel, tag, len, from });
     }
 
-    /// A request to receive has its place: it takes what came before, or waits.
+    /// Starts a receive whose entry is set up: takes an unexpected message, or waits.
     pub fn receive(&mut self, rank: usize, index: u32) {
         let (channel, wants) = {
             let entry = self.entries.get(index);
@@ -249,14 +249,14 @@ impl State {
         }
     }
 
-    /// A receive that nobody waits for any more; false if a message has been matched to it.
+    /// Cancels a receive; false if a message has been matched to it.
     pub fn cancel(&mut self, index: u32) -> bool {
         let rank = self.entries.get(index).peer;
         let waiting = self.peers[rank].receives.iter().position(|known| *known == index);
         waiting.and_then(|at| self.peers[rank].receives.remove(at)).is_some()
     }
 
-    /// Nothing more comes from a peer, for this reason; what is under way may still end well.
+    /// The peer has left, for this reason; requests in flight may still succeed.
     pub fn mark_left(&mut self, rank: usize, why: Error) {
         if self.peers[rank].end.is_some() {
             return;
@@ -270,19 +270,19 @@ impl State {
         for index in open {
             let entry = self.entries.get(index);
             let posted = entry.in_flight > 0 && entry.posted >= entry.total;
-            let goes_on = match entry.kind {
+            let may_complete = match entry.kind {
                 RequestKind::Receive => !entry.remote.is_empty(),
                 RequestKind::Send => posted && entry.remote.is_empty(),
                 _ => posted && entry.word_update.is_none(),
             };
-            if !goes_on {
+            if !may_complete {
                 entry.failure.get_or_insert(why.clone());
                 self.complete_if_done(index);
             }
         }
     }
 
-    /// A peer died, or its connection failed: everything with it ends, with this cause.
+    /// The peer died, or its connection failed: all requests to it fail with this cause.
     pub fn fail_peer(&mut self, rank: usize, why: Error) {
         let peer = &mut self.peers[rank];
         if peer.is_broken || rank == self.rank {
@@ -294,7 +294,7 @@ impl State {
         peer.send_queue.clear();
         peer.control_queue.clear();
         if let Some(qp) = &peer.qp {
-            // All work comes back, and with it everybody who waits for it.
+            // Flushes all work requests, and thereby the requests that wait for them.
             let _ = qp.modify(&QpAttributes::new(QpState::Err));
         }
         let open: Vec<u32> = self.entries.open_of(rank).collect();
@@ -305,7 +305,7 @@ impl State {
         self.notify_hooks(rank);
     }
 
-    /// How a rank was lost, if it was.
+    /// How a rank was lost; `None` if it was not.
     pub fn loss(&self, rank: usize) -> Option<Loss> {
         let Peer { end, has_left, is_broken, .. } = &self.peers[rank];
         end.as_ref()?;
@@ -320,7 +320,7 @@ impl State {
         self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank, loss));
     }
 
-    /// Whether the device has work of ours for ranks that can still be reached.
+    /// Whether work to ranks that are still reachable is in flight.
     pub fn is_busy(&self) -> bool {
         let busy = |peer: &Peer| {
             let work = peer.user_work + peer.control_work;
@@ -340,14 +340,14 @@ fn status_error(rank: usize, status: Status) -> Error {
     let error = Error::new(Kind::PeerLost, format!("reach rank {rank}"));
     match status {
         Status::RetryExceeded => {
-            error.why(format!("rank {rank} does not answer")).fix("see whether its machine lives")
+            error.why(format!("rank {rank} does not answer")).fix("check that its machine is up")
         }
         Status::RemoteAccess => error
-            .why(format!("rank {rank} refuses access to its memory"))
-            .fix("close windows together, not alone"),
-        Status::LocalProtection => {
-            error.why("memory of ours under a transfer is gone").fix("keep it until the end")
-        }
+            .why(format!("rank {rank} rejected the access to its memory"))
+            .fix("call RmaWindow::close on all ranks before freeing memory"),
+        Status::LocalProtection => error
+            .why("local memory was freed during a transfer")
+            .fix("keep it until the request has completed"),
         other => error.why(format!("the connection to rank {rank} has failed: {other:?}")),
     }
 }

@@ -1,4 +1,5 @@
-//! The failure detector: a thread that hears when a rank leaves, or when its connection ends.
+//! The failure detector: a thread that receives leave messages of ranks and detects closed
+//! connections.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -13,12 +14,12 @@ use super::shared::Shared;
 use crate::error::{Error, Kind, Result};
 use crate::verbs::EventFd;
 
-/// A machine that says nothing for so long is asked, so often, at such intervals.
+/// TCP keep-alive: a silent machine is declared dead after 5 s + 4 × 2 s.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 4;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The thread. It ends with this.
+/// The failure detector's thread, which is joined on drop.
 pub(super) struct Watcher {
     stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
@@ -35,7 +36,7 @@ impl Drop for Watcher {
 
 impl Watcher {
     pub fn start(shared: &Arc<Shared>) -> Result<Self> {
-        let failed = |why: &std::io::Error| Error::os("watch the other ranks", why);
+        let failed = |why: &std::io::Error| Error::os("start the failure detector", why);
         let stop = Arc::new(EventFd::new()?);
         let mut watched = Vec::new();
         for (rank, link) in shared.links.iter().enumerate() {
@@ -52,20 +53,20 @@ impl Watcher {
     }
 }
 
-/// A machine that vanishes says nothing: the kernel asks it. Where it cannot be told to, the queue pairs' own retries
-/// are left.
+/// A machine that vanishes sends nothing: TCP keep-alive probes detect it. If they cannot be
+/// enabled, only the retries of the queue pairs remain.
 fn enable_keepalive(stream: &std::net::TcpStream) {
     let enabled = sockopt::set_socket_keepalive(stream, true)
         .and_then(|()| sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE))
         .and_then(|()| sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES))
         .and_then(|()| sockopt::set_tcp_keepintvl(stream, KEEPALIVE_INTERVAL));
     if let Err(why) = enabled {
-        tracing::debug!(%why, "a machine that vanishes will be noticed late");
+        tracing::debug!(%why, "no TCP keep-alive: a vanished machine is detected late");
     }
 }
 
 fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
-    // What was read ahead with an earlier word makes no descriptor readable.
+    // Bytes buffered with an earlier message do not make the descriptor readable.
     watched.retain(|(rank, _)| !is_readable(shared, *rank) || recv(shared, *rank));
     while !stop.wait(Duration::ZERO).unwrap_or(true) {
         let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
@@ -73,7 +74,7 @@ fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
         if let Err(why) = poll(&mut fds, None)
             && why != rustix::io::Errno::INTR
         {
-            tracing::error!(%why, "the other ranks are no longer watched");
+            tracing::error!(%why, "the failure detector has stopped");
             return;
         }
         let ready: Vec<bool> = fds.iter().skip(1).map(|fd| !fd.revents().is_empty()).collect();
@@ -87,7 +88,7 @@ fn is_readable(shared: &Shared, rank: usize) -> bool {
     link.is_some_and(|link| link.lock().is_readable(Duration::ZERO).unwrap_or(true))
 }
 
-/// Hears a rank, and tells those who wait. False when there is nothing more to hear.
+/// Receives messages of a rank and wakes waiting threads. False once the rank is lost.
 fn recv(shared: &Shared, rank: usize) -> bool {
     let Some(link) = &shared.links[rank] else { return false };
     let mut link = link.lock();
@@ -103,7 +104,7 @@ fn recv(shared: &Shared, rank: usize) -> bool {
 fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bool {
     let lost = |why: String| Error::new(Kind::PeerLost, format!("reach rank {rank}")).why(why);
     let mut state = shared.state.lock();
-    // What it sent before is there: that goes first.
+    // First process the messages that it had sent before.
     if let Err(why) = state.progress(&shared.cq) {
         tracing::error!(%why, "the device has failed");
     }
@@ -113,23 +114,22 @@ fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bo
             true
         }
         Ok(BootstrapMsg::Bye { why: Some(why) } | BootstrapMsg::Failed { why }) => {
-            let error = lost(format!("rank {rank} gave up: {why}"));
+            let error = lost(format!("rank {rank} aborted: {why}"));
             state.fail_peer(rank, error);
             false
         }
         Ok(other) => {
-            state
-                .fail_peer(rank, lost(format!("rank {rank} says {other:?}, which makes no sense")));
+            state.fail_peer(rank, lost(format!("rank {rank} sent an unexpected {other:?}")));
             false
         }
         Err(error) => {
             let why = match error.kind() {
                 Kind::Freed | Kind::Os(_) => {
-                    format!("rank {rank} has ended without a word: it died or was killed")
+                    format!("rank {rank} exited without leaving: it crashed or was killed")
                 }
                 _ => format!("rank {rank}: {}", error.reason()),
             };
-            let error = lost(why).fix(format!("look at what rank {rank} printed"));
+            let error = lost(why).fix(format!("see the output of rank {rank}"));
             state.fail_peer(rank, error);
             false
         }

@@ -1,4 +1,4 @@
-//! Windows: memory of every rank that the others write to and read from.
+//! RMA windows: memory of every rank for one-sided access by the others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use crate::mem::WordWidth;
 use crate::units;
 use crate::verbs::{Atomic, Remote};
 
-/// What becomes of a word when the data before it is in its place.
+/// How a word is updated after the data of a put has been written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// It gets this value.
+    /// Stores this 32-bit value.
     Set32(u32),
-    /// It gets this value.
+    /// Stores this 64-bit value.
     Set64(u64),
-    /// This is added to it, atomically.
+    /// Atomically adds this to a 64-bit word.
     Add64(u64),
 }
 
@@ -43,10 +43,11 @@ impl Signal {
     }
 }
 
-/// Memory of every rank, made together. Ranges are checked over their whole length before anything is sent.
+/// Memory of every rank, created collectively. Ranges are checked over their whole length before
+/// anything is sent.
 ///
-/// Dropping it ends nothing: the memory stays registered with its buffer. [`RmaWindow::close`] waits for the others, so
-/// that a buffer can be dropped after it.
+/// Dropping it does nothing: the memory stays registered with its buffer. [`RmaWindow::close`]
+/// waits for all ranks, so that the buffer can be dropped after it.
 pub struct RmaWindow {
     comm: Comm,
     own: BufferSlice,
@@ -55,13 +56,13 @@ pub struct RmaWindow {
 
 impl std::fmt::Debug for RmaWindow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Window(rank {}, {})", self.comm.rank(), units::bytes(self.own.len))
+        write!(f, "RmaWindow(rank {}, {})", self.comm.rank(), units::bytes(self.own.len))
     }
 }
 
 impl Comm {
-    /// Makes a window: every rank does so, in the same order among all that ranks do together, each with memory of
-    /// its own, perhaps of another length.
+    /// Creates a window. Collective: every rank calls it, in the same order as other collectives.
+    /// Each rank contributes memory of its own, whose length may differ.
     pub fn window(&self, slice: impl Into<BufferSlice>) -> Result<RmaWindow> {
         let own = slice.into();
         let (address, rkey) = own.buffer.remote(own.offset);
@@ -78,30 +79,31 @@ impl RmaWindow {
         &self.comm.shared
     }
 
-    /// The memory of this rank.
+    /// This rank's memory.
     pub fn own(&self) -> &BufferSlice {
         &self.own
     }
 
-    /// How much memory a rank has in it; nothing if there is no such rank.
+    /// Length of a rank's memory in bytes; 0 if there is no such rank.
     pub fn len_of(&self, rank: usize) -> u64 {
         self.members.get(rank).map_or(0, |member| member.len)
     }
 
-    /// Begins to write to a rank's memory. It has ended when the data is there.
+    /// Starts to write to a rank's memory. The request has completed when the data is there.
     ///
-    /// What is put, got and sent to one rank is done in that order.
+    /// Puts, gets and messages to one rank are executed in order.
     pub fn put(&self, rank: usize, offset: u64, slice: impl Into<BufferSlice>) -> Result<Request> {
         self.putv(rank, offset, &[slice.into()])
     }
 
-    /// Begins to write parts, one after the other; 15 at most.
+    /// Starts to write slices, in order, to contiguous memory of a rank; at most 15.
     pub fn putv(&self, rank: usize, offset: u64, slices: &[BufferSlice]) -> Result<Request> {
         let at = self.checked_range("put to", rank, offset, total(slices)?)?;
         self.transfer(RequestKind::Put, rank, at, slices, None)
     }
 
-    /// Begins to write to a rank's memory and then, when that is done, to change the word at `word` of it.
+    /// Starts to write to a rank's memory, and then to update the word at offset `word` of it. A
+    /// peer that sees the updated word sees the data.
     pub fn put_signal(
         &self,
         rank: usize,
@@ -116,29 +118,31 @@ impl RmaWindow {
         self.transfer(RequestKind::Put, rank, at, &slices, Some((signal.word_update(), word)))
     }
 
-    /// Begins to read from a rank's memory.
+    /// Starts to read from a rank's memory.
     pub fn get(&self, rank: usize, offset: u64, slice: impl Into<BufferSlice>) -> Result<Request> {
         self.getv(rank, offset, &[slice.into()])
     }
 
-    /// Begins to read into parts, one after the other; 15 at most.
+    /// Starts to read contiguous memory of a rank into slices, in order; at most 15.
     pub fn getv(&self, rank: usize, offset: u64, slices: &[BufferSlice]) -> Result<Request> {
         let at = self.checked_range("get from", rank, offset, total(slices)?)?;
         self.transfer(RequestKind::Get, rank, at, slices, None)
     }
 
-    /// Ends the window: returns when every rank has come to this point, and nobody uses the memory any more.
+    /// Closes the window: returns when every rank has called it, after which no rank accesses the
+    /// memory.
     pub fn close(self, timeout: Duration) -> Result<()> {
         self.comm.barrier(timeout)
     }
 
-    /// A range of a rank's memory as kernels and work requests name it, if all of it is there.
+    /// Address and rkey of a range, for kernels and work requests. Fails if the range exceeds the
+    /// rank's memory.
     pub fn remote(&self, rank: usize, offset: u64, len: u64) -> Result<Remote> {
         let RemoteRange { address, rkey, .. } = self.checked_range("reach", rank, offset, len)?;
         Ok(Remote { address, rkey })
     }
 
-    /// A word of a rank's memory as kernels and work requests name it; `width` is 4 or 8.
+    /// Address and rkey of a word, for kernels and work requests; `width` is 4 or 8 bytes.
     pub fn word(&self, rank: usize, offset: u64, width: u64) -> Result<Remote> {
         let RemoteRange { address, rkey, .. } = self.word_at(rank, offset, width)?;
         Ok(Remote { address, rkey })
@@ -148,19 +152,19 @@ impl RmaWindow {
         let word = self.checked_range("signal", rank, offset, width)?;
         if width == 0 || !word.address.is_multiple_of(width) {
             let error = Error::new(Kind::Misaligned, format!("signal rank {rank}"));
-            return Err(error.why(format!("a word of {width} bytes lies at multiples of {width}")));
+            return Err(error.why(format!("a word of {width} bytes must be aligned to {width}")));
         }
         Ok(word)
     }
 
-    /// Where a range of a rank's memory lies, if all of it is there.
+    /// Checks a range of a rank's memory and returns its address.
     fn checked_range(&self, verb: &str, rank: usize, offset: u64, len: u64) -> Result<RemoteRange> {
         self.shared().check_rank(rank, verb)?;
         let member = self.members[rank];
         if offset.checked_add(len).is_none_or(|end| end > member.len) {
             let error = Error::new(Kind::OutOfRange, format!("{verb} rank {rank}"));
             let why = format!(
-                "its window has {} bytes, and {len} at offset {offset} do not lie in it",
+                "its window has {} bytes, and {len} at offset {offset} exceed it",
                 member.len
             );
             return Err(error.why(why));
@@ -192,7 +196,7 @@ impl RmaWindow {
         })
     }
 
-    /// To and from this rank itself.
+    /// A transfer within this rank.
     fn copy_local(
         &self,
         state: &mut State,
@@ -225,10 +229,10 @@ impl RmaWindow {
     }
 }
 
-/// The length of all parts; an error if there is no such number.
+/// The total length of slices; an error if it overflows.
 fn total(slices: &[BufferSlice]) -> Result<u64> {
     let sum = slices.iter().try_fold(0u64, |sum, slice| sum.checked_add(slice.len));
     sum.ok_or_else(|| {
-        Error::new(Kind::OutOfRange, "use several parts").why("they are longer than any memory")
+        Error::new(Kind::OutOfRange, "use several slices").why("their total length overflows")
     })
 }

@@ -1,4 +1,4 @@
-//! Words that others write: waiting for them, and the table in which ranks say that they are ready.
+//! Words that peers write: waiting for them, and the table of ready notifications.
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +10,17 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::{Condition, WordWidth};
 use crate::verbs::Remote;
 
-/// Who is expected to write a word: if that rank is lost, nobody waits for it in vain.
+/// The rank that is expected to write a word: if it is lost, the wait fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writer {
     /// This rank.
     Rank(usize),
-    /// Any rank: the wait fails when one has died, or all have left.
+    /// Any rank: the wait fails if one has died, or if all have left.
     Any,
 }
 
 impl Writer {
-    /// Why it will not write.
+    /// Why the word will not be written, if so.
     fn lost(self, state: &State) -> Option<Error> {
         match self {
             Self::Rank(rank) => state.peers.get(rank)?.end.clone(),
@@ -37,7 +37,7 @@ impl Writer {
 }
 
 impl Comm {
-    /// Waits until a word of 32 bits satisfies a condition. It drives the device meanwhile.
+    /// Waits until a 32-bit word satisfies a condition. Makes progress meanwhile.
     pub fn wait32(
         &self,
         buffer: &Buffer,
@@ -50,7 +50,7 @@ impl Comm {
         self.wait_word(buffer, (offset, WordWidth::Bits32), wanted, writer, timeout)
     }
 
-    /// Waits until a word of 64 bits satisfies a condition.
+    /// Waits until a 64-bit word satisfies a condition. Makes progress meanwhile.
     pub fn wait64(
         &self,
         buffer: &Buffer,
@@ -74,9 +74,9 @@ impl Comm {
         if let Writer::Rank(rank) = writer {
             self.shared.check_rank(rank, "wait for")?;
         }
-        let what = || format!("wait for a word that is {condition} {value:#x}");
+        let what = || format!("wait for a word to be {condition} {value:#x}");
         let found = self.shared.poll_until(timeout, |state| {
-            // In this order: what was written before its writer was lost counts.
+            // In this order: a write that precedes the loss of its writer counts.
             let lost = writer.lost(state);
             match (condition.holds(width, buffer.load(width, offset)?, value), lost) {
                 (true, _) => Ok(Some(())),
@@ -91,9 +91,10 @@ impl Comm {
         })
     }
 
-    /// Tells a rank that this one is ready to receive, once more. It passes messages that wait for room there.
+    /// Notifies a rank that this one is ready to receive. Each call counts once; it overtakes
+    /// messages that wait for credits.
     pub fn send_ready(&self, to: usize, timeout: Duration) -> Result<()> {
-        self.shared.check_rank(to, "tell")?;
+        self.shared.check_rank(to, "notify")?;
         let mut ready_sent = self.shared.ready_sent.lock();
         let value = ready_sent[to] + 1;
         let own = self.rank();
@@ -111,14 +112,15 @@ impl Comm {
             Ok(state.write_word(to, value, at)?.then_some(()))
         })?;
         sent.ok_or_else(|| {
-            let error = Error::new(Kind::Timeout, format!("tell rank {to} that we are ready"));
-            error.why("its queue is full")
+            let error =
+                Error::new(Kind::Timeout, format!("notify rank {to} that this one is ready"));
+            error.why("the send queue to it is full")
         })?;
         ready_sent[to] = value;
         Ok(())
     }
 
-    /// Waits until a rank has said that it is ready, and takes it at its word: the next wait is for the next time.
+    /// Waits until a rank has sent a ready notification, and consumes it.
     pub fn wait_ready(&self, from: usize, timeout: Duration) -> Result<()> {
         self.shared.check_rank(from, "wait for")?;
         let start = Instant::now();
@@ -139,7 +141,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Whether a rank has said that it is ready; if so, it is taken at its word.
+    /// Whether a rank has sent a ready notification; if so, consumes it.
     pub fn test_ready(&self, from: usize) -> Result<bool> {
         match self.wait_ready(from, Duration::ZERO) {
             Ok(()) => Ok(true),

@@ -1,11 +1,14 @@
-//! The thread that serves the kernels of one GPU: it takes their requests, watches their outboxes, and moves bytes between
-//! rings and the operating system's sockets.
+//! The service thread of one GPU's sockets: it answers requests of kernels, polls their counters,
+//! and moves bytes between rings and the operating system's sockets.
 //!
-//! Its rules:
-//! 1. It never waits for a kernel or for a peer. What cannot go on is left, and taken up when its cause changes.
-//! 2. What a kernel says is checked: a wrong counter resets that socket, a wrong request gets an errno.
-//! 3. A socket is served a piece at a time, and goes to the end of the list if more is to be done.
-//! 4. A place is used again only when its kernel has closed it and nothing of it is left to send.
+//! Rules:
+//! 1. It never blocks on a kernel or on a peer. Work that cannot proceed is set aside and resumed
+//!    when an event allows it.
+//! 2. Everything that a kernel writes is checked: an impossible counter resets that socket, an
+//!    invalid request gets an errno.
+//! 3. A socket is served one quantum at a time, and queued again at the end of the list if more is
+//!    to be done.
+//! 4. A slot is reused only after its kernel has closed it and nothing is left to send.
 
 use std::collections::VecDeque;
 use std::mem::MaybeUninit;
@@ -30,30 +33,30 @@ use super::socket::{Ring, Socket};
 use crate::error::{Error, Result};
 use crate::verbs::Context;
 
-/// Bytes moved for a socket before it is another's turn. A datagram fits.
+/// Bytes moved for one socket per turn. A UDP datagram fits.
 pub(super) const QUANTUM: usize = 128 << 10;
-/// Events taken from the operating system at once.
+/// Maximum number of events per `epoll_wait`.
 const EVENTS: usize = 256;
-/// How often it says that it lives.
+/// How often the heartbeat counter is incremented.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(20);
-/// The shortest and the longest sleep while there are sockets; in between, a part of the time for which nothing happened.
+/// Bounds of the sleep while sockets are open; in between it is idle time / [`SLEEP_DIVISOR`].
 const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_SLEEP: Duration = Duration::from_millis(1);
-/// The sleep while there are none.
+/// Upper bound of the sleep while no socket is open.
 const IDLE_SLEEP: Duration = Duration::from_millis(4);
 const SLEEP_DIVISOR: u32 = 16;
-/// How often it looks at outboxes and requests between two looks at the operating system.
+/// Polls of counters and requests between two `epoll_wait` calls.
 const POLL_ROUNDS: u32 = 4;
-/// How long a closed socket may take to send what it still has without getting rid of a single byte.
+/// A closed socket with unsent bytes is reset after this time without progress.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(60);
-/// The event that only wakes.
+/// The epoll data of the wake-up eventfd.
 const WAKE: u64 = u64::MAX;
-/// How often those are looked at who wait for something that nobody announces.
+/// How often sockets on the retry list are checked: no event announces what they wait for.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-/// How often queue pairs are asked whether they still work.
+/// How often queue pairs are checked for failure.
 const QP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What the agent has done, for whoever asks.
+/// Counters of the service thread, read by [`SockHost::stats`](super::SockHost::stats).
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) open: AtomicU64,
@@ -64,15 +67,15 @@ pub(super) struct Counters {
     pub(super) sent: AtomicU64,
     pub(super) dropped: AtomicU64,
     pub(super) misused: AtomicU64,
-    /// Bytes of the family `warp`.
+    /// Bytes of `warp` sockets.
     pub(super) warp: WarpByteCounts,
 }
 
-/// How the agent is told to end.
+/// How the service thread is stopped.
 #[derive(Debug, Default)]
 pub(super) struct StopFlags {
     pub(super) stop: AtomicBool,
-    /// As if the thread had died: it says nothing to anybody.
+    /// Test hook: end without closing anything, as if the thread had crashed.
     pub(super) simulate_crash: AtomicBool,
 }
 
@@ -80,9 +83,9 @@ pub(super) struct Agent {
     pub(super) shared_area: Arc<SharedArea>,
     pub(super) options: SockOptions,
     pub(super) sockets: Vec<Socket>,
-    /// Places that nobody has, the one that was left longest ago first.
+    /// Free slots, the least recently used first.
     pub(super) vacant: VecDeque<u16>,
-    /// No place from here on was ever used.
+    /// Slots from this index on have never been used.
     pub(super) used_up_to: u16,
     pub(super) qp_slots: Option<QpSlots>,
     pub(super) device_cache: DeviceCache,
@@ -90,9 +93,10 @@ pub(super) struct Agent {
     pub(super) receive_arena: Arena,
     pub(super) send_arena: Arena,
     poll: OwnedFd,
-    /// Sockets with something to do.
+    /// Sockets with work to do.
     to_serve: VecDeque<u16>,
-    /// Listeners that wait for a place, a ring or a descriptor, and closed sockets that wait for their peers.
+    /// The retry list: listeners that lack a slot, a ring or a descriptor, and closed sockets whose
+    /// peer has not taken everything yet.
     pub(super) waiting: Vec<u16>,
     pub(super) bounce: Vec<u8>,
     pub(super) next_request: u64,
@@ -137,16 +141,16 @@ impl Agent {
         })
     }
 
-    /// Serves until it is told to stop, or until the shared memory fails.
+    /// Serves until [`StopFlags::stop`] is set or the shared memory fails.
     pub(super) fn run(mut self) {
         let outcome = self.serve_all();
         if self.stop_flags.simulate_crash.load(Ordering::Acquire) {
             return;
         }
         if let Err(error) = outcome {
-            tracing::error!(%error, "sockets of kernels are not served any more");
+            tracing::error!(%error, "the socket service has failed");
         }
-        // Peers of connections that nobody closed are not told of an end, but of a death.
+        // Connections that were not closed end with a reset, not with an orderly end of stream.
         for index in 0..self.used_up_to {
             if self.sockets[usize::from(index)].is_warp {
                 self.sockets[usize::from(index)].sockopts.abort = true;
@@ -154,9 +158,9 @@ impl Agent {
                 self.detach(index);
             }
         }
-        // If that fails, kernels find that the beat has stopped.
+        // If that fails, kernels notice that the heartbeat has stopped.
         if let Err(error) = self.shared_area.close() {
-            tracing::error!(%error, "kernels could not be told that their sockets end");
+            tracing::error!(%error, "cannot notify kernels that the socket service has ended");
         }
     }
 
@@ -199,7 +203,7 @@ impl Agent {
         Ok(())
     }
 
-    /// How long to sleep after nothing has happened for so long.
+    /// How long to sleep when nothing has happened for `idle`.
     fn idle_wait(&self, idle: Duration) -> Duration {
         if !self.to_serve.is_empty() || idle < self.options.spin {
             Duration::ZERO
@@ -218,7 +222,7 @@ impl Agent {
         Ok(worked)
     }
 
-    /// Sees what kernels have sent and consumed on one socket.
+    /// Reads how much kernels have sent and consumed on one socket; true if that changed.
     #[inline]
     pub(super) fn poll_counters(&mut self, index: u16) -> Result<bool> {
         let word = self.shared_area.device_counters(index)?;
@@ -233,25 +237,25 @@ impl Agent {
         self.misused(index)
     }
 
-    /// A kernel has written nonsense: that socket ends, and no other.
+    /// A kernel has written an impossible counter: resets that socket only.
     #[cold]
     fn misused(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
         if !socket.open || socket.errno() == i64::from(Errno::INVAL.raw_os_error()) {
             return Ok(false);
         }
-        tracing::warn!(index, "a kernel wrote a counter that cannot be; its socket is reset");
+        tracing::warn!(index, "a kernel wrote an impossible counter; its socket is reset");
         socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
         socket.sockopts.abort = true;
         self.drop_descriptor(index);
         self.detach(index);
         self.publish_state(index)?;
-        // Who sees it counted finds the kernel told.
+        // Counted after the error was published to the kernel.
         self.counters.misused.fetch_add(1, Ordering::Release);
         Ok(true)
     }
 
-    /// Puts a socket on the list of those to be served.
+    /// Queues a socket for service, once.
     pub(super) fn queue(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         if !socket.queued {
@@ -260,7 +264,7 @@ impl Agent {
         }
     }
 
-    /// Serves everybody once who stands on the list now.
+    /// Serves each socket that is queued now once.
     fn serve_some(&mut self) -> Result<bool> {
         let count = self.to_serve.len();
         for _ in 0..count {
@@ -273,11 +277,11 @@ impl Agent {
         Ok(count > 0)
     }
 
-    /// Takes what the operating system has to say.
+    /// Handles events of the operating system; sleeps for at most `idle_wait`.
     fn take_events(&mut self, idle_wait: Duration) -> Result<bool> {
-        let mut room = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
+        let mut buffer = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let timeout = Timespec { tv_sec: 0, tv_nsec: idle_wait.as_nanos() as _ };
-        let events = match epoll::wait(&self.poll, &mut room[..], Some(&timeout)) {
+        let events = match epoll::wait(&self.poll, &mut buffer[..], Some(&timeout)) {
             Ok((events, _)) => events,
             Err(Errno::INTR) => return Ok(false),
             Err(errno) => return Err(Error::os("watch sockets", &errno.into())),
@@ -310,7 +314,7 @@ impl Agent {
         Ok(worked)
     }
 
-    /// Watches a descriptor.
+    /// Adds a descriptor to the epoll set, edge-triggered.
     pub(super) fn watch_descriptor(
         &self,
         fd: &OwnedFd,
@@ -320,7 +324,7 @@ impl Agent {
         epoll::add(&self.poll, fd, EventData::new_u64(data), flags)
     }
 
-    /// Watches a descriptor as a socket's that was watched as something else.
+    /// Replaces the epoll data of a descriptor, of a pending handshake so far, by that of a socket.
     pub(super) fn rewatch(&mut self, index: u16) -> std::result::Result<(), Errno> {
         let socket = &self.sockets[usize::from(index)];
         if let Some(fd) = &socket.fd {
@@ -329,7 +333,7 @@ impl Agent {
         self.watch(index)
     }
 
-    /// Watches a socket's descriptor, if it is not watched already.
+    /// Adds a socket's descriptor to the epoll set, if it is not in it.
     pub(super) fn watch(&mut self, index: u16) -> std::result::Result<(), Errno> {
         let socket = &mut self.sockets[usize::from(index)];
         let data = socket.handle(index) as u64;
@@ -340,7 +344,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Puts a socket on the list of those that are looked at now and then.
+    /// Puts a socket on the retry list.
     pub(super) fn retry_later(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         if !socket.in_retry_list {
@@ -349,7 +353,7 @@ impl Agent {
         }
     }
 
-    /// Looks after those that wait for something that nobody announces.
+    /// Periodic: expires pending handshakes and retries the sockets on the retry list.
     fn retry(&mut self, now: Instant) -> Result<()> {
         self.expire_pending(now)?;
         let waiting = std::mem::take(&mut self.waiting);
@@ -357,7 +361,7 @@ impl Agent {
             let socket = &mut self.sockets[usize::from(index)];
             socket.in_retry_list = false;
             if socket.closing.is_some_and(|until| now > until) {
-                // Its peer takes nothing: the rest is lost, and the peer is told by a reset.
+                // The peer takes no more data: the rest is discarded, and the peer sees a reset.
                 socket.sockopts.abort = true;
                 self.release_socket(index)?;
             } else if socket.closing.is_some() {
@@ -372,7 +376,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Takes a place for a new socket: nobody has its handle yet.
+    /// Takes a free slot for a new socket, with a new generation; `None` if all are used.
     pub(super) fn alloc_socket(&mut self) -> Result<Option<u16>> {
         let Some(index) = self.vacant.pop_front() else { return Ok(None) };
         self.used_up_to = self.used_up_to.max(index + 1);
@@ -390,7 +394,7 @@ impl Agent {
         Ok(Some(index))
     }
 
-    /// Gives a socket its rings, of the sizes that it wants.
+    /// Allocates a socket's rings in the sizes that its options give, unless it has them.
     pub(super) fn alloc_rings(&mut self, index: u16) -> std::result::Result<(), Errno> {
         let sockopts = self.sockets[usize::from(index)].sockopts;
         if self.sockets[usize::from(index)].receive_ring.1 == 0 {
@@ -409,13 +413,13 @@ impl Agent {
         Ok(())
     }
 
-    /// What a device may reach of a socket.
+    /// The memory of a socket that an RDMA device accesses.
     pub(super) fn conn_memory(&self, index: u16) -> Result<ConnMemory> {
         let socket = &self.sockets[usize::from(index)];
         self.shared_area.conn_memory(index, socket.receive_ring, socket.send_ring)
     }
 
-    /// Takes the rings back.
+    /// Frees the rings.
     pub(super) fn free_rings(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         let (receive, send) = (socket.receive_ring, socket.send_ring);
@@ -428,7 +432,7 @@ impl Agent {
         }
     }
 
-    /// Tells kernels everything about a socket.
+    /// Publishes a socket's whole host state to kernels.
     pub(super) fn publish_socket(&self, index: u16) -> Result<()> {
         let socket = &self.sockets[usize::from(index)];
         let rings = self.shared_area.ring_addresses(socket.receive_ring.0, socket.send_ring.0);
@@ -439,7 +443,7 @@ impl Agent {
         self.shared_area.write_host_state(index, &socket.line(rings, qp_descriptor))
     }
 
-    /// Tells kernels its state.
+    /// Publishes a socket's state word to kernels.
     pub(super) fn publish_state(&self, index: u16) -> Result<()> {
         self.shared_area.store_word(
             index,
@@ -448,23 +452,24 @@ impl Agent {
         )
     }
 
-    /// Closes the descriptor, by a reset if that is wanted.
+    /// Closes the descriptor, with a reset if `abort` is set.
     pub(super) fn drop_descriptor(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         if let Some(fd) = socket.fd.take()
             && socket.sockopts.abort
-            // Where it cannot be set the peer sees an ordinary end.
+            // If it cannot be set, the peer sees an ordinary end of stream.
             && let Err(errno) = rustix::net::sockopt::set_socket_linger(&fd, Some(Duration::ZERO))
         {
-            tracing::debug!(%errno, "a connection could not be reset");
+            tracing::debug!(%errno, "cannot reset a connection");
         }
         socket.watched = false;
         (socket.readable, socket.writable) = (false, false);
     }
 
-    /// Lets go of a place: its kernel has closed it, or never knew of it.
+    /// Frees a slot: its kernel has closed the socket, or never got its handle.
     pub(super) fn release_socket(&mut self, index: u16) -> Result<()> {
-        // In this order: a peer that is left in good order must not see its work fail before it sees the end.
+        // In this order: after an orderly close the peer must see the end before its work requests
+        // fail.
         self.drop_descriptor(index);
         self.detach(index);
         self.free_rings(index);
@@ -488,7 +493,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The socket that a handle names.
+    /// The slot that a handle names; `EBADF` if it is closed or of another generation.
     pub(super) fn find(&self, handle: i32) -> std::result::Result<u16, Errno> {
         let (index, generation) = split_handle(handle);
         let socket = self.sockets.get(usize::from(index));
@@ -502,7 +507,7 @@ impl Agent {
         }
     }
 
-    /// Whether a stream's connection stands.
+    /// Whether a stream is connected.
     pub(super) fn is_connected(&self, index: u16) -> bool {
         self.sockets[usize::from(index)].has(state::CONNECTED)
     }

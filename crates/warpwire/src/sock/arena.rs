@@ -1,17 +1,17 @@
-//! Where rings lie: pieces of one area, in powers of two.
+//! Buddy allocator for rings: power-of-two blocks of one area.
 
 use std::collections::BTreeSet;
 
-/// The smallest piece.
+/// The smallest block, in bytes.
 pub(super) const MIN_BLOCK: u64 = 4096;
 
-/// Hands out pieces of an area and takes them back. A piece begins at a multiple of its length.
+/// Allocates and frees blocks of an area. A block is aligned to its length.
 pub(super) struct Arena {
-    /// Free pieces of `MIN_BLOCK << n` bytes, by where they begin.
+    /// Start offsets of the free blocks of `MIN_BLOCK << n` bytes, by `n`.
     free: Vec<BTreeSet<u64>>,
 }
 
-/// The length of the piece that holds so many bytes.
+/// The length of the block that holds `len` bytes; `None` on overflow.
 pub(super) fn rounded(len: u64) -> Option<u64> {
     len.max(MIN_BLOCK).checked_next_power_of_two()
 }
@@ -21,12 +21,12 @@ fn order(len: u64) -> usize {
 }
 
 impl Arena {
-    /// An area of so many bytes, a multiple of the smallest piece.
+    /// An area of `len` bytes, a multiple of [`MIN_BLOCK`].
     pub(super) fn new(len: u64) -> Self {
         let mut arena = Self { free: Vec::new() };
         let mut at = 0;
         while len - at >= MIN_BLOCK {
-            // The largest piece that may begin here and does not pass the end.
+            // The largest block that is aligned at this offset and does not exceed the area.
             let aligned = if at == 0 { u64::MAX } else { 1 << at.trailing_zeros() };
             let fits = 1 << (len - at).ilog2();
             let piece = fits.min(aligned);
@@ -36,7 +36,7 @@ impl Arena {
         arena
     }
 
-    /// A piece of `len` bytes, which is what [`rounded`] gives; `None` if there is none.
+    /// Takes a block of `len` bytes, a length that [`rounded`] returned; `None` if none is free.
     pub(super) fn take(&mut self, len: u64) -> Option<u64> {
         let wanted = order(len);
         let found = (wanted..self.free.len()).find(|order| !self.free[*order].is_empty())?;
@@ -47,7 +47,7 @@ impl Arena {
         Some(at)
     }
 
-    /// Takes a piece back.
+    /// Frees a block and merges it with its free buddies.
     pub(super) fn release(&mut self, mut at: u64, len: u64) {
         let mut order = order(len);
         while self.free.get_mut(order).is_some_and(|free| free.remove(&(at ^ MIN_BLOCK << order))) {
@@ -71,7 +71,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn an_area_is_used_up_and_comes_back_whole() {
+    fn freed_blocks_merge_again() {
         let mut arena = Arena::new(7 * MIN_BLOCK);
         let mut pieces: Vec<_> = std::iter::from_fn(|| arena.take(MIN_BLOCK)).collect();
         pieces.sort_unstable();
@@ -80,7 +80,7 @@ mod tests {
             arena.release(piece, MIN_BLOCK);
         }
         assert_eq!(arena.take(4 * MIN_BLOCK), Some(0));
-        assert_eq!(arena.take(4 * MIN_BLOCK), None, "three remain");
+        assert_eq!(arena.take(4 * MIN_BLOCK), None, "only three blocks remain");
         assert_eq!(arena.take(2 * MIN_BLOCK), Some(4 * MIN_BLOCK));
     }
 
@@ -93,7 +93,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_never_overlap(steps in proptest::collection::vec((0u32..5, any::<bool>()), 1..200)) {
+        fn blocks_never_overlap(
+            steps in proptest::collection::vec((0u32..5, any::<bool>()), 1..200),
+        ) {
             let mut arena = Arena::new(64 * MIN_BLOCK);
             let mut held: Vec<(u64, u64)> = Vec::new();
             for (order, release) in steps {
@@ -103,7 +105,10 @@ mod tests {
                     arena.release(at, len);
                 } else if let Some(at) = arena.take(len) {
                     prop_assert!(at % len == 0 && at + len <= 64 * MIN_BLOCK);
-                    prop_assert!(held.iter().all(|(other, theirs)| at + len <= *other || other + theirs <= at));
+                    let apart = |&(other, theirs): &(u64, u64)| {
+                        at + len <= other || other + theirs <= at
+                    };
+                    prop_assert!(held.iter().all(apart));
                     held.push((at, len));
                 }
             }

@@ -1,15 +1,17 @@
-//! Bytes of the family `warp`, which pass the host by: what kernels say when they close, and until then what stands on
-//! their desks.
+//! Byte counters of `warp` sockets. Their data bypasses the host, so live connections are sampled
+//! from device memory, and the final values come with the close request.
 //!
-//! 1. A connection is written down when it stands, and crossed out when its kernel closes it, or when it goes unseen.
-//! 2. While it is written down its desk is asked, if that is this connection's; else what was seen last counts. So the sums
-//!    never go back, and what an earlier user of the desk has left is not counted.
+//! 1. A connection is added when it is established, and removed when its kernel closes it or when
+//!    the host releases it without a close request.
+//! 2. While it is live, its device state is sampled if the generation matches; otherwise the last
+//!    sample counts. So the totals never decrease, and values that an earlier user of the slot left
+//!    are not counted.
 
 use parking_lot::Mutex;
 
 use super::layout::device_state;
 
-/// Bytes that kernels have sent, and that they have read.
+/// Bytes that kernels have sent and read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ByteCounts {
     pub(super) sent: u64,
@@ -23,7 +25,7 @@ impl ByteCounts {
     }
 }
 
-/// A connection that stands.
+/// An established connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct LiveConn {
     index: u16,
@@ -37,18 +39,19 @@ struct Totals {
     live: Vec<LiveConn>,
 }
 
-/// The sums, for the thread that serves and for whoever asks.
+/// The totals, shared by the service thread and [`SockHost::stats`](super::SockHost::stats).
 #[derive(Debug, Default)]
 pub(super) struct WarpByteCounts(Mutex<Totals>);
 
 impl WarpByteCounts {
-    /// A connection stands.
+    /// Adds an established connection.
     pub(super) fn open(&self, index: u16, generation: u16) {
         let last_seen = ByteCounts::default();
         self.0.lock().live.push(LiveConn { index, generation, last_seen });
     }
 
-    /// Its kernel has closed it, and says how much went; or it goes, and what was seen last counts.
+    /// Removes a connection. `final_counts` come from its close request; without them the last
+    /// sample counts.
     pub(super) fn close(&self, index: u16, generation: u16, final_counts: Option<ByteCounts>) {
         let mut totals = self.0.lock();
         let is_it = |one: &LiveConn| (one.index, one.generation) == (index, generation);
@@ -57,8 +60,9 @@ impl WarpByteCounts {
         totals.closed.add(final_counts.unwrap_or(one.last_seen));
     }
 
-    /// All bytes so far. `device_states` reads so many desks, from the first on, if there is a connection; where it cannot, what was
-    /// seen last counts.
+    /// All bytes so far. `device_states` reads the given number of device state lines, from the
+    /// first on, and is called only if there is a live connection; for lines that it does not
+    /// return, the last sample counts.
     pub(super) fn count(&self, device_states: impl FnOnce(usize) -> Vec<u8>) -> ByteCounts {
         let mut totals = self.0.lock();
         let Some(last) = totals.live.iter().map(|one| one.index).max() else {
@@ -115,9 +119,9 @@ mod tests {
     }
 
     #[test]
-    fn what_another_has_left_on_a_desk_is_not_counted() {
+    fn values_of_an_earlier_generation_are_not_counted() {
         let byte_counts = WarpByteCounts::default();
-        let empty = byte_counts.count(|_| unreachable!("no desk is asked for nothing"));
+        let empty = byte_counts.count(|_| unreachable!("read without a live connection"));
         assert_eq!(empty, ByteCounts::default());
         byte_counts.open(1, 7);
         assert_eq!(counted(&byte_counts, &[(9, 1, 1), (6, 50, 60)]), (0, 0), "not accepted yet");
@@ -130,13 +134,17 @@ mod tests {
     }
 
     #[test]
-    fn one_that_goes_unseen_counts_as_it_was_seen_last() {
+    fn a_connection_without_a_close_request_counts_its_last_sample() {
         let byte_counts = WarpByteCounts::default();
         byte_counts.open(0, 1);
         byte_counts.open(1, 1);
         assert_eq!(counted(&byte_counts, &[(1, 2, 3), (1, 10, 20)]), (12, 23));
         byte_counts.close(0, 1, None);
         assert_eq!(counted(&byte_counts, &[(4, 99, 99), (1, u64::MAX, 21)]), (u64::MAX, 24));
-        assert_eq!(byte_counts.count(|_| Vec::new()).received, 24, "desks that cannot be read");
+        assert_eq!(
+            byte_counts.count(|_| Vec::new()).received,
+            24,
+            "device states that cannot be read"
+        );
     }
 }

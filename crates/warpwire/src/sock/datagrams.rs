@@ -1,5 +1,5 @@
-//! Datagrams between rings and the operating system's sockets: each is a record, then its bytes, then room up to where
-//! the next record may begin.
+//! Datagrams between rings and the operating system's sockets. Each is a record, its bytes, and
+//! padding up to the alignment of the next record.
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -11,12 +11,12 @@ use super::agent::Agent;
 use super::layout::{ADDRESS_LEN, address_bytes, address_from, host_state, record, state};
 use crate::error::Result;
 
-/// The longest datagram that UDP carries.
+/// Maximum length of a UDP datagram.
 const MAX_DATAGRAM: u64 = 65_535;
-/// Datagrams moved in each direction before it is another socket's turn.
+/// Datagrams moved in each direction per turn.
 const MAX_BATCH: u32 = 16;
 
-/// How much of a ring a datagram takes.
+/// Bytes of a ring that a datagram occupies.
 const fn footprint(len: u64) -> u64 {
     (record::LEN + len).next_multiple_of(record::LEN)
 }
@@ -43,7 +43,7 @@ impl Agent {
         self.shared_area.fetch(ring, at, &mut header)?;
         let len = u64::from(u32::from_le_bytes([header[0], header[1], header[2], header[3]]));
         if len > MAX_DATAGRAM || footprint(len) > unsent {
-            // The record is not whole: nothing in this ring can be believed any more.
+            // The record is incomplete or corrupt, so nothing after it in this ring can be trusted.
             socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
             socket.taken = socket.sent;
             self.counters.misused.fetch_add(1, Ordering::Relaxed);
@@ -83,13 +83,13 @@ impl Agent {
         let (room, size) = (socket.room(), socket.receive_ring.1);
         let may = socket.readable && !socket.has(state::RECEIVE_END) && socket.closing.is_none();
         let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
-        // Only a datagram for which there is room is taken out of the queue.
+        // Only a datagram that fits is taken out of the socket's queue.
         if room < footprint(MAX_DATAGRAM) {
             let nothing: &mut [u8] = &mut [];
             let look = RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT;
             match rustix::net::recv(fd, nothing, look) {
                 Ok((_, len)) if footprint(len as u64) > size => {
-                    // It will never fit.
+                    // Larger than the ring: drop it.
                     let _ = rustix::net::recv(fd, &mut self.bounce[..1], RecvFlags::DONTWAIT);
                     self.counters.dropped.fetch_add(1, Ordering::Relaxed);
                     return Ok(true);
@@ -100,7 +100,7 @@ impl Agent {
                     socket.readable = false;
                     return Ok(false);
                 }
-                // Looking has taken the error away: it is told now or never.
+                // The peek has cleared the socket's error, so it must be reported now.
                 Err(errno) => return self.report_error(index, errno),
             }
         }
@@ -120,7 +120,7 @@ impl Agent {
         }
     }
 
-    /// Puts a record, and the bytes that lie in the bounce buffer.
+    /// Stores a record, and `len` bytes of the bounce buffer, into the receive ring.
     fn put_datagram(
         &mut self,
         index: u16,
@@ -141,8 +141,8 @@ impl Agent {
         self.shared_area.store_word(index, host_state::RECEIVED, received)
     }
 
-    /// Tells a kernel of an errno that does not end the socket: a port that nobody listens at, say. Where there is no
-    /// room it is not told.
+    /// Reports an errno that does not end the socket, such as `ECONNREFUSED`, as a record without
+    /// bytes. It is dropped if the ring has no room.
     fn report_error(&mut self, index: u16, errno: Errno) -> Result<bool> {
         if self.sockets[usize::from(index)].room() >= record::LEN {
             self.put_datagram(index, 0, errno.raw_os_error() as u32, None)?;

@@ -1,4 +1,4 @@
-//! The devices that sockets of the family `warp` use, and what each connection has of them.
+//! RDMA devices of `warp` sockets, and the resources of each connection.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -15,13 +15,13 @@ use crate::mlx5::Status;
 use crate::stream::kernel::PreallocQp;
 use crate::verbs::{Access, Context, Mr, ProgressMode, QpOptions, State};
 
-/// How long the device's thread looks for doorbells after the last work before it naps.
+/// How long the device's thread polls doorbells after its last work before it sleeps.
 const SPIN: Duration = Duration::from_micros(100);
-/// How long an answer of a peer is waited for: 4.096 µs · 2^16, tried eight times, two seconds in all. That a process has died is
-/// known at once, by its TCP connection.
+/// ACK timeout: 4.096 µs · 2^16 = 268 ms. With 7 retries the queue pair fails after about two
+/// seconds. The death of a process is noticed immediately, by its TCP connection.
 const TIMEOUT: u8 = 16;
 
-/// Open devices, by the address that they are bound to.
+/// Open devices by the local address that they are bound to.
 pub(super) struct DeviceCache {
     fixed: Option<Context>,
     opened: Vec<(SocketAddr, Context)>,
@@ -32,7 +32,7 @@ impl DeviceCache {
         Self { fixed, opened: Vec::new() }
     }
 
-    /// The device for connections from that address of ours.
+    /// The device for connections with this local address; opened on first use.
     fn context(&mut self, local: SocketAddr) -> Result<Context> {
         if let Some(context) = &self.fixed {
             return Ok(context.clone());
@@ -54,9 +54,10 @@ impl DeviceCache {
     }
 }
 
-/// What a connection has: a queue pair, and registrations in a domain of its own, so that its peer can write nothing else.
+/// A connection's queue pair and its registrations, in a protection domain of its own, so that its
+/// peer can write nothing else.
 pub(super) struct ConnResources {
-    // The queue pair ends before what it writes to.
+    // Drop order: the queue pair before the memory that it accesses.
     qp: PreallocQp,
     send: Mr,
     receive: Mr,
@@ -64,11 +65,12 @@ pub(super) struct ConnResources {
     pub(super) qp_slot: u32,
 }
 
-/// The memory of a socket that its peer writes, or that is written from: a region, and the address that kernels know it by.
+/// The memory of a socket that RDMA accesses: each a region and the address that kernels use for
+/// it.
 pub(super) struct ConnMemory {
     pub(super) send: (Region, u64),
     pub(super) receive: (Region, u64),
-    /// `received` and `taken`.
+    /// The words `received` and `taken`.
     pub(super) words: (Region, u64),
 }
 
@@ -81,7 +83,7 @@ impl ConnResources {
         conn_memory: ConnMemory,
     ) -> Result<Self> {
         let context = device_cache.context(local)?;
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let options = QpOptions {
             access: QpAccess::REMOTE_WRITE,
             timeout: TIMEOUT,
@@ -102,7 +104,7 @@ impl ConnResources {
         })
     }
 
-    /// What the peer must know.
+    /// The hello for the peer.
     pub(super) fn hello(&self) -> Hello {
         let remote_addr = |mr: &Mr, offset: u64| {
             let remote = mr.remote(offset);
@@ -118,18 +120,19 @@ impl ConnResources {
         }
     }
 
-    /// Connects to the peer, and tells kernels of it. From now on it may write.
+    /// Connects the queue pair and publishes its descriptor to kernels. The peer may write from
+    /// here on.
     pub(super) fn connect_qp(&self, qp_slots: &QpSlots, peer_hello: &Hello) -> Result<()> {
         self.qp.qp().connect(&peer_hello.endpoint)?;
         qp_slots.write_descriptor(self.qp_slot, &self.qp, peer_hello, self.send.lkey())
     }
 
-    /// Whether everything that a kernel says it has posted has ended.
+    /// Whether all `posted` work requests of the kernel have completed.
     pub(super) fn is_drained(&self, posted: u64) -> bool {
         self.qp.is_drained(posted)
     }
 
-    /// Whether the queue pair has failed, and if its completions tell, why.
+    /// `Some` if the queue pair has failed, with the status if a completion reported it.
     pub(super) fn failure(&self) -> Option<Option<Status>> {
         match self.qp.qp().state() {
             Ok(State::Err) => Some(self.qp.failure()),

@@ -1,4 +1,4 @@
-//! Programs that were written for GPUnet, by `include/warpwire/gpunet.cuh`.
+//! Support for programs written for GPUnet, with `include/warpwire/gpunet.cuh`.
 
 use super::SockHost;
 use super::device::SocketKind;
@@ -6,16 +6,20 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::Module;
 
 impl SockHost {
-    /// Lets the kernels of a program that includes `<warpwire/gpunet.cuh>` use these sockets, so that they need not be told:
-    /// `streams` is what their streams are, [`Kind::Stream`](SocketKind::Stream) or [`Kind::WarpStream`](SocketKind::WarpStream).
-    /// To be done after loading, before a kernel of it starts. Block functions of the simulated GPU capture
-    /// [`table`](Self::table) instead.
+    /// Sets the socket table in a loaded program that includes `<warpwire/gpunet.cuh>`, so that its
+    /// kernels need no argument for it. `streams` is the kind of its streams:
+    /// [`Stream`](SocketKind::Stream) or [`WarpStream`](SocketKind::WarpStream). Call it after
+    /// loading and before a kernel of the program starts. Block functions of the simulated GPU
+    /// capture [`table`](Self::table) instead.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] for another kind, or if the program does not include the header.
     pub fn use_gpunet(&self, module: &Module, streams: SocketKind) -> Result<()> {
-        let what = "let a program for GPUnet use sockets";
+        let what = "use sockets in a GPUnet program";
         if !matches!(streams, SocketKind::Stream | SocketKind::WarpStream) {
             return Err(Error::new(Kind::InvalidArgument, what)
-                .why(format!("{streams:?} is no sort of stream"))
-                .fix("give Kind::Stream or Kind::WarpStream"));
+                .why(format!("{streams:?} is not a stream"))
+                .fix("pass SocketKind::Stream or SocketKind::WarpStream"));
         }
         let set = |variable: &str, bytes: &[u8]| {
             module.set(variable, bytes).map_err(|error| match error.kind() {

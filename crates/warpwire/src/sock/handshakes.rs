@@ -1,9 +1,12 @@
-//! The family `warp` on the host: connections are met over TCP, watched, and let go. Bytes go without this thread.
+//! `warp` connections on the host: handshake over TCP, supervision and release. Their data bypasses
+//! this thread.
 //!
-//! 1. Whoever connects speaks first. Until an accepted connection has said its hello it has no socket, no rings and no queue
-//!    pair: it waits in the [`PendingHandshakes`], for a while.
-//! 2. Everything that was made for a connection is its own, and goes with it: berth, queue pair, registrations.
-//! 3. The TCP connection is the sign of life. It is closed when everything that was sent has landed, or reset.
+//! 1. The connecting end sends first. Until an accepted connection has sent its hello it has no
+//!    socket, no rings and no queue pair: it waits in [`PendingHandshakes`], with a deadline.
+//! 2. Everything that is created for a connection belongs to it alone and is released with it: QP
+//!    slot, queue pair, registrations.
+//! 3. The TCP connection shows that the peer is alive. It is closed after everything that was sent
+//!    has arrived, or reset.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -21,31 +24,31 @@ use super::warp::{FIN, Handshake, MAX_LINE};
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Status;
 
-/// How long two ends may take to meet.
+/// Time limit of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How many accepted connections may be silent at a time; the one that has been so for the longest goes first.
+/// Maximum number of accepted connections without a hello; one more evicts the oldest.
 const MAX_PENDING: usize = 1024;
-/// Marks descriptors of the nursery among events.
+/// Marks descriptors of pending handshakes in epoll data.
 pub(super) const PENDING_BIT: u64 = 1 << 40;
 
-/// What a socket of the family has while it connects, and then.
+/// The `warp` part of a socket.
 #[derive(Default)]
 pub(super) struct WarpState {
     pub(super) conn_resources: Option<ConnResources>,
     pub(super) handshake: Option<Handshake>,
-    /// When the two must have met.
+    /// When the handshake must be complete.
     pub(super) deadline: Option<Instant>,
-    /// The listener that accepted it, until a kernel is told, and its peer's address.
+    /// The listener that accepted it, until it is queued there, and its peer's address.
     pub(super) parent: Option<(i32, Option<SocketAddr>)>,
-    /// Its peer is gone, in good order.
+    /// The peer has closed in an orderly way.
     pub(super) peer_closed: bool,
-    /// How many operations its kernels had posted when they closed it.
+    /// How many work requests its kernels had posted when they closed it.
     pub(super) posted: u64,
-    /// A listener's connections that are being met.
+    /// Listener: number of its connections in the handshake.
     pub(super) pending_accepts: u64,
 }
 
-/// An accepted connection that has not said its hello.
+/// An accepted connection without a complete hello.
 struct PendingConn {
     number: u64,
     fd: OwnedFd,
@@ -55,7 +58,7 @@ struct PendingConn {
     deadline: Instant,
 }
 
-/// Accepted connections without a socket, the oldest first.
+/// Accepted connections without a socket, oldest first.
 #[derive(Default)]
 pub(super) struct PendingHandshakes {
     conns: std::collections::VecDeque<PendingConn>,
@@ -67,13 +70,13 @@ impl PendingHandshakes {
         self.conns.is_empty()
     }
 
-    /// Those of a listener that has ended go with it.
+    /// Drops the connections of a closed listener.
     pub(super) fn remove_listener(&mut self, listener: i32) {
         self.conns.retain(|conn| conn.listener != listener);
     }
 }
 
-/// What came of reading.
+/// Result of reading a hello.
 enum ReadOutcome {
     Hello,
     Incomplete,
@@ -99,12 +102,12 @@ impl PendingConn {
 }
 
 impl Agent {
-    /// An accepted connection waits for its hello.
+    /// Adds an accepted connection that has to send its hello.
     pub(super) fn add_pending(&mut self, listener: u16, fd: OwnedFd, peer: Option<SocketAddr>) {
         let listener = self.sockets[usize::from(listener)].handle(listener);
         let number = self.pending.next;
         if let Err(errno) = self.watch_descriptor(&fd, PENDING_BIT | number) {
-            tracing::warn!(%errno, "an accepted connection could not be watched, and was closed");
+            tracing::warn!(%errno, "cannot watch an accepted connection; it is closed");
             return;
         }
         if self.pending.conns.len() == MAX_PENDING {
@@ -123,7 +126,7 @@ impl Agent {
         });
     }
 
-    /// One of the nursery may have spoken.
+    /// epoll reports an event of a pending connection.
     pub(super) fn on_pending_event(&mut self, number: u64) -> Result<()> {
         let at = self.pending.conns.iter().position(|conn| conn.number == number);
         match at {
@@ -132,7 +135,8 @@ impl Agent {
         }
     }
 
-    /// Looks at one that waits; false if it stays.
+    /// Reads a pending connection and promotes it if its hello is complete; false if it stays
+    /// pending.
     fn try_promote(&mut self, at: usize) -> Result<bool> {
         let Some(conn) = self.pending.conns.get_mut(at) else { return Ok(false) };
         let handle = conn.listener;
@@ -151,7 +155,7 @@ impl Agent {
         let socket = &self.sockets[usize::from(listener)];
         if socket.room() < (socket.warp.pending_accepts + 1) * record::LEN || self.vacant.is_empty()
         {
-            // It is tried again before long.
+            // The retry timer tries again.
             return Ok(false);
         }
         let Some(conn) = self.pending.conns.remove(at) else { return Ok(false) };
@@ -159,7 +163,8 @@ impl Agent {
         Ok(true)
     }
 
-    /// Looks after the nursery now and then: who waited for a place may have one, and who is silent for too long goes.
+    /// Periodic: drops pending connections past the handshake deadline and retries those that
+    /// lacked a slot.
     pub(super) fn expire_pending(&mut self, now: Instant) -> Result<()> {
         self.pending.conns.retain(|conn| conn.deadline > now);
         let mut at = 0;
@@ -169,7 +174,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Makes a socket for a connection that has said its hello.
+    /// Creates a socket for a connection that has sent its hello.
     fn promote(&mut self, listener: u16, conn: PendingConn) -> Result<()> {
         let Some(index) = self.alloc_socket()? else { return Ok(()) };
         let parent = &mut self.sockets[usize::from(listener)];
@@ -183,13 +188,13 @@ impl Agent {
         socket.warp.parent = Some((conn.listener, conn.peer));
         let ready = self.alloc_rings(index).and_then(|()| self.rewatch(index));
         if let Err(errno) = ready {
-            tracing::warn!(%errno, "an accepted connection got no rings, and was reset");
+            tracing::warn!(%errno, "no rings for an accepted connection; it is reset");
             return self.abort_connection(index, errno);
         }
         self.begin_handshake(index, &conn.buffered)
     }
 
-    /// A TCP connection stands: says hello.
+    /// TCP is connected: allocates the queue pair and starts the handshake.
     pub(super) fn begin_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
         let handshake = self.attach(index).and_then(|hello| Handshake::new(&hello));
         let socket = &mut self.sockets[usize::from(index)];
@@ -201,22 +206,22 @@ impl Agent {
                 self.drive_handshake(index, buffered)
             }
             Err(error) => {
-                tracing::warn!(%error, "a connection got no queue pair, and was reset");
+                tracing::warn!(%error, "no queue pair for a connection; it is reset");
                 self.abort_connection(index, Errno::NOBUFS)
             }
         }
     }
 
-    /// Makes what a connection needs.
+    /// Creates a connection's queue pair and registrations.
     fn attach(&mut self, index: u16) -> Result<super::warp::Hello> {
         let conn_memory = self.conn_memory(index)?;
         let socket = &self.sockets[usize::from(index)];
         let local = socket.fd.as_ref().and_then(|fd| rustix::net::getsockname(fd).ok());
         let local = local.and_then(|name| SocketAddr::try_from(name).ok());
         let missing = |why: &'static str| Error::new(Kind::OutOfMemory, "connect").why(why);
-        let local = local.ok_or_else(|| missing("the connection has no address"))?;
+        let local = local.ok_or_else(|| missing("the connection has no local address"))?;
         let qp_slots = self.qp_slots.as_mut();
-        let qp_slots = qp_slots.ok_or_else(|| missing("no socket may be of the family `warp`"))?;
+        let qp_slots = qp_slots.ok_or_else(|| missing("the family `warp` is disabled"))?;
         let qp_slot = qp_slots.take().ok_or_else(|| {
             missing("all queue pairs are in use").fix("raise SockOptions::warp_sockets")
         })?;
@@ -233,7 +238,7 @@ impl Agent {
         }
     }
 
-    /// Lets go of what a connection needed.
+    /// Releases a connection's queue pair and registrations.
     pub(super) fn detach(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         socket.warp.handshake = None;
@@ -247,7 +252,7 @@ impl Agent {
         }
     }
 
-    /// Does what there is to do for a stream of the family.
+    /// Serves a stream: handshake, hang-up, close.
     pub(super) fn serve_warp(&mut self, index: u16) -> Result<bool> {
         let socket = &self.sockets[usize::from(index)];
         if socket.has(state::CONNECTING) {
@@ -265,7 +270,7 @@ impl Agent {
         Ok(false)
     }
 
-    /// Goes on with a handshake, by what was heard already and by what comes now.
+    /// Continues a handshake with the bytes in `buffered` and those that can be read now.
     fn drive_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
         let outcome = self.try_handshake(index, buffered);
         let socket = &self.sockets[usize::from(index)];
@@ -281,7 +286,7 @@ impl Agent {
         }
     }
 
-    /// True when the two have met.
+    /// True when the handshake is complete.
     fn try_handshake(&mut self, index: u16, buffered: &[u8]) -> std::result::Result<bool, Errno> {
         let mut bytes = [0; MAX_LINE];
         let mut count = buffered.len().min(MAX_LINE);
@@ -293,7 +298,7 @@ impl Agent {
             };
             flush_handshake(handshake, fd)?;
             if let Err(error) = handshake.take(&bytes[..count]) {
-                // It is told why, if it listens.
+                // Send the peer the reason, if it still reads.
                 let _ = flush_handshake(handshake, fd);
                 return Err(refusal(&error));
             }
@@ -320,14 +325,15 @@ impl Agent {
         }
     }
 
-    /// The peer has said hello: connects the queue pair.
+    /// The peer's hello is complete: connects the queue pair.
     fn connect_qp(
         &mut self,
         index: u16,
         peer_hello: &super::warp::Hello,
     ) -> std::result::Result<(), Errno> {
         let socket = &mut self.sockets[usize::from(index)];
-        // A piece of our ring must not wrap in the peer's where it does not in ours.
+        // Both sizes are powers of two, so where the usable part of our ring does not wrap, the
+        // peer's does not either.
         socket.send_window = socket.send_ring.1.min(peer_hello.ring_size);
         socket.peer_window = peer_hello.window.unwrap_or(u64::MAX);
         let (Some(conn_resources), Some(qp_slots)) = (&socket.warp.conn_resources, &self.qp_slots)
@@ -345,7 +351,7 @@ impl Agent {
                 Ok(())
             }
             Err(error) => {
-                tracing::warn!(%error, "a queue pair could not be connected");
+                tracing::warn!(%error, "cannot connect a queue pair");
                 handshake.refuse(&error);
                 if let Some(fd) = &socket.fd {
                     let _ = flush_handshake(handshake, fd);
@@ -355,7 +361,7 @@ impl Agent {
         }
     }
 
-    /// The two have met: kernels are told.
+    /// The handshake is complete: publishes the connection to kernels.
     fn establish(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         (socket.warp.handshake, socket.warp.deadline) = (None, None);
@@ -368,7 +374,7 @@ impl Agent {
             return Ok(());
         };
         let Ok(listener) = self.find(listener) else {
-            // Nobody will take it.
+            // The listener is closed.
             self.sockets[usize::from(index)].sockopts.abort = true;
             return self.release_socket(index);
         };
@@ -376,7 +382,7 @@ impl Agent {
         self.enqueue_accepted(listener, index, peer)
     }
 
-    /// Hands a connection to whoever accepts next.
+    /// Queues a connection at its listener.
     pub(super) fn enqueue_accepted(
         &mut self,
         listener: u16,
@@ -398,7 +404,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Something came over TCP, where nobody speaks any more: the end, in one way or another.
+    /// The TCP connection is readable after the handshake: end of stream, reset, or a protocol
+    /// error.
     fn check_hangup(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         let Some(fd) = &socket.fd else { return Ok(()) };
@@ -422,10 +429,11 @@ impl Agent {
         }
     }
 
-    /// Ends a connection that cannot go on, with that errno here and a reset there. One that no kernel knows just goes.
+    /// Aborts a connection: `errno` here, a reset at the peer. It is released if no kernel has its
+    /// handle.
     pub(super) fn abort_connection(&mut self, index: u16, errno: Errno) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
-        // While the two meet, a peer may still read why not.
+        // During the handshake: no reset, so that the peer can still read a refusal.
         let is_connected = socket.has(state::CONNECTED);
         if let Some((listener, _)) = socket.warp.parent.take() {
             socket.sockopts.abort = is_connected;
@@ -446,7 +454,7 @@ impl Agent {
         Ok(())
     }
 
-    /// A kernel gives its connection up.
+    /// A kernel aborts its connection; returns the errno that is recorded.
     pub(super) fn give_up(&mut self, index: u16, errno: u64) -> Result<Errno> {
         let errno = match i32::try_from(errno).map(Errno::from_raw_os_error) {
             Ok(errno @ (Errno::PROTO | Errno::TIMEDOUT)) => errno,
@@ -454,7 +462,7 @@ impl Agent {
         };
         let socket = &mut self.sockets[usize::from(index)];
         if socket.is_warp && socket.has(state::CONNECTED) && !socket.warp.peer_closed {
-            // If its queue pair has failed, the reason is known here.
+            // If the queue pair has failed, its status gives the better reason.
             self.check_queue_pair(index)?;
             let socket = &self.sockets[usize::from(index)];
             if socket.errno() == 0 && !socket.warp.peer_closed {
@@ -464,7 +472,7 @@ impl Agent {
         Ok(errno)
     }
 
-    /// Lets a closed socket go when everything has landed.
+    /// Releases a closed socket once all its posted work has completed.
     pub(super) fn finish_warp(&mut self, index: u16) -> Result<()> {
         let socket = &self.sockets[usize::from(index)];
         if !(socket.open && socket.is_warp) || socket.closing.is_none() {
@@ -479,7 +487,7 @@ impl Agent {
         if is_done { self.release_socket(index) } else { Ok(()) }
     }
 
-    /// Whether queue pairs still work, of all connections.
+    /// Checks the queue pairs of all connections for failure.
     pub(super) fn check_queue_pairs(&mut self) -> Result<()> {
         for index in 0..self.used_up_to {
             self.check_queue_pair(index)?;
@@ -496,7 +504,7 @@ impl Agent {
             return Ok(());
         };
         let Some(failure) = conn_resources.failure() else { return Ok(()) };
-        // A peer that has left in good order has taken its queue pair along.
+        // After an orderly close the peer's queue pair is gone too.
         self.check_hangup(index)?;
         let socket = &self.sockets[usize::from(index)];
         if !socket.open || socket.warp.peer_closed || socket.errno() != 0 {
@@ -513,7 +521,7 @@ impl Agent {
     }
 }
 
-/// Sends what waits to be sent, as far as it goes.
+/// Sends pending handshake bytes until the socket would block.
 fn flush_handshake(handshake: &mut Handshake, fd: &OwnedFd) -> std::result::Result<(), Errno> {
     while !handshake.to_send().is_empty() {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -527,10 +535,10 @@ fn flush_handshake(handshake: &mut Handshake, fd: &OwnedFd) -> std::result::Resu
     Ok(())
 }
 
-/// What kernels are told of a peer that cannot be met.
+/// The errno that kernels get for a failed handshake.
 fn refusal(error: &Error) -> Errno {
-    // Anybody may knock.
-    tracing::info!(%error, "a peer could not be met");
+    // Info only: any program can connect to the port.
+    tracing::info!(%error, "handshake failed");
     match error.kind() {
         Kind::PeerLost => Errno::CONNREFUSED,
         _ => Errno::PROTO,

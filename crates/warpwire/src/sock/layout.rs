@@ -1,306 +1,315 @@
-//! What the host and the kernels of a GPU share, byte by byte. `include/warpwire/sock.cuh` has the same, and asserts its
-//! sizes; the suite `tests/sock` runs both.
+//! Layout of the memory that the host and the kernels of a GPU share. `include/warpwire/sock.cuh`
+//! defines the same structures and asserts their sizes; the suite `tests/sock` runs both.
 //!
-//! Three areas of memory, by who writes them:
+//! There are three areas of memory, each with one writer:
 //!
-//! | area | written by | lies in | holds |
+//! | area | writer | memory | contents |
 //! |---|---|---|---|
-//! | host side | the host | device memory behind a window; pinned without one | [`table`], [`heartbeat`], replies, [`host_state`] lines, receive rings |
-//! | kernel side | kernels | pinned memory | requests, [`device_counters`] words, send rings |
-//! | desks | kernels | device memory | the ticket of requests, turns, [`device_state`] lines |
+//! | host area | the host | device with a window, else pinned | see below |
+//! | kernel area | kernels | pinned | requests, [`device_counters`] words, send rings |
+//! | device states | kernels | device | request ticket, slot laps, [`device_state`] lines |
 //!
-//! So nobody reads across PCIe: each side looks at memory that is near, and what crosses are stores.
+//! The host area contains the [`table`], the [`heartbeat`], replies, [`host_state`] lines and
+//! receive rings. No side reads across PCIe: each polls local memory, and only stores cross the
+//! bus.
 //!
-//! Sockets of the family `warp` have the same lines and rings. Of their inbox, the peer's device writes `RECEIVED` and `TAKEN`; their
-//! kernels post by themselves, and need three areas more, one piece of each for every such socket:
+//! `warp` sockets have the same lines and rings. `RECEIVED` and `TAKEN` in their host state are
+//! written by the peer's HCA. Their kernels post work themselves, and need three more areas, with
+//! one slot per connection:
 //!
-//! | area | written by | lies in | holds |
+//! | area | writer | memory | contents |
 //! |---|---|---|---|
-//! | queues | kernels | pinned memory | entries of the send queue, its doorbell |
-//! | watched | the host, the device | device memory behind a window; pinned without one | [`qp_descriptor`] lines, completions |
-//! | berths | kernels | device memory | the queue pair's [handle](crate::stream::kernel::layout), and what its [`peer`] said |
+//! | queues | kernels | pinned | send queue entries and doorbell |
+//! | polled | host, HCA | device with a window, else pinned | [`qp_descriptor`], completions |
+//! | QP slots | kernels | device | [QP handle](crate::stream::kernel::layout) and [`peer`] |
 
 use std::net::SocketAddr;
 
 use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
-/// The version of all this, which headers compare.
+/// Version of the layout; headers and kernels compare it.
 pub const VERSION: u32 = 4;
 
-/// The table: where everything is. A kernel gets its address, and nothing else.
+/// The table: addresses and sizes of everything else. Kernels get its address only.
 pub mod table {
-    /// The layout's version: 32 bits.
+    /// Version of the layout: 32 bits.
     pub const VERSION: u64 = 0;
-    /// How many sockets there are: 32 bits.
+    /// Number of sockets: 32 bits.
     pub const SOCKETS: u64 = 4;
-    /// How many requests fit at a time, a power of two: 32 bits.
+    /// Number of request slots, a power of two: 32 bits.
     pub const SLOTS: u64 = 8;
-    /// After how many milliseconds without a beat the host counts as dead: 32 bits.
+    /// The host counts as dead after this many milliseconds without a heartbeat: 32 bits.
     pub const HEARTBEAT_TIMEOUT: u64 = 12;
-    /// Address of the inbox lines.
+    /// Address of the [`host_state`](super::host_state) lines.
     pub const HOST_STATES: u64 = 16;
-    /// Address of the outbox words.
+    /// Address of the [`device_counters`](super::device_counters) words.
     pub const DEVICE_COUNTERS: u64 = 24;
-    /// Address of the desks.
+    /// Address of the [`device_state`](super::device_state) lines.
     pub const DEVICE_STATES: u64 = 32;
     /// Address of the requests.
     pub const REQUESTS: u64 = 40;
     /// Address of the replies.
     pub const REPLIES: u64 = 48;
-    /// Address of the turns, 64 bits for each request.
+    /// Address of the slot laps, 64 bits per request slot: how often the slot was used and freed.
     pub const SLOT_LAPS: u64 = 56;
-    /// Address of the ticket, 64 bits.
+    /// Address of the ticket counter of requests, 64 bits.
     pub const TICKET: u64 = 64;
-    /// Address of the pulse.
+    /// Address of the [`heartbeat`](super::heartbeat).
     pub const HEARTBEAT: u64 = 72;
-    /// Address of the [`qp_slot`](super::berth)s.
+    /// Address of the [`qp_slot`](super::qp_slot)s.
     pub const QP_SLOTS: u64 = 80;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 128;
 }
 
-/// The pulse: whether the host lives.
+/// The host's heartbeat.
 pub mod heartbeat {
-    /// Grows while the host lives: 64 bits.
+    /// Incremented every 20 ms by the host: 64 bits.
     pub const COUNT: u64 = 0;
-    /// 1 when the host has ended: 32 bits.
+    /// 1 once the host has ended: 32 bits.
     pub const CLOSED: u64 = 8;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 128;
 }
 
-/// One socket's line of the host side.
+/// The state of one socket, written by the host.
 pub mod host_state {
-    /// [`state`](super::state): 64 bits.
+    /// The [`state`](super::state) word: 64 bits.
     pub const STATE: u64 = 0;
-    /// Bytes that the host has put into the receive ring, ever.
+    /// Total bytes put into the receive ring; `warp`: written by the peer's HCA.
     pub const RECEIVED: u64 = 8;
-    /// Bytes that the host has taken from the send ring, ever.
+    /// Total bytes taken from the send ring; `warp`: written by the peer's HCA.
     pub const TAKEN: u64 = 16;
     /// Address of the receive ring.
     pub const RECEIVE_RING: u64 = 24;
     /// Address of the send ring.
     pub const SEND_RING: u64 = 32;
-    /// Its size, a power of two: 32 bits.
+    /// Size of the receive ring, a power of two: 32 bits.
     pub const RECEIVE_SIZE: u64 = 40;
-    /// The send ring's: 32 bits.
+    /// Size of the send ring, a power of two: 32 bits.
     pub const SEND_SIZE: u64 = 44;
-    /// Family `warp`: address of its [`qp_descriptor`](super::wire) line; 0 before there is one.
+    /// `warp`: address of the [`qp_descriptor`](super::qp_descriptor); 0 before there is one.
     pub const QP_DESCRIPTOR: u64 = 48;
-    /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
+    /// `warp`: number of consumed bytes after which the peer is notified: 32 bits.
     pub const REPORT_AT: u64 = 56;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 64;
 }
 
-/// One socket's word of the kernel side: the lower halves of two counters. The host compares it with what it saw last,
-/// so it is the doorbell too.
+/// One socket's counters, written by kernels: the lower halves of two totals in one word. The host
+/// compares it with the last value it saw, so the word is the doorbell as well.
 pub mod device_counters {
     /// Bytes put into the send ring: 32 bits.
     pub const SENT: u64 = 0;
     /// Bytes taken from the receive ring: 32 bits.
     pub const CONSUMED: u64 = 4;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 8;
 }
 
-/// One socket's line that only kernels use.
+/// The state of one socket that only kernels use.
 pub mod device_state {
-    /// The generation of the handle that is open; 0 when it was closed: 32 bits.
+    /// The generation of the open handle; 0 once it is closed: 32 bits.
     pub const GENERATION: u64 = 0;
-    /// [`NON_BLOCKING`] and what was shut down: 32 bits.
+    /// [`NON_BLOCKING`], the directions that were shut down, [`WARP`] and [`FIN`]: 32 bits.
     pub const FLAGS: u64 = 4;
-    /// Bytes put into the send ring, ever.
+    /// Total bytes put into the send ring.
     pub const SENT: u64 = 8;
-    /// Bytes taken from the receive ring, ever.
+    /// Total bytes taken from the receive ring.
     pub const CONSUMED: u64 = 16;
-    /// Who sends: [`UNLOCKED`] and so on, 32 bits.
+    /// Lock of the sending direction: [`UNLOCKED`], [`LOCKED`], [`SPAN_OUT`] or [`CLOSED`], 32
+    /// bits.
     pub const SEND_LOCK: u64 = 24;
-    /// Who receives: 32 bits.
+    /// Lock of the receiving direction: 32 bits.
     pub const RECEIVE_LOCK: u64 = 28;
-    /// How long sending and connecting may wait, in nanoseconds; 0 is for ever.
+    /// Timeout of send and connect in nanoseconds; 0 means none.
     pub const SEND_TIMEOUT: u64 = 32;
-    /// How long receiving and accepting may wait.
+    /// Timeout of receive and accept in nanoseconds; 0 means none.
     pub const RECEIVE_TIMEOUT: u64 = 40;
-    /// Family `warp`: bytes of which the peer knows that they were taken from the receive ring.
+    /// `warp`: total bytes consumed that were reported to the peer.
     pub const REPORTED: u64 = 48;
-    /// Family `warp`: who posts: [`UNLOCKED`] or [`LOCKED`], 32 bits.
+    /// `warp`: lock for posting: [`UNLOCKED`] or [`LOCKED`], 32 bits.
     pub const POST_LOCK: u64 = 56;
-    /// Family `warp`: the number of its [`qp_slot`](super::berth) plus one, once that is made: 32 bits.
+    /// `warp`: index of the [`qp_slot`](super::qp_slot) plus one; 0 until it is initialised: 32
+    /// bits.
     pub const QP_SLOT: u64 = 60;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 64;
 
-    /// Flag: calls do not wait.
+    /// Flag: calls do not block.
     pub const NON_BLOCKING: u32 = 1;
-    /// Flag: nothing more is sent.
+    /// Flag: the sending direction is shut down.
     pub const SHUT_SEND: u32 = 2;
-    /// Flag: nothing more is received.
+    /// Flag: the receiving direction is shut down.
     pub const SHUT_RECEIVE: u32 = 4;
-    /// Flag: a socket of the family `warp`.
+    /// Flag: a `warp` socket.
     pub const WARP: u32 = 8;
-    /// Flag: the peer was told that no more will come.
+    /// Flag: FIN was posted to the peer.
     pub const FIN: u32 = 16;
 
-    /// A lock that nobody has.
+    /// Lock state: free.
     pub const UNLOCKED: u32 = 0;
-    /// Somebody copies.
+    /// Lock state: a group of threads copies.
     pub const LOCKED: u32 = 1;
-    /// A span is out: reserved, or borrowed.
+    /// Lock state: a span is reserved or borrowed.
     pub const SPAN_OUT: u32 = 2;
-    /// The socket is closed.
+    /// Lock state: the socket is closed.
     pub const CLOSED: u32 = 3;
 }
 
-/// The state of a socket, as the host tells it.
+/// Bits of a socket's state word.
 pub mod state {
-    /// The generation of the handle: 0 for nobody's.
+    /// Mask of the handle's generation; 0 if the socket is not open.
     pub const GENERATION: u64 = 0xffff;
-    /// Where the errno of receiving stands.
+    /// Bit position of the errno of receiving, 8 bits.
     pub const RECEIVE_ERROR: u32 = 16;
-    /// Where the errno of sending stands.
+    /// Bit position of the errno of sending, 8 bits.
     pub const SEND_ERROR: u32 = 24;
-    /// Records, not a stream.
+    /// A datagram socket: the rings hold records.
     pub const DATAGRAM: u64 = 1 << 32;
-    /// It accepts.
+    /// A listener.
     pub const LISTENING: u64 = 1 << 33;
-    /// A connection is being made.
+    /// A connection is being established.
     pub const CONNECTING: u64 = 1 << 34;
-    /// There is a peer.
+    /// The socket has a peer.
     pub const CONNECTED: u64 = 1 << 35;
-    /// Nothing comes after what has been received.
+    /// Nothing follows the bytes received so far.
     pub const RECEIVE_END: u64 = 1 << 36;
-    /// Nothing more is taken.
+    /// Nothing more can be sent.
     pub const SEND_END: u64 = 1 << 37;
-    /// Of the family `warp`.
+    /// A `warp` socket.
     pub const WARP: u64 = 1 << 38;
-    /// Closing it resets the connection.
+    /// Close resets the connection.
     pub const RESET_ON_CLOSE: u64 = 1 << 39;
 }
 
-/// What a kernel needs to post by itself, as the host tells it.
+/// What a kernel needs to post to a connection's queue pair, written by the host.
 pub mod qp_descriptor {
-    /// The part of the queue pair's handle that never changes.
+    /// The constant part of the queue pair's handle.
     pub const CONSTANTS: u64 = 0;
-    /// What the [`peer`](super::peer) said.
+    /// The [`peer`](super::peer)'s addresses and keys.
     pub const PEER: u64 = 128;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 192;
 }
 
-/// Where the peer may be written to, and how: part of a [`qp_descriptor`] line, and of a [`qp_slot`].
+/// The peer's memory that may be written, and its keys: part of a [`qp_descriptor`] and of a
+/// [`qp_slot`].
 pub mod peer {
-    /// Address of its receive ring.
+    /// Address of the peer's receive ring.
     pub const RING: u64 = 0;
-    /// Address of its word `received`.
+    /// Address of the peer's word `received`.
     pub const RECEIVED: u64 = 8;
-    /// Address of its word `taken`.
+    /// Address of the peer's word `taken`.
     pub const TAKEN: u64 = 16;
-    /// The ring's key: 32 bits, as all that follow.
+    /// Rkey of the ring: 32 bits, as all that follow.
     pub const RING_KEY: u64 = 24;
-    /// The key of the word `received`.
+    /// Rkey of the word `received`.
     pub const RECEIVED_KEY: u64 = 28;
-    /// The key of the word `taken`.
+    /// Rkey of the word `taken`.
     pub const TAKEN_KEY: u64 = 32;
-    /// The ring's size, a power of two, and a multiple of our send ring's.
+    /// Size of the ring, a power of two and a multiple of our `SEND_SIZE`.
     pub const RING_SIZE: u64 = 36;
-    /// The key of our own send ring.
+    /// Lkey of our own send ring.
     pub const SEND_KEY: u64 = 40;
-    /// The number of the berth.
+    /// Index of the QP slot.
     pub const QP_SLOT: u64 = 44;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 64;
 }
 
-/// A queue pair as kernels keep it.
+/// A queue pair's state that only kernels use.
 pub mod qp_slot {
-    /// Its handle.
+    /// The queue pair's handle.
     pub const HANDLE: u64 = 0;
-    /// What the [`peer`](super::peer) said.
+    /// The [`peer`](super::peer)'s addresses and keys.
     pub const PEER: u64 = crate::stream::kernel::layout::LEN;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 1280;
     const _: () = assert!(PEER + super::peer::LEN <= LEN);
 }
 
-/// A request of a kernel.
+/// A request of a kernel to the host.
 pub mod request {
-    /// Its ticket plus one, written last.
+    /// The ticket plus one, written last.
     pub const NUMBER: u64 = 0;
-    /// [`RequestOp`](super::Op): 32 bits.
+    /// The [`RequestOp`](super::RequestOp): 32 bits.
     pub const OP: u64 = 8;
-    /// The handle: 32 bits.
+    /// The socket's handle: 32 bits.
     pub const HANDLE: u64 = 12;
-    /// What the operation wants beside it.
+    /// The argument of the operation: 64 bits.
     pub const VALUE: u64 = 16;
-    /// An option's number: 32 bits.
+    /// The [`SockOption`](super::SockOption): 32 bits.
     pub const OPTION: u64 = 24;
-    /// An address: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16 bytes.
+    /// An address: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16
+    /// bytes.
     pub const ADDRESS: u64 = 32;
-    /// Of a `Close`, where no address is: bytes sent, ever. It counts in the family `warp`.
+    /// `Close` only, in the bytes of the address: total bytes sent. Used for `warp` sockets.
     pub const SENT: u64 = 40;
-    /// Of a `Close`: bytes taken from the receive ring, ever.
+    /// `Close` only: total bytes taken from the receive ring.
     pub const CONSUMED: u64 = 48;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 64;
 }
 
-/// The host's answer to a request.
+/// The host's reply to a request.
 pub mod reply {
     /// The request's number, written last.
     pub const NUMBER: u64 = 0;
-    /// What the call returns: 0 or more, or the negative of an errno.
+    /// The result: 0 or more, or a negated errno.
     pub const RESULT: u64 = 8;
-    /// An address.
+    /// An address, if the operation returns one.
     pub const ADDRESS: u64 = 16;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 64;
 }
 
-/// What stands before each datagram, and is all of an accepted connection. Records begin at multiples of their length.
+/// The header of a datagram in a ring, or an accepted connection in a listener's ring. Records are
+/// aligned to their length.
 pub mod record {
     /// Datagram: its length; connection: its handle. 32 bits.
     pub const VALUE: u64 = 0;
-    /// Datagram: an errno in place of bytes, or 0. 32 bits.
+    /// Datagram: an errno instead of data, or 0. 32 bits.
     pub const ERROR: u64 = 4;
-    /// Whose it is, or whose it shall be.
+    /// The address of the sender, the destination or the connected peer.
     pub const ADDRESS: u64 = 8;
-    /// How long it is.
+    /// Length in bytes.
     pub const LEN: u64 = 32;
 }
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum RequestOp {
-    /// A new socket: the value is the version of IP (4 or 6) and, 8 bits further up, the kind (1 a stream, 2 datagrams, 3 a
-    /// stream of the family `warp`). `ESOCKTNOSUPPORT` for any other kind.
+    /// Create a socket. The value is the IP version (4 or 6) and, from bit 8, the kind (1: stream,
+    /// 2: datagram, 3: `warp` stream). `ESOCKTNOSUPPORT` for any other kind.
     Socket = 1,
-    /// Give it an address.
+    /// Bind to an address.
     Bind,
-    /// Accept connections; the value is how many may wait.
+    /// Accept connections; the value is the backlog.
     Listen,
     /// Connect to an address.
     Connect,
-    /// End a direction: 0 receiving, 1 sending, 2 both.
+    /// Shut down a direction; the value is 0 for receiving, 1 for sending, 2 for both.
     Shutdown,
-    /// Let go of it. Family `warp`: the value is how many operations its kernels have posted.
+    /// Close. `warp`: the value is the number of work requests that kernels have posted.
     Close,
-    /// Set an option.
+    /// Set an option to the value.
     SetOption,
-    /// What an option is.
+    /// Get an option.
     GetOption,
-    /// Its own address.
+    /// Get the local address.
     LocalName,
-    /// Its peer's address.
+    /// Get the peer's address.
     PeerName,
-    /// Family `warp`: its kernel gives the connection up, and the value is the errno: the peer lies, or cannot be reached.
+    /// `warp`: abort the connection with the errno in the value, because the peer violated the
+    /// protocol or cannot be reached.
     Fail,
 }
 
 impl RequestOp {
-    /// The operation of that number.
+    /// The operation with this number.
     pub fn from_raw(number: u32) -> Option<Self> {
         use RequestOp::{
             Bind, Close, Connect, Fail, GetOption, Listen, LocalName, PeerName, SetOption,
@@ -314,38 +323,40 @@ impl RequestOp {
     }
 }
 
-/// What can be set on a socket.
+/// A socket option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum SockOption {
-    /// Calls that would wait return EAGAIN: 0 or 1.
+    /// 1: calls that would block return `EAGAIN`. Default 0.
     NonBlocking = 1,
-    /// How long sending and connecting wait, in nanoseconds; 0 is for ever.
+    /// Timeout of send and connect in nanoseconds; 0, the default, means none.
     SendTimeout,
-    /// How long receiving and accepting wait.
+    /// Timeout of receive and accept in nanoseconds; 0, the default, means none.
     ReceiveTimeout,
-    /// Bytes of the send ring: set before connecting, or before a datagram socket is used.
+    /// Size of the send ring in bytes, rounded up to a power of two. Set it before connecting, or
+    /// before a datagram socket is used.
     SendBuffer,
-    /// Bytes of the receive ring.
+    /// Size of the receive ring in bytes, as [`SendBuffer`](Self::SendBuffer).
     ReceiveBuffer,
-    /// Send small pieces at once: 0 or 1; on unless told otherwise.
+    /// Send small segments without delay (`TCP_NODELAY`): 0 or 1. Default 1.
     NoDelay,
-    /// 0: closing resets the connection and throws away what is not sent. Below 0, the default: it is sent first.
+    /// 0: close resets the connection and discards unsent bytes. Negative, the default: they are
+    /// sent first. Positive values are refused.
     Linger,
-    /// The errno that ended it, or 0. To read only.
+    /// The errno that ended the socket, or 0. Read-only.
     Error,
-    /// A listener may take an address of which old connections remain: 0 or 1; on unless told otherwise.
+    /// `SO_REUSEADDR`: 0 or 1. Default 1.
     ReuseAddress,
-    /// Ask silent peers whether they live: 0 or 1.
+    /// `SO_KEEPALIVE`: 0 or 1.
     KeepAlive,
-    /// Datagrams may go to broadcast addresses: 0 or 1.
+    /// `SO_BROADCAST`: 0 or 1.
     Broadcast,
-    /// A socket of IPv6 leaves IPv4 alone: 0 or 1.
+    /// `IPV6_V6ONLY`: 0 or 1.
     V6Only,
 }
 
 impl SockOption {
-    /// The setting of that number.
+    /// The option with this number.
     pub fn from_raw(number: u32) -> Option<Self> {
         use SockOption::{
             Broadcast, Error, KeepAlive, Linger, NoDelay, NonBlocking, ReceiveBuffer,
@@ -369,33 +380,33 @@ impl SockOption {
     }
 }
 
-/// Bits of `poll`, as Linux has them.
+/// Event bits of `poll`, with Linux's values.
 pub mod events {
-    /// Something can be received or accepted, or the end of the stream was reached.
+    /// Data or a connection is waiting, or the end of the stream was reached.
     pub const IN: u16 = 0x1;
-    /// Something can be sent.
+    /// Sending would not block.
     pub const OUT: u16 = 0x4;
-    /// It failed. Told unasked.
+    /// The socket has failed. Always reported.
     pub const ERR: u16 = 0x8;
-    /// Both directions have ended. Told unasked.
+    /// Both directions have ended. Always reported.
     pub const HUP: u16 = 0x10;
-    /// No such socket. Told unasked.
+    /// The socket is not open. Always reported.
     pub const NVAL: u16 = 0x20;
-    /// The peer has ended its direction.
+    /// The peer has ended its sending direction.
     pub const RDHUP: u16 = 0x2000;
 }
 
-/// A handle is its socket's place, and the generation above it.
+/// A handle: the slot index, with the generation from bit 16.
 pub const fn handle(index: u16, generation: u16) -> i32 {
     (generation as i32) << 16 | index as i32
 }
 
-/// The place and the generation that a handle names.
+/// The slot index and the generation of a handle.
 pub const fn split_handle(handle: i32) -> (u16, u16) {
     ((handle & 0xffff) as u16, (handle >> 16) as u16)
 }
 
-/// Writes an address, or none (its family is 0 then), as kernels read it.
+/// Encodes an address as kernels read it; `None` has family 0.
 pub fn address_bytes(address: Option<SocketAddr>) -> [u8; ADDRESS_LEN] {
     address.map_or([0; ADDRESS_LEN], link::address_bytes)
 }
@@ -418,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_numbers_are_nothing() {
+    fn unknown_numbers_are_none() {
         assert_eq!(RequestOp::from_raw(RequestOp::PeerName as u32), Some(RequestOp::PeerName));
         assert_eq!(RequestOp::from_raw(0), None);
         assert_eq!(RequestOp::from_raw(12), None);

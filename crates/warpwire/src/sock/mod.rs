@@ -1,21 +1,25 @@
-//! Sockets for kernels: a threadblock connects, accepts, sends and receives as a process does.
+//! Sockets for GPU kernels: a threadblock connects, accepts, sends and receives as a process does.
 //!
-//! A [`SockHost`] serves the kernels of one GPU. They get the address of its table and use the calls of
-//! `include/warpwire/sock.cuh`; block functions of the simulated GPU use [`device`], which is the same in Rust.
-//! Behind a socket of the family `inet` is an ordinary one of the operating system, TCP or UDP, IPv4 or IPv6: peers are
-//! whoever speaks those. In the family [`warp`] kernels write into each other's rings by RDMA, and into those of CPU
-//! programs; the host only brings them together.
+//! A [`SockHost`] serves the kernels of one GPU. Kernels get the address of its table and use the
+//! calls of `include/warpwire/sock.cuh`; block functions of the simulated GPU use [`device`], the
+//! same API in Rust. A socket of the `inet` family is backed by an ordinary socket of the operating
+//! system (TCP or UDP, IPv4 or IPv6), so its peer can be any TCP or UDP program. In the [`warp`]
+//! family a kernel writes by RDMA into the ring of its peer, a kernel or a CPU program; the host
+//! only establishes the connection.
 //!
-//! # How bytes go
-//! Each socket has two rings with 64-bit counters. What a kernel sends it stores into pinned host memory; what it
-//! receives the host stores into device memory, through a [window](crate::mem::Window). Both look at memory that is
-//! near, and no call of the data path asks the host for anything. In the family `warp` the kernel posts a write of what it
-//! has sent to a queue pair of its own, and the peer's device does what the host does in the other. See [`layout`].
+//! # Data path
+//! Each socket has two ring buffers with 64-bit counters. A kernel stores outgoing bytes into
+//! pinned host memory; the host stores incoming bytes into device memory, through a
+//! [window](crate::mem::Window). Each side polls memory that is local to it, and no call on the
+//! data path sends a request to the host. In the `warp` family the kernel posts an RDMA write of
+//! the outgoing bytes to a queue pair of its own, and the peer's HCA takes the place of the host.
+//! See [`layout`].
 //!
-//! # How calls end
-//! Every call that waits returns when its time is over, when the peer closes or resets, when the socket is closed by
-//! another block, and when the host is gone: at once if a [`SockHost`] is dropped, after
-//! [`heartbeat_timeout`](SockOptions::silence) if its thread dies (`ECONNABORTED` both).
+//! # When calls return
+//! Every blocking call returns when its timeout expires, when the peer closes or resets the
+//! connection, when another block closes the socket, and when the host is gone: immediately after a
+//! [`SockHost`] was dropped, within [`heartbeat_timeout`](SockOptions::heartbeat_timeout) if its
+//! thread died (`ECONNABORTED` in both cases).
 //!
 //! ```
 //! use std::io::{Read, Write};
@@ -23,12 +27,12 @@
 //! use std::time::Duration;
 //! use warpwire::mem::{Launch, Program, sim::{Sim, SimConfig}};
 //! use warpwire::sock::{SockHost, SockOptions, device::Sockets};
-//! # use warpwire::sock::device::{Family, Kind};
+//! # use warpwire::sock::device::{Family, SocketKind};
 //! let server = TcpListener::bind("127.0.0.1:0").unwrap();
 //! let address = server.local_addr().unwrap();
 //! let program = Program::new("greeter").block("greet", move |block| {
 //!     let sockets = Sockets::open(block, block.address(0)?)?;
-//!     let socket = sockets.socket(Family::V4, Kind::Stream)?;
+//!     let socket = sockets.socket(Family::V4, SocketKind::Stream)?;
 //!     sockets.connect(socket, address)?;
 //!     sockets.send(socket, b"hello from a kernel")?;
 //!     Ok(sockets.close(socket)?)
@@ -53,6 +57,7 @@ pub mod device;
 mod device_cache;
 mod gpunet;
 mod handshakes;
+#[doc(hidden)]
 pub mod layout;
 mod qp_slots;
 mod requests;
@@ -78,20 +83,20 @@ use agent::{Agent, Counters, StopFlags};
 use qp_slots::QpSlots;
 use shared_area::SharedArea;
 
-/// Where the memory lies that the host writes and kernels watch.
+/// Where the memory that the host writes and kernels poll is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum SockMemory {
-    /// Device memory if the CPU has a window onto it, else pinned memory.
+    /// Device memory if the CPU can map it (has a window onto it), else pinned memory.
     #[default]
     Auto,
-    /// Pinned memory: kernels look at it across the bus.
+    /// Pinned host memory, which kernels poll across the bus.
     Pinned,
-    /// Host memory by host addresses: not kernels but threads of this process use the sockets, by the same header
-    /// compiled as C++.
+    /// Pinned memory by its host addresses: threads of this process use the sockets instead of
+    /// kernels, with the same header compiled as C++.
     Threads,
 }
 
-/// How many sockets, how large, how patient.
+/// Limits, sizes and timeouts of a [`SockHost`].
 ///
 /// ```
 /// use warpwire::sock::SockOptions;
@@ -100,22 +105,23 @@ pub enum SockMemory {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SockOptions {
-    /// How many sockets may be open at a time: at most 65 535.
+    /// Maximum number of open sockets, 1 to 65535.
     pub sockets: u32,
-    /// How many of them may be connections of the family `warp`. Each takes some 11 KiB for its queue pair, and none are
-    /// given away later; 0 switches the family off.
+    /// Maximum number of `warp` connections among them. Each takes about 11 KiB for its queue pair,
+    /// all allocated at start; 0 disables the family.
     pub warp_sockets: u32,
-    /// Bytes of a ring, unless a socket asks for another size.
+    /// Default ring size in bytes, up to 1 GiB; [`SockOption::SendBuffer`](layout::SockOption) and
+    /// `ReceiveBuffer` change it per socket.
     pub ring: u64,
-    /// Bytes for all rings of one direction.
+    /// Bytes for the rings of all sockets, per direction: a multiple of 4096, up to 64 GiB.
     pub arena: u64,
-    /// How many requests of kernels may be under way at a time, a power of two.
+    /// Maximum number of kernel requests in flight, a power of two up to 65536.
     pub requests: u32,
-    /// After how long without a sign of life the host counts as dead.
+    /// Kernels consider the host dead after this time without a heartbeat; at least 100 ms.
     pub heartbeat_timeout: Duration,
-    /// How long the host's thread spins after the last work before it naps.
+    /// How long the service thread keeps polling after its last work before it sleeps.
     pub spin: Duration,
-    /// Where the memory lies that kernels watch.
+    /// Where the memory that kernels poll is allocated.
     pub memory: SockMemory,
 }
 
@@ -135,7 +141,7 @@ impl Default for SockOptions {
 }
 
 impl SockOptions {
-    /// The same, with room for the rings of all sockets.
+    /// Sets `arena` so that every socket can have a ring of the default size.
     #[must_use]
     pub fn fitted(mut self) -> Self {
         let ring = arena::rounded(self.ring).unwrap_or(self.ring);
@@ -148,58 +154,56 @@ impl SockOptions {
             Err(Error::new(Kind::InvalidArgument, "serve sockets").why(why).fix(fix))
         };
         if !(1..=65_535).contains(&self.sockets) {
-            return refuse(
-                format!("{} sockets were asked for", self.sockets),
-                "ask for 1 to 65535",
-            );
+            return refuse(format!("{} sockets were requested", self.sockets), "choose 1 to 65535");
         }
         if !self.requests.is_power_of_two() || self.requests > 1 << 16 {
-            let why = format!("{} requests at a time were asked for", self.requests);
-            return refuse(why, "ask for a power of two up to 65536");
+            let why = format!("{} requests in flight were requested", self.requests);
+            return refuse(why, "choose a power of two up to 65536");
         }
         if !self.arena.is_multiple_of(arena::MIN_BLOCK) || self.arena == 0 || self.arena > 1 << 36 {
-            let why = format!("{} bytes for rings were asked for", self.arena);
-            return refuse(why, "ask for a multiple of 4096 up to 64 GiB");
+            let why = format!("{} bytes for rings were requested", self.arena);
+            return refuse(why, "choose a multiple of 4096 up to 64 GiB");
         }
-        // The lower halves of counters must tell full from empty.
+        // The 32-bit halves of the counters must distinguish a full ring from an empty one.
         if self.ring == 0 || self.ring > 1 << 30 || self.ring > self.arena {
-            let why = format!("rings of {} bytes were asked for", self.ring);
-            return refuse(why, "ask for 4096 bytes to 1 GiB, and no more than there is for all");
+            let why = format!("rings of {} bytes were requested", self.ring);
+            return refuse(why, "choose 4096 bytes to 1 GiB, at most SockOptions::arena");
         }
         if self.heartbeat_timeout < Duration::from_millis(100) {
-            let why = format!("it would count as dead after {:?}", self.heartbeat_timeout);
-            return refuse(why, "give it 100 ms or more: it shows every 20 ms that it lives");
+            let why = format!("heartbeat_timeout is {:?}", self.heartbeat_timeout);
+            return refuse(why, "use 100 ms or more: the heartbeat interval is 20 ms");
         }
         Ok(())
     }
 }
 
-/// What a [`SockHost`] has done so far.
+/// Counters of a [`SockHost`] since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SockStats {
-    /// Sockets that are open now.
+    /// Sockets that are open now, connections not yet accepted included.
     pub open: u64,
-    /// Requests answered.
+    /// Kernel requests answered.
     pub requests: u64,
-    /// Connections accepted.
+    /// Connections queued at listeners for `accept`.
     pub accepted: u64,
-    /// Connections made.
+    /// Connections established by `connect`.
     pub connected: u64,
-    /// Bytes that came from peers through the host: of the family `inet`.
+    /// Bytes received from peers of `inet` sockets.
     pub received: u64,
-    /// Bytes that went to peers through the host.
+    /// Bytes sent to peers of `inet` sockets.
     pub sent: u64,
-    /// Bytes of the family `warp` that kernels have read.
+    /// Bytes that kernels have read from `warp` sockets.
     pub warp_received: u64,
-    /// Bytes of the family `warp` that kernels have sent.
+    /// Bytes that kernels have sent on `warp` sockets.
     pub warp_sent: u64,
-    /// Datagrams that were lost here: they fit into no ring.
+    /// Datagrams dropped because they are larger than the receive ring of their socket.
     pub dropped: u64,
-    /// Sockets that were reset because a kernel wrote nonsense.
+    /// Sockets reset because a kernel wrote an impossible counter or datagram record.
     pub misused: u64,
 }
 
-/// Serves the sockets of one GPU's kernels. Dropping it ends them: calls under way return `ECONNABORTED`.
+/// Serves the sockets of one GPU's kernels. Dropping it stops the service: pending calls return
+/// `ECONNABORTED`.
 pub struct SockHost {
     device: Device,
     memory: SockMemory,
@@ -211,16 +215,17 @@ pub struct SockHost {
 }
 
 impl SockHost {
-    /// Lays out memory that the device's kernels reach, and starts the thread that serves them.
+    /// Allocates the memory shared with the device's kernels and starts the service thread.
     pub fn start(device: &Device, options: SockOptions) -> Result<Self> {
         Self::start_with(device, options, None)
     }
 
-    /// The same, with this RDMA device for all connections of the family `warp`. It must be driven by a thread of its own
-    /// ([`ProgressMode::Thread`](crate::verbs::Drive::Thread)): kernels ring its doorbells.
+    /// As [`start`](Self::start), with this RDMA device for all `warp` connections. The device must
+    /// be driven by its own thread ([`ProgressMode::Thread`](crate::verbs::ProgressMode::Thread)),
+    /// because kernels ring its doorbells.
     ///
-    /// By default a software HCA is opened for each address of this machine that a connection uses, when it is first used: on
-    /// shared memory and UDP.
+    /// By default a software HCA, on shared memory and UDP, is opened for each local address when
+    /// the first connection uses it.
     pub fn start_on(device: &Device, options: SockOptions, context: &Context) -> Result<Self> {
         Self::start_with(device, options, Some(context.clone()))
     }
@@ -234,7 +239,7 @@ impl SockHost {
             Arc::new(SharedArea::allocate(device, &options, qp_slots_addr).map_err(on)?);
         let (counters, stop_flags) = (Arc::<Counters>::default(), Arc::<StopFlags>::default());
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| Error::os("make an eventfd", &errno.into()))?;
+            .map_err(|errno| Error::os("create an eventfd", &errno.into()))?;
         let warp = (qp_slots, context);
         let agent = Agent::new(
             shared_area.clone(),
@@ -247,7 +252,7 @@ impl SockHost {
         let thread = std::thread::Builder::new()
             .name(format!("sock {}", device.label()))
             .spawn(move || agent.run())
-            .map_err(|error| Error::os("start the thread that serves sockets", &error))?;
+            .map_err(|error| Error::os("start the thread of the socket service", &error))?;
         let thread = Mutex::new(Some(thread));
         Ok(Self {
             device: device.clone(),
@@ -260,18 +265,18 @@ impl SockHost {
         })
     }
 
-    /// What kernels get: the address of the table. It is valid while this lives.
+    /// The address of the table, to be passed to kernels. Valid until this `SockHost` is dropped.
     pub fn table(&self) -> u64 {
         self.shared_area.table()
     }
 
-    /// The device whose kernels it serves.
+    /// The device whose kernels this host serves.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Memory for a program that uses the sockets: the device's (of the kind
-    /// [`Vmm`](MemoryKind::Vmm)), or pinned memory of the host for [`SockMemory::Threads`].
+    /// Allocates memory for a program that uses the sockets: device memory of the kind
+    /// [`Vmm`](MemoryKind::Vmm), or pinned host memory for [`SockMemory::Threads`].
     pub fn alloc(&self, len: u64) -> Result<Allocation> {
         match self.memory {
             SockMemory::Threads => self.device.alloc_pinned(len),
@@ -279,8 +284,8 @@ impl SockHost {
         }
     }
 
-    /// The address at which such a program finds `memory`: the device's, or the CPU's for
-    /// [`SockMemory::Threads`], which fails for memory that the CPU has no address for.
+    /// The address by which such a program accesses `memory`: the device address, or the CPU's for
+    /// [`SockMemory::Threads`], which fails for memory without a CPU address.
     pub fn address_of(&self, memory: &Allocation) -> Result<u64> {
         match self.memory {
             SockMemory::Threads => Ok(memory.host_bytes()?.address()),
@@ -288,16 +293,17 @@ impl SockHost {
         }
     }
 
-    /// Why kernels watch pinned memory instead of their own; `None` if they watch their own.
+    /// Why kernels poll pinned memory instead of device memory; `None` if they poll device memory.
     pub fn why_pinned(&self) -> Option<&str> {
         self.shared_area.why_pinned.as_deref()
     }
 
-    /// What it has done. Bytes of the family `warp` pass it by: while connections stand, their counters are read from device memory.
+    /// Reads the counters. `warp` data bypasses the host, so the counters of live `warp`
+    /// connections are read from device memory.
     pub fn stats(&self) -> SockStats {
         let warp = self.counters.warp.count(|count| {
             self.shared_area.device_states(count).unwrap_or_else(|error| {
-                tracing::warn!(%error, "bytes of the family `warp` could not be counted");
+                tracing::warn!(%error, "cannot read the byte counters of `warp` sockets");
                 Vec::new()
             })
         });
@@ -316,20 +322,21 @@ impl SockHost {
         }
     }
 
-    /// Ends the service: connections are closed, and every call of a kernel returns `ECONNABORTED`. The memory stays
-    /// until this is dropped.
+    /// Stops the service: connections are closed, and every call of a kernel returns
+    /// `ECONNABORTED`. The shared memory stays allocated until this `SockHost` is dropped.
     pub fn stop(&self) {
         self.stop_flags.stop.store(true, Ordering::Release);
-        // A full counter wakes as well.
+        // If the eventfd's counter is full, it is readable already.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.lock().take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that served sockets had panicked");
+            tracing::error!("the thread of the socket service panicked");
         }
     }
 
-    /// Lets the thread die without a word, as a crash of it would. For tests of what kernels make of that.
+    /// Ends the service thread without closing anything, as a crash would. For tests of the
+    /// heartbeat.
     #[doc(hidden)]
     pub fn simulate_crash(&self) {
         self.stop_flags.simulate_crash.store(true, Ordering::Release);
@@ -338,11 +345,11 @@ impl SockHost {
 }
 
 impl SockHost {
-    /// Writes nonsense where a kernel says how much it has sent. For tests of what comes of that.
+    /// Writes an impossible value into a socket's device counters. For tests of the check.
     #[doc(hidden)]
     pub fn corrupt_counters(&self, index: u16) {
         if let Err(error) = self.shared_area.corrupt_device_counters(index) {
-            tracing::error!(%error, "nothing was spoilt");
+            tracing::error!(%error, "cannot corrupt the device counters");
         }
     }
 }

@@ -1,5 +1,6 @@
-//! What sockets of the family `warp` have beside lines and rings: queues that kernels fill, completions and lines that they
-//! watch, berths that are their own. All of it is laid out at the start: while kernels run, CUDA may keep an allocation waiting.
+//! Memory of `warp` connections: send queues that kernels fill, completions and descriptors that
+//! they poll, and QP slots that only they use. All of it is allocated at start, because CUDA may
+//! block an allocation while kernels run.
 
 use super::layout::{peer, qp_descriptor, qp_slot};
 use super::warp::Hello;
@@ -11,16 +12,16 @@ use crate::mem::{Allocation, Device, MemoryKind};
 use crate::stream::kernel::PreallocQp;
 use crate::verbs::{Context, Pd, QpOptions};
 
-/// How many operations of a socket may be under way. A send takes two or three.
+/// Work requests in flight per connection. A send takes two or three.
 const DEPTH: u32 = 64;
 
-/// Memory for so many sockets at a time.
+/// Memory for all `warp` connections.
 pub(super) struct QpSlots {
     queues: QueueMemory,
     queues_addr: u64,
     queues_len: u64,
     polled: QueueMemory,
-    /// A window does not keep the memory that it shows.
+    /// A window does not keep its memory alive.
     _polled_memory: Allocation,
     polled_addr: u64,
     polled_len: u64,
@@ -30,7 +31,7 @@ pub(super) struct QpSlots {
 }
 
 impl QpSlots {
-    /// Lays out the memory; nothing if no socket is to be of the family.
+    /// Allocates the memory; `None` if the `warp` family is disabled.
     pub(super) fn allocate(device: &Device, options: &SockOptions) -> Result<Option<Self>> {
         let count = u64::from(options.warp_sockets.min(options.sockets));
         if count == 0 {
@@ -40,14 +41,15 @@ impl QpSlots {
         let polled_len = (qp_descriptor::LEN + completions_len).next_multiple_of(128);
         let use_window = options.memory == SockMemory::Auto;
         let at = |memory: &Allocation| match options.memory {
-            // Threads of this process look at host addresses.
+            // Threads of this process use host addresses.
             SockMemory::Threads => Ok(memory.host_bytes()?.address()),
             SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
         };
         let queues = device.alloc_pinned(count * queues_len)?;
         let windowed = match use_window {
             true => {
-                // How the device's memory is copied best is measured now, if nobody knows: later a kernel may be in the way.
+                // Measure how to copy to and from this device now, if it is unknown: a running
+                // kernel could block the measurement later.
                 CopyPlan::for_device(device)?;
                 let memory = device.alloc_kind(count * polled_len, MemoryKind::Vmm)?;
                 memory.window().ok().map(|window| (memory, QueueMemory::window(window)))
@@ -81,17 +83,17 @@ impl QpSlots {
         }))
     }
 
-    /// A berth that nobody has.
+    /// Takes a free slot.
     pub(super) fn take(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    /// Gives one back.
+    /// Frees a slot.
     pub(super) fn release(&mut self, qp_slot: u32) {
         self.free.push(qp_slot);
     }
 
-    /// Makes a berth's queue pair.
+    /// Creates the queue pair of a slot.
     pub(super) fn queue_pair(
         &self,
         qp_slot: u32,
@@ -115,17 +117,17 @@ impl QpSlots {
         )
     }
 
-    /// Where kernels find a berth's wire line.
+    /// Device address of a slot's [`qp_descriptor`].
     pub(super) fn qp_descriptor_addr(&self, qp_slot: u32) -> u64 {
         self.polled_addr + u64::from(qp_slot) * self.polled_len
     }
 
-    /// Where they find berths.
+    /// Device address of the [`qp_slot`] array.
     pub(super) fn qp_slots_addr(&self) -> u64 {
         self.qp_slots_addr
     }
 
-    /// Tells kernels how to post, and where the peer may be written to.
+    /// Publishes to kernels how to post, and the peer's addresses and keys.
     pub(super) fn write_descriptor(
         &self,
         qp_slot: u32,

@@ -1,4 +1,4 @@
-//! What kernels ask for: each request is answered at once, whatever comes of it later.
+//! Requests of kernels. Each is answered immediately; what it starts may finish later.
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -17,23 +17,23 @@ use super::layout::{
 use super::socket::{Socket, SocketRole};
 use crate::error::Result;
 
-/// What comes of a request: a number of 0 or more, perhaps an address, or an errno.
+/// The result of a request: a number of 0 or more and an optional address, or an errno.
 type ReplyResult = std::result::Result<(i64, Option<SocketAddr>), Errno>;
 
 const DONE: ReplyResult = Ok((0, None));
-/// The most connections that may wait at a listener.
+/// Maximum number of connections that wait at a listener.
 const MAX_BACKLOG: u64 = 4096;
-/// Requests answered before sockets are looked at again.
+/// Requests answered before sockets are polled again.
 const MAX_BATCH: u32 = 64;
 
-/// A request, as a kernel wrote it.
+/// A decoded request of a kernel.
 struct Request {
     op: u32,
     handle: i32,
     value: u64,
     option: u32,
     address: Option<SocketAddr>,
-    /// What a kernel that closes has sent and read.
+    /// Close only: bytes that the kernel has sent and read.
     bytes: ByteCounts,
 }
 
@@ -60,7 +60,7 @@ impl Request {
 }
 
 impl Agent {
-    /// Answers the requests that are there.
+    /// Answers pending requests, at most [`MAX_BATCH`]; true if there were any.
     pub(super) fn take_requests(&mut self) -> Result<bool> {
         let mut bytes = [0; request::LEN as usize];
         let mut worked = false;
@@ -89,7 +89,7 @@ impl Agent {
             Ok(index) => index,
             Err(errno) => return Ok(Err(errno)),
         };
-        // What was sent before the request is part of what it is about.
+        // Account for bytes that were sent before the request.
         self.poll_counters(index)?;
         match op {
             RequestOp::Socket => Ok(Err(Errno::INVAL)),
@@ -122,7 +122,7 @@ impl Agent {
             1 => (SocketRole::Stream, false),
             2 => (SocketRole::Datagram, false),
             3 if self.qp_slots.is_some() => (SocketRole::Stream, true),
-            // That family is switched off.
+            // The `warp` family is disabled.
             3 => return Ok(Err(Errno::OPNOTSUPP)),
             _ => return Ok(Err(Errno::SOCKTNOSUPPORT)),
         };
@@ -150,7 +150,7 @@ impl Agent {
         &mut self.sockets[usize::from(index)]
     }
 
-    /// The descriptor, and the address if it is of the socket's family.
+    /// The descriptor and the address; `EAFNOSUPPORT` if the address is of another family.
     fn with_address(
         &self,
         index: u16,
@@ -189,7 +189,8 @@ impl Agent {
         if let Err(errno) = rustix::net::listen(fd, backlog as i32) {
             return Ok(Err(errno));
         }
-        // A listener's ring holds connections; the sizes that it was told are for those.
+        // A listener's ring holds accepted connections; its size options apply to those
+        // connections.
         let size = arena::rounded(backlog * record::LEN).unwrap_or(arena::MIN_BLOCK);
         let Some(at) = self.receive_arena.take(size) else { return Ok(Err(Errno::NOBUFS)) };
         let socket = self.socket(index);
@@ -217,7 +218,7 @@ impl Agent {
         });
         let socket = self.socket(index);
         match outcome {
-            // TCP stands, and the ends have still to meet.
+            // TCP is connected; the `warp` handshake follows.
             Ok(()) if socket.is_warp => {
                 socket.flags |= state::CONNECTING;
                 (socket.readable, socket.writable) = (true, true);
@@ -233,7 +234,7 @@ impl Agent {
             }
             Err(errno) => return Ok(Err(errno)),
         }
-        // Only now: a descriptor that is not connected counts as hung up.
+        // Not earlier: epoll reports an unconnected descriptor as hung up.
         if let Err(errno) = self.watch(index) {
             return Ok(Err(errno));
         }
@@ -257,7 +258,7 @@ impl Agent {
             return Err(Errno::ISCONN);
         }
         if socket.errno() != 0 {
-            // It failed before; with another descriptor it may succeed.
+            // An earlier attempt failed; a new descriptor may succeed.
             socket.fd = Some(new_descriptor(socket.v6, SocketRole::Stream)?);
             (socket.flags, socket.watched, socket.end_seen) = (0, false, false);
             socket.send_window = 0;
@@ -274,12 +275,12 @@ impl Agent {
             return Ok(Err(Errno::NOTCONN));
         }
         if how != 1 {
-            // The peer must not wait for a reader that is not there: what still comes is thrown away.
+            // Further input is discarded, so that the peer does not block on a full ring.
             socket.discard_input = !socket.is_warp && !socket.has(state::RECEIVE_END);
             socket.flags |= state::RECEIVE_END;
         }
         if socket.is_warp {
-            // Its kernel tells the peer.
+            // The kernel notifies the peer.
             socket.flags |= if how != 0 { state::SEND_END } else { 0 };
             self.publish_state(index)?;
             return Ok(DONE);
@@ -341,7 +342,7 @@ impl Agent {
                 socket.sockopts.abort = value == 0;
                 match value {
                     0 | i64::MIN..0 => Ok(()),
-                    // Closing never waits, so that there is nothing in between.
+                    // Close never blocks, so a linger time cannot be honoured.
                     _ => Err(Errno::INVAL),
                 }
             }
@@ -352,7 +353,7 @@ impl Agent {
             SockOption::KeepAlive => sockopt::set_socket_keepalive(fd, on),
             SockOption::Broadcast => sockopt::set_socket_broadcast(fd, on),
             SockOption::V6Only => sockopt::set_ipv6_v6only(fd, on),
-            // These are the kernel's own.
+            // Kernels keep these options in their device state.
             SockOption::NonBlocking | SockOption::SendTimeout | SockOption::ReceiveTimeout => {
                 Err(Errno::INVAL)
             }
@@ -361,13 +362,14 @@ impl Agent {
             }
         };
         if setting == SockOption::Linger {
-            // Kernels of the family `warp` must know whether they tell the peer of an end.
+            // At close, a `warp` kernel must know whether to send FIN or let the host reset.
             self.publish_state(index)?;
         }
         Ok(done.map(|()| (0, None)))
     }
 
-    /// Rings have the size that was asked for, rounded up; once bytes went through them they stay.
+    /// Sets a ring size, rounded up to a power of two. `EISCONN` once bytes may have passed through
+    /// it.
     fn set_size(&mut self, index: u16, setting: SockOption, value: i64) -> Result<ReplyResult> {
         let max_size = self.options.arena;
         let socket = self.socket(index);
@@ -394,7 +396,7 @@ impl Agent {
             && let Err(errno) = self.alloc_rings(index)
         {
             self.socket(index).sockopts = before;
-            // What it had a moment ago is there again.
+            // The blocks that were just freed are free again.
             if let Err(errno) = self.alloc_rings(index) {
                 return Ok(Err(errno));
             }

@@ -1,4 +1,4 @@
-//! The memory that the host and the kernels share, and where in it everything lies.
+//! The memory that the host and the kernels share, and the offsets in it.
 
 use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
@@ -8,37 +8,37 @@ use super::{SockMemory, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind, Window};
 
-/// Rings and lines begin at multiples of this.
+/// Alignment of the ring areas.
 const PAGE: u64 = arena::MIN_BLOCK;
 
-/// Memory that the host writes and kernels watch.
+/// Memory that the host writes and kernels poll.
 enum HostArea {
-    /// Device memory, through a window.
+    /// Device memory, written through a window.
     Windowed(Window),
-    /// Pinned memory, which kernels read across the bus.
+    /// Pinned memory, which kernels poll across the bus.
     Pinned(Allocation),
 }
 
-/// All of it.
+/// The host area, the kernel area and the device states; see [`layout`].
 pub(super) struct SharedArea {
     host_area: HostArea,
-    /// The device memory behind a window.
+    /// The device memory behind the window.
     device_memory: Option<Allocation>,
-    /// Why there is none.
+    /// Why there is no window.
     pub(super) why_pinned: Option<String>,
     kernel_area: Allocation,
     device_states: Allocation,
-    /// Where the desks begin there.
+    /// Offset of the first device state line in `device_states`.
     device_states_at: u64,
     pub(super) sockets: u32,
     pub(super) slots: u32,
     offsets: Offsets,
-    /// Where kernels find the two areas.
+    /// Addresses of the two areas, as kernels use them.
     host_area_addr: u64,
     kernel_area_addr: u64,
 }
 
-/// Offsets in the host side and in the kernel side.
+/// Offsets in the host area and in the kernel area.
 struct Offsets {
     heartbeat: u64,
     replies: u64,
@@ -78,7 +78,7 @@ impl SharedArea {
         let kernel_area = device.alloc_pinned(offsets.send_rings + options.arena)?;
         let host_len = offsets.receive_rings + options.arena;
         let (host_area, device_memory, why_pinned) = host_area(device, options.memory, host_len)?;
-        // A ticket and its neighbours, turns, desks.
+        // Layout: the ticket, alone in its 128 bytes, slot laps, device state lines.
         let slot_laps = 128;
         let device_states_at = (slot_laps + u64::from(slots) * 8).next_multiple_of(128);
         let device_states_len = device_states_at + u64::from(sockets) * device_state::LEN;
@@ -90,7 +90,7 @@ impl SharedArea {
         };
         device_states.write(0, &vec![0; device_states_len as usize])?;
         let at = |memory: &Allocation| match options.memory {
-            // Threads of this process look at host addresses.
+            // Threads of this process use host addresses.
             SockMemory::Threads => Ok(memory.host_bytes()?.address()),
             SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
         };
@@ -122,7 +122,7 @@ impl SharedArea {
         Ok(shared_area)
     }
 
-    /// Everything but the rings begins as zeros.
+    /// Zeroes everything but the rings.
     fn clear(&self) -> Result<()> {
         self.write_host(0, &vec![0; self.offsets.receive_rings as usize])?;
         self.kernel_area.host_bytes()?.write(0, &vec![0; self.offsets.send_rings as usize])
@@ -165,17 +165,17 @@ impl SharedArea {
         self.write_host(0, &bytes)
     }
 
-    /// The address of the table, which kernels get.
+    /// The address of the table, as kernels use it.
     pub(super) fn table(&self) -> u64 {
         self.host_area_addr
     }
 
-    /// Areas for the rings of both directions: receiving, sending.
+    /// Allocators of the receive rings and of the send rings.
     pub(super) fn arenas(options: &SockOptions) -> (Arena, Arena) {
         (Arena::new(options.arena), Arena::new(options.arena))
     }
 
-    /// Where kernels find a receive ring and a send ring.
+    /// Addresses of a receive ring and a send ring, as kernels use them.
     pub(super) fn ring_addresses(&self, receive: u64, send: u64) -> (u64, u64) {
         (
             self.host_area_addr + self.offsets.receive_rings + receive,
@@ -183,7 +183,7 @@ impl SharedArea {
         )
     }
 
-    /// Writes into the host side. What is written first is seen first.
+    /// Writes to the host area. Writes become visible to kernels in program order.
     fn write_host(&self, at: u64, bytes: &[u8]) -> Result<()> {
         match &self.host_area {
             HostArea::Windowed(window) => window.write(at, bytes),
@@ -198,12 +198,12 @@ impl SharedArea {
         }
     }
 
-    /// Writes a word of a socket's line.
+    /// Stores a word of a socket's host state.
     pub(super) fn store_word(&self, index: u16, word: u64, value: u64) -> Result<()> {
         self.store_host(self.offsets.host_state + u64::from(index) * host_state::LEN + word, value)
     }
 
-    /// Writes a socket's line, its state last.
+    /// Writes a socket's host state, the state word last.
     pub(super) fn write_host_state(
         &self,
         index: u16,
@@ -216,7 +216,7 @@ impl SharedArea {
         self.store_host(at, u64::from_le_bytes(state))
     }
 
-    /// Puts bytes into a receive ring at counter `at`; they fit.
+    /// Copies bytes into a receive ring from counter `at` on; the caller has checked that they fit.
     pub(super) fn put(&self, ring: (u64, u64), at: u64, bytes: &[u8]) -> Result<()> {
         let (begin, size) = (self.offsets.receive_rings + ring.0, ring.1);
         let offset = at & (size - 1);
@@ -228,7 +228,7 @@ impl SharedArea {
         }
     }
 
-    /// Copies bytes of a send ring from counter `at` on.
+    /// Copies bytes out of a send ring from counter `at` on.
     pub(super) fn fetch(&self, ring: (u64, u64), at: u64, into: &mut [u8]) -> Result<()> {
         let (begin, size) = (self.offsets.send_rings + ring.0, ring.1);
         let offset = at & (size - 1);
@@ -241,33 +241,33 @@ impl SharedArea {
         }
     }
 
-    /// What kernels say of a socket: bytes sent and consumed, the lower halves.
+    /// A socket's device counters: the lower halves of bytes sent and consumed.
     #[inline]
     pub(super) fn device_counters(&self, index: u16) -> Result<u64> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.load_u64(at)
     }
 
-    /// The first so many desks, as kernels have them.
+    /// Copies the first `count` device state lines from device memory.
     pub(super) fn device_states(&self, count: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; count * device_state::LEN as usize];
         self.device_states.read(self.device_states_at, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// A new socket has sent and consumed nothing.
+    /// Zeroes the device counters of a new socket.
     pub(super) fn clear_device_counters(&self, index: u16) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.store_u64(at, 0)
     }
 
-    /// What a kernel that went wrong might write.
+    /// Test hook: writes impossible device counters.
     pub(super) fn corrupt_device_counters(&self, index: u16) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.store_u64(at, u64::MAX / 3)
     }
 
-    /// What the peer's device, or the host, has written into a socket's word `RECEIVED`.
+    /// A socket's word `RECEIVED`, as the host or the peer's HCA has written it.
     pub(super) fn received(&self, index: u16) -> Result<u64> {
         let at =
             self.offsets.host_state + u64::from(index) * host_state::LEN + host_state::RECEIVED;
@@ -281,7 +281,8 @@ impl SharedArea {
         }
     }
 
-    /// What a device may reach of a socket: its rings, and the words `RECEIVED` and `TAKEN`.
+    /// The memory of a socket that an RDMA device accesses: its rings, and the words `RECEIVED` and
+    /// `TAKEN`.
     pub(super) fn conn_memory(&self, index: u16, receive: Ring, send: Ring) -> Result<ConnMemory> {
         let host_area = match (&self.host_area, &self.device_memory) {
             (HostArea::Pinned(memory), _) | (HostArea::Windowed(_), Some(memory)) => memory,
@@ -300,7 +301,7 @@ impl SharedArea {
         })
     }
 
-    /// Whether request `number` is there.
+    /// Copies request `number`, if it has been written.
     #[inline]
     pub(super) fn request(
         &self,
@@ -316,7 +317,7 @@ impl SharedArea {
         Ok(true)
     }
 
-    /// Answers a request.
+    /// Writes the reply of request `number`, its number last.
     pub(super) fn reply(
         &self,
         number: u64,
@@ -331,12 +332,12 @@ impl SharedArea {
         self.store_host(at + reply::NUMBER, number + 1)
     }
 
-    /// Says that the host lives.
+    /// Publishes the heartbeat counter.
     pub(super) fn heartbeat(&self, count: u64) -> Result<()> {
         self.store_host(self.offsets.heartbeat + heartbeat::COUNT, count)
     }
 
-    /// Says that the host has ended: every call of a kernel returns.
+    /// Publishes that the host has ended, so that every call of a kernel returns.
     pub(super) fn close(&self) -> Result<()> {
         self.store_host(self.offsets.heartbeat + heartbeat::CLOSED, 1)
     }
@@ -347,14 +348,14 @@ type Chosen = (HostArea, Option<Allocation>, Option<String>);
 fn host_area(device: &Device, memory: SockMemory, len: u64) -> Result<Chosen> {
     let pinned = |why: String| -> Result<Chosen> {
         let memory = device.alloc_pinned(len).map_err(|error| {
-            Error::new(Kind::OutOfMemory, "make receive rings").why(error.to_string())
+            Error::new(Kind::OutOfMemory, "allocate receive rings").why(error.to_string())
         })?;
         Ok((HostArea::Pinned(memory), None, Some(why)))
     };
     match memory {
         SockMemory::Auto => {}
-        SockMemory::Pinned => return pinned("it was asked for".into()),
-        SockMemory::Threads => return pinned("threads of this process use them".into()),
+        SockMemory::Pinned => return pinned("SockMemory::Pinned was requested".into()),
+        SockMemory::Threads => return pinned("threads of this process use the sockets".into()),
     }
     let memory = device.alloc_kind(len, MemoryKind::Vmm)?;
     match memory.window() {

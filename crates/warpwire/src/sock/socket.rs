@@ -1,4 +1,4 @@
-//! One socket, as the host keeps it.
+//! The host's record of one socket.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use super::handshakes::WarpState;
 use super::layout::{handle, host_state, state};
 
-/// What a socket is.
+/// Decides how the service thread serves a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SocketRole {
     Stream,
@@ -17,62 +17,62 @@ pub(super) enum SocketRole {
     Listener,
 }
 
-/// A ring: where it begins in its area, and its size; none yet if that is 0.
+/// A ring: its offset in the arena and its size, 0 if none is allocated.
 pub(super) type Ring = (u64, u64);
 
-/// What can be decided before there is a descriptor, or applies to those accepted.
+/// Options that are set before there is a descriptor, or inherited by accepted connections.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SockOpts {
     pub(super) receive_size: u64,
     pub(super) send_size: u64,
     pub(super) no_delay: bool,
     pub(super) reuse_address: bool,
-    /// Closing resets.
+    /// Close resets the connection (`SO_LINGER` 0).
     pub(super) abort: bool,
 }
 
-/// A place in the table.
+/// A slot of the socket table.
 pub(super) struct Socket {
     pub(super) generation: u16,
-    /// Somebody has its handle, or will get it.
+    /// A kernel has its handle, or will get it.
     pub(super) open: bool,
     pub(super) role: SocketRole,
     pub(super) v6: bool,
-    /// Of the family `warp`, and what it has for that.
+    /// Whether it is of the `warp` family; `warp` is its state there.
     pub(super) is_warp: bool,
     pub(super) warp: WarpState,
     pub(super) fd: Option<OwnedFd>,
-    /// The flags and errnos of the state word.
+    /// The state word without the generation: flags and errnos.
     pub(super) flags: u64,
     pub(super) sockopts: SockOpts,
     pub(super) receive_ring: Ring,
     pub(super) send_ring: Ring,
-    /// Family `warp`: how much of the send ring is used, so that it fits into the peer's.
+    /// `warp`: usable bytes of the send ring, the minimum of it and the peer's receive ring.
     pub(super) send_window: u64,
-    /// Family `warp`: how much the peer has on its way at most.
+    /// `warp`: maximum number of bytes that the peer keeps in flight or unread.
     pub(super) peer_window: u64,
     pub(super) received: u64,
     pub(super) consumed: u64,
     pub(super) sent: u64,
     pub(super) taken: u64,
-    /// What the operating system said last: reading, or writing, may succeed.
+    /// The last readiness that epoll reported: a read, or a write, may succeed.
     pub(super) readable: bool,
     pub(super) writable: bool,
-    /// The peer has ended: what is read next may be the end, even after a short read.
+    /// epoll has reported a hang-up or error: read on after a short read, up to the end.
     pub(super) end_seen: bool,
-    /// It stands in the list of those to be served.
+    /// It is queued for service.
     pub(super) queued: bool,
-    /// It stands in the list of those that wait for something that nobody announces.
+    /// It is on the retry list: no event announces what it waits for.
     pub(super) in_retry_list: bool,
-    /// Its descriptor is among those that are watched.
+    /// Its descriptor is in the epoll set.
     pub(super) watched: bool,
-    /// Its kernel reads no more: what comes is thrown away.
+    /// Its kernel reads no more: input is discarded.
     pub(super) discard_input: bool,
-    /// Sending ends when the ring is empty.
+    /// Shut down the sending direction once the ring is empty.
     pub(super) shut_send: bool,
-    /// Closed by its kernel; it goes when the ring is empty, or at that time.
+    /// Closed by its kernel: freed when the ring is empty, or reset at this deadline.
     pub(super) closing: Option<Instant>,
-    /// A listener's connections that no kernel has taken yet.
+    /// A listener's connections that no kernel has accepted yet.
     pub(super) waiting: VecDeque<u16>,
 }
 
@@ -115,7 +115,7 @@ impl Socket {
         }
     }
 
-    /// The state word.
+    /// The state word, 0 if the socket is not open.
     pub(super) fn state(&self) -> u64 {
         if !self.open {
             return 0;
@@ -136,7 +136,7 @@ impl Socket {
         self.flags & flag != 0
     }
 
-    /// Notes that receiving, sending or both have failed; the first errno of each stays.
+    /// Records that receiving, sending or both have failed; the first errno of each is kept.
     pub(super) fn fail(&mut self, receiving: Option<Errno>, sending: Option<Errno>) {
         let mut note = |shift: u32, end: u64, errno: Option<Errno>| {
             let Some(errno) = errno else { return };
@@ -150,7 +150,7 @@ impl Socket {
         self.flags &= !state::CONNECTING;
     }
 
-    /// The errno that ended it, or 0.
+    /// The errno that ended the socket, that of receiving first; 0 if there is none.
     pub(super) fn errno(&self) -> i64 {
         let of = |shift: u32| (self.flags >> shift & 0xff) as i64;
         match of(state::RECEIVE_ERROR) {
@@ -159,7 +159,7 @@ impl Socket {
         }
     }
 
-    /// Bytes in the send ring.
+    /// Bytes in the send ring that are not sent yet.
     pub(super) fn unsent(&self) -> u64 {
         self.sent - self.taken
     }
@@ -169,8 +169,8 @@ impl Socket {
         self.receive_ring.1 - (self.received - self.consumed)
     }
 
-    /// Takes over what kernels say in the outbox: the lower halves of two counters. False if that cannot be: more was
-    /// sent than fits, or more consumed than received.
+    /// Takes over the device counters, the lower 32 bits of each. False if they are impossible:
+    /// more was sent than the ring holds, or more consumed than received.
     pub(super) fn update_counters(&mut self, word: u64) -> bool {
         let sent = advance(self.sent, word as u32);
         let consumed = advance(self.consumed, (word >> 32) as u32);
@@ -181,7 +181,8 @@ impl Socket {
         true
     }
 
-    /// The line that kernels see, given where its rings are, and its wire line.
+    /// The host state line that kernels read, given the addresses of its rings and of its QP
+    /// descriptor.
     pub(super) fn line(
         &self,
         rings: (u64, u64),
@@ -206,7 +207,7 @@ impl Socket {
     }
 }
 
-/// The counter whose lower half is now `low`, given what it was.
+/// The 64-bit counter after `before` whose lower half is `low`.
 fn advance(before: u64, low: u32) -> u64 {
     before + u64::from(low.wrapping_sub(before as u32))
 }
@@ -222,23 +223,23 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_claims_too_much_is_not_believed() {
+    fn impossible_counters_are_rejected() {
         let mut socket = Socket::vacant();
         (socket.send_ring, socket.receive_ring) = ((0, 4096), (0, 4096));
         socket.received = 10;
         assert!(socket.update_counters(10 << 32 | 4096));
         assert_eq!((socket.sent, socket.consumed), (4096, 10));
-        assert!(!socket.update_counters(10 << 32 | 4097), "more than fits");
-        assert!(!socket.update_counters(11 << 32 | 4096), "more than came");
+        assert!(!socket.update_counters(10 << 32 | 4097), "more sent than the ring holds");
+        assert!(!socket.update_counters(11 << 32 | 4096), "more consumed than received");
         assert!(
             !socket.update_counters(9 << 32 | 4096),
-            "a counter that goes back has gone around"
+            "a smaller value means that the counter has wrapped"
         );
         assert_eq!((socket.sent, socket.consumed), (4096, 10));
     }
 
     #[test]
-    fn the_first_error_stays() {
+    fn the_first_error_is_kept() {
         let mut socket = Socket::vacant();
         (socket.open, socket.generation) = (true, 3);
         socket.fail(None, Some(Errno::PIPE));

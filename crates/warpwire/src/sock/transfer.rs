@@ -1,4 +1,4 @@
-//! Bytes between rings and the operating system's sockets: streams and listeners.
+//! Streams and listeners: bytes between rings and the operating system's sockets.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use super::layout::{host_state, record, state};
 use super::socket::SocketRole;
 use crate::error::Result;
 
-/// Connections accepted before it is another socket's turn.
+/// Connections accepted from a listener per turn.
 const ACCEPT_BATCH: u32 = 64;
 
 impl Agent {
-    /// Does a piece of what a socket has to do; true if more may be left.
+    /// Serves a socket for one turn; true if more work may be left.
     pub(super) fn serve(&mut self, index: u16) -> Result<bool> {
         let socket = &self.sockets[usize::from(index)];
         if !socket.open {
@@ -42,7 +42,7 @@ impl Agent {
         Ok(more && self.sockets[usize::from(index)].open)
     }
 
-    /// A connection that was being made stands, or has failed.
+    /// Completes a connect in progress: connected or failed.
     pub(super) fn finish_connecting(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         let Some(fd) = &socket.fd else { return Ok(()) };
@@ -50,7 +50,7 @@ impl Agent {
             return Ok(());
         }
         match sockopt::socket_error(fd) {
-            // A descriptor that was just made may be told of as hung up, before anything was tried.
+            // epoll may report a new descriptor as hung up before connect was tried.
             Ok(Ok(())) if rustix::net::getpeername(fd).is_err() => {
                 socket.writable = false;
                 return Ok(());
@@ -72,7 +72,7 @@ impl Agent {
         self.publish_state(index)
     }
 
-    /// From the send ring to the peer.
+    /// Copies from the send ring to the peer.
     fn send_some(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
         let (unsent, ring, at) = (socket.unsent(), socket.send_ring, socket.taken);
@@ -84,7 +84,7 @@ impl Agent {
         match rustix::net::send(fd, piece, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(count) => {
                 socket.taken += count as u64;
-                // Whoever takes bytes is given time for the rest.
+                // Progress restarts the linger timeout.
                 if socket.closing.is_some() {
                     socket.closing = Some(std::time::Instant::now() + LINGER_TIMEOUT);
                 }
@@ -98,7 +98,7 @@ impl Agent {
                 Ok(false)
             }
             Err(errno) => {
-                // What came before the failure is still received.
+                // Bytes that arrived before the failure are still received.
                 socket.fail(None, Some(errno));
                 socket.taken = socket.sent;
                 socket.readable = true;
@@ -108,7 +108,7 @@ impl Agent {
         }
     }
 
-    /// From the peer to the receive ring.
+    /// Copies from the peer to the receive ring.
     fn receive_some(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
         let wanted =
@@ -131,7 +131,7 @@ impl Agent {
                     &self.bounce[..count],
                 )?;
                 socket.received += count as u64;
-                // A short read has emptied the queue, unless its end comes next.
+                // A short read has emptied the queue, unless the end of the stream follows.
                 socket.readable = count == wanted || socket.end_seen;
                 self.counters.received.fetch_add(count as u64, Ordering::Relaxed);
                 let (received, more) = (socket.received, socket.readable && socket.room() > 0);
@@ -152,7 +152,7 @@ impl Agent {
         }
     }
 
-    /// Ends what was to end once the send ring is empty.
+    /// Completes a pending shutdown or close once the send ring is empty.
     pub(super) fn finish(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         let done = socket.unsent() == 0 || socket.has(state::SEND_END) || socket.fd.is_none();
@@ -161,7 +161,7 @@ impl Agent {
         }
         if socket.shut_send && done && !socket.has(state::SEND_END) {
             if let Some(fd) = &socket.fd {
-                // It fails if the peer is gone, of which receiving tells.
+                // Fails if the peer is gone, which receiving reports.
                 let _ = rustix::net::shutdown(fd, Shutdown::Write);
             }
             socket.flags |= state::SEND_END;
@@ -170,7 +170,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Takes connections that wait at a listener.
+    /// Accepts connections that wait at a listener.
     fn accept_some(&mut self, index: u16) -> Result<bool> {
         self.reap_accepted(index);
         for _ in 0..ACCEPT_BATCH {
@@ -178,7 +178,7 @@ impl Agent {
             let may = socket.readable && socket.room() >= record::LEN && socket.closing.is_none();
             let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
             let is_warp = socket.is_warp;
-            // Those of the family `warp` need a place when they have spoken.
+            // `warp` connections need a slot only after their hello.
             if self.vacant.is_empty() && !is_warp {
                 self.retry_later(index);
                 return Ok(false);
@@ -198,11 +198,11 @@ impl Agent {
                     self.sockets[usize::from(index)].readable = false;
                     return Ok(false);
                 }
-                // One that went away while it waited is nobody's business.
+                // The connection was closed while it waited.
                 Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
                 Err(errno) => {
-                    // No descriptors or no memory: later.
-                    tracing::warn!(%errno, "a connection could not be accepted");
+                    // Out of descriptors or memory: retry later.
+                    tracing::warn!(%errno, "cannot accept a connection");
                     self.retry_later(index);
                     return Ok(false);
                 }
@@ -211,7 +211,7 @@ impl Agent {
         Ok(true)
     }
 
-    /// Connections that kernels have taken are theirs.
+    /// Forgets queued connections that kernels have accepted.
     pub(super) fn reap_accepted(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         let left = ((socket.received - socket.consumed) / record::LEN) as usize;
@@ -220,7 +220,8 @@ impl Agent {
         }
     }
 
-    /// Makes a socket of an accepted connection, and hands it to whoever accepts next. False if it had to be let go.
+    /// Creates a socket for an accepted connection and queues it at its listener. False if the
+    /// connection was dropped.
     fn accept_connection(
         &mut self,
         listener: u16,
@@ -233,14 +234,14 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(index)];
         (socket.sockopts, socket.v6) = (sockopts, v6);
         if sockopts.no_delay {
-            // It costs speed where it cannot be set, and nothing else.
+            // Failure costs latency only.
             let _ = sockopt::set_tcp_nodelay(&connection, true);
         }
         socket.fd = Some(connection);
         (socket.readable, socket.writable) = (true, true);
         socket.flags = state::CONNECTED;
         if let Err(errno) = self.alloc_rings(index).and_then(|()| self.watch(index)) {
-            tracing::warn!(%errno, "an accepted connection got no rings, and was reset");
+            tracing::warn!(%errno, "no rings for an accepted connection; it is reset");
             self.sockets[usize::from(index)].sockopts.abort = true;
             self.release_socket(index)?;
             return Ok(false);

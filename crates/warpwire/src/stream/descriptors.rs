@@ -1,4 +1,4 @@
-//! Several operations of several queue pairs, put on a stream at once.
+//! Several operations of several queue pairs, submitted to a stream in one batch.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::{Condition, MemOp, Region, Stream, Word};
 use crate::verbs::SendRequest;
 
-/// Up to so many bytes are written as words, which go to the device with the rest.
+/// Writes of up to this many bytes become word writes in the same batch, instead of a copy.
 const MAX_WORD_WRITE: u64 = 64;
 
 #[derive(Debug)]
@@ -32,15 +32,16 @@ impl Element {
         }
     }
 
-    /// Whether the stream may stand still there.
+    /// Whether the stream may block there.
     fn waits(&self) -> bool {
         matches!(self, Self::Wait(_) | Self::Word(MemOp::Wait { .. }))
     }
 }
 
-/// Operations for one stream that go to it in one submission: all of them, or none.
+/// Operations for one stream that are submitted as one batch: all of them, or none.
 ///
-/// After [`post`](Self::post) it is empty and can be filled again. Dropped, nothing of it has happened.
+/// After [`post`](Self::post) the list is empty and can be filled again. Dropping it cancels all of
+/// its operations.
 #[derive(Debug)]
 #[must_use = "nothing happens until it is posted"]
 pub struct Descriptors {
@@ -50,27 +51,27 @@ pub struct Descriptors {
 }
 
 impl Descriptors {
-    /// An empty list for that stream.
+    /// An empty list for `stream`.
     pub fn on(stream: &Stream) -> Self {
         Self { stream: stream.clone(), elements: Vec::new(), ops: Vec::new() }
     }
 
-    /// How many there are.
+    /// Number of operations.
     pub fn len(&self) -> usize {
         self.elements.len()
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.elements.is_empty()
     }
 
-    /// Adds a request, which is prepared now; returns what it is called.
+    /// Prepares a request now and adds it; returns its ticket.
     pub fn send(&mut self, qp: &StreamQp, request: &SendRequest<'_>) -> Result<Ticket> {
         self.send_prepared(qp.prepare(request)?)
     }
 
-    /// Adds a request that was prepared before.
+    /// Adds a prepared request.
     pub fn send_prepared(&mut self, work: Prepared) -> Result<Ticket> {
         check_stream(&work.shared, &self.stream)?;
         let ticket = work.ticket();
@@ -78,18 +79,19 @@ impl Descriptors {
         Ok(ticket)
     }
 
-    /// Adds a wait for the end of a request, which is posted already or earlier in this list.
+    /// Adds a wait for the completion of a request that is posted already or is earlier in this
+    /// list.
     pub fn wait_send(&mut self, qp: &StreamQp, ticket: Ticket) -> Result<()> {
         ticket.check_send()?;
         self.wait_for(qp, ticket)
     }
 
-    /// Adds a wait for the end of a request or of a receive.
+    /// Adds a wait for the completion of a request or receive.
     pub fn wait_for(&mut self, qp: &StreamQp, ticket: Ticket) -> Result<()> {
         self.wait_prepared(qp.prepare_wait(ticket)?)
     }
 
-    /// Adds a wait for the next receive; returns which that is.
+    /// Adds a wait for the next receive; returns its ticket.
     pub fn wait_receive(&mut self, qp: &StreamQp) -> Result<Ticket> {
         let wait = qp.prepare_wait_receive()?;
         let ticket = wait.ticket();
@@ -97,7 +99,7 @@ impl Descriptors {
         Ok(ticket)
     }
 
-    /// Adds a wait that was prepared before.
+    /// Adds a prepared wait.
     pub fn wait_prepared(&mut self, wait: PreparedWait) -> Result<()> {
         check_stream(&wait.shared, &self.stream)?;
         self.elements.push(Element::Wait(wait));
@@ -114,7 +116,8 @@ impl Descriptors {
         self.word(MemOp::Write { word: word.clone(), value })
     }
 
-    /// Adds a write of bytes. They are taken now: the caller may change them as soon as this returns.
+    /// Adds a write of bytes. They are copied now: the caller may change them as soon as this
+    /// returns.
     pub fn write_memory(&mut self, to: &Region, bytes: &[u8]) -> Result<()> {
         if to.len() != bytes.len() as u64 {
             let what = format!("write {} bytes to {} bytes", bytes.len(), to.len());
@@ -141,23 +144,24 @@ impl Descriptors {
         Ok(())
     }
 
-    /// Puts all of it on the stream, in one submission.
+    /// Submits the whole list to the stream, as one batch.
     ///
     /// # Errors
-    /// As for [`Prepared::post`] and [`PreparedWait::post`], of any element. Then nothing is on the stream, requests
-    /// are given up as if they had been dropped, and the list is empty.
+    /// Those of [`Prepared::post`] and [`PreparedWait::post`], of any operation. Nothing is
+    /// submitted then, the requests are cancelled as if they had been dropped, and the list is
+    /// empty.
     pub fn post(&mut self) -> Result<()> {
         let mut elements = std::mem::take(&mut self.elements);
         let mut ops = std::mem::take(&mut self.ops);
         let posted = submit(&self.stream, &mut elements, &mut ops);
-        elements.clear(); // what was not posted is given up here
+        elements.clear(); // drops, and so cancels, what was not posted
         ops.clear();
         (self.elements, self.ops) = (elements, ops);
         posted
     }
 }
 
-/// A queue pair of the list, held while it is posted.
+/// A queue pair of the list, locked while the list is posted.
 struct LockedQp<'a> {
     shared: &'a Arc<Shared>,
     state: MutexGuard<'a, State>,
@@ -169,7 +173,7 @@ fn submit(stream: &Stream, elements: &mut [Element], ops: &mut Vec<MemOp>) -> Re
         return Ok(());
     }
     let mut pairs: Vec<_> = elements.iter().filter_map(Element::shared).cloned().collect();
-    // In one order everywhere, so that two lists with the same queue pairs never hold each other up.
+    // One global lock order, so that two lists with the same queue pairs cannot deadlock.
     pairs.sort_unstable_by_key(Arc::as_ptr);
     pairs.dedup_by_key(|pair| Arc::as_ptr(pair));
     let mut locked: Vec<_> = pairs
@@ -209,7 +213,7 @@ fn find<'h, 'a>(
     locked.iter_mut().find(|locked| Arc::ptr_eq(locked.shared, shared))
 }
 
-/// What the stream does for each element, in order.
+/// The stream's operations for each element, in order.
 fn plan(
     stream: &Stream,
     elements: &[Element],
@@ -235,8 +239,8 @@ fn plan(
     Ok(())
 }
 
-/// What tells that the stream came to a wait, and passed it: a ring of the same queue pair just before or after, or words
-/// of its own.
+/// What shows that the stream has reached and passed a wait: a doorbell of the same queue pair
+/// directly before or after it, or the wait's own words.
 fn markers_of(elements: &[Element], at: usize, wait: &PreparedWait) -> [ProgressMarker; 2] {
     let marker_of = |element: &Element| match element {
         Element::Send(work) if Arc::ptr_eq(&work.shared, &wait.shared) => {

@@ -1,12 +1,13 @@
-//! What a stream writes to ring a queue pair, and what it waits for: addresses and values, for the software HCA's queues
-//! and for a ConnectX's alike.
+//! What a stream writes to ring a doorbell and what it waits for: addresses and values, the same
+//! for the software HCA's queues and a ConnectX's.
 
 use crate::error::Result;
 use crate::hca::CQE_LEN;
 use crate::mem::{Allocation, Condition, MemOp, Word};
 use crate::mlx5::{Doorbell, DoorbellRecord, EMPTY, Queue, owner_bit};
 
-/// The two words that tell a device of work, as numbers whose store on this machine gives their bytes.
+/// The two words that announce work to a device, as integers in native byte order whose store gives
+/// the device's bytes.
 ///
 /// ```
 /// use warpwire::stream::DoorbellValues;
@@ -18,12 +19,12 @@ use crate::mlx5::{Doorbell, DoorbellRecord, EMPTY, Queue, owner_bit};
 pub struct DoorbellValues {
     /// The send word of the doorbell record.
     pub dbrec: u32,
-    /// The doorbell.
+    /// The doorbell register.
     pub doorbell: u64,
 }
 
 impl DoorbellValues {
-    /// That `producer` is the next free block of that queue pair.
+    /// Announces that `producer` is the next free WQEBB of queue pair `qpn`.
     pub fn next(qpn: u32, producer: u16) -> Self {
         Self {
             dbrec: u32::from_ne_bytes(DoorbellRecord::word(producer)),
@@ -32,40 +33,46 @@ impl DoorbellValues {
     }
 }
 
-/// The word of a completion that a stream waits for, and what it waits for there.
+/// The word of a CQE that a stream waits for, and the condition.
 ///
-/// The word is the last four bytes: the counter, and the byte with the owner bit, which says by its lap whether the
-/// entry is there. Failures have it too, so that they end the wait as well.
+/// The word is the last four bytes: the counter, and the byte with the owner bit, which alternates
+/// from lap to lap and so shows whether the entry has been written. Error CQEs have it too, so that
+/// they end the wait as well.
 ///
 /// ```
 /// use warpwire::mem::Condition;
 /// use warpwire::stream::CqeWait;
 /// let first = CqeWait::for_cqe(3, 8, true);
-/// assert_eq!((first.offset, first.condition, first.value), (3 * 64 + 60, Condition::Nor, 0xfeff_ffff));
+/// assert_eq!(
+///     (first.offset, first.condition, first.value),
+///     (3 * 64 + 60, Condition::Nor, 0xfeff_ffff)
+/// );
 /// let a_lap_later = CqeWait::for_cqe(11, 8, true);
 /// assert_eq!((a_lap_later.offset, a_lap_later.condition), (first.offset, Condition::And));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CqeWait {
-    /// Where the word lies, from the beginning of the queue.
+    /// Byte offset of the word from the start of the queue.
     pub offset: u64,
-    /// What is asked of it.
+    /// How the word is compared.
     pub condition: Condition,
-    /// The value that it is compared with.
+    /// The operand of the comparison.
     pub value: u32,
 }
 
 impl CqeWait {
-    /// The owner bit of a completion, in its last word as a processor with little-endian words reads it.
+    /// The owner bit in a CQE's last word, as a little-endian processor reads it.
     const OWNER: u32 = 0x0100_0000;
-    /// The least that the word of a written completion of an even lap is, counted on a circle: failures have the
-    /// opcodes 13 and 14, and come before success, with 0 to 4. What lies in between is never written.
+    /// Lower bound of the last word of a written CQE of an even lap, in serial number (wrapping)
+    /// order: error CQEs have the opcodes 13 and 14 and come before successful ones, with 0 to 4.
+    /// Opcodes in between are never written.
     const MIN_WRITTEN: u32 = 0xd000_0000;
-    /// What a place holds before a completion of an even lap is written to it, where there is no NOR: less than that.
+    /// The content of a slot before a CQE of an even lap is written to it, on devices without NOR:
+    /// less than [`MIN_WRITTEN`](Self::MIN_WRITTEN).
     const UNWRITTEN: [u8; 4] = [EMPTY, EMPTY, EMPTY, 0x81];
 
-    /// What tells that the `number`-th completion is there, of a queue with so many entries. Without NOR the places of
-    /// even laps must have been [cleared](Self::cleared).
+    /// The wait for CQE `number` of a queue with `entries` entries. Without NOR, slots of even laps
+    /// must hold their [`reset_value`](Self::reset_value) first.
     pub fn for_cqe(number: u64, entries: u64, has_nor: bool) -> Self {
         let offset = (number & (entries - 1)) * CQE_LEN + 60;
         let (condition, value) = match (owner_bit(number, entries), has_nor) {
@@ -76,14 +83,15 @@ impl CqeWait {
         Self { offset, condition, value }
     }
 
-    /// What must be stored at [`offset`](Self::offset) before the device may write that completion; nothing where the
-    /// entry of the lap before tells them apart.
+    /// The value that must be stored at [`offset`](Self::offset) before the device may write that
+    /// CQE; `None` where the entry of the previous lap is distinct already.
     pub fn reset_value(number: u64, entries: u64, has_nor: bool) -> Option<u32> {
         let needs = !has_nor && !owner_bit(number, entries);
         needs.then(|| u32::from_ne_bytes(Self::UNWRITTEN))
     }
 
-    /// A word that ends the wait for that completion, whoever stores it: a failure without a body.
+    /// A word that ends the wait for that CQE: the last word of an error CQE. Written by the CPU
+    /// when the device is lost.
     pub fn synthetic_error(queue: Queue, number: u64, entries: u64) -> u32 {
         let code = match queue {
             Queue::Send => 13,
@@ -94,20 +102,22 @@ impl CqeWait {
     }
 }
 
-/// How a stream rings.
+/// Which words a stream writes to ring the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DoorbellMode {
-    /// By the doorbell record alone, with one store: the software HCA looks at both, and one is enough.
+    /// The doorbell record only, with one store: the software HCA polls both words, and either is
+    /// enough.
     #[default]
     DoorbellRecord,
-    /// By the record, then the doorbell: what hardware needs.
+    /// The doorbell record, then the doorbell register: hardware needs both.
     RecordAndDoorbell,
 }
 
-/// The words that a stream writes to ring one queue pair.
+/// The words that a stream writes to ring the doorbell of one queue pair.
 ///
-/// Behind each ring it writes a word of that request's own, which says that its turn is over: the stream that posts
-/// next may be another one. The CPU writes the same when streams must be released, so that the two never disagree.
+/// After each doorbell the stream writes a word that belongs to the request, which shows that the
+/// doorbell was rung: the next stream to post may be another one. The CPU writes the same value
+/// when it releases streams, so that the two never disagree.
 #[derive(Debug)]
 pub(super) struct DoorbellWords {
     number: u32,
@@ -117,7 +127,6 @@ pub(super) struct DoorbellWords {
 }
 
 impl DoorbellWords {
-    /// `dbrec` is the doorbell record's send word.
     pub(super) fn new(
         number: u32,
         dbrec: Word,
@@ -127,14 +136,14 @@ impl DoorbellWords {
         Self { number, dbrec, doorbell, rung_words }
     }
 
-    /// The word of that request, and what it holds when its stream has rung.
+    /// The word of that request, and its value once the doorbell has been rung.
     fn rung_word(&self, number: u64) -> (&Word, u32) {
         let slot = number & (self.rung_words.len() as u64 - 1);
         (&self.rung_words[slot as usize], number.wrapping_add(1) as u32)
     }
 
-    /// Rings for that request, and everything up to that block. A stream's write comes after everything before it, so
-    /// that nothing need stand in between.
+    /// Rings the doorbell for that request and all WQEBBs before `producer`. A stream's write is
+    /// ordered after everything before it, so no fence is needed.
     pub(super) fn ring(&self, number: u64, producer: u64, ops: &mut Vec<MemOp>) {
         let values = DoorbellValues::next(self.number, producer as u16);
         ops.push(MemOp::Write { word: self.dbrec.clone(), value: values.dbrec.into() });
@@ -145,28 +154,29 @@ impl DoorbellWords {
         ops.push(MemOp::Write { word: word.clone(), value: value.into() });
     }
 
-    /// Waits until another stream has rung for that request.
+    /// Makes a stream wait until another stream has rung the doorbell for that request.
     pub(super) fn wait_until_rung(&self, number: u64, ops: &mut Vec<MemOp>) {
         let (word, value) = self.rung_word(number);
         let (word, condition) = (word.clone(), Condition::AtLeast);
         ops.push(MemOp::Wait { word, condition, value: value.into() });
     }
 
-    /// Whether its stream has rung for that request.
+    /// Whether the doorbell has been rung for that request.
     pub(super) fn is_rung(&self, number: u64) -> bool {
         let (word, value) = self.rung_word(number);
-        // Pinned memory of our own is always readable. Later requests have had their turn later.
+        // Our own pinned memory is always readable. The word may already hold the value of a later
+        // request in the same slot.
         let seen = word.load().unwrap_or(0) as u32;
         seen.wrapping_sub(value) as i32 >= 0
     }
 
-    /// Does what the stream of that request does, or would have done, last.
+    /// Stores the value that the request's stream stores after its doorbell.
     pub(super) fn mark_rung(&self, number: u64) {
         let (word, value) = self.rung_word(number);
         let _ = word.store(value.into());
     }
 
-    /// Ends the turn of every request before that one.
+    /// Marks all requests before `end` as rung.
     pub(super) fn mark_rung_before(&self, end: u64) {
         for number in end.saturating_sub(self.rung_words.len() as u64)..end {
             self.mark_rung(number);
@@ -182,7 +192,7 @@ pub(super) struct CqeTails {
 }
 
 impl CqeTails {
-    /// Of a queue with so many entries, which begins at that place of memory.
+    /// `begin` is the byte offset of the queue in `memory`.
     pub(super) fn new(
         (memory, begin): (&Allocation, u64),
         entries: u32,
@@ -197,7 +207,7 @@ impl CqeTails {
         self.words.len() as u64
     }
 
-    /// The wait for the completion of that number.
+    /// The wait for CQE `number`.
     pub(super) fn wait(&self, number: u64) -> MemOp {
         let CqeWait { condition, value, .. } =
             CqeWait::for_cqe(number, self.entries(), self.has_nor);
@@ -205,7 +215,7 @@ impl CqeTails {
         MemOp::Wait { word, condition, value: value.into() }
     }
 
-    /// What must be stored, and where, before the device may write that completion.
+    /// The byte offset and value to be stored before the device may write CQE `number`, if any.
     pub(super) fn reset_store(&self, number: u64) -> Option<(u64, u32)> {
         let value = CqeWait::reset_value(number, self.entries(), self.has_nor)?;
         Some(((number & (self.entries() - 1)) * CQE_LEN + 60, value))
@@ -222,7 +232,7 @@ mod tests {
         Cqe { outcome, qpn: 0x123, user_index: 0, counter, solicited: true, timestamp: 0 }
     }
 
-    /// Everything that a device may write.
+    /// All CQEs that a device may write.
     fn outcomes() -> Vec<CqeOutcome> {
         let arrivals = [
             RecvKind::Send,
@@ -247,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn every_completion_ends_the_wait_and_nothing_else_does() {
+    fn only_a_written_cqe_ends_the_wait() {
         const ENTRIES: u64 = 4;
         for has_nor in [true, false] {
             let mut slot = u32::from_ne_bytes([EMPTY; 4]);
@@ -261,7 +271,10 @@ mod tests {
                     |word: u32| condition.holds(WordWidth::Bits32, word.into(), u64::from(value));
                 assert!(!holds(slot), "lap {lap}, {has_nor}: {slot:#x}");
                 let owner = owner_bit(number, ENTRIES);
-                assert!(!CqeTail::parse(slot.to_ne_bytes()).is_owned(owner), "the CPU sees it too");
+                assert!(
+                    !CqeTail::parse(slot.to_ne_bytes()).is_owned(owner),
+                    "the CPU would take it"
+                );
                 for outcome in outcomes() {
                     for counter in [0, 1, 0x7fff, 0xffff] {
                         let tail = cqe(outcome, counter).encode(owner).tail_word();
@@ -278,13 +291,14 @@ mod tests {
         }
     }
 
-    /// Recorded from queues of a ConnectX: a fetch-and-add at block 6 of queue pair 0x123, one block long.
+    /// Recorded from the queues of a ConnectX: a fetch-and-add at WQEBB 6 of queue pair 0x123, one
+    /// WQEBB long.
     #[test]
-    fn values_are_those_of_recorded_queues() {
+    fn values_match_recorded_queues() {
         let values = DoorbellValues::next(0x123, 7);
         assert_eq!(values.dbrec.to_ne_bytes(), [0, 0, 0, 7]);
         assert_eq!(values.doorbell.to_ne_bytes(), [0, 0, 7, 0, 0, 1, 0x23, 0]);
-        // The ring's index has 16 bits and goes round.
+        // The index in the doorbell record has 16 bits and wraps.
         let wrapped = DoorbellValues::next(0x123, 65_536_u64 as u16);
         assert_eq!(wrapped.dbrec, 0);
         // libgdsync's waits: odd laps AND 0x01000000, even laps NOR of its complement.

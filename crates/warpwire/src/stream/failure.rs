@@ -1,4 +1,4 @@
-//! Why a queue pair failed, and who waited then.
+//! Why a queue pair failed, and which streams were waiting then.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use super::ticket::Ticket;
 use crate::error::{Error, Kind};
 use crate::mlx5::{Queue, Status};
 
-/// A stream that waited for a completion.
+/// A stream that was waiting for a completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiter {
-    /// The stream's name.
+    /// The device and number of the stream.
     pub stream: String,
-    /// What it waited for.
+    /// The request or receive that it waited for.
     pub ticket: Ticket,
-    /// For how long it has been there; nothing if it had not come to the wait, or nobody looked yet.
+    /// How long it had waited; `None` if it had not reached the wait when last checked.
     pub waited: Option<Duration>,
 }
 
@@ -28,23 +28,23 @@ impl fmt::Display for Waiter {
     }
 }
 
-/// The end of a queue pair: nothing more is taken, and everybody who waited goes on.
+/// The failure of a queue pair: it accepts no more work, and all waiting streams resume.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What happened, in words.
+    /// The failure as an error with its description.
     pub error: Error,
-    /// How the first work that failed ended; nothing if it was not the device that found the failure.
+    /// Status of the first work that failed; `None` if the failure was not reported by the device.
     pub status: Option<Status>,
-    /// That work.
+    /// The request or receive that failed first.
     pub ticket: Option<Ticket>,
-    /// What the program called it.
+    /// The `id` of that request or receive.
     pub id: Option<u64>,
-    /// Those who waited for completions of the queue pair when the failure was noticed.
+    /// The streams that were waiting when the failure was detected.
     pub waiters: Vec<Waiter>,
 }
 
 impl Failure {
-    /// Of work that ended badly.
+    /// Work completed with an error status.
     pub(super) fn from_status(
         ticket: Ticket,
         id: u64,
@@ -55,27 +55,29 @@ impl Failure {
             Queue::Send => "finish a request",
             Queue::Receive => "finish a receive",
         };
-        let mut why = format!("{status}: {ticket}, which the program calls {id}");
+        let mut why = format!("{status}: {ticket}, id {id}");
         add_waiters(&mut why, &waiters);
         let error = Error::new(Kind::StreamFailed, what).why(why).fix(advice(status));
         Self { error, status: Some(status), ticket: Some(ticket), id: Some(id), waiters }
     }
 
-    /// Of somebody who waited for too long.
+    /// A wait exceeded its timeout.
     pub(super) fn timed_out(wait_timeout: Duration, waiters: Vec<Waiter>) -> Self {
-        let mut why = format!("nothing came in {wait_timeout:.1?}");
+        let mut why = format!("no completion within {wait_timeout:.1?}");
         add_waiters(&mut why, &waiters);
         let error = Error::new(Kind::Timeout, "wait for a completion on a stream")
             .why(why)
-            .fix("see whether the peer lives and posts what is waited for, or have more patience");
+            .fix("check that the peer is alive and posts matching work, or raise wait_timeout");
         Self { error, status: None, ticket: None, id: None, waiters }
     }
 
-    /// Of somebody who ended it, or of a device that did without a word.
+    /// The application aborted the queue pair, or the device failed it without a status.
     pub(super) fn aborted(why: &'static str, waiters: Vec<Waiter>) -> Self {
         let mut text = why.to_owned();
         add_waiters(&mut text, &waiters);
-        let error = Error::new(Kind::StreamFailed, "go on").why(text).fix("connect a new one");
+        let error = Error::new(Kind::StreamFailed, "use a stream queue pair")
+            .why(text)
+            .fix("connect new queue pairs");
         Self { error, status: None, ticket: None, id: None, waiters }
     }
 }
@@ -98,13 +100,15 @@ fn add_waiters(why: &mut String, waiters: &[Waiter]) {
 
 fn advice(status: Status) -> &'static str {
     match status {
-        Status::RetryExceeded => "see whether the peer lives; then connect new queue pairs",
-        Status::RnrRetryExceeded => "let the peer post receives in time; then connect new ones",
+        Status::RetryExceeded => "check that the peer is alive; then connect new queue pairs",
+        Status::RnrRetryExceeded => {
+            "have the peer post receives in time; then connect new queue pairs"
+        }
         Status::RemoteAccess | Status::RemoteInvalidRequest => {
-            "see that the peer's memory is registered for it; then connect new queue pairs"
+            "check the registration of the peer's memory; then connect new queue pairs"
         }
         Status::LocalProtection | Status::LocalAccess | Status::LocalLength => {
-            "see that the memory is registered and long enough; then connect new queue pairs"
+            "check that the memory is registered and long enough; then connect new queue pairs"
         }
         _ => "connect new queue pairs",
     }

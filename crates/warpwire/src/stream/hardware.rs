@@ -1,9 +1,10 @@
-//! The queues of a real ConnectX: where rdma-core says that they lie, how a device is let reach them, and what a stream does
-//! to them.
+//! The queues of a ConnectX: their addresses according to rdma-core, their registration with a GPU,
+//! and the stream operations on them.
 //!
-//! The operations are those of the software HCA's queues: the same words with the same values. Two things differ. The
-//! doorbell is a register, in a page of the NIC that CUDA must be allowed to map
-//! ([`Device::register_host`](crate::mem::Device::register_host)); and it must be rung, after the record.
+//! The operations are those on the software HCA's queues: the same words with the same values. Two
+//! things differ. The doorbell is a register, in a page of the NIC that CUDA must be allowed to map
+//! ([`Device::register_host`](crate::mem::Device::register_host)); and it must be rung, after the
+//! doorbell record.
 
 #![allow(unsafe_code)]
 
@@ -21,7 +22,7 @@ use crate::mem::{Allocation, Device, MemOp, WeakAllocation};
 use crate::mlx5::{DoorbellRecord, WQEBB_LEN};
 use crate::verbs::{Context, Cq, CqOptions, Pd, QpOptions};
 
-/// A queue pair of an mlx5 device, which streams of that device reach.
+/// Creates a queue pair of an mlx5 NIC whose queues streams of `device` can access.
 pub(super) fn create_hardware_qp(
     context: &Context,
     pd: &Pd,
@@ -29,9 +30,9 @@ pub(super) fn create_hardware_qp(
     wanted: QpOptions,
     entries: [u32; 2],
 ) -> Result<StreamQpParts> {
-    let failed = |error: Error| error.during("make a queue pair for streams");
+    let failed = |error: Error| error.during("create a stream queue pair");
     let make = |entries: u32| {
-        // mlx5 makes one more than it is asked for, and rounds up.
+        // mlx5 allocates one entry more than requested and rounds up to a power of two.
         let options =
             CqOptions { entries: entries - 1, manual_release: true, ..CqOptions::default() };
         context.create_cq_with(options).map_err(failed)
@@ -53,7 +54,8 @@ pub(super) fn create_hardware_qp(
     Ok(StreamQpParts { qp, cqs, tails, dbrec, doorbell })
 }
 
-/// Pages that a device was let reach: the driver takes each once, and queue pairs share them.
+/// Host pages registered with a device. The driver accepts each page once, so queue pairs share
+/// them.
 static MAPPED_PAGES: Mutex<Vec<MappedPages>> = Mutex::new(Vec::new());
 
 struct MappedPages {
@@ -63,8 +65,9 @@ struct MappedPages {
     memory: WeakAllocation,
 }
 
-/// Lets a device reach queues that a provider has mapped, with the pages around them; tells where they begin there. The
-/// queues stay as long as anybody uses any of these pages.
+/// Registers queues that a provider has mapped with a device, rounded to whole pages. Returns the
+/// allocation and the offset of the queues in it. The queues live as long as any of these pages is
+/// in use.
 pub(super) fn map_pages(
     device: &Device,
     memory: &QueueMemory,
@@ -86,14 +89,15 @@ pub(super) fn map_pages(
         return Ok((memory, start - mapped.pages.start));
     }
     let base = NonNull::new(std::ptr::with_exposed_provenance_mut(first as usize));
-    let base = base.ok_or_else(|| Error::new(Kind::Malformed, "let a device reach a queue"))?;
+    let base = base.ok_or_else(|| Error::new(Kind::Malformed, "register a queue with a device"))?;
     let register = |io: bool| {
         let owner = Arc::new(memory.clone());
-        // SAFETY: whole pages around queues that their provider has mapped, and that the owner keeps; they are shared with a
-        // device, so that nobody has references to them. What is written to registers are doorbells.
+        // SAFETY: these are whole pages around queues that their provider has mapped and that the
+        // owner keeps alive. They are shared with a device, so there are no references to them.
+        // Only doorbell values are written to registers.
         unsafe { device.register_host(base, pages.end - pages.start, io, owner) }
     };
-    // A NIC that is software has its register in ordinary memory, which drivers do not take for registers.
+    // A software NIC has its doorbell in ordinary memory, which drivers reject as I/O memory.
     let memory = match register(io) {
         Err(why) if io => register(false).map_err(|_| why),
         registered => registered,
@@ -103,16 +107,16 @@ pub(super) fn map_pages(
     Ok((memory, start - first))
 }
 
-/// A queue pair, as `mlx5dv_init_obj` describes it: addresses of this process.
+/// A queue pair as described by `mlx5dv_init_obj`: addresses in this process.
 ///
 /// ```
 /// use warpwire::stream::Mlx5Qp;
 /// let mut image = [0; Mlx5Qp::IMAGE];
-/// image[..8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes()); // the doorbell dbrec
+/// image[..8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes()); // the doorbell record
 /// image[8..16].copy_from_slice(&0x7f00_0010_0000_u64.to_le_bytes()); // the send queue
 /// image[16..20].copy_from_slice(&128_u32.to_le_bytes());
 /// image[20..24].copy_from_slice(&64_u32.to_le_bytes());
-/// image[40..48].copy_from_slice(&0x7f00_0020_0800_u64.to_le_bytes()); // the register
+/// image[40..48].copy_from_slice(&0x7f00_0020_0800_u64.to_le_bytes()); // the doorbell register
 /// let qp = Mlx5Qp::parse(0x123, &image)?;
 /// assert_eq!((qp.dbrec, qp.blocks), (0x7f00_0000_1000, 128));
 /// assert_eq!(qp.doorbell_page(4096), (0x7f00_0020_0000, 0x800));
@@ -120,26 +124,26 @@ pub(super) fn map_pages(
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mlx5Qp {
-    /// Its number.
+    /// The queue pair number.
     pub qpn: u32,
-    /// The doorbell record.
+    /// Address of the doorbell record.
     pub dbrec: u64,
-    /// The send queue.
+    /// Address of the send queue.
     pub send: u64,
-    /// How many blocks it has.
+    /// Number of WQEBBs of the send queue.
     pub blocks: u32,
-    /// The doorbell register.
+    /// Address of the doorbell register.
     pub doorbell: u64,
 }
 
 impl Mlx5Qp {
-    /// How long `struct mlx5dv_qp` is.
+    /// Size of `struct mlx5dv_qp` in bytes.
     pub const IMAGE: usize = 96;
 
-    /// Reads the structure, of a machine with little-endian words.
+    /// Parses the structure; its words are little-endian.
     ///
     /// # Errors
-    /// [`Kind::Malformed`] if it describes no send queue that a stream could drive.
+    /// [`Kind::Malformed`] if it does not describe a send queue that a stream can drive.
     pub fn parse(qpn: u32, image: &[u8; Self::IMAGE]) -> Result<Self> {
         let wrong = |why: String| {
             Err(Error::new(Kind::Malformed, format!("use the queues of queue pair {qpn:#x}"))
@@ -148,7 +152,7 @@ impl Mlx5Qp {
         };
         let (blocks, stride) = (word32(image, 16), word32(image, 20));
         if !blocks.is_power_of_two() || stride as usize != WQEBB_LEN {
-            return wrong(format!("it has {blocks} blocks of {stride} bytes"));
+            return wrong(format!("its send queue has {blocks} blocks of {stride} bytes"));
         }
         let qp = Self {
             qpn,
@@ -166,16 +170,18 @@ impl Mlx5Qp {
         Ok(qp)
     }
 
-    /// The page with the register, and where it lies in that: what CUDA is asked to map as I/O memory.
+    /// The address of the page with the doorbell register, which CUDA maps as I/O memory, and the
+    /// register's offset in that page.
     pub fn doorbell_page(&self, page: u64) -> (u64, u64) {
         (self.doorbell - self.doorbell % page, self.doorbell % page)
     }
 
-    /// What a stream does to ring up to that block: the record first, then the register. `dbrec` is the memory with
-    /// the record at its offset, `page` the registered page.
+    /// The stream operations that ring the doorbell up to WQEBB index `producer`: the record first,
+    /// then the register. `dbrec` is the memory that holds the record, and its offset there; `page`
+    /// is the registered page, and the register's offset there.
     ///
     /// # Errors
-    /// If the words do not lie in that memory.
+    /// If the words are outside of that memory.
     pub fn ring(
         &self,
         (dbrec, record_offset): (&Allocation, u64),
@@ -192,27 +198,27 @@ impl Mlx5Qp {
     }
 }
 
-/// A completion queue, as `mlx5dv_init_obj` describes it.
+/// A completion queue as described by `mlx5dv_init_obj`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mlx5Cq {
-    /// Its number.
+    /// The completion queue number.
     pub cqn: u32,
-    /// Its entries.
+    /// Address of the entries.
     pub buffer: u64,
-    /// How many.
+    /// Number of entries, a power of two.
     pub entries: u32,
-    /// Its record.
+    /// Address of the doorbell record.
     pub dbrec: u64,
 }
 
 impl Mlx5Cq {
-    /// How long `struct mlx5dv_cq` is.
+    /// Size of `struct mlx5dv_cq` in bytes.
     pub const IMAGE: usize = 48;
 
-    /// Reads the structure.
+    /// Parses the structure; its words are little-endian.
     ///
     /// # Errors
-    /// [`Kind::Malformed`] if its entries are none that a stream could watch.
+    /// [`Kind::Malformed`] if the entries are not 64 bytes each, or an address is null.
     pub fn parse(image: &[u8; Self::IMAGE]) -> Result<Self> {
         let cq = Self {
             buffer: word64(image, 0),
@@ -223,16 +229,19 @@ impl Mlx5Cq {
         let size = word32(image, 20);
         if !cq.entries.is_power_of_two() || size != 64 || cq.buffer == 0 || cq.dbrec == 0 {
             let why = format!("it has {} entries of {size} bytes", cq.entries);
-            return Err(Error::new(Kind::Malformed, format!("watch completion queue {}", cq.cqn))
-                .why(why)
-                .fix(
-                    "make it with entries of 64 bytes, and fill the structure with mlx5dv_init_obj",
-                ));
+            return Err(Error::new(
+                Kind::Malformed,
+                format!("wait for completion queue {}", cq.cqn),
+            )
+            .why(why)
+            .fix(
+                "create it with entries of 64 bytes and fill the structure with mlx5dv_init_obj",
+            ));
         }
         Ok(cq)
     }
 
-    /// What a stream does to wait for its `number`-th completion, in the memory that its entries lie in.
+    /// The stream operation that waits for completion `number`; `memory` holds the queue's entries.
     pub fn wait(&self, memory: &Allocation, number: u64, has_nor: bool) -> Result<MemOp> {
         let CqeWait { offset, condition, value } =
             CqeWait::for_cqe(number, self.entries.into(), has_nor);
@@ -268,9 +277,10 @@ mod tests {
         image
     }
 
-    /// A fetch-and-add at block 6 of queue pair 0x123, recorded: the record says 7, the doorbell 00000700 00012300.
+    /// Recorded: a fetch-and-add at WQEBB 6 of queue pair 0x123. The doorbell record holds 7, the
+    /// doorbell register 00000700 00012300.
     #[test]
-    fn a_stream_rings_as_recorded() {
+    fn doorbell_ops_match_recorded_values() {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let qp = Mlx5Qp::parse(0x123, &qp_image()).unwrap();
         assert_eq!((qp.blocks, qp.send), (256, 0x7f00_0010_0000));
@@ -295,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_waits_as_recorded() {
+    fn cqe_wait_matches_recorded_values() {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let memory = gpu.alloc_pinned(256 * 64).unwrap();
         let mut image = [0; Mlx5Cq::IMAGE];
@@ -310,7 +320,7 @@ mod tests {
         {
             let MemOp::Wait { word, condition, value } = cq.wait(&memory, number, true).unwrap()
             else {
-                panic!("it waits")
+                panic!("not a wait")
             };
             assert_eq!(word.region().offset(), 3 * 64 + 60);
             assert_eq!(condition, wanted);
@@ -321,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_queue_pair_is_refused() {
+    fn invalid_qp_images_are_rejected() {
         for (at, bytes, named) in [
             (16, [3, 0, 0, 0, 64, 0, 0, 0], "3 blocks"),
             (16, [0, 1, 0, 0, 32, 0, 0, 0], "32 bytes"),

@@ -1,26 +1,29 @@
-//! Verbs that a stream orders: the CPU prepares, and the stream, when it gets there, rings the doorbell or waits for a
-//! completion. And verbs that a running kernel posts by itself.
+//! Stream-ordered verbs: the CPU prepares a work request, and the stream rings the doorbell or
+//! waits for a completion when it reaches that point. Also verbs that a running kernel posts.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`StreamQp`], [`StreamQpOptions`] | a queue pair whose queues a stream reaches |
-//! | [`Prepared`], [`PreparedWait`] | work and waits that are ready to be posted |
-//! | [`Descriptors`] | several of them, and operations on words and memory, in one submission |
-//! | [`Ticket`] | what work is called until it has ended |
-//! | [`Failure`], [`Waiter`] | why a queue pair failed, and who waited then |
-//! | [`DoorbellValues`], [`CqeWait`] | what a stream writes and waits for, as numbers |
-//! | [`KernelQp`], [`kernel`] | a queue pair that kernels drive, also from graphs |
-//! | [`Mlx5Qp`], [`Mlx5Cq`] | where a ConnectX has them |
+//! | [`StreamQp`], [`StreamQpOptions`] | a queue pair whose queues streams can access |
+//! | [`Prepared`], [`PreparedWait`] | requests and waits that are ready to be posted |
+//! | [`Descriptors`] | several of them, with word and memory operations, in one submission |
+//! | [`Ticket`] | identifies a request or receive until its completion is consumed |
+//! | [`Failure`], [`Waiter`] | why a queue pair failed, and which streams waited then |
+//! | [`DoorbellValues`], [`CqeWait`] | the values that a stream writes and waits for |
+//! | [`KernelQp`], [`kernel`] | a queue pair that kernels post to, also from graphs |
+//! | [`Mlx5Qp`], [`Mlx5Cq`] | the queue addresses of a ConnectX |
 //!
 //! # Order
-//! What a stream did before it rings is done: a kernel writes a buffer, the request behind it sends what the kernel
-//! wrote. What a stream does after it waited sees what arrived. Requests of one queue pair go out in the order in which
-//! they were posted, also from several streams: a stream that posts after another one waits for it.
+//! Everything a stream did before it rings the doorbell is visible to the request: if a kernel
+//! writes a buffer, the request behind it sends what the kernel wrote. Everything a stream does
+//! after a wait sees the received data. Requests of one queue pair are sent in the order in which
+//! they were posted, also from several streams: a stream that posts after another one waits for its
+//! doorbell.
 //!
-//! # No stream is left waiting
-//! Work that fails ends the wait for it, as success does; whoever synchronizes the stream then asks
-//! [`StreamQp::failure`]. A queue pair that fails gives everything back. A stream that waits for longer than
-//! [`StreamQpOptions::wait_timeout`] makes its queue pair fail, and so does dropping it.
+//! # No stream blocks for ever
+//! A failed request ends the wait for it, as a successful one does; after synchronizing the stream,
+//! check [`StreamQp::failure`]. A queue pair that fails flushes all of its work. A stream that
+//! waits longer than [`StreamQpOptions::wait_timeout`] fails its queue pair, and so does dropping
+//! it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -37,7 +40,7 @@
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
 //!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
 //! });
-//! let (pd, there) = (a.pd(), b.pd());
+//! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let qp = StreamQp::create(&a, &pd, &gpu, StreamQpOptions::default())?;
 //! let peer = StreamQp::create(&b, &there, &gpu, StreamQpOptions::default())?;
 //! qp.connect(&peer.endpoint())?;
@@ -75,8 +78,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use descriptors::Descriptors;
-pub use doorbells::{CqeWait, DoorbellMode, DoorbellValues};
+pub use doorbells::DoorbellMode;
+#[doc(hidden)]
+pub use doorbells::{CqeWait, DoorbellValues};
 pub use failure::{Failure, Waiter};
+#[doc(hidden)]
 pub use hardware::{Mlx5Cq, Mlx5Qp};
 pub use kernel::{KernelQp, KernelQpOptions};
 pub use prepared::{Prepared, PreparedWait};
@@ -94,33 +100,34 @@ use doorbells::{CqeTails, DoorbellWords};
 use queue::{Shared, State};
 use waits::{WORDS_LEN, Waits};
 
-/// Where the completions of a [`StreamQp`] lie.
+/// Where the completion queues of a [`StreamQp`] are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum CqMemory {
     /// In pinned host memory: fast for the CPU to read.
     #[default]
     Pinned,
-    /// In the device's memory, behind a CPU window: fast for streams to watch.
+    /// In device memory, mapped into the CPU's address space: fast for streams to poll.
     Device,
 }
 
-/// How a [`StreamQp`] is made.
+/// Options of a [`StreamQp`].
 #[derive(Clone, Debug)]
 pub struct StreamQpOptions {
-    /// The queue pair. Its memory, its shared receive queue and whether it is watched are decided here; every request
-    /// makes a completion.
+    /// The RC queue pair. `memory` and `srq` must be `None`; `poll_doorbell` and `signal_all` are
+    /// always set, so that every request generates a completion.
     pub qp: QpOptions,
-    /// How many completions either queue has room for, at least: those that nobody has taken, and those that streams
-    /// have not passed. By default twice as many as requests or receives.
+    /// Minimum number of entries of either completion queue. An entry stays in use until the CPU
+    /// has polled it and no stream waits for it. Default: twice the send or receive depth.
     pub completions: Option<u32>,
-    /// How many waits may be on their way.
+    /// Maximum number of waits in flight, 1 to 2^20.
     pub waits: u32,
-    /// Where completions lie.
+    /// Where the completion queues are allocated. Ignored for hardware queue pairs.
     pub cq_memory: CqMemory,
-    /// How a stream rings.
+    /// Which words a stream writes to ring the doorbell. Ignored for hardware queue pairs, which
+    /// need both.
     pub doorbell_mode: DoorbellMode,
-    /// For how long a stream may wait, from when it came to the wait, before the queue pair counts as failed. Without
-    /// it, streams wait for ever, and one store less is needed for each wait.
+    /// How long a stream may wait, counted from when it reached the wait, before the queue pair
+    /// fails. With `None`, streams may wait for ever, and each wait saves one store.
     pub wait_timeout: Option<Duration>,
 }
 
@@ -137,23 +144,26 @@ impl Default for StreamQpOptions {
     }
 }
 
-/// A queue pair that streams drive. Clones are the same one; it ends with the last, and with what was prepared for it.
+/// A queue pair driven by streams. Clones share it; it is destroyed with the last clone and the
+/// last request or wait prepared for it.
 ///
-/// The CPU writes entries and posts receives; streams ring and wait. All calls are for any thread.
+/// The CPU writes WQEs and posts receives; streams ring doorbells and wait. All methods may be
+/// called from any thread.
 #[derive(Clone, Debug)]
 pub struct StreamQp(Arc<Shared>);
 
 impl StreamQp {
-    /// Makes one whose queues lie where that device's streams reach them.
+    /// Creates a queue pair whose queues streams of `device` can access.
     ///
-    /// On an mlx5 device of the machine its queues lie where their provider has put them, and that device is let reach them:
-    /// also the page with the NIC's doorbell, which streams ring after the record. Where completions lie is then not ours to
-    /// choose.
+    /// On an mlx5 NIC the provider allocates the queues. They are registered with `device`,
+    /// together with the page that holds the doorbell register, which streams ring after the
+    /// doorbell record.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if nobody drives the context when a stream rings, or the options make no sense;
-    /// [`Kind::Unsupported`] if the device's streams cannot write and wait for words, or the context is hardware that is
-    /// not mlx5: nobody tells where its queues lie.
+    /// [`Kind::InvalidArgument`] if no thread drives the context (a stream's doorbell write wakes
+    /// none), or if options are invalid; [`Kind::Unsupported`] if the device's streams cannot write
+    /// and wait for words, or if the hardware is not mlx5, so that the addresses of its queues are
+    /// unknown.
     pub fn create(
         context: &Context,
         pd: &Pd,
@@ -194,36 +204,38 @@ impl StreamQp {
         Ok(Self(shared))
     }
 
-    /// Its number.
+    /// The queue pair number (QPN).
     pub fn number(&self) -> u32 {
         self.0.qp.number()
     }
 
-    /// The queue pair below: its state, its path, its counters. Work goes through this type alone.
+    /// The underlying queue pair, for its state, path and counters. Post work through this type
+    /// only.
     pub fn qp(&self) -> &Qp {
         &self.0.qp
     }
 
-    /// The device whose streams drive it.
+    /// The device whose streams drive the queue pair.
     pub fn device(&self) -> &mem::Device {
         &self.0.device
     }
 
-    /// What a peer must know to connect to it.
+    /// The connection data that the peer passes to [`connect`](Self::connect).
     pub fn endpoint(&self) -> QpEndpoint {
         self.0.qp.endpoint()
     }
 
-    /// Connects it to the peer that made this offer.
+    /// Connects the queue pair to the peer with this endpoint.
     pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
         self.0.qp.connect(peer)
     }
 
-    /// Writes a request into the send queue, and tells nobody. Every request makes a completion, whatever it says.
+    /// Writes a request into the send queue without ringing the doorbell. The request always
+    /// generates a completion, whatever its `signaled` flag.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room: take completions with [`poll`](Self::poll), and let streams go on. The
-    /// failure, if the queue pair has failed.
+    /// [`Kind::Busy`] if the queue is full: take completions with [`poll`](Self::poll) and let
+    /// streams make progress. The [`failure`](Self::failure), if the queue pair has failed.
     pub fn prepare(&self, request: &SendRequest<'_>) -> Result<Prepared> {
         let ticket = self.0.prepare(&mut self.0.state.lock(), request)?;
         Ok(Prepared { shared: self.0.clone(), ticket, is_posted: false })
@@ -234,69 +246,73 @@ impl StreamQp {
         self.prepare(request)?.post(stream)
     }
 
-    /// Prepares a request and posts it from the CPU, now.
+    /// Prepares a request and posts it immediately from the CPU.
     pub fn post_now(&self, request: &SendRequest<'_>) -> Result<Ticket> {
         self.prepare(request)?.post_now()
     }
 
-    /// Posts receives, all of them or none; returns what the first is called, the others come
-    /// [after](Ticket::after) it.
+    /// Posts receives, all of them or none. Returns the ticket of the first; the others
+    /// [follow](Ticket::after).
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<Ticket> {
         self.0.post_receive(requests)
     }
 
-    /// Prepares the wait for the end of a request or a receive.
+    /// Prepares a wait for the completion of a request or receive.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if there is no such request or receive; [`Kind::Busy`] if too many waits are on their
-    /// way.
+    /// [`Kind::InvalidArgument`] if there is no such request or receive; [`Kind::Busy`] if the
+    /// maximum number of waits is in flight.
     pub fn prepare_wait(&self, ticket: Ticket) -> Result<PreparedWait> {
         let slot = self.0.prepare_wait(&mut self.0.state.lock(), ticket)?;
         let shared = self.0.clone();
         Ok(PreparedWait { shared, ticket, slot, is_next: false, is_posted: false })
     }
 
-    /// Prepares the wait for the next receive that nobody has waited for in this way: first for the first that was
-    /// posted, then for the second, whatever the CPU has taken meanwhile.
+    /// Prepares a wait for the next receive in posting order. Each call takes the receive after
+    /// that of the previous call, whether or not the CPU has polled its completion.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if it was not posted: the stream might wait for ever.
+    /// [`Kind::InvalidArgument`] if that receive has not been posted: the stream might wait for
+    /// ever.
     pub fn prepare_wait_receive(&self) -> Result<PreparedWait> {
         let (ticket, slot) = self.0.prepare_next(&mut self.0.state.lock())?;
         let shared = self.0.clone();
         Ok(PreparedWait { shared, ticket, slot, is_next: true, is_posted: false })
     }
 
-    /// Holds a stream up until that request has ended, well or not.
+    /// Blocks a stream until the request has completed or failed.
     ///
     /// # Errors
-    /// As [`prepare_wait`](Self::prepare_wait) and [`PreparedWait::post`]; also if it is the ticket of a receive.
+    /// Those of [`prepare_wait`](Self::prepare_wait) and [`PreparedWait::post`]; also
+    /// [`Kind::InvalidArgument`] if the ticket is of a receive.
     pub fn wait_send(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
         ticket.check_send()?;
         self.wait_for(stream, ticket)
     }
 
-    /// Holds a stream up until that request or that receive has ended, well or not.
+    /// Blocks a stream until the request or receive has completed or failed.
     pub fn wait_for(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
         self.prepare_wait(ticket)?.post(stream).map(drop)
     }
 
-    /// Holds a stream up until the next receive has ended, well or not; returns which that is.
+    /// Blocks a stream until the next receive has completed or failed; returns its ticket.
     pub fn wait_receive(&self, stream: &Stream) -> Result<Ticket> {
         self.prepare_wait_receive()?.post(stream)
     }
 
-    /// Takes completions, requests' before receives', each in order; returns how many of `into` were filled. Never
-    /// blocks. Streams may wait for completions that were taken.
+    /// Takes completions, those of requests before those of receives, each in order; returns the
+    /// number of entries of `into` that were filled. Never blocks. Streams may still wait for
+    /// completions that were taken.
     ///
     /// # Errors
-    /// If the device is beyond repair.
+    /// If the device has failed fatally.
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         self.0.poll(into)
     }
 
-    /// The next completion, waiting for it if need be; `None` when the time is over.
-    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
+    /// Returns the next completion, blocking up to `timeout`; `None` on timeout. Polls for 50 µs,
+    /// then every 50 µs.
+    pub fn wait_next(&self, timeout: Duration) -> Result<Option<Completion>> {
         const SPIN: Duration = Duration::from_micros(50);
         let start = Instant::now();
         let mut one = [Completion::EMPTY];
@@ -314,49 +330,49 @@ impl StreamQp {
         }
     }
 
-    /// Why it failed, if it did.
+    /// Why the queue pair failed; `None` while it works.
     pub fn failure(&self) -> Option<Arc<Failure>> {
         self.0.failure()
     }
 
-    /// Ends it: everything that was posted comes back, and whoever waits goes on.
+    /// Fails the queue pair: all posted work is flushed, and waiting streams resume.
     pub fn abort(&self) {
-        self.0.end("the program ended it");
+        self.0.end("the application aborted the queue pair");
     }
 }
 
 fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> Result<()> {
     let wrong = |why: String| {
-        Error::new(Kind::InvalidArgument, "make a queue pair for streams")
-            .on(device.label())
-            .why(why)
+        Error::new(Kind::InvalidArgument, "create a stream queue pair").on(device.label()).why(why)
     };
-    device.capabilities().stream_mem_ops.require("ring from streams", device.info())?;
+    device.capabilities().stream_mem_ops.require("ring doorbells from streams", device.info())?;
     if context.soft().is_some_and(|hca| !matches!(hca.progress_mode(), ProgressMode::Thread { .. }))
     {
-        return Err(wrong("a stream's ring wakes nobody, and no thread drives the context".into())
-            .fix("open the context with Drive::Thread"));
+        return Err(wrong(
+            "no thread drives the context, and a stream's doorbell write wakes none".into(),
+        )
+        .fix("open the context with ProgressMode::Thread"));
     }
     if options.qp.service != Service::Rc || options.qp.srq.is_some() {
-        return Err(wrong("streams know connections with receives of their own only".into())
-            .fix("use Service::Rc, and no shared receive queue"));
+        return Err(wrong("stream queue pairs are RC with a receive queue of their own".into())
+            .fix("use Service::Rc and no SRQ"));
     }
     if options.qp.memory.is_some() {
-        return Err(wrong("its queues lie in memory of that device".into())
-            .fix("leave QpOptions::memory out"));
+        return Err(wrong("the queues are allocated on that device".into())
+            .fix("leave QpOptions::memory unset"));
     }
     if options.waits == 0 || options.waits > 1 << 20 {
-        return Err(wrong(format!("{} is not a number of waits", options.waits))
-            .fix("ask for 1 to 1048576"));
+        return Err(
+            wrong(format!("{} waits is out of range", options.waits)).fix("ask for 1 to 1048576")
+        );
     }
     if options.qp.send_depth.max(options.qp.receive_depth) > MAX_SEND_WQEBBS / 2 {
-        return Err(wrong(format!("its queues would be deeper than {}", MAX_SEND_WQEBBS / 2))
+        return Err(wrong(format!("the queue depth would exceed {}", MAX_SEND_WQEBBS / 2))
             .fix("ask for a smaller depth"));
     }
     Ok(())
 }
 
-/// A queue pair that a stream reaches.
 struct StreamQpParts {
     qp: Qp,
     cqs: [Cq; 2],
@@ -366,7 +382,7 @@ struct StreamQpParts {
     doorbell: Option<Word>,
 }
 
-/// A queue pair of the software HCA, in memory of the device.
+/// Creates a queue pair of the software HCA, with its queues in pinned memory of the device.
 fn create_soft_qp(
     context: &Context,
     pd: &Pd,
@@ -394,20 +410,21 @@ fn create_soft_qp(
     Ok(StreamQpParts { qp, cqs: [sends, receives], tails, dbrec, doorbell })
 }
 
-/// What the doorbell record says must be told from what it said a lap before, and half of its numbers is enough for that.
+/// Limits the send queue to half of the doorbell record's 16-bit index range, so that an index is
+/// distinct from that of the lap before.
 fn check_blocks(blocks: u64, device: &mem::Device) -> Result<()> {
     if blocks <= u64::from(MAX_SEND_WQEBBS / 2) {
         return Ok(());
     }
     let why =
-        format!("its send queue would have {blocks} blocks, and may have {}", MAX_SEND_WQEBBS / 2);
-    Err(Error::new(Kind::InvalidArgument, "make a queue pair for streams")
+        format!("the send queue would have {blocks} WQEBBs, and may have {}", MAX_SEND_WQEBBS / 2);
+    Err(Error::new(Kind::InvalidArgument, "create a stream queue pair")
         .on(device.label())
         .why(why)
-        .fix("ask for a smaller depth, fewer ranges or less inline data"))
+        .fix("ask for a smaller depth, fewer SGEs or less inline data"))
 }
 
-/// A completion queue, and the memory that it lies in.
+/// A completion queue and the allocation that holds it.
 fn make_cq(
     context: &Context,
     device: &mem::Device,

@@ -1,4 +1,4 @@
-//! Work and waits that are ready, and that no stream has been told of.
+//! Requests and waits that are prepared and not yet posted on a stream.
 
 use std::sync::Arc;
 
@@ -8,25 +8,27 @@ use super::waits::ProgressMarker;
 use crate::error::{Error, Kind, Result};
 use crate::mem::Stream;
 
-/// Refuses a stream that cannot drive this queue pair.
+/// Rejects a stream that cannot drive this queue pair.
 pub(super) fn check_stream(shared: &Shared, stream: &Stream) -> Result<()> {
     let refused = |kind, why: String| {
         let what = format!("use queue pair {:#x} on a stream", shared.qp.number());
         Error::new(kind, what).on(stream.label()).why(why)
     };
     if *stream.device() != shared.device {
-        let why = format!("its queues lie where {} reaches them", shared.device.label());
-        return Err(refused(Kind::InvalidArgument, why).fix("make a queue pair for that device"));
+        let why = format!("its queues are mapped for {} only", shared.device.label());
+        return Err(
+            refused(Kind::InvalidArgument, why).fix("create a queue pair for the stream's device")
+        );
     }
     if stream.is_capturing() {
-        let why = "a graph would ring with the same value in each replay".to_owned();
+        let why = "a graph would write the same doorbell value in each replay".to_owned();
         return Err(refused(Kind::Unsupported, why)
-            .fix("use a KernelQp, whose posts a graph replays, or leave it out of the capture"));
+            .fix("use a KernelQp, whose posts can be replayed, or post outside of the capture"));
     }
     Ok(())
 }
 
-/// A request that lies in the send queue; the device knows nothing of it. Dropped, it was never there.
+/// A request in the send queue whose doorbell has not been rung. Dropping it cancels the request.
 #[derive(Debug)]
 #[must_use = "nothing happens until it is posted"]
 pub struct Prepared {
@@ -36,16 +38,18 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// What it is called.
+    /// The request's ticket.
     pub fn ticket(&self) -> Ticket {
         self.ticket
     }
 
-    /// Posts it on a stream: the stream rings when it gets there. If the stream refuses, it is dropped.
+    /// Posts the request on a stream, which rings the doorbell when it reaches that point. If the
+    /// stream rejects it, the request is cancelled.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if one that was prepared before it is neither posted nor dropped, or the stream is of
-    /// another device; the failure of the queue pair or of the stream, if one has failed.
+    /// [`Kind::InvalidArgument`] if a request that was prepared earlier is neither posted nor
+    /// dropped, or if the stream belongs to another device; the failure of the queue pair or of the
+    /// stream, if one has failed.
     pub fn post(mut self, stream: &Stream) -> Result<Ticket> {
         let shared = self.shared.clone();
         check_stream(&shared, stream)?;
@@ -62,16 +66,16 @@ impl Prepared {
             Err(_) => {
                 state.unpost_to(before);
                 shared.cancel(state, self.ticket.number);
-                self.is_posted = true; // there is nothing left to give up
+                self.is_posted = true; // cancelled above, not on drop
             }
         }
         posted.map(|()| self.ticket)
     }
 
-    /// Posts it from the CPU, now.
+    /// Posts the request immediately from the CPU.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if a stream has not come to an earlier request.
+    /// [`Kind::Busy`] if a stream has not reached an earlier request yet.
     pub fn post_now(mut self) -> Result<Ticket> {
         let shared = self.shared.clone();
         shared.post_now(&mut shared.state.lock(), self.ticket.number)?;
@@ -88,31 +92,32 @@ impl Drop for Prepared {
     }
 }
 
-/// A wait for a completion that no stream has been told of. Until it is posted or dropped, the completion's place is
-/// kept.
+/// A wait for a completion that is not posted on a stream yet. It keeps the CQE slot from being
+/// reused until it is posted and passed, or dropped.
 #[derive(Debug)]
 #[must_use = "nothing happens until it is posted"]
 pub struct PreparedWait {
     pub(super) shared: Arc<Shared>,
     pub(super) ticket: Ticket,
-    /// None if it is over already.
+    /// `None` if the completion was released before the wait was prepared.
     pub(super) slot: Option<u32>,
-    /// It is for the next receive: dropped, another will be.
+    /// The wait is for the next receive; if it is dropped, the next such wait takes that receive.
     pub(super) is_next: bool,
     pub(super) is_posted: bool,
 }
 
 impl PreparedWait {
-    /// What it waits for.
+    /// The request or receive that it waits for.
     pub fn ticket(&self) -> Ticket {
         self.ticket
     }
 
-    /// Posts it on a stream: what follows on the stream runs when the work has ended, well or not.
+    /// Posts the wait on a stream: the operations behind it run after the work has completed or
+    /// failed.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if the request is not posted, or the stream is of another device; the failure of the
-    /// stream, if it has failed.
+    /// [`Kind::InvalidArgument`] if the request is not posted, or if the stream belongs to another
+    /// device; the failure of the stream, if it has failed.
     pub fn post(mut self, stream: &Stream) -> Result<Ticket> {
         let shared = self.shared.clone();
         check_stream(&shared, stream)?;

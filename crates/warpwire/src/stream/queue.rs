@@ -1,12 +1,15 @@
-//! The state of a queue pair that streams drive: what was prepared, posted, completed, passed.
+//! The state of a stream-driven queue pair: which requests are prepared, posted, completed and
+//! passed by streams.
 //!
-//! # What always holds
-//! 1. Every request makes one completion, in order: the `n`-th request's is the `n`-th of the send queue. Receives alike.
-//! 2. `released <= read <= reserved <= released + entries`, for either queue: no completion is ever written over one
-//!    that the CPU has not read or that a stream may look at.
-//! 3. A stream waits only for a completion whose place holds the lap before it, or nothing: what 2 says.
-//! 4. Requests are rung for in their order: a stream that posts after another one waits for its ring.
-//! 5. What is waited for is posted: some stream or the CPU rings for it, or has.
+//! # Invariants
+//! 1. Every request generates one completion, in order: the `n`-th request generates the `n`-th
+//!    entry of the send CQ. The same holds for receives.
+//! 2. `released <= read <= reserved <= released + entries`, for either queue: no completion
+//!    overwrites one that the CPU has not read or that a stream may poll.
+//! 3. By 2, a stream waits only for a CQE slot that holds the previous lap's entry or none.
+//! 4. Doorbells are rung in the order of requests: a stream that posts after another one waits for
+//!    its doorbell.
+//! 5. A wait refers to posted work only: a stream or the CPU has rung its doorbell, or will.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,10 +29,10 @@ use crate::verbs::{
     Completion, Cq, Qp, QpAttributes, ReceiveRequest, SendRequest, State as QpState,
 };
 
-/// How long after a failure a device may take to flush before streams are released without it.
+/// How long the device may take to flush after a failure before streams are released without it.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
-/// A queue pair and its queues, for handles, prepared work and the watchdog.
+/// A queue pair and its queues, shared by handles, prepared work and the watchdog.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub qp: Qp,
@@ -37,7 +40,7 @@ pub(super) struct Shared {
     pub tails: [CqeTails; 2],
     pub doorbells: DoorbellWords,
     pub device: mem::Device,
-    /// Streams flush what NICs wrote when they have waited.
+    /// Streams flush remote writes after each wait ([`MemOp::Flush`]).
     pub flushes: bool,
     pub wait_timeout: Option<Duration>,
     pub state: Mutex<State>,
@@ -49,7 +52,7 @@ pub(super) struct Shared {
 enum Stage {
     Prepared,
     Posted,
-    /// It was given up: it does nothing, and completes in its turn.
+    /// Dropped before posting: a NOP that completes in order.
     Cancelled,
 }
 
@@ -60,14 +63,14 @@ struct Entry {
     stage: Stage,
 }
 
-/// One of the two queues.
+/// Slot accounting of one of the two completion queues.
 #[derive(Debug)]
 struct CqTracker {
-    /// How many completions there will be, of what is posted or prepared.
+    /// Number of completions that posted and prepared work generates, counted from the start.
     reserved: u64,
     read: u64,
     released: u64,
-    /// How many waits there are for each, and what the program called it, by place.
+    /// By CQE slot: the number of waits for it, and the `id` of its work request.
     waiters: Box<[u32]>,
     ids: Box<[u64]>,
 }
@@ -88,16 +91,16 @@ impl CqTracker {
     }
 }
 
-/// How far the send queue is posted.
+/// How far the send queue has been posted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Posted {
-    /// Requests before this one are posted, or given up.
+    /// All requests before this one are posted or cancelled.
     pub requests: u64,
-    /// The last of them that is posted.
+    /// The last posted request.
     pub last: Option<u64>,
-    /// Somebody rings, or has rung, up to this block.
+    /// WQEBB index up to which the doorbell has been rung, or will be by a stream.
     pub blocks: u64,
-    /// The stream that does; the CPU if none.
+    /// The stream that rings it; `None` for the CPU.
     pub by: Option<u64>,
 }
 
@@ -110,9 +113,9 @@ pub(super) struct State {
     next_receive: u64,
     waits: Waits,
     failed_at: Option<Instant>,
-    /// Waits were ended without the device: what lies in the queues is not all its own.
+    /// Waits were ended without the device: some CQEs were written by the CPU.
     device_lost: bool,
-    /// Kept for its room.
+    /// Kept to reuse its capacity.
     pub scratch: Vec<MemOp>,
 }
 
@@ -135,7 +138,8 @@ impl State {
         &mut self.entries[(number & (self.entries.len() as u64 - 1)) as usize]
     }
 
-    /// How far the send queue is posted, to come back to if a stream takes nothing.
+    /// How far the send queue is posted, for [`unpost_to`](Self::unpost_to) if the stream rejects
+    /// the batch.
     pub(super) fn posted(&self) -> Posted {
         self.posted
     }
@@ -196,7 +200,7 @@ impl Shared {
         Ticket { qpn: self.qp.number(), queue, number }
     }
 
-    /// Makes a completion's place tell apart whether it has been written.
+    /// Resets a CQE slot so that a written entry can be distinguished from an unwritten one.
     fn clear(&self, queue: Queue, number: u64) {
         if let Some((at, value)) = self.tails[side(queue)].reset_store(number) {
             let _ = self.cqs[side(queue)].memory().bytes().store_u32(at, value);
@@ -208,13 +212,13 @@ impl Shared {
         ticket.number < state.trackers[queue].read || self.cqs[queue].has_cqe(ticket.number)
     }
 
-    /// Writes a request into the queue without telling anybody.
+    /// Writes a request into the queue without ringing the doorbell.
     pub(super) fn prepare(&self, state: &mut State, request: &SendRequest<'_>) -> Result<Ticket> {
         self.check_failure()?;
         if !state.trackers[0].has_room_for(1) {
             self.reclaim_cqes(state);
             if !state.trackers[0].has_room_for(1) {
-                return Err(self.no_room("post work"));
+                return Err(self.no_room("post a request"));
             }
         }
         let request = SendRequest { signaled: true, ..*request };
@@ -228,7 +232,7 @@ impl Shared {
         Ok(self.ticket(Queue::Send, number))
     }
 
-    /// Gives a request up that was not posted.
+    /// Cancels a request that was not posted.
     pub(super) fn cancel(&self, state: &mut State, number: u64) {
         let entry = state.entry(number);
         if entry.stage != Stage::Prepared {
@@ -237,7 +241,7 @@ impl Shared {
         entry.stage = Stage::Cancelled;
         let blocks = entry.first..entry.end;
         self.qp.overwrite_with_nop(blocks);
-        // Those at the end were never there.
+        // Cancelled requests at the end of the queue are removed.
         while state.trackers[0].reserved > state.posted.requests {
             let last = state.trackers[0].reserved - 1;
             let Entry { first, stage, .. } = *state.entry(last);
@@ -249,7 +253,8 @@ impl Shared {
         }
     }
 
-    /// Notes that this request is posted by that stream, or by the CPU; returns the block up to which it rings.
+    /// Records that the stream `by` (`None`: the CPU) posts this request; returns the WQEBB index
+    /// up to which the doorbell is rung.
     fn advance(&self, state: &mut State, number: u64, by: Option<u64>) -> Result<u64> {
         self.check_failure()?;
         for earlier in state.posted.requests..number {
@@ -266,7 +271,7 @@ impl Shared {
         Ok(blocks)
     }
 
-    /// Posts a request on a stream: adds what the stream does to `ops`.
+    /// Posts a request on a stream: appends the stream's operations to `ops`.
     pub(super) fn post(
         &self,
         state: &mut State,
@@ -291,7 +296,7 @@ impl Shared {
         if state.posted.last.is_some_and(|last| !self.doorbells.is_rung(last)) {
             let ticket = self.ticket(Queue::Send, number);
             return Err(Error::new(Kind::Busy, format!("post {ticket} from the CPU"))
-                .why("a stream has not come to an earlier request yet")
+                .why("a stream has not reached an earlier request yet")
                 .fix("post it on that stream, or wait for it"));
         }
         let blocks = self.advance(state, number, None)?;
@@ -300,7 +305,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Posts receives; returns the first.
+    /// Posts receives; returns the ticket of the first.
     pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<Ticket> {
         let state = &mut *self.state.lock();
         self.check_failure()?;
@@ -321,7 +326,7 @@ impl Shared {
         Ok(self.ticket(Queue::Receive, first))
     }
 
-    /// Prepares the wait for a completion; no slot if it is over.
+    /// Prepares a wait for a completion; no slot if the completion has been released already.
     pub(super) fn prepare_wait(&self, state: &mut State, ticket: Ticket) -> Result<Option<u32>> {
         if ticket.qpn != self.qp.number() {
             let why = format!("this is queue pair {:#x}", self.qp.number());
@@ -346,7 +351,7 @@ impl Shared {
         Ok(Some(slot))
     }
 
-    /// Prepares the wait for the next receive that nobody has waited for in this way.
+    /// Prepares a wait for the next receive in posting order.
     pub(super) fn prepare_next(&self, state: &mut State) -> Result<(Ticket, Option<u32>)> {
         let ticket = self.ticket(Queue::Receive, state.next_receive);
         let slot = self.prepare_wait(state, ticket)?;
@@ -354,7 +359,7 @@ impl Shared {
         Ok((ticket, slot))
     }
 
-    /// Gives a wait up that was not posted.
+    /// Cancels a wait that was not posted.
     pub(super) fn cancel_wait(
         &self,
         state: &mut State,
@@ -377,8 +382,8 @@ impl Shared {
         side.waiters[cqe_slot] = side.waiters[cqe_slot].saturating_sub(1);
     }
 
-    /// Posts a wait on a stream: adds what the stream does to `ops`. The signs say what tells that it came to the wait,
-    /// and that it passed it.
+    /// Posts a wait on a stream: appends the stream's operations to `ops`. The markers show that
+    /// the stream has reached the wait, and that it has passed it.
     pub(super) fn post_wait(
         &self,
         state: &mut State,
@@ -410,7 +415,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes completions: requests first, then receives.
+    /// Takes completions: those of requests first, then those of receives.
     pub(super) fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         let state = &mut *self.state.lock();
         if state.device_lost {
@@ -441,7 +446,8 @@ impl Shared {
         Ok(kept)
     }
 
-    /// Lets go of waits that streams have passed, and gives places back to the device that nobody looks at any more.
+    /// Frees the waits that streams have passed, and returns CQE slots to the device once they are
+    /// read and no stream waits for them.
     pub(super) fn reclaim_cqes(&self, state: &mut State) {
         let State { waits, trackers, .. } = state;
         waits.reap(&self.doorbells, |ticket| {
@@ -469,7 +475,7 @@ impl Shared {
 
     // --- failures ---
 
-    /// Nothing, or the failure as an error.
+    /// Returns the failure as an error, if there is one.
     #[inline]
     pub(super) fn check_failure(&self) -> Result<()> {
         if !self.failed.load(Ordering::Acquire) {
@@ -481,7 +487,7 @@ impl Shared {
         }
     }
 
-    /// Why it failed, if it did; looks for it.
+    /// Why the queue pair failed, if it did. Checks the device's state first.
     pub(super) fn failure(&self) -> Option<Arc<Failure>> {
         if !self.failed.load(Ordering::Acquire) {
             self.detect_failure(&mut self.state.lock());
@@ -489,7 +495,7 @@ impl Shared {
         self.failure.lock().clone()
     }
 
-    /// Looks among completions that nobody has read for the one that failed.
+    /// If the device reports a failed queue pair, looks for the cause in unread completions.
     #[cold]
     fn detect_failure(&self, state: &mut State) {
         if !matches!(self.qp.state(), Ok(QpState::Err | QpState::Sqe)) {
@@ -499,14 +505,14 @@ impl Shared {
             Some((ticket, status)) => self.fail_with_status(state, ticket, status),
             None => {
                 let waiters = self.waiters(state);
-                let why = "the device ended it: the peer did what it may not, or a queue was lost";
+                let why = "the device failed it: the peer broke the protocol, or a queue was lost";
                 self.fail(state, Failure::aborted(why, waiters));
             }
         }
     }
 
-    /// The first failure among completions that nobody has read. What was flushed came after what failed, maybe in the
-    /// other queue.
+    /// The first failure among unread completions. Flushed work comes after the work that failed,
+    /// which may be in the other queue.
     fn find_failed(&self, state: &State) -> Option<(Ticket, Status)> {
         let mut first: Option<(Ticket, Status)> = None;
         for queue in [Queue::Send, Queue::Receive] {
@@ -540,7 +546,7 @@ impl Shared {
         self.fail_with_status(state, ticket, status);
     }
 
-    /// Fails it because of that work.
+    /// Fails the queue pair because of this request or receive.
     #[cold]
     fn fail_with_status(&self, state: &mut State, ticket: Ticket, status: Status) {
         let side = &state.trackers[side(ticket.queue)];
@@ -549,7 +555,8 @@ impl Shared {
         self.fail(state, Failure::from_status(ticket, id, status, waiters));
     }
 
-    /// Fails it: the first cause stays; everything that was posted comes back, and whoever waits goes on.
+    /// Fails the queue pair. The first cause is kept; all posted work is flushed, and waiting
+    /// streams resume.
     #[cold]
     pub(super) fn fail(&self, state: &mut State, failure: Failure) {
         {
@@ -557,7 +564,7 @@ impl Shared {
             if known.is_some() {
                 return;
             }
-            tracing::debug!(%failure, "a queue pair of streams has failed");
+            tracing::debug!(%failure, "a stream queue pair has failed");
             *known = Some(Arc::new(failure));
         }
         self.failed.store(true, Ordering::Release);
@@ -565,9 +572,10 @@ impl Shared {
         self.flush(state);
     }
 
-    /// Has the device give everything back that was posted, also what streams have not rung for.
+    /// Makes the device flush all posted work, including requests whose doorbell no stream has rung
+    /// yet.
     fn flush(&self, state: &State) {
-        // It may be in that state already, or beyond all states.
+        // The queue pair may be in the error state already, or the device may be lost.
         let _ = self.qp.modify(&QpAttributes::new(QpState::Err));
         self.qp.ring_doorbell_to(state.posted.blocks);
         self.doorbells.mark_rung_before(state.posted.requests);
@@ -579,7 +587,7 @@ impl Shared {
         self.fail(state, Failure::aborted(why, waiters));
     }
 
-    /// The watchdog's look.
+    /// One check by the watchdog: frees passed waits, detects failures and timeouts.
     pub(super) fn monitor(&self, now: Instant) {
         let state = &mut *self.state.lock();
         self.reclaim_cqes(state);
@@ -600,13 +608,13 @@ impl Shared {
             let wait_timeout = self.wait_timeout.unwrap_or_default();
             self.fail(state, Failure::timed_out(wait_timeout, waiters));
         }
-        // A device that does not even flush is gone; its streams are not.
+        // If the device does not even flush, it is lost; release its streams without it.
         if state.failed_at.is_some_and(|at| now.saturating_duration_since(at) >= FLUSH_TIME) {
             self.release_all(state);
         }
     }
 
-    /// Ends all waits without the device.
+    /// Ends all waits without the device, by writing error CQEs.
     fn release_all(&self, state: &mut State) {
         for (_, ticket) in state.waits.posted() {
             if self.has_cqe(state, ticket) {
@@ -627,8 +635,8 @@ impl Shared {
     fn no_room(&self, what: &'static str) -> Error {
         Error::new(Kind::Busy, what)
             .on(format!("queue pair {:#x}", self.qp.number()))
-            .why("completions have not been taken, or streams have not passed them")
-            .fix("call poll, let streams go on, or make it with room for more completions")
+            .why("completions have not been polled, or streams have not passed them")
+            .fix("call poll, let streams make progress, or raise StreamQpOptions::completions")
     }
 }
 
@@ -650,6 +658,6 @@ fn out_of_order(ticket: Ticket, first: Ticket) -> Error {
 #[cold]
 fn never_posted(ticket: Ticket) -> Error {
     Error::new(Kind::InvalidArgument, format!("wait for {ticket}"))
-        .why("it has not been posted: the stream might wait for ever")
+        .why("it has not been posted, so the stream might wait for ever")
         .fix("post it first, or in the same batch before the wait")
 }

@@ -1,12 +1,12 @@
-//! What work is called until it has ended.
+//! Identifiers of posted work.
 
 use std::fmt;
 
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Queue;
 
-/// The name of one request or receive of one [`StreamQp`](super::StreamQp): its number among those of its queue, from 0
-/// on.
+/// Identifies one request or receive of a [`StreamQp`](super::StreamQp) by its index in its queue,
+/// counted from 0 and never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket {
     pub(super) qpn: u32,
@@ -15,17 +15,17 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// The queue that it is of.
+    /// The queue: requests are in the send queue, receives in the receive queue.
     pub fn queue(&self) -> Queue {
         self.queue
     }
 
-    /// Its number in that queue.
+    /// The index in that queue.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Refuses the ticket of a receive.
+    /// Rejects the ticket of a receive.
     pub(super) fn check_send(&self) -> Result<()> {
         match self.queue {
             Queue::Send => Ok(()),
@@ -35,7 +35,8 @@ impl Ticket {
         }
     }
 
-    /// The one that comes so many after it: receives that are posted together have numbers one after the other.
+    /// The ticket `count` positions later: receives that are posted together have consecutive
+    /// numbers.
     #[must_use]
     pub fn after(&self, count: u64) -> Self {
         Self { number: self.number + count, ..*self }
@@ -52,7 +53,7 @@ impl fmt::Display for Ticket {
     }
 }
 
-/// The place of a queue in arrays of two.
+/// The index of a queue in arrays of two.
 pub(super) const fn side(queue: Queue) -> usize {
     match queue {
         Queue::Send => 0,

@@ -1,9 +1,10 @@
-//! Who waits for which completion, and how the CPU knows how far they are.
+//! Which stream waits for which completion, and how far the stream has come.
 //!
-//! A stream that comes to a wait writes a word before it, and another after it. The first lets the watchdog count from
-//! when the stream came; the second lets the CPU give the completion's place back to the device only when nobody looks
-//! at it any more. Where the stream rings the same queue pair just before or just after, the word of that ring says as
-//! much, and no other is written.
+//! A stream that reaches a wait writes a word before it and another one after it. The first lets
+//! the watchdog measure how long the stream has waited; the second lets the CPU return the CQE slot
+//! to the device only after the stream has stopped polling it. Where the stream rings a doorbell of
+//! the same queue pair directly before or after the wait, the word of that doorbell serves instead,
+//! and no other is written.
 
 use std::time::Instant;
 
@@ -14,32 +15,32 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, MemOp, Word};
 use crate::mlx5::Queue;
 
-/// What says that a stream has come to a point.
+/// What shows that a stream has reached a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProgressMarker {
-    /// It writes the slot's word there.
+    /// The stream writes the wait's own word.
     Word,
-    /// It rings for this request there.
+    /// The stream rings the doorbell for this request.
     Ring(u64),
-    /// Nobody wants to know.
+    /// Not tracked.
     Unknown,
 }
 
 #[derive(Debug)]
 struct Slot {
     ticket: Ticket,
-    /// What its words hold when the stream has come by.
+    /// The value of its words once the stream has reached them.
     generation: u32,
-    /// The stream's number; set when it is posted.
+    /// The stream's number; `None` until the wait is posted.
     stream: Option<u64>,
     arrived: ProgressMarker,
     passed: ProgressMarker,
-    /// When the stream was first seen to wait here.
+    /// When the stream was first observed waiting here.
     since: Option<Instant>,
     live: bool,
 }
 
-/// The waits of one queue pair that are prepared or posted, and not over.
+/// The waits of one queue pair that are prepared or posted and not yet passed.
 #[derive(Debug)]
 pub(super) struct Waits {
     slots: Box<[Slot]>,
@@ -48,7 +49,7 @@ pub(super) struct Waits {
     live: Vec<u32>,
 }
 
-/// Bytes of pinned memory that a wait needs.
+/// Bytes of pinned memory per wait.
 pub(super) const WORDS_LEN: u64 = 8;
 
 impl Waits {
@@ -74,7 +75,7 @@ impl Waits {
         })
     }
 
-    /// Takes a slot for a wait that is being prepared.
+    /// Allocates a slot for a wait that is being prepared.
     pub(super) fn add_wait(&mut self, ticket: Ticket) -> Result<u32> {
         let at = self.free.pop().ok_or_else(|| too_many(ticket, self.slots.len()))?;
         let slot = &mut self.slots[at as usize];
@@ -92,7 +93,7 @@ impl Waits {
         Ok(at)
     }
 
-    /// A stream will wait there; its operations around the wait.
+    /// Posts a wait on a stream; returns the stream's operations before and after the wait.
     pub(super) fn post(
         &mut self,
         slot: u32,
@@ -109,12 +110,12 @@ impl Waits {
         })
     }
 
-    /// As if it had not been posted.
+    /// Undoes [`post`](Self::post).
     pub(super) fn unpost(&mut self, slot: u32) {
         self.slots[slot as usize].stream = None;
     }
 
-    /// Gives a slot back whose wait is over or will never be.
+    /// Frees a slot whose wait is over or was cancelled.
     pub(super) fn release_wait(&mut self, slot: u32) -> Ticket {
         if let Some(at) = self.live.iter().position(|live| *live == slot) {
             self.live.swap_remove(at);
@@ -136,7 +137,7 @@ impl Waits {
         }
     }
 
-    /// Lets go of all that streams have passed; each ticket is given to `on_passed`.
+    /// Frees all waits that streams have passed; calls `on_passed` with each ticket.
     pub(super) fn reap(&mut self, doorbells: &DoorbellWords, mut on_passed: impl FnMut(Ticket)) {
         let mut at = 0;
         while let Some(slot) = self.live.get(at).copied() {
@@ -148,13 +149,14 @@ impl Waits {
         }
     }
 
-    /// The waits that streams have been told of and are not known to have passed.
+    /// The waits that are posted and not known to have been passed.
     pub(super) fn posted(&self) -> impl Iterator<Item = (u32, Ticket)> {
         let slots = self.live.iter().map(|slot| (*slot, &self.slots[*slot as usize]));
         slots.filter(|(_, slot)| slot.stream.is_some()).map(|(at, slot)| (at, slot.ticket))
     }
 
-    /// Notes since when the stream waits here, if it does; `is_complete` says whether the completion is.
+    /// Updates and returns when the stream started waiting here, if it waits; `is_complete` is
+    /// whether the completion has been written.
     pub(super) fn update_since(
         &mut self,
         slot: u32,
@@ -168,7 +170,8 @@ impl Waits {
         slot.since
     }
 
-    /// Everybody who waits, for people to read. `is_there` says of which tickets the completion has come.
+    /// All waiting streams, for error messages. `is_there` returns whether a ticket's
+    /// completion has been written.
     pub(super) fn waiters(&self, device: &str, is_there: impl Fn(Ticket) -> bool) -> Vec<Waiter> {
         let now = Instant::now();
         let waiter = |slot: u32| {
@@ -184,6 +187,6 @@ impl Waits {
 #[cold]
 fn too_many(ticket: Ticket, limit: usize) -> Error {
     Error::new(Kind::Busy, format!("wait for {ticket}"))
-        .why(format!("{limit} waits are on their way"))
-        .fix("let streams go on and call poll, or make the queue pair with more waits")
+        .why(format!("{limit} waits are in flight, the maximum"))
+        .fix("let streams make progress and call poll, or raise StreamQpOptions::waits")
 }

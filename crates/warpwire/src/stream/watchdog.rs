@@ -1,5 +1,5 @@
-//! One thread for all queue pairs of the process: it looks whether streams wait for too long, and whether queue pairs
-//! have failed that nobody asks about.
+//! One thread for all stream queue pairs of the process: it detects waits that exceed their
+//! timeout, and failed queue pairs whose completions are not being polled.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::queue::Shared;
 use crate::error::{Error, Result};
 
-/// It looks so many times in the shortest patience, and within these bounds.
+/// Checks per shortest timeout; the interval between checks is clamped to the two bounds below.
 const CHECKS_PER_TIMEOUT: u32 = 8;
 const MIN_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_INTERVAL: Duration = Duration::from_millis(100);
@@ -22,7 +22,7 @@ struct WatchList {
 static WATCH_LIST: Mutex<WatchList> =
     Mutex::new(WatchList { pairs: Vec::new(), is_running: false });
 
-/// Looks after a queue pair for as long as it lives.
+/// Monitors a queue pair until it is dropped.
 pub(super) fn monitor(pair: &Arc<Shared>) -> Result<()> {
     let mut watch_list = WATCH_LIST.lock();
     watch_list.pairs.push(Arc::downgrade(pair));
@@ -35,7 +35,7 @@ pub(super) fn monitor(pair: &Arc<Shared>) -> Result<()> {
     Ok(())
 }
 
-/// The thread: until there is nobody to look after.
+/// The watchdog thread; it ends when no queue pair is left.
 fn watch() {
     loop {
         let pairs: Vec<Arc<Shared>> = {
@@ -54,7 +54,7 @@ fn watch() {
                 pause = pause.min(wait_timeout / CHECKS_PER_TIMEOUT);
             }
         }
-        // It may be the last to hold one: what that lets go is let go here.
+        // This may drop the last reference to a queue pair; do so before sleeping.
         drop(pairs);
         std::thread::sleep(pause.max(MIN_INTERVAL));
     }

@@ -1,8 +1,9 @@
-//! Fences in pairs of which one side is free: [`light`] keeps the compiler from reordering, [`heavy`] has the kernel put a fence
-//! into every thread that is running, and those that are not have had one as they stopped.
+//! Asymmetric fences (`membarrier(2)`): [`light`] only keeps the compiler from reordering,
+//! [`heavy`] has the kernel execute a full fence on every CPU that runs a thread of the process.
+//! Threads that are not running had one when they were scheduled out.
 //!
-//! What both sides of a pair do is as if each had a fence of the strongest sort. Where the kernel cannot do that, or
-//! may not by a filter on system calls, each has one.
+//! A light and a heavy side together order memory as two SeqCst fences would. Where the kernel
+//! lacks `membarrier`, or a seccomp filter forbids it, both sides are SeqCst fences.
 
 use std::sync::atomic::{AtomicU8, Ordering, compiler_fence, fence};
 use std::sync::{Condvar, Mutex, Once, PoisonError};
@@ -10,20 +11,20 @@ use std::time::Duration;
 
 use rustix::thread::{MembarrierCommand as Command, membarrier};
 
-/// What is known of one kind of barrier. It changes once, from `UNKNOWN`.
+/// The state of one kind of barrier. It changes once, from `UNKNOWN`.
 const UNKNOWN: u8 = 0;
 const READY: u8 = 1;
 const REFUSED: u8 = 2;
 
-/// How long a device that is opened waits for the kernel. To register a process with several threads
-/// takes the kernel an RCU grace period: 10 ms on an idle machine, seconds on one whose processors
-/// are all busy. Whoever does not wait that long uses fences until it is done.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// How long `prepare` waits for the kernel. Registering a process with several threads takes an RCU
+/// grace period: 10 ms on an idle machine, seconds on one whose CPUs are all busy. Until the
+/// registration is done, both sides use fences.
+const REGISTRATION_WAIT: Duration = Duration::from_millis(100);
 
-/// Among the threads of this process.
+/// Between the threads of this process.
 static PRIVATE: Registration =
     Registration::new(Command::RegisterPrivateExpedited, Command::PrivateExpedited);
-/// Among all processes that have asked for it.
+/// Between all processes that have registered for it.
 static GLOBAL: Registration =
     Registration::new(Command::RegisterGlobalExpedited, Command::GlobalExpedited);
 
@@ -42,50 +43,54 @@ impl Registration {
         Self { state, register, issue, started, done: (Mutex::new(()), Condvar::new()) }
     }
 
-    /// Acquire: a light side that finds it ready sees what heavy sides did that found it unknown.
+    /// Acquire: a light side that sees `READY` also sees the stores of heavy sides that saw
+    /// `UNKNOWN`.
     #[inline]
     fn is_ready(&self) -> bool {
         self.state.load(Ordering::Acquire) == READY
     }
 
-    /// Asks the kernel, in a thread of its own unless that is quick, and waits a while for the answer.
+    /// Registers with the kernel, in another thread unless that is fast, and waits up to
+    /// `REGISTRATION_WAIT` for the result.
     fn prepare(&'static self) {
         if self.state.load(Ordering::Acquire) != UNKNOWN {
             return;
         }
         self.started.call_once(|| {
-            // The kernel need not wait for the threads of a process that has only one.
-            let start = || std::thread::Builder::new().spawn(|| self.ask());
+            // A process with a single thread needs no grace period.
+            let start = || std::thread::Builder::new().spawn(|| self.register_now());
             if is_single_threaded() || start().is_err() {
-                self.ask();
+                self.register_now();
             }
         });
         let is_unknown = |_: &mut ()| self.state.load(Ordering::Acquire) == UNKNOWN;
         let guard = self.done.0.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.done.1.wait_timeout_while(guard, PATIENCE, is_unknown));
+        drop(self.done.1.wait_timeout_while(guard, REGISTRATION_WAIT, is_unknown));
     }
 
-    fn ask(&self) {
+    fn register_now(&self) {
         let answer = membarrier(self.register).and_then(|()| membarrier(self.issue));
         let state = if answer.is_ok() { READY } else { REFUSED };
         let guard = self.done.0.lock();
-        // SeqCst: of a heavy side's fence and this, one is first.
+        // SeqCst: totally ordered with the fences of heavy sides.
         self.state.store(state, Ordering::SeqCst);
         self.done.1.notify_all();
         drop(guard);
     }
 
-    /// Raises a barrier where light sides may rely on it. What worked once works, unless a filter on
-    /// system calls came since, or this is the child of the process that asked.
+    /// Issues the barrier if light sides may rely on it. A call that has worked keeps working,
+    /// unless a seccomp filter was installed since, or this is a forked child of the registered
+    /// process.
     fn issue(&self) {
-        // One that does not find it ready has its fence before the state changes, and a light side
-        // that finds it ready looks after that: it sees what the heavy side did.
+        // A heavy side that does not see `READY` executed its fence before the state changed, and a
+        // light side that sees `READY` loads after that: it sees the heavy side's store.
         if self.state.load(Ordering::SeqCst) != READY {
             return;
         }
         let register_and_issue = || membarrier(self.register).and_then(|()| membarrier(self.issue));
         if membarrier(self.issue).or_else(|_| register_and_issue()).is_err() {
-            // No processor keeps a store to itself for so long, with all the interrupts that fall into it.
+            // No CPU keeps a store in its store buffer for 20 ms, with all the interrupts in
+            // between.
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -95,22 +100,23 @@ fn is_single_threaded() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
-/// Whether this process may be the light side, and the heavy one, of pairs with others: [`heavy_global`].
+/// Whether this process may be a light or a heavy side of pairs across processes: [`heavy_global`].
 pub(crate) fn is_ready_global() -> bool {
     GLOBAL.is_ready()
 }
 
-/// Makes the light side light before long; till then it is a fence.
+/// Registers for [`light`] and [`heavy`] within this process; until that is done `light` is a
+/// fence.
 pub(crate) fn prepare() {
     PRIVATE.prepare();
 }
 
-/// Has the kernel take this process in beforehand.
+/// Registers for [`heavy_global`].
 pub(crate) fn prepare_global() {
     GLOBAL.prepare();
 }
 
-/// The side that happens all the time.
+/// The hot side.
 #[inline]
 pub(crate) fn light() {
     if PRIVATE.is_ready() {
@@ -120,14 +126,15 @@ pub(crate) fn light() {
     }
 }
 
-/// The side that happens now and then: microseconds.
+/// The cold side: some microseconds.
 #[cold]
 pub(crate) fn heavy() {
     fence(Ordering::SeqCst);
     PRIVATE.issue();
 }
 
-/// The heavy side for those in other processes that are light because they were told that this comes.
+/// The cold side towards other processes, whose light sides rely on it because this process
+/// published that it is registered.
 #[cold]
 pub(crate) fn heavy_global() {
     fence(Ordering::SeqCst);
@@ -140,17 +147,17 @@ mod tests {
     use std::sync::atomic::AtomicU32;
     use std::sync::{Arc, Barrier};
 
-    /// Each side stores its word and looks at the other's: one of them must see the other.
+    /// Each side stores its word and loads the other's: at least one must see the other's store.
     #[test]
     fn light_and_heavy_fences_forbid_store_buffering() {
         prepare();
         let words = Arc::new([AtomicU32::new(0), AtomicU32::new(0)]);
-        let gate = Arc::new(Barrier::new(2));
+        let barrier = Arc::new(Barrier::new(2));
         let rounds = 20_000_u32;
-        let (light_words, their_gate) = (words.clone(), gate.clone());
+        let (light_words, light_barrier) = (words.clone(), barrier.clone());
         let light_side = std::thread::spawn(move || {
             let run_round = |round| {
-                their_gate.wait();
+                light_barrier.wait();
                 light_words[0].store(round, Ordering::Relaxed);
                 light();
                 light_words[1].load(Ordering::Relaxed)
@@ -158,7 +165,7 @@ mod tests {
             (1..=rounds).map(run_round).collect::<Vec<_>>()
         });
         let run_round = |round| {
-            gate.wait();
+            barrier.wait();
             words[1].store(round, Ordering::Relaxed);
             heavy();
             words[0].load(Ordering::Relaxed)
@@ -170,9 +177,9 @@ mod tests {
         }
     }
 
-    /// A process that could not register uses fences, and a second call does not ask again.
+    /// A process that could not register uses fences, and a second call does not register again.
     #[test]
-    fn a_registration_that_the_kernel_refuses_is_known_soon() {
+    fn refused_registration_does_not_wait() {
         static REGISTRATION: Registration =
             Registration::new(Command::PrivateExpeditedRseq, Command::PrivateExpeditedSyncCore);
         REGISTRATION.state.store(REFUSED, Ordering::SeqCst);
@@ -180,14 +187,14 @@ mod tests {
         REGISTRATION.prepare();
         REGISTRATION.issue();
         assert!(!REGISTRATION.is_ready());
-        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+        assert!(start.elapsed() < REGISTRATION_WAIT, "{:?}", start.elapsed());
     }
 
-    /// A filter on system calls may come when others are light already.
+    /// A seccomp filter may be installed after light sides have come to rely on the barrier.
     #[test]
     fn heavy_fence_survives_a_refused_membarrier() {
         let refused = Command::PrivateExpeditedRseq;
-        assert!(membarrier(refused).is_err(), "nobody has asked for it");
+        assert!(membarrier(refused).is_err(), "this process has not registered for it");
         let registration = Registration::new(refused, refused);
         registration.state.store(READY, Ordering::SeqCst);
         registration.issue();

@@ -1,9 +1,11 @@
-//! A lock that costs next to nothing to the thread that has it nearly always.
+//! A biased mutex: nearly free for the one thread that takes it almost always.
 //!
-//! A queue pair, a completion queue, an engine: any thread may use them, and mostly one does. Such a thread becomes the
-//! lock's owner, and from then on it says that it is inside and looks whether it still owns it, by a store and a load.
-//! Whoever else comes takes that back by a [barrier](super::barrier), waits until the owner is outside, and from then on all share
-//! an ordinary lock, until one of them has had it often enough in a row.
+//! Any thread may use a queue pair, a completion queue or an engine, but usually one does. That
+//! thread becomes the owner of the lock; from then on it locks by a store (its announcement) and a
+//! load (whether it still owns the lock), ordered by the light side of an [asymmetric
+//! fence](super::asymmetric_fence). Any other thread revokes the ownership with the heavy side and
+//! waits until the owner has left. All threads then share an ordinary lock until one of them has
+//! taken it often enough in a row.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -17,38 +19,38 @@ use super::primitives::{
 use super::revocation;
 
 const ENTERED: u64 = 1;
-/// So many threads may be a lock's owner, one after another, again and again.
+/// How many different threads may ever become owner of one lock; each keeps its slot for good.
 pub(super) const OWNER_SLOTS: usize = 1 << OWNER_SLOT_BITS;
 const OWNER_SLOT_BITS: u32 = 2;
 
-/// See the module.
 pub(crate) struct BiasedMutex<T> {
-    /// The thread that needs no lock, with its seat; 0 if there is none. Changed under `slow` only.
+    /// The owning thread's number and its slot; 0 if there is no owner. Changed only under `slow`.
     owner: AtomicU64,
-    /// Whether the owner is inside. Each thread has a word of its own, for good: one that was owner may wake up in the middle of
-    /// coming in, when another has long been owner, and must not unsay what that one says.
+    /// Whether the owner is inside. Each thread has a word of its own, for good: a preempted former
+    /// owner may resume inside `enter` after the ownership moved, and must not clear the new
+    /// owner's announcement.
     inside: [AtomicU64; OWNER_SLOTS],
-    /// For everybody else.
+    /// Taken by all threads but the owner.
     slow: RawLock,
     bias: SyncCell<BiasState>,
     value: SyncCell<T>,
 }
 
-/// Who has the lock when nobody owns it.
+/// Accounting of acquisitions through `slow`; accessed only under it.
 struct BiasState {
-    /// Who had it last, and how often in a row.
+    /// The thread that took it last, and how many times in a row.
     last: u64,
     streak: u32,
-    /// The streak that makes an owner.
+    /// The streak at which a thread becomes owner.
     needed: u32,
-    /// The threads that have been owners, each in its seat.
+    /// The threads that have been owners, by slot; 0 for a free slot.
     owner_threads: [u64; OWNER_SLOTS],
 }
 
-// SAFETY: as for a mutex: one thread at a time gets at the value, and may take it away.
+// SAFETY: as for a mutex: one thread at a time accesses the value, and may move it out.
 unsafe impl<T: Send> Send for BiasedMutex<T> {}
-// SAFETY: as above. The owner is inside, or another that holds `slow`, has found no owner and waited for the former
-// one's leaving: never both, by what `revocation` promises.
+// SAFETY: as above. Either the owner is inside, or a thread that holds `slow`, found no owner and
+// saw the former owner leave: never both, by the guarantee of `revocation`.
 unsafe impl<T: Send> Sync for BiasedMutex<T> {}
 
 impl<T> BiasedMutex<T> {
@@ -57,7 +59,8 @@ impl<T> BiasedMutex<T> {
         Self::with_owner_threads(value, [0; OWNER_SLOTS])
     }
 
-    /// A lock that nobody ever owns: for what a thread of its own uses all the time, which others disturb all the time.
+    /// A lock without owners: for state that a dedicated thread and others use in turn, where every
+    /// bias would be revoked soon.
     pub(crate) fn unbiased(value: T) -> Self {
         Self::with_owner_threads(value, [u64::MAX; OWNER_SLOTS])
     }
@@ -73,7 +76,8 @@ impl<T> BiasedMutex<T> {
         }
     }
 
-    /// Takes the lock, waiting for it if need be. Whoever has it already waits for ever.
+    /// Takes the lock, waiting for it if necessary. Not reentrant: a thread that already holds it
+    /// deadlocks.
     #[inline]
     pub(crate) fn lock(&self) -> Guard<'_, T> {
         match self.enter() {
@@ -82,13 +86,13 @@ impl<T> BiasedMutex<T> {
         }
     }
 
-    /// The value, of a lock that nobody else can have.
+    /// The value, without locking: the borrow excludes other users.
     pub(crate) fn get_mut(&mut self) -> &mut T {
-        // SAFETY: this is borrowed for as long.
+        // SAFETY: `self` is borrowed exclusively for the lifetime of the reference.
         unsafe { self.value.get_mut() }
     }
 
-    /// Takes the lock if nobody has it.
+    /// Takes the lock if it is free; never waits.
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
         match self.enter() {
@@ -97,7 +101,8 @@ impl<T> BiasedMutex<T> {
         }
     }
 
-    /// Goes in as its owner; returns the word that says so.
+    /// Enters as the owner; returns the word to be cleared on leaving. `None` if this thread does
+    /// not own the lock, or already holds it.
     #[inline]
     fn enter(&self) -> Option<&AtomicU64> {
         let owner = self.owner.load(Ordering::Relaxed);
@@ -127,7 +132,8 @@ impl<T> BiasedMutex<T> {
             if let Some(guard) = self.finish_lock_slow() {
                 return guard;
             }
-            // Nobody is kept out meanwhile: least of all the former owner, who may have to run on this very core to leave.
+            // `slow` is free meanwhile: the former owner may have to run on this very core in order
+            // to leave.
             for inside in &self.inside {
                 let mut spins = 0_u32;
                 revocation::wait_for_exit(
@@ -148,10 +154,10 @@ impl<T> BiasedMutex<T> {
         self.slow.try_lock().then(|| self.finish_lock_slow()).flatten()
     }
 
-    /// To be called by who has just locked `slow`; unlocks it if the former owner is still inside.
+    /// Called with `slow` just locked; unlocks it if a former owner is still inside.
     fn finish_lock_slow(&self) -> Option<Guard<'_, T>> {
         self.revoke_bias();
-        // Acquire: what former owners did inside is done.
+        // Acquire: what former owners did inside happens before.
         if self.inside.iter().all(|inside| inside.load(Ordering::Acquire) == 0) {
             return Some(Guard::slow(self));
         }
@@ -160,22 +166,22 @@ impl<T> BiasedMutex<T> {
         None
     }
 
-    /// Takes the lock back from its owner, if it has one: it may still be inside, and does not come again. To be called by who
-    /// has `slow`.
+    /// Revokes the ownership, if there is an owner; the owner may still be inside, but does not
+    /// enter again. Called with `slow` held.
     fn revoke_bias(&self) {
         if self.owner.load(Ordering::Relaxed) != 0 {
             revocation::revoke(&self.owner, heavy);
-            // SAFETY: of those who have `slow`, here and in `unlock_slow`, there is one at a time.
+            // SAFETY: `bias` is accessed only with `slow` held, here and in `unlock_slow`.
             let bias = unsafe { self.bias.get_mut() };
             bias.streak = 0;
             bias.needed = (bias.needed * 4).min(MAX_BIAS_STREAK);
         }
     }
 
-    /// Counts a turn that was shared, and ends it.
+    /// Counts an acquisition through `slow`, and releases it.
     #[inline(never)]
     fn unlock_slow(&self) {
-        // SAFETY: a guard of this sort has `slow`, and as it ends here, nobody has the lock by it any more.
+        // SAFETY: a guard of this kind holds `slow`, and it ends here.
         unsafe {
             self.bias.get_mut().record_acquisition(&self.owner);
             self.slow.unlock();
@@ -185,14 +191,15 @@ impl<T> BiasedMutex<T> {
 
 impl<T> fmt::Debug for BiasedMutex<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Biased(owner: {})", self.owner.load(Ordering::Relaxed) >> OWNER_SLOT_BITS)
+        let owner = self.owner.load(Ordering::Relaxed) >> OWNER_SLOT_BITS;
+        write!(f, "BiasedMutex(owner: {owner})")
     }
 }
 
-/// The lock, held; by one thread, which cannot hand it on. Two words, so that it stays in registers.
+/// The held lock. Not `Send`. Two words, so that it stays in registers.
 pub(crate) struct Guard<'a, T> {
     lock: &'a BiasedMutex<T>,
-    /// The owner's word; none where the lock is shared.
+    /// The owner's announcement; `None` if the lock was taken through `slow`.
     inside: Option<&'a AtomicU64>,
     _not_send: PhantomData<*const ()>,
 }
@@ -213,7 +220,7 @@ impl<T> Deref for Guard<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: nobody else has a guard while this one lives.
+        // SAFETY: no other guard exists while this one lives.
         unsafe { self.lock.value.get() }
     }
 }
@@ -221,7 +228,7 @@ impl<T> Deref for Guard<'_, T> {
 impl<T> DerefMut for Guard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and this one is borrowed for as long.
+        // SAFETY: as above, and this guard is borrowed exclusively.
         unsafe { self.lock.value.get_mut() }
     }
 }
@@ -237,7 +244,8 @@ impl<T> Drop for Guard<'_, T> {
 }
 
 impl BiasState {
-    /// One more turn; makes whoever came often enough the owner.
+    /// Counts one acquisition; the thread becomes owner once its streak is long enough and it has,
+    /// or finds, a slot.
     fn record_acquisition(&mut self, owner: &AtomicU64) {
         let me = this_thread();
         if self.last != me {

@@ -1,4 +1,4 @@
-//! A lock with real threads; `tests/doors.rs` tries every order of few.
+//! The lock with real threads; `tests/loom_sync.rs` explores every interleaving of a few.
 #![allow(clippy::unwrap_used)]
 
 use super::BiasedMutex;
@@ -10,7 +10,7 @@ fn is_owned<T>(lock: &BiasedMutex<T>) -> bool {
     !format!("{lock:?}").contains("owner: 0")
 }
 
-/// As often as it may take.
+/// Locks until this thread becomes the owner: at most `MAX_BIAS_STREAK` times.
 fn make_owner(lock: &BiasedMutex<u64>) {
     for _ in 0..MAX_BIAS_STREAK {
         *lock.lock() += 1;
@@ -27,7 +27,7 @@ fn frequent_locker_becomes_owner_until_another_thread_locks() {
     assert!(!is_owned(&lock));
     let before = *lock.lock();
     assert_eq!(before, u64::from(MAX_BIAS_STREAK) + 1);
-    // It takes longer each time, and never for ever.
+    // Each revocation raises the streak that is needed, up to its bound.
     for _ in 0..10 {
         make_owner(&lock);
         let shared_lock = lock.clone();
@@ -68,7 +68,7 @@ fn no_thread_enters_while_the_owner_holds_the_lock() {
     let lock = Arc::new(BiasedMutex::new(0));
     make_owner(&lock);
     let mut guard = lock.lock();
-    assert!(lock.try_lock().is_none(), "not even itself");
+    assert!(lock.try_lock().is_none(), "the lock is not reentrant");
     let (shared_lock, (started_tx, started_rx)) = (lock.clone(), mpsc::channel());
     let waiter = thread::spawn(move || {
         assert!(shared_lock.try_lock().is_none());
@@ -86,7 +86,7 @@ fn fast_and_slow_path_exclude_each_other() {
     const EACH: u64 = 200_000;
     let lock = Arc::new(BiasedMutex::new([0_u64; 2]));
     let add = |guard: &mut [u64; 2]| {
-        // Torn if two are inside.
+        // Differ if two threads are inside.
         let [first, second] = *guard;
         assert_eq!(first, second);
         *guard = [first + 1, second + 1];

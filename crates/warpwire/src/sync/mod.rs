@@ -1,8 +1,10 @@
-//! Agreement between threads, and between processes, of which the usual side pays nothing.
+//! Synchronization between threads, and between processes, whose hot path needs no fence.
 //!
-//! Where two sides each store a word and then look at the other's, both need a fence between the two, and a fence costs as much
-//! as everything else that a short operation does. Linux lets one side pay for both ([`asymmetric_fence`]). On that stand the
-//! [`revocation`], by which memory is taken back from those who reach it, and a [lock](Biased) that costs its usual owner two stores.
+//! Where two sides each store a word and then load the other's (Dekker's pattern), both need a full
+//! fence between the two, and a fence costs as much as the rest of a short operation. `membarrier`
+//! lets one side pay for both ([`asymmetric_fence`]). Two things are built on it: [`revocation`],
+//! by which memory is taken back from threads that access it, and [`BiasedMutex`], a lock that
+//! costs its usual owner two stores.
 
 pub(crate) mod asymmetric_fence;
 pub(crate) mod backoff;
@@ -14,3 +16,4 @@ pub(crate) mod revocation;
 
 pub(crate) use backoff::{Backoff, pause};
 pub(crate) use biased::{BiasedMutex, Guard};
+pub(crate) use primitives::this_thread;

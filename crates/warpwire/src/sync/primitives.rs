@@ -1,4 +1,5 @@
-//! What doors and locks are made of. `tests/doors.rs` compiles them with a model checker's parts in the place of these.
+//! The primitives below `revocation` and `biased`. `tests/loom_sync.rs` compiles those with loom's
+//! types instead of these.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, UnsafeCell};
@@ -10,14 +11,15 @@ pub(super) use super::asymmetric_fence::{heavy, light, prepare};
 pub(super) use super::backoff::pause;
 pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Who has a lock so often in a row becomes its owner: the first time, and when owners were disturbed often. Then the barrier is
-/// lost in what it saved.
+/// Consecutive acquisitions that make a thread the owner of a [`BiasedMutex`](super::BiasedMutex):
+/// `MIN_BIAS_STREAK` at first, up to `MAX_BIAS_STREAK` after repeated revocations, so that the
+/// heavy fence of a revocation stays small beside what the bias saved.
 pub(super) const MIN_BIAS_STREAK: u32 = 64;
 pub(super) const MAX_BIAS_STREAK: u32 = 4096;
 
-/// A number of this thread's own, never zero.
+/// A process-wide unique number of the calling thread, never zero.
 #[inline]
-pub(super) fn this_thread() -> u64 {
+pub(crate) fn this_thread() -> u64 {
     thread_local!(static NUMBER: Cell<u64> = const { Cell::new(0) });
     #[cold]
     fn choose(number: &Cell<u64>) {
@@ -32,7 +34,7 @@ pub(super) fn this_thread() -> u64 {
     })
 }
 
-/// A lock without a guard: whoever has it unlocks it.
+/// A lock without a guard type.
 pub(super) struct RawLock(RawMutex);
 
 impl RawLock {
@@ -49,14 +51,14 @@ impl RawLock {
     }
 
     /// # Safety
-    /// The caller has it.
+    /// The caller holds the lock.
     pub(super) unsafe fn unlock(&self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller holds it.
         unsafe { self.0.unlock() };
     }
 }
 
-/// A value that one uses at a time: who calls says who.
+/// Interior mutability without checks; the callers provide exclusion.
 pub(super) struct SyncCell<T>(UnsafeCell<T>);
 
 impl<T> SyncCell<T> {
@@ -65,19 +67,19 @@ impl<T> SyncCell<T> {
     }
 
     /// # Safety
-    /// Nobody changes the value while the reference lives.
+    /// No thread changes the value while the reference lives.
     #[inline]
     pub(super) unsafe fn get(&self) -> &T {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { &*self.0.get() }
     }
 
     /// # Safety
-    /// Nobody else uses the value while the reference lives.
+    /// No other reference to the value exists while this one lives.
     #[inline]
-    #[allow(clippy::mut_from_ref)] // as a cell's
+    #[allow(clippy::mut_from_ref)] // as `UnsafeCell::get`, with the contract above
     pub(super) unsafe fn get_mut(&self) -> &mut T {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { &mut *self.0.get() }
     }
 }

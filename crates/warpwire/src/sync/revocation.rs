@@ -1,12 +1,14 @@
-//! How something is taken back from those who use it without asking: the visitor says that it goes in before it looks
-//! whether it may, and the owner shuts before it looks whether somebody is inside.
+//! Revocation (asymmetric Dekker): takes a resource back from threads that use it without a lock. A
+//! user announces itself before it checks whether the resource is open; the owner closes the
+//! resource before it checks for users inside.
 //!
-//! The visitor stores the name of its visit, the owner shuts what it takes back, and between its own store and its look at the
-//! other's word each has a fence, or one of them a [barrier](super::barrier) for both. So at least one of the two sees the other: the
-//! visitor finds it shut and goes, or the owner finds it inside and waits until that visit is over. An owner
-//! waits for one visit only, as far as visits have names of their own: the next one finds it shut.
+//! The user stores a token, the owner closes the resource, and between its own store and its load
+//! of the other's word each side has a fence, or an [asymmetric fence](super::asymmetric_fence)
+//! serves both. So at least one side sees the other: the user finds the resource closed and leaves,
+//! or the owner finds the user inside and waits until that access ends. If every access has a token
+//! of its own, the owner waits for one access only: the next one finds the resource closed.
 //!
-//! `tests/doors.rs` tries every order of loads and stores.
+//! `tests/loom_sync.rs` explores every order of loads and stores.
 
 use super::primitives::{AtomicU64, Ordering};
 
@@ -28,8 +30,8 @@ impl AtomicWord for AtomicU64 {
     }
 }
 
-/// Goes in, if `is_open` says so after `announce`, which stores the name of the visit and has the fence: a store that
-/// releases, as an owner that sees this visit must have seen the end of the one before.
+/// Enters if `is_open` holds after `announce`, which stores the token and contains the fence. The
+/// store is a release: an owner that sees this access must have seen the end of the previous one.
 #[inline]
 pub(crate) fn enter<W: AtomicWord>(
     announcement: &W,
@@ -44,20 +46,22 @@ pub(crate) fn enter<W: AtomicWord>(
     false
 }
 
-/// Goes out: everything that was done inside is done.
+/// Leaves: a release store, so everything done inside happens before the owner continues.
 #[inline]
 pub(crate) fn leave<W: AtomicWord>(announcement: &W) {
     announcement.store(0, Ordering::Release);
 }
 
-/// Shuts; `fence` orders that with what visitors announce. Whoever is inside is waited for afterwards.
+/// Closes the resource; `fence` orders that with announcements. The caller waits for users inside
+/// afterwards ([`wait_for_exit`]).
 pub(crate) fn revoke<W: AtomicWord>(state: &W, fence: impl FnOnce()) {
     state.store(0, Ordering::Release);
     fence();
 }
 
-/// Waits until the visit is over, if there is one that `is_relevant` us. `keep_waiting` is asked each time that it is not,
-/// and ends the wait when the visitor is no more.
+/// Waits until the announced access ends, if there is one whose token `is_relevant`. `keep_waiting`
+/// is called after each unsuccessful check and ends the wait by returning false, when the user no
+/// longer exists.
 pub(crate) fn wait_for_exit<W: AtomicWord>(
     announcement: &W,
     is_relevant: impl FnOnce(u64) -> bool,

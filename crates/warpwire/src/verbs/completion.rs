@@ -1,4 +1,4 @@
-//! The end of work, as programs read it.
+//! Converts CQEs to work completions.
 
 use std::net::SocketAddr;
 
@@ -6,7 +6,7 @@ use crate::mlx5::{Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, gid_address};
 use crate::work::{Completion, CompletionKind, DatagramSender};
 
 impl Completion {
-    /// The end of posted work that has succeeded.
+    /// A send work request that succeeded: the fast path.
     #[inline]
     pub(super) fn sent(sent: &Sent, id: u64) -> Self {
         let Sent { opcode, bytes: len, qpn, .. } = *sent;

@@ -1,4 +1,4 @@
-//! Completion queues, as programs read them.
+//! Completion queues: polling, completion events, and the two backends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -18,19 +18,25 @@ use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY, Queue, Sent, owner_bit
 use crate::sync::{BiasedMutex, asymmetric_fence};
 use crate::work::Completion;
 
-/// How a completion queue is made.
+/// Attributes of a new completion queue.
 #[derive(Clone, Debug)]
 pub struct CqOptions {
-    /// How many completions it has room for, at least.
+    /// Minimum number of entries, 1 to 4194304; rounded up to a power of two. Default: 256. The
+    /// queue must hold the completions of all outstanding work: an overrun fails it.
     pub entries: u32,
-    /// Memory of another sort than the host's for it: at least [`Cq::required_memory`] its entries.
+    /// Memory for the entries, such as pinned or device memory, of at least [`Cq::required_memory`]
+    /// bytes. Default: host memory. Software HCA only.
     pub memory: Option<QueueMemory>,
-    /// Every completion goes to the first entry; for pollers that look at its counter alone.
+    /// Every completion overwrites entry 0, for pollers that only read its WQE counter. Default:
+    /// false. Software HCA only.
     pub collapsed: bool,
-    /// Completions that were not read are overwritten. Of hardware, mlx5 devices alone can, and it is as with `manual_release`.
+    /// Completions overwrite unread ones instead of failing the queue
+    /// (`IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN`). Default: false. Hardware: mlx5 only, with the
+    /// restrictions of `manual_release`.
     pub ignore_overrun: bool,
-    /// Completions that were read stay where they are until [`Cq::release`]: a stream or a kernel may look at them
-    /// still. Of hardware, mlx5 devices alone can: such a queue is read past its provider, and makes no events.
+    /// Entries that were polled stay valid until [`Cq::release`], because a stream or a kernel may
+    /// still read them. Default: false. Hardware: mlx5 only; the queue is read with direct verbs
+    /// (mlx5dv) and generates no completion events.
     pub manual_release: bool,
 }
 
@@ -46,15 +52,20 @@ impl Default for CqOptions {
     }
 }
 
-/// A completion queue. It ends when this is dropped, and outlives the queue pairs that use it.
+/// A completion queue. Clones refer to the same queue; it is destroyed when the last clone and the
+/// last queue pair that uses it are dropped.
+///
+/// Any thread may poll it. Completions of one send queue, and those of one unshared receive queue,
+/// are polled in posting order; a signaled completion implies that all earlier work of its send
+/// queue is complete.
 #[derive(Clone, Debug)]
 pub struct Cq(pub(super) Arc<CqInner>);
 
 #[derive(Debug)]
 pub(super) struct CqInner {
-    /// How many sleep in [`Cq::next`].
+    /// Threads that sleep in [`Cq::next`].
     waiters: AtomicU32,
-    arm: Backend,
+    backend: Backend,
 }
 
 #[derive(Debug)]
@@ -63,16 +74,16 @@ enum Backend {
     Hard(Hard),
 }
 
-/// A queue that the software HCA fills.
+/// A queue that the software HCA writes.
 #[derive(Debug)]
 struct Soft {
     device: Arc<Device>,
     number: u32,
     memory: QueueMemory,
     entries: u32,
-    /// The device does not wait for the reader.
+    /// Entries may be overwritten before they are read.
     ignores_overrun: bool,
-    /// Places are given back by [`Cq::release`] alone.
+    /// Entries are released by [`Cq::release`] only.
     manual_release: bool,
     signal: Arc<EventFd>,
     reader: BiasedMutex<Reader>,
@@ -80,11 +91,12 @@ struct Soft {
 
 #[derive(Debug)]
 struct Reader {
-    /// How many were read.
+    /// Completions read since creation.
     consumed: u64,
-    /// The queue pair of the last one, with its place among the device's: often that of the next.
+    /// Cache: the queue pair of the last completion, with its user index. The next completion is
+    /// often of the same one.
     last: Option<(u32, Arc<Core>)>,
-    /// Advances with each event, so that arming twice is seen.
+    /// Two bits that advance with each event, so that re-arming is a change of the record.
     sequence: u8,
 }
 
@@ -95,22 +107,22 @@ impl Drop for Soft {
 }
 
 impl Cq {
-    /// How much memory a queue with room for so many completions takes.
+    /// Bytes of memory that a queue of at least `entries` entries needs, doorbell record included.
     pub fn required_memory(entries: u32) -> u64 {
         u64::from(entries.max(1).next_power_of_two()) * CQE_LEN + 64
     }
 
     pub(super) fn create(context: &Context, options: CqOptions) -> Result<Self> {
         if options.entries == 0 || options.entries > 1 << 22 {
-            let why = format!("{} is not a number of completions", options.entries);
-            let error = Error::new(Kind::InvalidArgument, "make a completion queue").why(why);
+            let why = format!("{} entries are out of range", options.entries);
+            let error = Error::new(Kind::InvalidArgument, "create a completion queue").why(why);
             return Err(error.fix("ask for 1 to 4194304"));
         }
         if let Some(hardware) = &context.0.hardware {
             let hard = Hard::create(hardware, &options)?;
             return Ok(Self(Arc::new(CqInner {
                 waiters: AtomicU32::new(0),
-                arm: Backend::Hard(hard),
+                backend: Backend::Hard(hard),
             })));
         }
         let entries = options.entries.next_power_of_two();
@@ -146,20 +158,21 @@ impl Cq {
             signal,
             reader,
         };
-        Ok(Self(Arc::new(CqInner { waiters: AtomicU32::new(0), arm: Backend::Soft(soft) })))
+        Ok(Self(Arc::new(CqInner { waiters: AtomicU32::new(0), backend: Backend::Soft(soft) })))
     }
 
-    /// Its number.
+    /// The queue's number, which asynchronous events and [`WrOp::Wait`](super::WrOp::Wait) name.
     pub fn number(&self) -> u32 {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.number,
             Backend::Hard(hard) => hard.cq.number(),
         }
     }
 
-    /// Its memory, for those who read it themselves. Of hardware it is nothing, unless it is held.
+    /// Memory of the entries, for callers that read them directly. On hardware it is empty unless
+    /// the queue uses direct verbs ([`CqOptions::manual_release`]).
     pub fn memory(&self) -> &QueueMemory {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => &soft.memory,
             Backend::Hard(hard) => {
                 hard.direct_verbs.as_ref().map_or(&hard.no_memory, |queue| &queue.entries)
@@ -167,30 +180,35 @@ impl Cq {
         }
     }
 
-    /// The queue, of hardware that is read past its provider.
+    /// The mapped queue, if it is read with direct verbs.
     pub(super) fn direct_verbs(&self) -> Option<&DirectVerbsCq> {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(_) => None,
             Backend::Hard(hard) => hard.direct_verbs.as_ref(),
         }
     }
 
-    /// The queue, of hardware.
+    /// The libibverbs queue; `None` for the software HCA.
     pub(super) fn hardware(&self) -> Option<&ibv::Cq> {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(_) => None,
             Backend::Hard(hard) => Some(&hard.cq),
         }
     }
 
-    /// Takes completions; returns how many of `into` were filled. If none is there, the device is driven a step, and
-    /// the queue is looked at once more. Never blocks.
+    /// Polls up to `into.len()` completions (`ibv_poll_cq`); returns how many entries of `into`
+    /// were written. Never blocks.
+    ///
+    /// On the software HCA, an empty queue is polled again after one step of the engine, so polling
+    /// also sends and receives packets. Acquire ordering: data that the completed work placed in
+    /// memory is visible to the caller. Completions of destroyed queue pairs are skipped.
     ///
     /// # Errors
-    /// If the device is beyond repair.
+    /// If the link or the device has failed, or, on hardware, the queue has overrun. Failed work is
+    /// no error here: see [`Completion::status`].
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
-        let soft = match &self.0.arm {
+        let soft = match &self.0.backend {
             Backend::Soft(soft) => soft,
             Backend::Hard(Hard { direct_verbs: None, cq, .. }) => return cq.poll(into),
             Backend::Hard(Hard { direct_verbs: Some(queue), .. }) => return Ok(queue.poll(into)),
@@ -203,24 +221,25 @@ impl Cq {
         Ok(soft.take(into))
     }
 
-    /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
+    /// Voids the unread completions of a queue pair that was reset or destroyed.
     pub(super) fn clean(&self, core: &Core) {
-        if let Backend::Soft(soft) = &self.0.arm {
+        if let Backend::Soft(soft) = &self.0.backend {
             soft.clean(core);
         }
     }
 
-    /// Forgets whose the last completion was: its number may come again one day, and mean another.
+    /// Drops the cached queue pair: its user index may be reused.
     pub(super) fn drop_cached_qp(&self) {
-        if let Backend::Soft(soft) = &self.0.arm {
+        if let Backend::Soft(soft) = &self.0.backend {
             soft.reader.lock().last = None;
         }
     }
 
-    /// Gives the places of the first so many completions of a queue that is [held](CqOptions::held) back to the
-    /// device. More than were read are not given.
+    /// Returns entries to the device: the first `count` completions since creation may be
+    /// overwritten. Capped at the number polled. Does nothing unless the queue has
+    /// [`CqOptions::manual_release`].
     pub fn release(&self, count: u64) {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.release(count),
             Backend::Hard(hard) => {
                 if let Some(queue) = &hard.direct_verbs {
@@ -230,19 +249,19 @@ impl Cq {
         }
     }
 
-    /// The completion that lies so many behind the next, if it is there; it stays unread. What a queue pair called
-    /// the work is not asked for. Of hardware, those that are held are looked at.
+    /// The completion `offset` entries after the next one, if it has been written; it stays unread.
+    /// Work request ids are not looked up. On hardware: direct verbs only, else `None`.
     pub(crate) fn peek(&self, offset: u64) -> Option<Cqe> {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.peek(offset),
             Backend::Hard(hard) => hard.direct_verbs.as_ref()?.peek(offset),
         }
     }
 
-    /// Whether the completion of that number has been made. It must not be more than the queue holds away from those
-    /// that were given back.
+    /// Whether completion `number`, counted from 0, has been written. `number` must be within one
+    /// queue length of the released ones.
     pub(crate) fn has_cqe(&self, number: u64) -> bool {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.has_cqe(number),
             Backend::Hard(hard) => {
                 hard.direct_verbs.as_ref().is_some_and(|queue| queue.has_cqe(number))
@@ -250,24 +269,30 @@ impl Cq {
         }
     }
 
-    /// How many entries it has.
+    /// Number of entries. On hardware without direct verbs it is the number asked for; the provider
+    /// may have allocated more.
     pub fn entries(&self) -> u32 {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.entries,
             Backend::Hard(hard) => hard.entries,
         }
     }
 
-    /// The next completion, waiting for it if need be; `None` when the time is over.
+    /// Waits for the next completion; `None` when `timeout` has passed.
     ///
-    /// It drives the device for a short while, then sleeps. Several threads may wait here, for one completion each.
-    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
+    /// Polls for 50 µs, then sleeps until a completion event; it keeps polling where nothing would
+    /// wake it ([`ProgressMode::Manual`](super::ProgressMode::Manual)). Several threads may wait:
+    /// each gets one completion.
+    ///
+    /// # Errors
+    /// As for [`poll`](Self::poll) and [`arm`](Self::arm).
+    pub fn wait_next(&self, timeout: Duration) -> Result<Option<Completion>> {
         const SPIN: Duration = Duration::from_micros(50);
         let start = Instant::now();
         let mut one = [Completion::EMPTY];
         loop {
             if self.poll(&mut one)? == 1 {
-                // The event that woke this one may have been the only one for several.
+                // One event may stand for several completions: pass it on to the other waiters.
                 if self.0.waiters.load(Ordering::SeqCst) > 0 {
                     self.arm(false)?;
                 }
@@ -279,25 +304,31 @@ impl Cq {
             }
             if waited > SPIN && self.supports_blocking_wait() {
                 self.0.waiters.fetch_add(1, Ordering::SeqCst);
-                let woken = self.arm(false).and_then(|()| self.wait(timeout - waited));
+                let woken = self.arm(false).and_then(|()| self.wait_event(timeout - waited));
                 self.0.waiters.fetch_sub(1, Ordering::SeqCst);
                 woken?;
             }
         }
     }
 
-    /// Asks for an event at the next completion, or at the next that is solicited or an error. If one is there
-    /// already, the event comes at once.
+    /// Requests one completion event (`ibv_req_notify_cq`): for the next completion or, if
+    /// `solicited_only`, for the next one that is solicited or failed. Unlike in rdma-core, a
+    /// completion that is already in the queue also triggers it, so no second poll is needed after
+    /// arming.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] on a hardware queue that uses direct verbs.
     pub fn arm(&self, solicited_only: bool) -> Result<()> {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.arm(solicited_only),
             Backend::Hard(hard) => hard.arm(solicited_only),
         }
     }
 
-    /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
-    pub fn wait(&self, timeout: Duration) -> Result<bool> {
-        let signaled = match &self.0.arm {
+    /// Waits for the requested event and consumes it; returns whether it occurred within `timeout`.
+    /// Poll the queue afterwards: the event may be spurious.
+    pub fn wait_event(&self, timeout: Duration) -> Result<bool> {
+        let signaled = match &self.0.backend {
             Backend::Soft(soft) => soft.signal.wait(timeout)?,
             Backend::Hard(hard) => EventFd::wait_readable(&hard.epoll_fd, timeout)?,
         };
@@ -307,17 +338,18 @@ impl Cq {
         Ok(signaled)
     }
 
-    /// Takes an event back, for those who wait on the file descriptor themselves.
+    /// Consumes the event without blocking, for callers that wait on the file descriptor; returns
+    /// whether there was one.
     pub fn take_event(&self) -> bool {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.take_event(),
             Backend::Hard(hard) => hard.take_event(),
         }
     }
 
-    /// Whether somebody who sleeps is woken.
+    /// Whether some thread advances the engine, and so wakes one that sleeps.
     fn supports_blocking_wait(&self) -> bool {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.device.hca.supports_blocking_wait(),
             Backend::Hard(_) => true,
         }
@@ -325,9 +357,9 @@ impl Cq {
 }
 
 impl AsFd for Cq {
-    /// Readable when the event that was asked for has come.
+    /// Readable once the requested event has occurred, until it is consumed.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.0.arm {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.signal.as_fd(),
             Backend::Hard(hard) => hard.epoll_fd.as_fd(),
         }
@@ -335,7 +367,8 @@ impl AsFd for Cq {
 }
 
 impl Soft {
-    /// The queue pair that a completion is of; none if it had the place of another that is there now.
+    /// The queue pair of a completion; `None` if it is gone, even if another one now has its user
+    /// index.
     #[inline]
     fn find_qp<'a>(&self, reader: &'a mut Reader, qpn: u32, index: u32) -> Option<&'a Core> {
         let is_last =
@@ -354,7 +387,7 @@ impl Soft {
         reader.last = core.map(|core| (index, core.clone()));
     }
 
-    /// Puts down what a completion says, in the words of the program; false if its queue pair is gone.
+    /// Decodes a completion; false if its queue pair is gone.
     #[inline]
     fn read(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
         let Some(sent) = Sent::parse_words(entry) else {
@@ -367,23 +400,23 @@ impl Soft {
 
     #[inline(never)]
     fn read_slow(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
-        // What is no completion was not written by the device; it is passed over.
+        // Skip entries that are not valid CQEs: voided ones, or not written by the device.
         let Ok(cqe) = Cqe::parse_words(entry) else { return false };
         let Some(core) = self.find_qp(reader, cqe.qpn, cqe.user_index) else { return false };
         *into = complete(core, &cqe);
         true
     }
 
-    /// Tells the device which entries are free.
+    /// Writes the consumer index to the doorbell record: earlier entries may be overwritten.
     fn update_consumer_index(&self, count: u64) {
         let word = u32::from_ne_bytes(CqArm::consumed_word(count as u32));
-        // What was cleared before goes first: the device may write there as soon as it sees this.
+        // Earlier stores first: the device may write an entry as soon as it sees the new index.
         self.memory.flush_stores();
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
         self.memory.flush_stores();
     }
 
-    /// Takes completions that are there, without driving the device.
+    /// Takes completions that have been written, without a step of the engine.
     fn take(&self, into: &mut [Completion]) -> usize {
         let shared = self;
         let mut reader = shared.reader.lock();
@@ -432,10 +465,10 @@ impl Soft {
         CqeTail::parse(tail).is_owned(owner_bit(number, entries))
     }
 
-    /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
+    /// Voids the unread completions of a queue pair that was reset or destroyed.
     fn clean(&self, core: &Core) {
         let shared = self;
-        // The device may be writing what would be changed here, or a stream be looking at it.
+        // The device may be overwriting these entries, or a stream may be reading them.
         if shared.ignores_overrun || shared.manual_release {
             return;
         }
@@ -460,7 +493,7 @@ impl Soft {
                 Ok(_) => continue,
                 Err(_) => {}
             }
-            // Where nothing else is before it, its place is free at once: nobody may ever look.
+            // Free leading void entries here: the queue may never be polled again.
             if number == reader.consumed {
                 reader.consumed += 1;
             }
@@ -476,14 +509,14 @@ impl Soft {
         let entries = u64::from(shared.entries);
         let bytes = shared.memory.bytes();
         bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
-        // The device sees the arming, or this sees its completion.
+        // Either the device sees the arming, or the load below sees its completion.
         asymmetric_fence::heavy();
         let at = (reader.consumed & (entries - 1)) * CQE_LEN;
         let tail = CqeTail::parse(bytes.load_u32(at + 60)?.to_ne_bytes());
         if tail.is_owned(owner_bit(reader.consumed, entries)) {
             shared.signal.raise();
         }
-        // Whoever arms is done with polling, as far as we know.
+        // A thread that arms usually stops polling: let the fallback thread take over.
         shared.device.hca.wake_fallback();
         Ok(())
     }
@@ -495,7 +528,7 @@ impl Soft {
     }
 }
 
-/// The completion in the words of the program: the queue pair knows what it called the work.
+/// Converts a CQE; the queue pair's table has the work request id.
 #[inline]
 fn complete(core: &Core, cqe: &Cqe) -> Completion {
     let id = match is_send_cqe(cqe) {
@@ -509,35 +542,35 @@ fn is_send_cqe(cqe: &Cqe) -> bool {
     matches!(cqe.outcome, CqeOutcome::Sent { .. } | CqeOutcome::Failed { queue: Queue::Send, .. })
 }
 
-/// A queue that hardware fills.
+/// A queue that hardware writes.
 #[derive(Debug)]
 struct Hard {
     cq: ibv::Cq,
-    /// Raised when a completion was there already as it was armed: of that, hardware tells nothing.
+    /// Raised if a completion was already there when the queue was armed: hardware generates no
+    /// event for it.
     pending_event: EventFd,
-    /// Readable when that is raised, or the device's own event has come.
+    /// Readable when `pending_event` is raised or the device's own event has occurred.
     epoll_fd: OwnedFd,
-    /// How many it has room for.
     entries: u32,
     no_memory: QueueMemory,
-    /// Where it is read, if that is past the provider.
+    /// Set if the queue is read with direct verbs.
     direct_verbs: Option<DirectVerbsCq>,
 }
 
 impl Hard {
     fn create(hardware: &Hardware, options: &CqOptions) -> Result<Self> {
         if options.memory.is_some() || options.collapsed {
-            return Err(Error::new(Kind::Unsupported, "make a completion queue")
+            return Err(Error::new(Kind::Unsupported, "create a completion queue")
                 .on(hardware.context.device().name.clone())
-                .why("libibverbs chooses its memory, and has no collapsed queues")
-                .fix("leave these options out, or use the software HCA"));
+                .why("libibverbs allocates its memory, and has no collapsed queues")
+                .fix("omit these options, or use the software HCA"));
         }
         let cq = match options.ignore_overrun {
             true => hardware.context.create_cq_ignoring_overrun(options.entries)?,
             false => hardware.context.create_cq(options.entries)?,
         };
         let pending_event = EventFd::new()?;
-        let failed = |why: rustix::io::Errno| Error::os("make an event descriptor", &why.into());
+        let failed = |why: rustix::io::Errno| Error::os("create an epoll descriptor", &why.into());
         let epoll_fd = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         for fd in [cq.as_fd(), pending_event.as_fd()] {
             let data = epoll::EventData::new_u64(0);

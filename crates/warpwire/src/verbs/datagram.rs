@@ -1,4 +1,4 @@
-//! Datagrams: whom they are for, and who sent them.
+//! Addresses of UD messages: address handles, and the GRH of received ones.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -9,23 +9,28 @@ use super::{Context, Device};
 use crate::error::Result;
 use crate::ibv;
 
-/// The bytes that stand in a receive before a datagram: who sent it. See [`Grh`].
+/// Bytes at the start of a UD receive buffer that hold the sender's IP header ([`Grh`]); the
+/// message follows. Receive buffers must be this much longer.
 pub const GRH_LEN: u32 = warpwire_proto::qp::GRH_LEN;
 
-/// A peer to send datagrams to. Clones are the same one; with the last, datagrams that were not sent yet fail.
+/// A peer that UD messages can be sent to (`ibv_ah`). Clones refer to the same handle. Keep one
+/// until the sends have completed: when the last is dropped, messages that are still queued fail.
 ///
-/// Any number of queue pairs of its context may use it (on hardware, those of eight domains), and handles for one address
-/// share what they need. Hardware sends to port 4791, whatever the port.
+/// Any number of queue pairs of its context may use it (on hardware, of at most 8 protection
+/// domains). Handles for the same address share resources. Hardware sends to UDP port 4791,
+/// whatever port the address has.
 ///
 /// ```
 /// use std::time::Duration;
 /// use warpwire::link::Hub;
 /// use warpwire::mr::HostMemory;
-/// use warpwire::verbs::{Access, Context, WrOp, QpOptions, GRH_LEN, ReceiveRequest, SendRequest, Service};
+/// use warpwire::verbs::{
+///     Access, Context, GRH_LEN, QpOptions, ReceiveRequest, SendRequest, Service, WrOp,
+/// };
 ///
 /// let hub = Hub::new();
 /// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
-/// let (pd, cq) = (context.pd(), context.create_cq(16)?);
+/// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
 /// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
 /// let qp = context.create_qp(&pd, &cq, &cq, options)?;
 /// qp.activate_ud(0x1234)?;
@@ -34,9 +39,10 @@ pub const GRH_LEN: u32 = warpwire_proto::qp::GRH_LEN;
 /// qp.post_receive(&[ReceiveRequest { id: 1, data: &[mr.sge(0, 64)] }])?;
 ///
 /// let loopback = context.create_address_handle("10.0.0.1:4791".parse().unwrap())?;
-/// qp.post_send(&[SendRequest::new(2, WrOp::Send).to(&loopback, qp.number(), 0x1234).inline(b"hello")])?;
-/// assert_eq!(cq.next(Duration::from_secs(5))?.map(|sent| sent.id), Some(2));
-/// let received = cq.next(Duration::from_secs(5))?.expect("it arrives");
+/// let request = SendRequest::new(2, WrOp::Send).to(&loopback, qp.number(), 0x1234);
+/// qp.post_send(&[request.inline(b"hello")])?;
+/// assert_eq!(cq.wait_next(Duration::from_secs(5))?.map(|sent| sent.id), Some(2));
+/// let received = cq.wait_next(Duration::from_secs(5))?.expect("it arrives");
 /// assert_eq!((received.id, received.len), (1, GRH_LEN + 5));
 /// assert_eq!(received.sender.unwrap().address, loopback.peer());
 /// let mut text = [0; 5];
@@ -62,21 +68,21 @@ impl Drop for Inner {
     }
 }
 
-/// A peer of hardware, which knows it anew in each domain.
+/// Hardware handles belong to one PD each: one per PD, created on first use.
 #[derive(Debug)]
 struct PerPdHandles {
     route: ibv::AhAttributes,
     handles: [OnceLock<Option<ibv::AddressHandle>>; MAX_PDS],
 }
 
-/// In how many domains one handle may be used.
+/// Maximum number of PDs that one handle can be used in.
 const MAX_PDS: usize = 8;
 
 impl ibv::AsAddressHandle for AddressHandle {
     fn hardware(&self, pd: &ibv::Pd) -> Option<&ibv::AddressHandle> {
         let PerPdHandles { route, handles } = self.0.hardware.as_ref()?;
         for slot in handles {
-            // It was tried when the handle was made, so that it fails only if the device has no more room.
+            // `create` has checked the address: this fails only if the device is out of handles.
             let found = slot.get_or_init(|| pd.create_address_handle(route).ok()).as_ref();
             if let Some(found) = found.filter(|found| found.belongs_to(pd)) {
                 return Some(found);
@@ -103,21 +109,22 @@ impl AddressHandle {
         Ok(Self(Arc::new(Inner { device, peer, hardware })))
     }
 
-    /// The peer's address.
+    /// The address given to [`Context::create_address_handle`].
     pub fn peer(&self) -> SocketAddr {
         self.0.peer
     }
 
-    /// Whether it was made by that device.
+    /// Whether it was created by this device.
     pub(super) fn belongs_to(&self, hca: &crate::hca::Hca) -> bool {
         self.0.device.hca.is_same(hca)
     }
 }
 
-/// Whom a datagram is for.
+/// Destination of a UD message: address handle, queue pair number and Q_Key.
 pub type Destination<'a> = crate::work::Destination<'a, AddressHandle>;
 
-/// What the first [`GRH_LEN`] bytes of a receive say: an IPv6 header, or, in the last 20, an IPv4 header.
+/// The IP header in the first [`GRH_LEN`] bytes of a UD receive: an IPv6 header, or an IPv4 header
+/// in the last 20 bytes.
 ///
 /// ```
 /// use warpwire::verbs::Grh;
@@ -127,14 +134,14 @@ pub type Destination<'a> = crate::work::Destination<'a, AddressHandle>;
 pub struct Grh {
     /// The sender's address.
     pub source: IpAddr,
-    /// The address that it was sent to.
+    /// The address that the message was sent to.
     pub destination: IpAddr,
-    /// Whether the network marked it: congestion.
+    /// Whether a switch set ECN "congestion experienced" on the packet.
     pub marked: bool,
 }
 
 impl Grh {
-    /// Reads them; `None` if there is no such header.
+    /// Parses the header; `None` if the bytes are neither IPv6 nor IPv4.
     pub fn parse(bytes: &[u8; GRH_LEN as usize]) -> Option<Self> {
         let (six, four) = (bytes[0] >> 4 == 6, bytes[20] >> 4 == 4);
         let (source, destination, class): (IpAddr, IpAddr, u8) = match (six, four) {

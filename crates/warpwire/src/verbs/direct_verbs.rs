@@ -1,8 +1,11 @@
-//! Queues of an mlx5 device that are written and read where they lie, past its provider: for streams and kernels, which
-//! ring and wait by themselves.
+//! Direct verbs: queues of an mlx5 device that are written and read in memory, bypassing the
+//! provider library. Streams and kernels need this, because they ring doorbells and poll
+//! completions themselves.
 //!
-//! Whoever makes a completion queue that is [held](super::CqOptions::held), or a queue pair that is
-//! [watched](super::QpOptions::watched), gets these. The provider makes and ends them, and knows nothing of their work.
+//! Completion queues with [`manual_release`](super::CqOptions::manual_release) or
+//! [`ignore_overrun`](super::CqOptions::ignore_overrun), and queue pairs with
+//! [`poll_doorbell`](super::QpOptions::poll_doorbell), use it. The provider creates and destroys
+//! the queues, and knows nothing of their work.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -20,7 +23,7 @@ use crate::ibv::DirectCq;
 use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, Queue, owner_bit};
 use crate::work::{Completion, ReceiveRequest};
 
-/// A queue pair that is posted to in place.
+/// A queue pair driven with direct verbs.
 #[derive(Debug)]
 pub(super) struct DirectVerbsQp {
     pub(super) queues: DirectQueues,
@@ -35,27 +38,27 @@ impl DirectVerbsQp {
         Self { queues, wr_table, send: Mutex::default(), receive: Mutex::default() }
     }
 
-    /// Begins to write work, which nobody else does meanwhile.
+    /// Locks the send queue, to write work requests.
     pub(super) fn begin(&self) -> DirectVerbsBatch<'_> {
         let state = self.send.lock();
         let next = state.producer;
         DirectVerbsBatch { direct_qp: self, state, next }
     }
 
-    /// Tells the device of everything up to that block.
+    /// Rings the doorbell for all WQEBBs before `wqe_index`.
     pub(super) fn ring_doorbell_to(&self, wqe_index: u64) {
         let _only = self.send.lock();
         ring_doorbell(&self.queues, wqe_index);
     }
 
-    /// Gives everything from that block on back: nobody was told of it.
+    /// Removes the WQEBBs from `wqe_index` on, which no doorbell has announced.
     pub(super) fn unpost_to(&self, wqe_index: u64) {
         let mut state = self.send.lock();
         state.producer = wqe_index;
         self.wr_table.posted.store(wqe_index, Ordering::Release);
     }
 
-    /// Makes work that nobody was told of do nothing.
+    /// Replaces work that no doorbell has announced by a NOP.
     pub(super) fn overwrite_with_nop(&self, wqebbs: Range<u64>) {
         overwrite_with_nop(&self.queues, &mut self.send.lock().scratch, wqebbs);
     }
@@ -65,7 +68,7 @@ impl DirectVerbsQp {
         receive::fill(&self.queues, &self.wr_table, requests)
     }
 
-    /// The queues are empty again, as the device has them.
+    /// Empties the queues, after the device has reset its own state.
     pub(super) fn reset(&self) {
         let (mut send, _receive) = (self.send.lock(), self.receive.lock());
         send.producer = 0;
@@ -73,7 +76,8 @@ impl DirectVerbsQp {
     }
 }
 
-/// Work that is being written. Nothing of it is seen by the device before it is rung for; dropped, it was never there.
+/// Work requests being written. The device sees nothing before the doorbell; dropping the batch
+/// discards them.
 #[derive(Debug)]
 pub(super) struct DirectVerbsBatch<'q> {
     direct_qp: &'q DirectVerbsQp,
@@ -84,8 +88,8 @@ pub(super) struct DirectVerbsBatch<'q> {
 impl DirectVerbsBatch<'_> {
     pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
         if request.destination.is_some() {
-            return Err(Error::new(Kind::Unsupported, "write an entry")
-                .why("hardware knows the peers of datagrams by more than their addresses")
+            return Err(Error::new(Kind::Unsupported, "write a work queue entry")
+                .why("direct verbs cannot build the address vector of a UD message")
                 .fix("use a connected queue pair"));
         }
         let Self { direct_qp, state, next } = self;
@@ -98,14 +102,14 @@ impl DirectVerbsBatch<'_> {
         Ok(())
     }
 
-    /// Leaves it in the queue without telling the device; returns the blocks that it takes.
+    /// Leaves the work in the queue without a doorbell; returns its WQEBBs.
     pub(super) fn commit_unrung(mut self) -> Range<u64> {
         let first = std::mem::replace(&mut self.state.producer, self.next);
         self.direct_qp.wr_table.posted.store(self.next, Ordering::Release);
         first..self.next
     }
 
-    /// Tells the device of it.
+    /// Rings the doorbell.
     pub(super) fn post(mut self) {
         if self.next != self.state.producer {
             self.state.producer = self.next;
@@ -115,7 +119,7 @@ impl DirectVerbsBatch<'_> {
     }
 }
 
-/// A completion queue that is read in place. Its places are given back when told.
+/// A completion queue read with direct verbs; entries are released explicitly.
 #[derive(Debug)]
 pub(super) struct DirectVerbsCq {
     pub(super) entries: QueueMemory,
@@ -127,7 +131,7 @@ pub(super) struct DirectVerbsCq {
 #[derive(Debug, Default)]
 struct Reader {
     consumed: u64,
-    /// Whose completions come here.
+    /// Queue pairs attached to this queue, by number.
     direct_qps: Vec<(u32, Weak<DirectVerbsQp>)>,
 }
 
@@ -138,7 +142,7 @@ impl DirectVerbsCq {
         Self { entries, dbrec, count, reader }
     }
 
-    /// Completions of that queue pair will come here.
+    /// Registers a queue pair, whose completions will arrive here.
     pub(super) fn attach(&self, direct_qp: &Arc<DirectVerbsQp>) {
         let mut reader = self.reader.lock();
         reader.direct_qps.retain(|(_, direct_qp)| direct_qp.strong_count() > 0);
@@ -152,7 +156,7 @@ impl DirectVerbsCq {
             let Some(cqe) = self.read(reader.consumed) else { break };
             reader.consumed += 1;
             let direct_qp = reader.direct_qps.iter().find(|(number, _)| *number == cqe.qpn);
-            // Of a queue pair that is gone, nobody wants to know.
+            // Skip completions of destroyed queue pairs.
             if let Some(direct_qp) = direct_qp.and_then(|(_, direct_qp)| direct_qp.upgrade()) {
                 into[count] = Completion::of(&cqe, complete_wr(&direct_qp.wr_table, &cqe));
                 count += 1;
@@ -161,7 +165,7 @@ impl DirectVerbsCq {
         count
     }
 
-    /// The completion of that number, if it is there.
+    /// Completion `number`, if it has been written.
     fn read(&self, number: u64) -> Option<Cqe> {
         if !self.has_cqe(number) {
             return None;
@@ -180,13 +184,13 @@ impl DirectVerbsCq {
         CqeTail::parse(tail).is_owned(owner_bit(number, entries))
     }
 
-    /// The completion that lies so many behind the next.
+    /// The completion `offset` entries after the next one.
     pub(super) fn peek(&self, offset: u64) -> Option<Cqe> {
         let number = self.reader.lock().consumed + offset;
         (offset < u64::from(self.count)).then(|| self.read(number))?
     }
 
-    /// Tells the device that the first so many may be written over.
+    /// Lets the device overwrite the first `count` completions since creation.
     pub(super) fn release(&self, count: u64) {
         let reader = self.reader.lock();
         let word = CqArm::consumed_word(count.min(reader.consumed) as u32);
@@ -203,10 +207,11 @@ fn complete_wr(wr_table: &WrTable, cqe: &Cqe) -> u64 {
     }
 }
 
-/// What reads its queues in place makes no events: the provider that would tell of them does not know how far it is.
+/// Direct verbs have no completion events: the provider, which would arm the queue, does not know
+/// its consumer index.
 #[cold]
 pub(super) fn no_events() -> Error {
     Error::new(Kind::Unsupported, "wait for an event of a completion queue")
-        .why("it is held, and read in place")
-        .fix("poll it, or make one that is not held")
+        .why("it is read with direct verbs, which have no events")
+        .fix("poll it, or create it without manual_release and ignore_overrun")
 }

@@ -1,4 +1,4 @@
-//! Queue pairs of hardware.
+//! Hardware queue pairs, through libibverbs or direct verbs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,20 +16,21 @@ use crate::hca::QueueMemory;
 use crate::work::ReceiveRequest;
 use crate::{ibv, link};
 
-/// A queue pair of hardware.
+/// A hardware queue pair.
 #[derive(Debug)]
 pub(super) struct Hard {
     pub(super) qp: ibv::Qp,
     pub(super) local_port: LocalPort,
-    /// It has come to `RTS`, or has failed: work may be posted.
+    /// The queue pair has reached `RTS`, or has failed since: sends may be posted.
     accepts_posts: AtomicBool,
     pub(super) no_memory: QueueMemory,
-    /// Where it is posted to, if that is past the provider.
+    /// Set if the queue pair is driven with direct verbs.
     pub(super) direct_verbs: Option<Arc<DirectVerbsQp>>,
     name: String,
 }
 
-/// How often a peer's address is asked for: the first question may be lost, or the kernel's patience too short.
+/// Attempts to resolve the peer's address: the first ARP request or neighbour solicitation may be
+/// lost, or time out in the kernel.
 const MAX_RESOLVE_ATTEMPTS: u32 = 4;
 
 impl Hard {
@@ -41,10 +42,10 @@ impl Hard {
     ) -> Result<Self> {
         let name = hardware.context.device().name.clone();
         if options.memory.is_some() {
-            return Err(Error::new(Kind::Unsupported, "make a queue pair")
+            return Err(Error::new(Kind::Unsupported, "create a queue pair")
                 .on(name)
-                .why("its driver chooses the memory of its queues")
-                .fix("leave the memory out, or use the software HCA"));
+                .why("its provider allocates the memory of the queues")
+                .fix("omit QpOptions::memory, or use the software HCA"));
         }
         let local_port = hardware.endpoint(options.port, options.gid_index)?;
         let (Some(sends), Some(receives)) = (cqs[0].hardware(), cqs[1].hardware()) else {
@@ -52,7 +53,7 @@ impl Hard {
         };
         let attributes = hardware.context.attributes()?;
         let max = attributes.max_rd_atomic.min(attributes.max_dest_rd_atomic);
-        // Peers are told, so that they ask for no more than it has.
+        // The endpoint carries this limit, so peers issue no more than the device supports.
         options.max_rd_atomic = options.max_rd_atomic.min(u8::try_from(max).unwrap_or(u8::MAX));
         let qp = pd.hardware()?.create_qp(
             sends,
@@ -63,7 +64,7 @@ impl Hard {
                 receive_depth: options.receive_depth.max(1),
                 max_send_sge: options.max_send_sge,
                 max_recv_sge: options.max_recv_sge,
-                inline: options.inline,
+                max_inline_data: options.max_inline_data,
                 signal_all: options.signal_all,
                 srq: options.srq.as_ref().and_then(Srq::hardware).cloned(),
                 port: local_port.port,
@@ -99,12 +100,12 @@ impl Hard {
             mtu: options.mtu.map_or(mtu, Mtu::bytes),
             max_rd_atomic: options.max_rd_atomic,
             lid,
-            // On Ethernet it is the IP address.
+            // On Ethernet the GID is the IP address.
             gid: if lid == 0 { 0 } else { u128::from_be_bytes(gid) },
         }
     }
 
-    /// Takes the step to `RTR`, towards that peer.
+    /// Modifies to `RTR`, connected to `peer`; retries while the address does not resolve.
     pub(super) fn modify_to_rtr(&self, rtr_attr: &QpAttributes, peer: &QpEndpoint) -> Result<()> {
         let mut route = ibv::AhAttributes {
             lid: peer.lid,
@@ -122,7 +123,7 @@ impl Hard {
             route.flow_label = path.flow_label;
         }
         let is_unresolved = |done: &Result<()>| {
-            done.as_ref().is_err_and(|error| error.reason().contains("nobody answers"))
+            done.as_ref().is_err_and(|error| error.reason().contains("no reply to ARP"))
         };
         let mut done = self.modify(rtr_attr, Some(&route));
         for _ in 1..MAX_RESOLVE_ATTEMPTS {
@@ -150,7 +151,7 @@ impl Hard {
         Ok(())
     }
 
-    /// Whether work may be posted: providers take it in any state, and do nothing with it.
+    /// Checks that sends may be posted: providers accept work in any state and then ignore it.
     #[inline]
     pub(super) fn check_state(&self) -> Result<()> {
         if self.accepts_posts.load(Ordering::Relaxed) {
@@ -167,7 +168,7 @@ impl Hard {
         }
     }
 
-    /// Posts work, all of it or none.
+    /// Posts all requests or none.
     #[inline]
     pub(super) fn post(&self, requests: &[SendRequest<'_>]) -> Result<()> {
         if requests.is_empty() {
@@ -181,7 +182,7 @@ impl Hard {
         Ok(())
     }
 
-    /// Posts receives, all of them or none.
+    /// Posts all receives or none.
     #[inline]
     pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         match &self.direct_verbs {
@@ -199,7 +200,7 @@ impl Hard {
     }
 }
 
-/// The queues of a queue pair that streams or kernels will ring for.
+/// Maps the queues for direct verbs, if the options or the CQs ask for it.
 fn direct_verbs(
     qp: &ibv::Qp,
     cqs: &[Cq; 2],
@@ -210,9 +211,9 @@ fn direct_verbs(
         return Ok(None);
     }
     let [Some(sends), Some(receives)] = direct_cqs else {
-        return Err(Error::new(Kind::InvalidArgument, "make a queue pair that is watched")
-            .why("its completion queues are the provider's")
-            .fix("make them with CqOptions::held, and the queue pair with QpOptions::watched"));
+        return Err(Error::new(Kind::InvalidArgument, "create a queue pair for direct verbs")
+            .why("one of its completion queues does not use direct verbs")
+            .fix("create both with CqOptions::manual_release"));
     };
     let direct_qp = Arc::new(DirectVerbsQp::new(DirectQueues::from_mlx5dv(qp.mlx5dv()?)));
     sends.attach(&direct_qp);
@@ -222,7 +223,7 @@ fn direct_verbs(
     Ok(Some(direct_qp))
 }
 
-/// Work for hardware that is being put together.
+/// Work requests for hardware, not yet posted.
 #[derive(Debug)]
 pub(super) struct HardBatch<'q> {
     hard: &'q Hard,
@@ -252,7 +253,7 @@ impl HardBatch<'_> {
     }
 }
 
-/// Whether all of a queue pair's queues are of one sort.
+/// Checks that the queues belong to the same kind of device as the context.
 pub(super) fn same_device(context: &Context, cqs: [&Cq; 2], srq: Option<&Srq>) -> Result<()> {
     let hardware = context.0.hardware.is_some();
     let same = cqs.iter().all(|cq| cq.hardware().is_some() == hardware)
@@ -262,7 +263,7 @@ pub(super) fn same_device(context: &Context, cqs: [&Cq; 2], srq: Option<&Srq>) -
 
 #[cold]
 fn wrong_context() -> Error {
-    Error::new(Kind::InvalidArgument, "make a queue pair")
-        .why("one of its queues was made by another context")
-        .fix("make all of them by one")
+    Error::new(Kind::InvalidArgument, "create a queue pair")
+        .why("one of its queues belongs to another context")
+        .fix("create all of them from one context")
 }

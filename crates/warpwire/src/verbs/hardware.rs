@@ -1,4 +1,4 @@
-//! RDMA devices of the machine, behind the same types as the software HCA.
+//! RDMA hardware behind the types of this module: port, GID and route selection.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -13,17 +13,17 @@ use crate::ibv::{self, Gid, GidKind, PortState};
 use crate::link;
 use crate::work::AsyncEvent;
 
-/// How a device of the machine is opened.
+/// How an RDMA device is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeviceOptions {
-    /// The port that queue pairs use, the first is 1; by default the first that carries traffic.
+    /// Default port of queue pairs, counted from 1. `None`: the first active port.
     pub port: Option<u8>,
-    /// Which of the port's addresses they use; by default the one that most peers reach: RoCE v2 before others, IPv4
-    /// before IPv6.
+    /// Default index into the port's GID table. `None`: the GID that most peers can reach: RoCE v2
+    /// before v1, then routable before link-local, then IPv4 before IPv6.
     pub gid_index: Option<u8>,
 }
 
-/// A device of the machine.
+/// An open libibverbs device with its port defaults.
 #[derive(Debug)]
 pub(crate) struct Hardware {
     pub(super) context: ibv::Context,
@@ -31,11 +31,11 @@ pub(crate) struct Hardware {
     pub(super) path: link::LinkPath,
     pub(super) max_mtu: Mtu,
     options: DeviceOptions,
-    /// A domain of its own, in which addresses are tried.
+    /// Protection domain in which addresses are checked.
     probe_pd: OnceLock<Result<ibv::Pd>>,
 }
 
-/// One end of connections: a port, and an address of it.
+/// The local end of connections: a port and one of its GIDs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LocalPort {
     pub(super) port: u8,
@@ -50,11 +50,11 @@ impl Hardware {
     pub(super) fn open(name: &str, options: DeviceOptions) -> Result<Self> {
         let context = ibv::Context::open(name)?;
         let fd = context.as_fd().try_clone_to_owned();
-        let fd = fd.map_err(|why| Error::os("watch an RDMA device for news", &why))?;
+        let fd = fd.map_err(|why| Error::os("watch an RDMA device for events", &why))?;
         let port = options.port.map_or_else(|| first_port(&context), Ok)?;
         let local_port = endpoint(&context, port, options.gid_index);
         if options.port.or(options.gid_index).is_some() {
-            // What was asked for by name must be there.
+            // A port or GID index that was given must be usable.
             local_port.clone()?;
         }
         let driver = context.device().driver.clone().unwrap_or_else(|| "unknown driver".into());
@@ -64,7 +64,7 @@ impl Hardware {
                 local_port.mtu,
                 format!("{name} ({driver}), port {port}, GID {}", local_port.gid_index),
             ),
-            // It may come up later, and other ports may be up: queue pairs look again.
+            // The port may come up later, or others be active: queue pairs check again.
             Err(error) => (([0, 0, 0, 0], 0).into(), 0, format!("{name} ({driver}): {error}")),
         };
         let path = link::LinkPath { kind: link::LinkKind::Hardware, local, why };
@@ -79,19 +79,19 @@ impl Hardware {
         })
     }
 
-    /// The end that a queue pair with these wishes is at.
+    /// The local port for a queue pair with these options.
     ///
     /// # Errors
-    /// If the port is down, or there is no such address: the text lists those that there are.
+    /// If the port is not active, or has no such GID: the text lists those that it has.
     pub(super) fn endpoint(&self, port: Option<u8>, gid_index: Option<u8>) -> Result<LocalPort> {
         let default_port = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
-        // The context's address is one of its port.
+        // The context's GID index is valid for the context's port only.
         let same_port = port.is_none_or(|port| port == default_port);
         let index = gid_index.or(self.options.gid_index.filter(|_| same_port));
         endpoint(&self.context, port.unwrap_or(default_port), index)
     }
 
-    /// The way to a peer of datagrams: from an address of its own family.
+    /// The route to a UD peer, from a GID of the same address family.
     pub(super) fn route(&self, peer: IpAddr) -> Result<ibv::AhAttributes> {
         let port = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
         let gids = self.context.gids()?;
@@ -109,14 +109,14 @@ impl Hardware {
         match self.context.next_event() {
             Ok(event) => event,
             Err(error) => {
-                tracing::warn!(%error, "news of an RDMA device");
+                tracing::warn!(%error, "asynchronous event of an RDMA device");
                 None
             }
         }
     }
 }
 
-/// The first port that carries traffic, or else the first.
+/// The first active port, or else port 1.
 fn first_port(context: &ibv::Context) -> Result<u8> {
     let ports = context.attributes()?.ports;
     let is_active =
@@ -130,7 +130,7 @@ fn endpoint(context: &ibv::Context, port: u8, gid_index: Option<u8>) -> Result<L
         Some(index) => u32::from(index),
         None => best_gid(&context.gids()?, port).map_or(0, |gid| gid.index),
     };
-    // InfiniBand does without, within one subnet; Ethernet does not.
+    // InfiniBand works without a GID within one subnet; Ethernet does not.
     let gid = match context.gid(port, index) {
         Err(error) if found.lid == 0 || gid_index.is_some() => return Err(error),
         gid => gid.ok(),
@@ -146,7 +146,7 @@ fn endpoint(context: &ibv::Context, port: u8, gid_index: Option<u8>) -> Result<L
     })
 }
 
-/// The address that most peers can reach: RoCE v2 before others, IPv4 before IPv6, and what holds on one link only last.
+/// The GID that most peers can reach: RoCE v2 before v1, link-local ones last, IPv4 before IPv6.
 fn best_gid<'a>(gids: impl IntoIterator<Item = &'a Gid>, port: u8) -> Option<&'a Gid> {
     let rank = |gid: &&Gid| {
         let local = match gid.address {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_address_that_most_peers_reach_is_taken() {
+    fn the_most_reachable_gid_is_chosen() {
         let all = [
             gid(0, "fe80::1", GidKind::RoceV1),
             gid(1, "fe80::1", GidKind::RoceV2),

@@ -1,4 +1,4 @@
-//! Protection domains and registered memory, of either sort of device.
+//! Protection domains and memory regions, of the software HCA or of hardware.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, OnceLock};
@@ -13,9 +13,11 @@ use crate::mr::{
 use crate::units;
 use crate::work::{Remote, Sge};
 
-/// A protection domain: work of its queue pairs reaches memory of its registrations. Clones are the same one.
+/// A protection domain (`ibv_pd`): work of its queue pairs can only access its memory regions.
+/// Clones refer to the same domain.
 ///
-/// It is an [`mr::SoftPd`], which tells it from others. Of hardware it is made when it is first needed.
+/// Derefs to the [`mr::SoftPd`] that identifies it. On hardware the `ibv_pd` is allocated on first
+/// use.
 #[derive(Clone, Debug)]
 pub struct Pd {
     id: mr::SoftPd,
@@ -37,10 +39,10 @@ impl Pd {
         Self { id, hardware: Some(Arc::new(LazyPd { context, pd_cell: OnceLock::new() })) }
     }
 
-    /// The domain, for a device of hardware.
+    /// The hardware domain, allocated by the first call.
     ///
     /// # Errors
-    /// If the device has no room for another one, or it is one of the software HCA.
+    /// If the device has no domain left, or this domain belongs to the software HCA.
     pub(super) fn hardware(&self) -> Result<&ibv::Pd> {
         let lazy_pd = self.hardware.as_ref().ok_or_else(wrong_context)?;
         lazy_pd.pd_cell.get_or_init(|| lazy_pd.context.create_pd()).as_ref().map_err(Clone::clone)
@@ -50,8 +52,8 @@ impl Pd {
 #[cold]
 fn wrong_context() -> Error {
     Error::new(Kind::InvalidArgument, "use a protection domain")
-        .why("it was made by another context")
-        .fix("make it by the one that uses it")
+        .why("it belongs to another context")
+        .fix("create it from the context that uses it")
 }
 
 impl std::ops::Deref for Pd {
@@ -62,7 +64,8 @@ impl std::ops::Deref for Pd {
     }
 }
 
-/// Registered memory. The registration ends when this is dropped.
+/// A memory region (`ibv_mr`). Dropping it deregisters the memory: see
+/// [`deregister`](Mr::deregister).
 #[derive(Debug)]
 pub struct Mr(Backend);
 
@@ -79,7 +82,7 @@ struct Hard {
     path: AccessPath,
     why: Vec<String>,
     registered_by: RegisteredBy,
-    /// What it keeps, to be let go after it.
+    /// Dropped after the registration: fields drop in order.
     _keep_alive: KeepAlive,
 }
 
@@ -93,7 +96,7 @@ struct KeepAlive {
 
 impl std::fmt::Debug for KeepAlive {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kept")
+        f.write_str("KeepAlive")
     }
 }
 
@@ -103,7 +106,7 @@ impl From<mr::SoftMr> for Mr {
     }
 }
 
-/// The same question to either sort.
+/// Evaluates the same expression on either backend.
 macro_rules! either {
     ($self:ident, $mr:ident => $answer:expr) => {
         match &$self.0 {
@@ -117,44 +120,45 @@ macro_rules! either {
 }
 
 impl Mr {
-    /// `len` bytes of it, `offset` bytes from its beginning, for a work request. Nothing is checked here: a range
-    /// that is not in it fails the work.
+    /// A scatter-gather entry for `len` bytes at `offset`. Not checked here: work that names a
+    /// range outside the region fails with
+    /// [`LocalProtection`](crate::mlx5::Status::LocalProtection).
     pub fn sge(&self, offset: u64, len: u32) -> Sge {
         Sge { address: self.iova().wrapping_add(offset), len, lkey: self.lkey() }
     }
 
-    /// The place `offset` bytes from its beginning, for a peer.
+    /// The remote address of byte `offset` with its rkey, to be sent to a peer. Not checked here.
     pub fn remote(&self, offset: u64) -> Remote {
         Remote { address: self.iova().wrapping_add(offset), rkey: self.rkey() }
     }
 
-    /// The key for this side's work requests.
+    /// Local key, for the scatter-gather entries of this side's work requests.
     pub fn lkey(&self) -> u32 {
         either!(self, mr => mr.lkey())
     }
 
-    /// The key for peers.
+    /// Remote key, for RDMA operations of peers.
     pub fn rkey(&self) -> u32 {
         either!(self, mr => mr.rkey())
     }
 
-    /// The address of its first byte, in work requests.
+    /// I/O virtual address: the address of the first byte in work requests.
     pub fn iova(&self) -> u64 {
         either!(self, mr => mr.iova())
     }
 
-    /// How many bytes.
+    /// Length in bytes; never 0.
     #[allow(clippy::len_without_is_empty)] // no registration is empty
     pub fn len(&self) -> u64 {
         either!(self, mr => mr.len())
     }
 
-    /// What may be done with it.
+    /// Access flags given at registration.
     pub fn access(&self) -> Access {
         either!(self, mr => mr.access())
     }
 
-    /// Its protection domain.
+    /// The identity of its protection domain.
     pub fn pd(&self) -> &mr::SoftPd {
         match &self.0 {
             Backend::Soft(mr) => mr.pd(),
@@ -162,7 +166,7 @@ impl Mr {
         }
     }
 
-    /// How the memory was named.
+    /// How the memory was named at registration: by a handle, an address or a dma-buf.
     pub fn registered_by(&self) -> &RegisteredBy {
         match &self.0 {
             Backend::Soft(mr) => mr.registered_by(),
@@ -170,7 +174,7 @@ impl Mr {
         }
     }
 
-    /// The peer-memory client whose memory it is, if it was registered by its address.
+    /// Name of the peer-memory client that owns the memory, if it was registered by address.
     pub fn client(&self) -> Option<&str> {
         match self.registered_by() {
             RegisteredBy::Address { client, .. } => Some(client),
@@ -178,7 +182,7 @@ impl Mr {
         }
     }
 
-    /// How the memory is reached. Memory that is found on demand is found now.
+    /// How the device accesses the memory. For memory on demand this call resolves it.
     pub fn path(&self) -> AccessPath {
         match &self.0 {
             Backend::Soft(mr) => mr.path(),
@@ -186,7 +190,7 @@ impl Mr {
         }
     }
 
-    /// Why it is not reached in better ways, and what is not as it should be; empty where all is well.
+    /// Why no better access path is in use, and other findings; empty if there are none.
     pub fn why(&self) -> Vec<String> {
         match &self.0 {
             Backend::Soft(mr) => mr.why(),
@@ -194,7 +198,8 @@ impl Mr {
         }
     }
 
-    /// The device's last failure, after a [`AccessDenied::Failed`](mr::Denied::Failed). Hardware tells none.
+    /// The device's last failure, after an [`AccessDenied::Failed`](mr::AccessDenied::Failed).
+    /// Always `None` on hardware.
     pub fn failure(&self) -> Option<Error> {
         match &self.0 {
             Backend::Soft(mr) => mr.failure(),
@@ -202,7 +207,7 @@ impl Mr {
         }
     }
 
-    /// How often its memory had to be found, if it is found on demand or may move. Hardware does not tell.
+    /// Page fault counters of on-demand or dynamically attached memory. All zero on hardware.
     pub fn faults(&self) -> OdpStats {
         match &self.0 {
             Backend::Soft(mr) => mr.faults(),
@@ -210,9 +215,14 @@ impl Mr {
         }
     }
 
-    /// Finds `len` bytes, `offset` into it, before they are needed, and waits until they are there.
+    /// Prefetches `len` bytes at `offset` (as `ibv_advise_mr` does) and waits until they are
+    /// resident.
     ///
-    /// It does something for memory that the software HCA finds on demand, and nothing for other.
+    /// Has an effect only on memory that the software HCA resolves on demand.
+    ///
+    /// # Errors
+    /// [`Kind::OutOfRange`] if the range is not in the region; if the memory cannot be made
+    /// resident.
     pub fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         match &self.0 {
             Backend::Soft(mr) => mr.prefetch(offset, len),
@@ -220,7 +230,8 @@ impl Mr {
         }
     }
 
-    /// As [`prefetch`](Self::prefetch), without waiting, and without a word when it fails.
+    /// As [`prefetch`](Self::prefetch), but does not wait and does not report failures other than a
+    /// bad range.
     pub fn prefetch_later(&self, offset: u64, len: u64) -> Result<()> {
         match &self.0 {
             Backend::Soft(mr) => mr.prefetch_later(offset, len),
@@ -228,7 +239,8 @@ impl Mr {
         }
     }
 
-    /// Whether the memory is still there for the key: not after it was freed under its registration.
+    /// Whether the key still has its memory; false once the memory was freed or invalidated under
+    /// the registration. Always true on hardware.
     pub fn is_live(&self) -> bool {
         match &self.0 {
             Backend::Soft(mr) => mr.is_live(),
@@ -236,9 +248,11 @@ impl Mr {
         }
     }
 
-    /// Ends the registration. When it returns, nobody uses the memory through it, and the key is dead.
+    /// Deregisters the memory (`ibv_dereg_mr`). On return the device no longer accesses the memory
+    /// through this region, and the keys are invalid.
     ///
-    /// It waits for copies under way. A thread that holds a [`Span`](mr::Span) of it would wait for itself.
+    /// Waits for copies in flight. Deadlocks if the calling thread holds a [`Span`](mr::Span) of
+    /// the region.
     pub fn deregister(self) {}
 }
 
@@ -253,7 +267,7 @@ impl Hard {
     }
 }
 
-/// Registers memory with hardware: the host's own, or a device's by the best way that there is.
+/// Registers host memory, or device memory by the best path available.
 pub(super) fn register(
     pd: &Pd,
     memory: MemorySource,
@@ -265,7 +279,8 @@ pub(super) fn register(
     check(&memory, iova, access).map_err(|error| error.during(what()))?;
     let domain = pd.hardware()?;
     if memory.is_host() {
-        // SAFETY: the registration keeps the memory, which is shared memory of which nobody has references.
+        // SAFETY: the registration keeps the memory alive, and it is shared memory: no Rust
+        // references to it exist.
         let mr = unsafe { domain.register_address(memory.address(), memory.len(), iova, access) }?;
         let path = if access.contains(Access::ON_DEMAND) {
             AccessPath::OnDemand
@@ -277,8 +292,8 @@ pub(super) fn register(
     }
     let Some(region) = memory.device_region() else {
         return Err(Error::new(Kind::Unsupported, what())
-            .why("its client copies it by itself, which no RDMA device can ask for")
-            .fix("use the software HCA, or copy it through host memory"));
+            .why("its peer-memory client copies it on the CPU, which hardware cannot use")
+            .fix("use the software HCA, or copy through host memory"));
     };
     let (mr, path, why, keep_alive) = device_memory(domain, &memory, region, iova, access)?;
     let keep_alive = KeepAlive { _memory: Some(memory), ..keep_alive };
@@ -311,17 +326,17 @@ fn check(memory: &MemorySource, iova: Option<u64>, access: Access) -> Result<()>
     }
     match iova {
         Some(iova @ 1..) if access.contains(Access::ZERO_BASED) => {
-            wrong(format!("it is zero-based, and yet should begin at {iova:#x}"))
-                .map_err(|error| error.fix("leave one of the two out"))
+            wrong(format!("it is zero-based, but iova is {iova:#x}"))
+                .map_err(|error| error.fix("omit one of the two"))
         }
         Some(iova) if iova.checked_add(memory.len() - 1).is_none() => {
-            wrong(format!("{} bytes from {iova:#x} on pass the last address", memory.len()))
+            wrong(format!("{} bytes at {iova:#x} overflow the address space", memory.len()))
         }
         _ => Ok(()),
     }
 }
 
-/// Memory of a GPU: by dma-buf, by its address, by its window, and else through pinned memory.
+/// GPU memory: by dma-buf, by its address (peer memory), by a CPU window, or else staged.
 fn device_memory(
     domain: &ibv::Pd,
     memory: &MemorySource,
@@ -334,7 +349,7 @@ fn device_memory(
     let (allocation, offset) = (region.allocation(), region.offset());
     let mut why = Vec::new();
     if memory.is_staged() {
-        why.push("staged: it was asked for".into());
+        why.push("staged: requested".into());
         let mr = domain.register_staged(region, iova_base, access)?;
         return Ok((mr, AccessPath::Staged, why, KeepAlive::default()));
     }
@@ -350,7 +365,7 @@ fn device_memory(
         }
         Err(error) => why.push(format!("no dma-buf: {}", error.reason())),
     }
-    // SAFETY: memory of a device, which nobody has references to; the registration keeps it.
+    // SAFETY: device memory, to which no references exist; the registration keeps it alive.
     match unsafe { domain.register_address(address, len, iova_base, access) } {
         Ok(mr) => {
             return Ok((
@@ -363,12 +378,12 @@ fn device_memory(
         Err(error) => why.push(format!("no peer memory: {}", error.reason())),
     }
     if memory.is_without_window() {
-        why.push("no window: it was registered without one".into());
+        why.push("no window: disabled for this memory".into());
     } else {
         let window = allocation.window_with(offset, len, &WindowOptions::default());
         let by_window = window.and_then(|window| {
             let start = window.as_ptr().as_ptr().expose_provenance() as u64;
-            // SAFETY: a window, which is shared memory; the registration keeps it.
+            // SAFETY: a window is shared memory, and the registration keeps it mapped.
             let mr = unsafe { domain.register_address(start, len, iova_base, access) }?;
             Ok((mr, window))
         });
@@ -384,7 +399,7 @@ fn device_memory(
     }
     match domain.register_staged(region, iova_base, access) {
         Ok(mr) => {
-            why.push("staged: what is left, through pinned memory that is as long".into());
+            why.push("staged: no other path; copied through pinned memory of the same size".into());
             Ok((mr, AccessPath::Staged, why, KeepAlive::default()))
         }
         Err(error) => {
@@ -399,13 +414,13 @@ fn unreachable_memory(len: u64, why: &[String]) -> Error {
     Error::new(Kind::Unsupported, format!("register {} of device memory", units::bytes(len)))
         .why(format!("the RDMA device cannot reach it ({})", why.join("; ")))
         .fix(
-            "`modprobe nvidia-peermem`, or a kernel and driver with dma-buf support; else register it for this side \
-             alone (local-write or nothing), which is staged, and have peers send, or let peers reach pinned host memory; \
-             or use the software HCA, which stages for peers too",
+            "`modprobe nvidia-peermem`, or use a kernel and driver with dma-buf support; or \
+             register it without remote access, which is staged, and have peers send; or give \
+             peers pinned host memory; or use the software HCA, which stages remote access too",
         )
 }
 
-/// Registers memory by its address: a GPU's if a GPU of this process knows it, else the host's.
+/// Registers memory by address: of a GPU of this process if one owns it, else host memory.
 ///
 /// # Safety
 /// As for [`mr::Registry::register_address`].
@@ -422,11 +437,11 @@ pub(super) unsafe fn register_address(
     };
     if len == 0 || address.checked_add(len).is_none() {
         let what = format!("register {} at {address:#x}", units::bytes(len));
-        let why = "the range is empty, or passes the last address";
+        let why = "the range is empty or overflows the address space";
         return Err(Error::new(Kind::InvalidArgument, what).why(why));
     }
     if let Ok(device) = mem::owner_of(DeviceAddr::new(address)) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let memory = unsafe { device.borrow(DeviceAddr::new(address), len) }?;
         let client = device.info().backend.to_string();
         return register(
@@ -437,7 +452,7 @@ pub(super) unsafe fn register_address(
             registered_by(&client),
         );
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let mr = unsafe { pd.hardware()?.register_address(address, len, iova, access) }?;
     let path =
         if access.contains(Access::ON_DEMAND) { AccessPath::OnDemand } else { AccessPath::Host };
@@ -453,7 +468,7 @@ pub(super) fn register_dmabuf(
     attach: AttachMode,
 ) -> Result<Mr> {
     let mr = pd.hardware()?.register_dmabuf(range, iova, access)?;
-    // Drivers that can page let the exporter move it, and others pin it: nobody is asked.
+    // The driver decides: with paging support the exporter may move the memory, else it is pinned.
     let path_and_reasons = (AccessPath::DmaBuf, Vec::new());
     Ok(hard(pd, mr, path_and_reasons, RegisteredBy::DmaBuf(attach), KeepAlive::default()))
 }

@@ -1,14 +1,21 @@
-//! Verbs: one API for RDMA devices, whatever stands behind it.
+//! RDMA verbs: one API for the software HCA and for RDMA hardware.
+//!
+//! [`Context::open`] creates a software HCA on a [`link`] and needs no NIC;
+//! [`Context::open_device`] opens an RDMA device of this machine through libibverbs. All other
+//! objects are created from the context, as in rdma-core.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Context`], [`devices`] | an open device: the software HCA, or one of the machine; which there are |
-//! | [`Pd`], [`Mr`], [`Access`] | protection domains and registered memory |
-//! | [`Cq`], [`Completion`] | where the ends of work are told |
-//! | [`Qp`], [`Batch`], [`SendRequest`] | a queue pair, and work to post |
-//! | [`AddressHandle`], [`Destination`], [`DatagramSender`], [`Grh`] | whom datagrams are for, and who sent them |
-//! | [`Srq`] | receives that many queue pairs share |
-//! | [`QpEndpoint`], [`bootstrap`] | what two ends must know of each other, and a way to tell it |
+//! | [`Context`], [`devices`] | an open device (`ibv_context`); the RDMA devices of this machine |
+//! | [`Pd`], [`Mr`], [`Access`] | protection domains, memory regions and their access flags |
+//! | [`Cq`], [`Completion`] | completion queues and work completions (`ibv_wc`) |
+//! | [`Qp`], [`Batch`], [`SendRequest`] | queue pairs and work requests |
+//! | [`AddressHandle`], [`Destination`], [`DatagramSender`], [`Grh`] | addresses of UD messages |
+//! | [`Srq`] | shared receive queues |
+//! | [`QpEndpoint`], [`bootstrap`] | connection data, and its exchange over TCP |
+//!
+//! Handles may be used from any thread, and each object keeps the objects that it depends on alive:
+//! a queue pair its completion queues, its domain and the device.
 //!
 //! ```
 //! use std::time::Duration;
@@ -20,7 +27,7 @@
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     Context::open(hub.endpoint(address.parse().unwrap()).unwrap()).unwrap()
 //! });
-//! let (pd, there) = (a.pd(), b.pd());
+//! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let (cq, their_cq) = (a.create_cq(16)?, b.create_cq(16)?);
 //! let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default())?;
 //! let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default())?;
@@ -33,7 +40,7 @@
 //! let target = b.register(&there, to.clone(), Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
 //! let remote = Remote { address: target.iova(), rkey: target.rkey() };
 //! qp.post_send(&[SendRequest::new(7, WrOp::Write(remote)).with(&[from.sge(0, 5)])])?;
-//! let done = cq.next(Duration::from_secs(5))?.expect("it ends");
+//! let done = cq.wait_next(Duration::from_secs(5))?.expect("it ends");
 //! assert_eq!((done.id, done.is_success()), (7, true));
 //! let mut arrived = [0; 5];
 //! to.bytes().read(0, &mut arrived)?;
@@ -62,7 +69,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{EventFd, ProgressMode};
+pub use crate::hca::{DirectStats, EventFd, HcaOptions, ProgressMode, QpTotals, Stats};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::{Atomic, Status};
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
@@ -82,48 +89,57 @@ pub use srq::{Srq, SrqOptions};
 pub use warpwire_proto::qp::{Mtu, PathAttributes, QpAttributes, Service, State};
 
 use crate::error::Result;
-use crate::hca::{Hca, HcaOptions, Stats};
+use crate::hca::Hca;
 use crate::ibv;
 use crate::link::{self, Link};
 use crate::mr;
 use hardware::Hardware;
 use qp::Core;
 
-/// An open device. Clones are the same one.
+/// An open device (`ibv_context`). Clones refer to the same device; queues and address handles that
+/// were created from it keep it open.
 #[derive(Clone, Debug)]
 pub struct Context(pub(crate) Arc<Device>);
 
 #[derive(Debug)]
 pub(crate) struct Device {
-    /// The software HCA; beside hardware, one that does nothing but to tell domains apart.
+    /// The software HCA. With hardware: a placeholder that only allocates PD ids.
     pub hca: Hca,
-    /// A device of the machine.
+    /// `None` for the software HCA.
     pub hardware: Option<Hardware>,
-    /// Queue pairs by the number that their completions bear.
+    /// Queue pairs by user index, which their CQEs carry.
     pub pairs: Mutex<Vec<Option<Arc<Core>>>>,
 }
 
 impl Context {
-    /// Opens a software HCA on that link, driven by whoever polls.
+    /// Opens a software HCA on `link` with default [`HcaOptions`]: polling a completion queue
+    /// advances the engine, and a fallback thread advances it while nothing polls.
+    ///
+    /// # Errors
+    /// If an eventfd or the engine's thread cannot be created.
     pub fn open(link: impl Link + 'static) -> Result<Self> {
         Self::open_with(link, HcaOptions::default())
     }
 
-    /// Opens a software HCA on that link.
+    /// Opens a software HCA on `link`.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
     pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let hca = Hca::open(link, options)?;
         Ok(Self(Arc::new(Device { hca, hardware: None, pairs: Mutex::new(Vec::new()) })))
     }
 
-    /// Opens an RDMA device of the machine, by libibverbs: [`devices`] lists them.
+    /// Opens an RDMA device of this machine through libibverbs; [`devices`] lists their names.
     ///
     /// # Errors
-    /// If there is no libibverbs, no such device (with the names of those that there are), or this user may not open it.
+    /// If libibverbs is not installed, no device has this name (the text lists those that exist),
+    /// or this user may not open it.
     ///
     /// ```no_run
     /// use warpwire::verbs::{Context, QpOptions};
     /// let context = Context::open_device("mlx5_0")?;
-    /// let (pd, cq) = (context.pd(), context.create_cq(16)?);
+    /// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
     /// let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
     /// println!("{}", qp.path()?);
     /// # Ok::<(), warpwire::Error>(())
@@ -132,34 +148,37 @@ impl Context {
         Self::open_device_with(name, DeviceOptions::default())
     }
 
-    /// Opens an RDMA device of the machine, for a port and an address of it.
+    /// Opens an RDMA device with a given port or GID index.
     ///
     /// # Errors
-    /// As for [`open_device`](Self::open_device); if the port that was asked for is down or has no such address.
+    /// As for [`open_device`](Self::open_device). If a port or GID index was given: also if the
+    /// port is not active or the port has no such GID.
     pub fn open_device_with(name: &str, options: DeviceOptions) -> Result<Self> {
         let hardware = Some(Hardware::open(name, options)?);
         let hca = Hca::placeholder()?;
         Ok(Self(Arc::new(Device { hca, hardware, pairs: Mutex::new(Vec::new()) })))
     }
 
-    /// The software HCA below, for those who fill queues themselves. Beside hardware it is one that is on no network and
-    /// has no queues: see [`soft`](Self::soft).
+    /// The software HCA, for callers that fill its queues themselves. On hardware it is a
+    /// placeholder without a network and without queues: use [`soft`](Self::soft) to tell the two
+    /// apart.
     pub fn hca(&self) -> &Hca {
         &self.0.hca
     }
 
-    /// The software HCA below; `None` if this is hardware.
+    /// The software HCA; `None` on hardware.
     pub fn soft(&self) -> Option<&Hca> {
         self.0.hardware.is_none().then_some(&self.0.hca)
     }
 
-    /// The RDMA device of the machine below; `None` if this is the software HCA.
+    /// The libibverbs device; `None` for the software HCA.
     pub fn device(&self) -> Option<&ibv::Context> {
         self.0.hardware.as_ref().map(|hardware| &hardware.context)
     }
 
-    /// A new protection domain.
-    pub fn pd(&self) -> Pd {
+    /// Allocates a protection domain. Never fails: on hardware the domain is allocated when it is
+    /// first used, and that call reports the error.
+    pub fn alloc_pd(&self) -> Pd {
         let id = self.0.hca.registry().pd();
         match &self.0.hardware {
             None => Pd::soft(id),
@@ -167,12 +186,27 @@ impl Context {
         }
     }
 
-    /// Registers memory, under its own address.
+    /// Registers memory; its IOVA is the memory's own address, or 0 with [`Access::ZERO_BASED`].
+    /// The region keeps the memory alive.
+    ///
+    /// # Errors
+    /// As for [`register_at`](Self::register_at).
     pub fn register(&self, pd: &Pd, memory: impl Into<MemorySource>, access: Access) -> Result<Mr> {
         self.register_at(pd, memory, None, access)
     }
 
-    /// Registers memory; work finds its first byte at `iova`.
+    /// Registers memory; work requests address its first byte as `iova` (`ibv_reg_mr_iova`). `None`
+    /// is as in [`register`](Self::register).
+    ///
+    /// Cost: constant time on the software HCA; on hardware the kernel pins every page, unless
+    /// [`Access::ON_DEMAND`] is set.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`](crate::error::Kind::InvalidArgument) if the memory is empty, the
+    /// addresses overflow, `access` has a remote write or atomic right without
+    /// [`Access::LOCAL_WRITE`], or a zero-based region was given another `iova`. On hardware also
+    /// if the locked-memory limit is reached or the device cannot reach GPU memory in any way: the
+    /// text says what was tried.
     pub fn register_at(
         &self,
         pd: &Pd,
@@ -186,8 +220,11 @@ impl Context {
         Ok(self.0.hca.registry().register(pd, memory, iova, access)?.into())
     }
 
-    /// Registers `len` bytes at `address`, whosever they are: this process's, a GPU's, a client's of the program (which
-    /// only the software HCA reaches).
+    /// Registers `len` bytes at `address`: memory of this process, of a GPU, or of a [peer-memory
+    /// client](PeerClient) (software HCA only).
+    ///
+    /// # Errors
+    /// If the range is empty or overflows, or is not mapped memory that a client recognises.
     ///
     /// # Safety
     /// As for [`Registry::register_address`](mr::Registry::register_address).
@@ -201,17 +238,24 @@ impl Context {
         access: Access,
     ) -> Result<Mr> {
         if self.0.hardware.is_some() {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             return unsafe { memory::register_address(pd, (address, len), iova, access) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let made =
             unsafe { self.0.hca.registry().register_address(pd, address, len, iova, access) };
         Ok(made?.into())
     }
 
-    /// Registers a range of a dma-buf: see [`Registry::register_dmabuf`](mr::Registry::register_dmabuf). On hardware its
-    /// driver decides whether the memory may move meanwhile, whatever `attach` says.
+    /// Registers a range of a dma-buf (`ibv_reg_dmabuf_mr`): see
+    /// [`Registry::register_dmabuf`](mr::Registry::register_dmabuf). `iova` defaults to the range's
+    /// offset; the two must be equal modulo the page size. On hardware the driver decides whether
+    /// the exporter may move the memory; `attach` is only recorded.
+    ///
+    /// # Errors
+    /// On hardware: [`Kind::Unsupported`](crate::error::Kind::Unsupported) if the driver cannot
+    /// register dma-bufs, [`Kind::Unavailable`](crate::error::Kind::Unavailable) before rdma-core
+    /// 34.
     pub fn register_dmabuf(
         &self,
         pd: &Pd,
@@ -226,27 +270,43 @@ impl Context {
         Ok(self.0.hca.registry().register_dmabuf(pd, range, iova, access, attach)?.into())
     }
 
-    /// Adds a peer-memory client: its memory can be registered by its address from now on, with the software HCA.
+    /// Adds a peer-memory client, which is asked before those already present when memory is
+    /// registered by address. Affects the software HCA only.
     pub fn add_client(&self, client: Arc<dyn PeerClient>) {
         self.0.hca.registry().add_client(client);
     }
 
-    /// Makes a completion queue with room for at least so many completions.
+    /// Creates a completion queue with at least `entries` entries (`ibv_create_cq`).
+    ///
+    /// # Errors
+    /// If `entries` is not 1 to 4194304, or the device has no resources left.
     pub fn create_cq(&self, entries: u32) -> Result<Cq> {
         Cq::create(self, CqOptions { entries, ..CqOptions::default() })
     }
 
-    /// Makes a completion queue.
+    /// Creates a completion queue.
+    ///
+    /// # Errors
+    /// As for [`create_cq`](Self::create_cq). On hardware also if [`CqOptions::memory`] or
+    /// [`CqOptions::collapsed`] is set, or an option needs an mlx5 device.
     pub fn create_cq_with(&self, options: CqOptions) -> Result<Cq> {
         Cq::create(self, options)
     }
 
-    /// Makes a shared receive queue.
+    /// Creates a shared receive queue.
+    ///
+    /// # Errors
+    /// If the depth is not 1 to 32767, `max_sge` not 1 to 15, or the device has no resources left.
     pub fn create_srq(&self, pd: &Pd, options: SrqOptions) -> Result<Srq> {
         Srq::create(self, pd, options)
     }
 
-    /// Makes a queue pair, whose ends of work are told in these two completion queues.
+    /// Creates a queue pair in `RESET`. Completions of sends go to `send_cq` and those of receives
+    /// to `receive_cq`; both may be the same queue.
+    ///
+    /// # Errors
+    /// If a queue belongs to a device of the other kind, the options exceed what a queue can hold,
+    /// or the device has no resources left.
     pub fn create_qp(
         &self,
         pd: &Pd,
@@ -257,15 +317,16 @@ impl Context {
         Qp::create(self, pd, send_cq, receive_cq, options)
     }
 
-    /// Makes ready to send datagrams to a peer.
+    /// Creates an address handle: UD messages may then be sent to `peer`.
     ///
     /// # Errors
-    /// If nothing can be sent to this address from here, with the reason.
+    /// If no route leads to this address from this device; the text gives the reason.
     pub fn create_address_handle(&self, peer: SocketAddr) -> Result<AddressHandle> {
         AddressHandle::create(self, peer)
     }
 
-    /// The oldest news of queues that nobody has taken.
+    /// Takes the oldest pending asynchronous event (`ibv_get_async_event`) and acknowledges it;
+    /// `None` if there is none. Never blocks.
     pub fn next_event(&self) -> Option<AsyncEvent> {
         if let Some(hardware) = &self.0.hardware {
             return hardware.next_event();
@@ -273,18 +334,19 @@ impl Context {
         self.0.hca.next_event()
     }
 
-    /// Raised while there is news; a file descriptor, for whoever waits for several things.
+    /// Raised (readable) while asynchronous events are pending. It is a file descriptor, for use
+    /// with `poll` or `epoll`.
     pub fn events(&self) -> &EventFd {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.events(), |hardware| &hardware.events)
     }
 
-    /// The link that it uses, or the device that it is, and why.
+    /// The link or device in use, and the reason for the choice.
     pub fn path(&self) -> &link::LinkPath {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
     }
 
-    /// The largest MTU that its link carries: of those that RoCE knows where packets leave this machine, and as large
-    /// as it goes where they cannot.
+    /// The maximum path MTU of this device's link or port: at most 4096 bytes if packets leave this
+    /// machine, up to 64 KiB on local links (shared memory, loopback).
     pub fn max_mtu(&self) -> Mtu {
         if let Some(hardware) = &self.0.hardware {
             return hardware.max_mtu;
@@ -301,7 +363,7 @@ impl Context {
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 
-    /// What the software HCA has counted; hardware counts elsewhere, and this stays at nothing.
+    /// Counters of the software HCA; all zero on hardware, whose counters are in sysfs.
     pub fn stats(&self) -> Stats {
         self.0.hca.stats()
     }

@@ -1,7 +1,7 @@
-//! Posting work: entries are written into the send queue, and one doorbell tells of all of them.
+//! Posting sends: WQEs are written to the send queue, and one doorbell announces all of them.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::datagram::{AddressHandle, Destination};
 use super::hard::{Hard, HardBatch};
@@ -14,10 +14,11 @@ use crate::mlx5::{
     self, AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
     MAX_SEGMENTS, Opcode, SEGMENT, Scratch, WQEBB_LEN, WqeTooLong,
 };
-use crate::sync::Guard;
+use crate::sync::{Guard, this_thread};
 use crate::work::{Fence, Remote, Sge, WrOp};
 
-/// Work to post: [`work::SendRequest`](crate::work::Request) with this room's addresses.
+/// A send work request (`ibv_send_wr`): [`work::SendRequest`](crate::work::SendRequest) with this
+/// module's [`AddressHandle`].
 ///
 /// ```
 /// use warpwire::verbs::{WrOp, SendRequest};
@@ -27,10 +28,11 @@ use crate::work::{Fence, Remote, Sge, WrOp};
 pub type SendRequest<'a> = crate::work::SendRequest<'a, AddressHandle>;
 
 impl SendRequest<'_> {
-    /// How many blocks a simple one takes at most.
+    /// Maximum WQEBBs of a request that is eligible for the fast path.
     const MAX_FAST_WQEBBS: u64 = 2;
 
-    /// Whether it is a write that any connected queue pair takes, if it has the room: few bytes in itself, or one range.
+    /// Whether it is an RDMA write that any connected queue pair accepts if it has room: with at
+    /// most 64 inline bytes, or one scatter-gather entry.
     #[inline]
     fn is_fast_path_eligible(&self) -> bool {
         let fits = match (self.inline, self.data) {
@@ -41,8 +43,8 @@ impl SendRequest<'_> {
         fits && matches!(self.op, WrOp::Write(_)) && self.destination.is_none()
     }
 
-    /// Whether a queue pair of that service can be told of it at all: the device looks for an address exactly in
-    /// messages of datagram queue pairs.
+    /// Checks that the destination matches the service: the device expects an address vector in
+    /// messages of UD queue pairs, and nowhere else.
     fn check(&self, core: &Core) -> Result<()> {
         let is_message = matches!(self.op, WrOp::Send | WrOp::SendImm(_));
         let needs = core.service == Service::Ud && is_message;
@@ -108,10 +110,10 @@ impl SendRequest<'_> {
     }
 }
 
-/// The producer's side of a send queue.
+/// Producer state of a send queue.
 #[derive(Default)]
 pub(crate) struct SendState {
-    /// The next free block, counted without end.
+    /// Index of the next free WQEBB; it does not wrap.
     pub producer: u64,
     pub(super) scratch: Scratch,
 }
@@ -122,10 +124,53 @@ impl std::fmt::Debug for SendState {
     }
 }
 
-/// Work that is being put into a send queue. Nothing of it is seen by the device before [`Batch::post`]; dropped, it
-/// is as if it had never been.
+/// Work requests being collected for one doorbell. The device sees none of them before
+/// [`Batch::post`]; dropping the batch discards them.
+///
+/// A batch holds the lock of the send queue: other threads that post to the queue pair wait. The
+/// thread that holds the batch gets [`Kind::Busy`] if it posts to the queue pair in another way.
 #[must_use = "nothing happens until the batch is posted"]
-pub struct Batch<'q>(Backend<'q>);
+pub struct Batch<'q> {
+    // Dropped, and its lock released, before the holder is forgotten.
+    backend: Backend<'q>,
+    _holder: BatchHolder<'q>,
+}
+
+/// Which thread has a batch of a queue pair: the lock is not reentrant.
+#[derive(Debug, Default)]
+pub(super) struct BatchThread(AtomicU64);
+
+impl BatchThread {
+    /// # Errors
+    /// [`Kind::Busy`] if the calling thread has a batch: it would wait for itself.
+    #[inline]
+    pub(super) fn check(&self) -> Result<()> {
+        // Relaxed: only the thread's own store matters.
+        match self.0.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            thread if thread == this_thread() => Err(has_batch()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Marks the thread as the holder of a batch until it is dropped.
+struct BatchHolder<'q>(&'q BatchThread);
+
+impl Drop for BatchHolder<'_> {
+    fn drop(&mut self) {
+        // Another thread may hold the next batch already, and stays.
+        let thread = this_thread();
+        let _ = self.0.0.compare_exchange(thread, 0, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+#[cold]
+fn has_batch() -> Error {
+    Error::new(Kind::Busy, "post a send")
+        .why("this thread holds a batch of the queue pair")
+        .fix("post or drop the batch first, or push to it")
+}
 
 enum Backend<'q> {
     Soft(SendBatch<'q>),
@@ -134,9 +179,9 @@ enum Backend<'q> {
 
 impl std::fmt::Debug for Batch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match &self.0 {
+        match &self.backend {
             Backend::Soft(batch) => {
-                write!(f, "Batch({} blocks)", batch.next - batch.state.producer)
+                write!(f, "Batch({} WQEBBs)", batch.next - batch.state.producer)
             }
             Backend::Hard(batch) => write!(f, "Batch({batch:?})"),
         }
@@ -144,40 +189,45 @@ impl std::fmt::Debug for Batch<'_> {
 }
 
 impl<'q> Batch<'q> {
-    #[inline]
-    pub(super) fn soft(core: &'q Core) -> Self {
-        Self(Backend::Soft(SendBatch::new(core)))
+    pub(super) fn soft(core: &'q Core, thread: &'q BatchThread) -> Self {
+        Self::new(Backend::Soft(SendBatch::new(core)), thread)
     }
 
-    pub(super) fn hard(hard: &'q Hard) -> Self {
-        Self(Backend::Hard(hard.batch()))
+    pub(super) fn hard(hard: &'q Hard, thread: &'q BatchThread) -> Self {
+        Self::new(Backend::Hard(hard.batch()), thread)
     }
 
-    /// Adds work.
+    fn new(backend: Backend<'q>, thread: &'q BatchThread) -> Self {
+        thread.0.store(this_thread(), Ordering::Relaxed);
+        Self { backend, _holder: BatchHolder(thread) }
+    }
+
+    /// Adds a request. Inline data is copied; other buffers must stay valid until the completion.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room: post what there is, and take completions. [`Kind::InvalidArgument`] if the
-    /// queue pair is not yet in `RTS`, or the request makes no sense to it.
+    /// [`Kind::Busy`] if the send queue is full: post the batch and poll completions.
+    /// [`Kind::InvalidArgument`] if the queue pair is not yet in `RTS`, or the request is malformed
+    /// or does not fit the service. The batch keeps its earlier requests.
     #[inline]
     pub fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
-        match &mut self.0 {
+        match &mut self.backend {
             Backend::Soft(batch) => batch.push(request),
             Backend::Hard(batch) => batch.push(request),
         }
     }
 
-    /// Tells the device of all of it. What hardware refuses, though all was in order by what is known of it, ends as
-    /// [`Status::LocalQpOperation`](crate::mlx5::Status::LocalQpOperation).
+    /// Posts all requests with one doorbell. If hardware rejects requests that passed all checks,
+    /// they complete with [`Status::LocalQpOperation`](crate::mlx5::Status::LocalQpOperation).
     #[inline]
     pub fn post(self) {
-        match self.0 {
+        match self.backend {
             Backend::Soft(batch) => batch.post(),
             Backend::Hard(batch) => batch.post(),
         }
     }
 }
 
-/// Work that is being put into a send queue of the software HCA.
+/// Work requests being written to a send queue of the software HCA; holds its lock.
 pub(super) struct SendBatch<'q> {
     core: &'q Core,
     state: Guard<'q, SendState>,
@@ -185,7 +235,7 @@ pub(super) struct SendBatch<'q> {
 }
 
 impl<'q> SendBatch<'q> {
-    /// Begins with that work in mind, if there is any.
+    /// Locks the queue, after prefetching the target of the first RDMA write.
     #[inline]
     pub(super) fn with(core: &'q Core, requests: &[SendRequest<'_>]) -> Self {
         if let Some(SendRequest { op: WrOp::Write(Remote { address, rkey }), .. }) =
@@ -207,7 +257,7 @@ impl<'q> SendBatch<'q> {
     pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
         let core = self.core;
         if !core.accepts_posts.load(Ordering::Relaxed) {
-            // It may have failed on its way, which the device knows: then what is posted comes back.
+            // The engine knows the state. If the QP has failed, posted work is flushed.
             match core.hca.qp_state(core.number)? {
                 state @ (State::Reset | State::Init | State::Rtr) => {
                     return Err(not_in_rts(core.number, state));
@@ -225,8 +275,9 @@ impl<'q> SendBatch<'q> {
         Ok(())
     }
 
-    /// Has writes done at once, as long as that needs neither packets nor entries; tells how many. The rest must be
-    /// pushed like any other, and there is room for it: none is done if one of them might not be taken.
+    /// Fast path: executes RDMA writes directly in the peer's mapped memory, without WQEs or
+    /// packets, for as long as that is possible; returns how many. The caller must push the rest,
+    /// for which there is room: none is executed unless all requests would fit.
     #[inline]
     pub(super) fn try_fast_path(&mut self, requests: &[SendRequest<'_>]) -> usize {
         let core = self.core;
@@ -241,7 +292,7 @@ impl<'q> SendBatch<'q> {
         }
         let mut done = 0;
         while done < requests.len() {
-            // Others have their turn in between.
+            // Release the engine between quanta, so that other queue pairs make progress.
             let Some(mut fast_path) = core.hca.fast_path(core.number) else { break };
             let before = done;
             while let Some(request) = requests.get(done)
@@ -259,7 +310,7 @@ impl<'q> SendBatch<'q> {
         done
     }
 
-    /// Has one write done at once; false if it must be pushed like any other.
+    /// Executes one write on the fast path; false if it must be pushed instead.
     #[inline]
     fn write(&mut self, fast_path: &mut FastPath<'_>, request: &SendRequest<'_>) -> bool {
         let core = self.core;
@@ -272,7 +323,7 @@ impl<'q> SendBatch<'q> {
             _ => return false,
         };
         let wqe_index = self.state.producer;
-        // Before the completion, which another thread may take.
+        // Before the completion is written: another thread may poll it.
         let slot = (wqe_index & (u64::from(core.wqebbs) - 1)) as usize;
         core.wr_table.send_wr_ids[slot].store(request.id, Ordering::Relaxed);
         core.wr_table.send_wqe_sizes[slot].store(1, Ordering::Relaxed);
@@ -288,7 +339,7 @@ impl<'q> SendBatch<'q> {
         true
     }
 
-    /// Leaves the work in the queue without telling the device; returns the blocks that it takes. Somebody else rings.
+    /// Leaves the work in the queue without a doorbell; returns its WQEBBs. The caller rings later.
     pub(super) fn commit_unrung(mut self) -> Range<u64> {
         let first = std::mem::replace(&mut self.state.producer, self.next);
         self.core.wr_table.posted.store(self.next, Ordering::Release);
@@ -309,7 +360,8 @@ impl<'q> SendBatch<'q> {
     }
 }
 
-/// Writes an entry at block `at` of a send queue of which `used` blocks are in use; returns how many it takes.
+/// Writes a WQE at WQEBB `at` of a send queue that has `used` WQEBBs in use; returns how many it
+/// takes.
 #[inline]
 pub(super) fn write_wqe<Q: QueueAccess>(
     queues: &Q,
@@ -334,17 +386,17 @@ pub(super) fn write_wqe<Q: QueueAccess>(
     Ok(wqebbs)
 }
 
-/// Makes the entry in these blocks do nothing, and complete in its turn.
+/// Replaces the WQE in these WQEBBs by a signaled NOP.
 pub(super) fn overwrite_with_nop<Q: QueueAccess>(
     queues: &Q,
     scratch: &mut Scratch,
     wqebbs: Range<u64>,
 ) {
-    let nothing = Builder::new(scratch, Opcode::Nop, wqebbs.start as u16, queues.number());
-    let Ok(wqe) = nothing.signaled().finish() else { return };
+    let nop = Builder::new(scratch, Opcode::Nop, wqebbs.start as u16, queues.number());
+    let Ok(wqe) = nop.signaled().finish() else { return };
     let mut control = [0; SEGMENT];
     control.copy_from_slice(wqe.bytes());
-    // As many blocks as before: others may lie behind it.
+    // Of the same size, because other WQEs may follow.
     let segments_per_wqebb = (WQEBB_LEN / SEGMENT) as u64;
     let segments = ((wqebbs.end - wqebbs.start) * segments_per_wqebb).min(MAX_SEGMENTS as u64);
     control[7] = segments as u8;
@@ -353,15 +405,15 @@ pub(super) fn overwrite_with_nop<Q: QueueAccess>(
     let _ = bytes.write(begin + slot * WQEBB_LEN as u64, &control);
 }
 
-/// Record and doorbell: up to where the queue is filled.
+/// Writes the producer index to the doorbell record, then to the doorbell.
 #[inline]
 pub(super) fn ring_doorbell<Q: QueueAccess>(queues: &Q, next: u64) {
     let index = next as u16;
     let word = u32::from_ne_bytes(DoorbellRecord::word(index));
     let ring = u64::from_ne_bytes(Doorbell::next(queues.number(), index));
     let (dbrec, at) = queues.dbrec();
-    // Each store is a release: entries before the record, the record before the doorbell. They fail only if the queues'
-    // memory is gone, and the device with it.
+    // Release stores: WQEs before the record, the record before the doorbell. They fail only if
+    // the memory of the queues is gone, and the device with it.
     let _ = dbrec.store_u32(at + DoorbellRecord::SEND as u64, word);
     let (doorbell, at) = queues.doorbell();
     if Q::IS_MMIO {
@@ -375,20 +427,22 @@ pub(super) fn ring_doorbell<Q: QueueAccess>(queues: &Q, next: u64) {
 
 #[cold]
 fn full(number: u32) -> Error {
-    Error::new(Kind::Busy, "post work")
+    Error::new(Kind::Busy, "post a send")
         .on(format!("queue pair {number:#x}"))
         .why("the send queue is full")
-        .fix("take completions first, or make it deeper")
+        .fix("poll completions first, or increase send_depth")
 }
 
 #[cold]
 fn wrong_destination(core: &Core, wrong_context: bool, needed: bool) -> Error {
     let (why, fix) = match (wrong_context, needed) {
-        (true, _) => ("the address handle was made by another context", "make one by this context"),
-        (_, true) => ("a datagram needs an address", "say whom it is for: Request::to"),
-        _ => ("only messages of datagram queue pairs have an address", "leave the address out"),
+        (true, _) => {
+            ("the address handle belongs to another context", "create one from this context")
+        }
+        (_, true) => ("a UD send needs a destination", "set it with SendRequest::to"),
+        _ => ("only sends of UD queue pairs have a destination", "omit the destination"),
     };
-    Error::new(Kind::InvalidArgument, "post work")
+    Error::new(Kind::InvalidArgument, "post a send")
         .on(format!("queue pair {:#x}", core.number))
         .why(why)
         .fix(fix)
@@ -396,19 +450,22 @@ fn wrong_destination(core: &Core, wrong_context: bool, needed: bool) -> Error {
 
 #[cold]
 pub(super) fn not_in_rts(number: u32, state: State) -> Error {
-    Error::new(Kind::InvalidArgument, "post work")
+    Error::new(Kind::InvalidArgument, "post a send")
         .on(format!("queue pair {number:#x}"))
-        .why(format!("it is in {state}, and takes work from RTS on"))
-        .fix("connect it first; a datagram queue pair: make it ready")
+        .why(format!("it is in {state}, and sends may be posted from RTS on"))
+        .fix("call connect first, or activate_ud for a UD queue pair")
 }
 
 #[cold]
 fn too_long(request: &SendRequest<'_>) -> Error {
     let why = match request.inline {
-        Some(bytes) => format!("{} bytes do not fit into an entry", bytes.len()),
+        Some(bytes) => format!("{} inline bytes do not fit into a WQE", bytes.len()),
         None => {
-            format!("{} ranges do not fit into an entry, or one is 2 GiB long", request.data.len())
+            format!(
+                "{} scatter-gather entries do not fit into a WQE, or one is 2 GiB long",
+                request.data.len()
+            )
         }
     };
-    Error::new(Kind::InvalidArgument, "post work").why(why).fix("cut it into several requests")
+    Error::new(Kind::InvalidArgument, "post a send").why(why).fix("split it into several requests")
 }

@@ -1,4 +1,5 @@
-//! Work that lies in a send queue before the device is told of it: somebody else rings, or it is taken back.
+//! Prepared work: WQEs that are in the send queue before any doorbell announces them. A stream
+//! rings the doorbell later, or the work is removed again.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -8,8 +9,8 @@ use super::qp::Qp;
 use crate::error::{Error, Kind, Result};
 
 impl Qp {
-    /// Writes work into the send queue and tells nobody; returns the blocks that it takes, counted without end. As
-    /// long as some of it waits, nothing may be posted in any other way.
+    /// Writes a request to the send queue without a doorbell; returns its WQEBBs, whose indices do
+    /// not wrap. While prepared work is pending, nothing may be posted in any other way.
     pub(crate) fn prepare(&self, request: &SendRequest<'_>) -> Result<Range<u64>> {
         if let Some(core) = self.soft_core() {
             let mut batch = SendBatch::new(core);
@@ -23,7 +24,7 @@ impl Qp {
         Ok(batch.commit_unrung())
     }
 
-    /// Tells the device of everything up to that block.
+    /// Rings the doorbell for all WQEBBs before `wqe_index`.
     pub(crate) fn ring_doorbell_to(&self, wqe_index: u64) {
         if let Some(direct_qp) = self.direct_verbs() {
             return direct_qp.ring_doorbell_to(wqe_index);
@@ -35,7 +36,7 @@ impl Qp {
         core.hca.ring(core.number);
     }
 
-    /// Gives everything from that block on back: nobody was told of it.
+    /// Removes the WQEBBs from `wqe_index` on, which no doorbell has announced.
     pub(crate) fn unpost_to(&self, wqe_index: u64) {
         if let Some(direct_qp) = self.direct_verbs() {
             return direct_qp.unpost_to(wqe_index);
@@ -46,7 +47,7 @@ impl Qp {
         core.wr_table.posted.store(wqe_index, Ordering::Release);
     }
 
-    /// Makes work that nobody was told of do nothing; it completes in its turn.
+    /// Replaces work that no doorbell has announced by a NOP, which completes in order.
     pub(crate) fn overwrite_with_nop(&self, wqebbs: Range<u64>) {
         if let Some(direct_qp) = self.direct_verbs() {
             return direct_qp.overwrite_with_nop(wqebbs);
@@ -58,7 +59,7 @@ impl Qp {
 
 #[cold]
 fn no_direct_verbs() -> Error {
-    Error::new(Kind::Unsupported, "prepare work")
-        .why("the queues of this device are its provider's")
-        .fix("make the queue pair with QpOptions::watched, on an mlx5 device, or use the software HCA")
+    Error::new(Kind::Unsupported, "prepare a send")
+        .why("the queue pair does not use direct verbs")
+        .fix("set QpOptions::poll_doorbell on an mlx5 device, or use the software HCA")
 }

@@ -1,4 +1,4 @@
-//! Queue pairs, as programs use them.
+//! Queue pairs: creation, state transitions and posting.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -9,7 +9,7 @@ use warpwire_proto::{Psn, qp::QpAttributes};
 use super::bootstrap::QpEndpoint;
 use super::direct_verbs::DirectVerbsQp;
 use super::hard::{Hard, same_device};
-use super::post::{Batch, SendBatch, SendRequest, SendState};
+use super::post::{Batch, BatchThread, SendBatch, SendRequest, SendState};
 use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, Srq, State};
@@ -20,51 +20,67 @@ use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::BiasedMutex;
 use crate::work::ReceiveRequest;
 
-/// How a queue pair is made and connected.
+/// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
 #[derive(Clone, Debug)]
 pub struct QpOptions {
-    /// What it is for: a connection, or datagrams.
+    /// Transport service: reliable connection (RC, the default) or unreliable datagram (UD).
     pub service: Service,
-    /// How many work requests the send queue has room for, at least.
+    /// Minimum number of outstanding sends (`max_send_wr`). Default: 128. The send queue holds at
+    /// most 32768 WQEBBs of 64 bytes.
     pub send_depth: u32,
-    /// How many receives, at least; not used with a shared queue.
+    /// Minimum number of outstanding receives (`max_recv_wr`), at most 32768. Default: 128. Unused
+    /// with an SRQ.
     pub receive_depth: u32,
-    /// How many ranges of memory a work request may name.
+    /// Maximum number of scatter-gather entries of a send (`max_send_sge`). Default: 2.
     pub max_send_sge: u32,
-    /// How many ranges a receive may name.
+    /// Maximum number of scatter-gather entries of a receive (`max_recv_sge`), up to 16. Default:
+    /// 2.
     pub max_recv_sge: u32,
-    /// How many bytes a work request may carry in itself.
-    pub inline: u32,
-    /// Whether every work request makes a completion.
+    /// Maximum number of inline bytes of a send (`max_inline_data`). Default: 64. Inline data is
+    /// copied when it is posted and needs no memory region.
+    pub max_inline_data: u32,
+    /// Every send generates a completion (`sq_sig_all`). Default: true. If false, only sends with
+    /// `SendRequest::signaled` do, and failed ones; unsignaled sends occupy the queue until a later
+    /// completion is polled.
     pub signal_all: bool,
-    /// The shared receive queue that takes the place of its own.
+    /// Shared receive queue, used instead of a receive queue of its own. Default: none.
     pub srq: Option<Srq>,
-    /// The port of hardware that it uses, the first is 1; by default the context's. The software HCA has one.
+    /// Hardware port, counted from 1. Default: the context's. Ignored by the software HCA.
     pub port: Option<u8>,
-    /// Which of the port's addresses hardware uses; by default the context's. The software HCA has one.
+    /// Index into the GID table of the hardware port. Default: the context's. Ignored by the
+    /// software HCA.
     pub gid_index: Option<u8>,
-    /// Memory of another sort than the host's for its queues: at least [`Qp::required_memory`] these options. Not for hardware.
+    /// Memory for the queues, such as pinned or device memory, of at least [`Qp::required_memory`]
+    /// bytes. Default: host memory. Software HCA only.
     pub memory: Option<QueueMemory>,
-    /// A stream or a kernel will ring its doorbell. A thread of the device that has gone to sleep sees it within a 32nd
-    /// of the time for which nothing happened: 50 µs to 4 ms. Of an mlx5 device it is posted to past its provider, and needs
-    /// completion queues that are [held](super::CqOptions::held).
+    /// A stream or a kernel will ring the doorbell, so the engine must poll it. Default: false.
+    /// Latency while the engine is idle: 1/32 of the idle time, clamped to 50 µs to 4 ms.
+    /// Hardware: mlx5 only; the queue pair is driven with direct verbs and needs completion queues
+    /// with [`manual_release`](super::CqOptions::manual_release).
     pub poll_doorbell: bool,
-    /// The most payload in a packet; by default the largest that the link carries and the peer offers.
+    /// Path MTU. Default: the maximum that the link and the peer support.
     pub mtu: Option<Mtu>,
-    /// What the peer may do.
+    /// Remote access flags (`qp_access_flags`). Default: all.
     pub access: protocol::Access,
-    /// How long to wait for an answer: 4.096 µs · 2^n; 0 waits for ever.
+    /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
     pub timeout: u8,
-    /// How often to try again without an answer: 0 to 7.
+    /// Retransmissions without an answer before work fails with
+    /// [`RetryExceeded`](crate::mlx5::Status::RetryExceeded), 0 to 7. Default: 7.
     pub retry_count: u8,
-    /// How often to try again when the peer has no receive: 0 to 6; 7 is without end.
+    /// Retries after an RNR NAK (the peer has no receive posted) before work fails with
+    /// [`RnrRetryExceeded`](crate::mlx5::Status::RnrRetryExceeded), 0 to 6; 7 (the default) retries
+    /// without limit.
     pub rnr_retry: u8,
-    /// The code of the time that a peer waits when there is no receive: 1 is 10 µs, which suits the software HCA; 12 is
-    /// 0.64 ms, which suits devices with many peers, all of whom try again.
+    /// Minimum RNR NAK timer: the code of the delay that peers must observe after an RNR NAK.
+    /// Default: 1 (10 µs), which suits the software HCA; 12 (0.64 ms) suits devices with many
+    /// peers that all retry.
     pub min_rnr_timer: u8,
-    /// How many reads and atomics may be outstanding, in either direction.
+    /// Maximum number of RDMA reads and atomics in flight, as initiator and as responder
+    /// (`max_rd_atomic`, `max_dest_rd_atomic`). Default: 16; reduced to what hardware and the peer
+    /// support.
     pub max_rd_atomic: u8,
-    /// How many packets may be unanswered, and how reads are cut. Hardware has its own ways.
+    /// Tuning of the software HCA's requester: packet window, read chunking, line rate. Ignored by
+    /// hardware.
     pub tuning: protocol::Options,
 }
 
@@ -76,7 +92,7 @@ impl Default for QpOptions {
             receive_depth: 128,
             max_send_sge: 2,
             max_recv_sge: 2,
-            inline: 64,
+            max_inline_data: 64,
             signal_all: true,
             srq: None,
             port: None,
@@ -95,7 +111,7 @@ impl Default for QpOptions {
     }
 }
 
-/// The sizes of a queue pair's parts.
+/// Sizes of a queue pair's queues and their layout in memory.
 struct Sizes {
     wqebbs: u32,
     receives: u32,
@@ -106,25 +122,26 @@ struct Sizes {
 
 impl QpOptions {
     fn sizes(&self) -> Result<Sizes> {
-        let wrong =
-            |why: &str| Error::new(Kind::InvalidArgument, "make a queue pair").why(why.to_owned());
-        // The address of a datagram takes two segments more than a write's.
+        let wrong = |why: &str| {
+            Error::new(Kind::InvalidArgument, "create a queue pair").why(why.to_owned())
+        };
+        // A UD address vector takes two segments more than the remote address of a write.
         let inline = match self.service {
-            Service::Rc => self.inline,
-            Service::Ud => self.inline.saturating_add(2 * mlx5::SEGMENT as u32),
+            Service::Rc => self.max_inline_data,
+            Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT as u32),
         };
         let wqebbs = mlx5::send_queue_wqebbs(self.send_depth.max(1), self.max_send_sge, inline)
             .filter(|wqebbs| *wqebbs <= mlx5::MAX_SEND_WQEBBS)
             .ok_or_else(|| {
-                wrong("its send queue would have more than 32768 blocks")
-                    .fix("ask for a smaller depth, fewer ranges or less inline data")
+                wrong("its send queue would have more than 32768 WQEBBs")
+                    .fix("reduce send_depth, max_send_sge or inline")
             })?;
         let receives = self.receive_depth.clamp(1, 1 << 15).next_power_of_two();
         let stride = mlx5::receive_stride(self.max_recv_sge)
             .filter(|stride| *stride <= 256)
-            .ok_or_else(|| wrong("a receive may name 16 ranges at most"))?;
+            .ok_or_else(|| wrong("max_recv_sge is more than 16"))?;
         if self.receive_depth > 1 << 15 {
-            return Err(wrong("a receive queue has 32768 entries at most"));
+            return Err(wrong("receive_depth is more than 32768"));
         }
         let receive_len = match self.srq {
             Some(_) => 0,
@@ -132,25 +149,31 @@ impl QpOptions {
         };
         let send = receive_len.next_multiple_of(WQEBB_LEN as u64);
         let dbrec = send + u64::from(wqebbs) * WQEBB_LEN as u64;
-        // Record and doorbell on cache lines of their own: others write the one, the CPU the other.
+        // Doorbell record and doorbell on separate cache lines, to avoid false sharing.
         let doorbell = dbrec + 64;
         let layout = QpLayout { receive: 0, send, dbrec, doorbell };
         Ok(Sizes { wqebbs, receives, stride, layout, len: doorbell + 512 })
     }
 }
 
-/// A queue pair: reliable-connected, or for datagrams. It ends when the last clone is dropped.
+/// A queue pair (`ibv_qp`): reliable connected, or unreliable datagram. Clones refer to the same
+/// queue pair; it is destroyed when the last one is dropped. Outstanding work then never completes,
+/// and completions that were not polled are lost.
+///
+/// Any thread may use it. Sends execute in posting order. Posting is serialized by one lock for
+/// sends and one for receives, which is nearly free while one thread posts.
 #[derive(Clone, Debug)]
 pub struct Qp(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
-    pair: Backend,
+    backend: Backend,
     device: Arc<Device>,
     options: QpOptions,
-    // Held so that it outlives this.
+    // Keeps the domain alive.
     _pd: Pd,
     cqs: [Cq; 2],
+    batch_thread: BatchThread,
 }
 
 #[derive(Debug)]
@@ -164,16 +187,16 @@ enum Backend {
 struct Soft {
     core: Arc<Core>,
     user_index: u32,
-    /// The sequence number that it will begin with.
+    /// Initial packet sequence number of the next connection.
     psn: AtomicU32,
 }
 
-/// What posting and polling share.
+/// State shared by posting and polling.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub number: u32,
     pub service: Service,
-    /// It has come to `RTS`, or has failed: work may be posted.
+    /// The queue pair has reached `RTS`, or has failed since: sends may be posted.
     pub accepts_posts: AtomicBool,
     pub hca: crate::hca::Hca,
     pub memory: QueueMemory,
@@ -181,7 +204,7 @@ pub(crate) struct Core {
     pub wqebbs: u32,
     pub send: BiasedMutex<SendState>,
     pub wr_table: WrTable,
-    /// Where its writes go.
+    /// Mapping of the last fast-path write's target, to prefetch the cache line of the next one.
     pub prefetch_hint: PrefetchHint,
     pub receive: BiasedMutex<()>,
     pub stride: u32,
@@ -223,7 +246,7 @@ impl QueueAccess for Core {
 }
 
 impl Core {
-    /// Its queues, each by itself.
+    /// Its queues as separate slices.
     fn queues(&self) -> DirectQueues {
         let QpLayout { receive, send, dbrec, doorbell } = self.layout;
         let entries = if self.srq.is_some() { 0 } else { self.wr_table.recv_wr_ids.len() as u32 };
@@ -240,7 +263,7 @@ impl Core {
         }
     }
 
-    /// A receive ended. Returns what the program called it.
+    /// Frees a completed receive; returns its work request id.
     pub(super) fn complete_receive(&self, counter: u16) -> u64 {
         match &self.srq {
             Some(srq) => srq.complete_receive(counter),
@@ -262,20 +285,20 @@ impl Core {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let Backend::Soft(Soft { core, user_index, .. }) = &self.pair else { return };
+        let Backend::Soft(Soft { core, user_index, .. }) = &self.backend else { return };
         core.hca.destroy_qp(core.number);
-        // Completions that wait in a queue name it still.
+        // Unpolled completions still refer to it.
         self.clean_cqs(core);
         if let Some(slot) = self.device.pairs.lock().get_mut(*user_index as usize) {
             *slot = None;
         }
-        // Now that nobody finds it any more.
+        // Only now: until the slot was cleared, a poll could have cached it again.
         self.cqs.iter().for_each(Cq::drop_cached_qp);
     }
 }
 
 impl Inner {
-    /// Completions that nobody has taken are nobody's any more; those of a shared queue give their slots back.
+    /// Drops unpolled completions; those of an SRQ free their slots.
     fn clean_cqs(&self, core: &Core) {
         let [sends, receives] = &self.cqs;
         sends.clean(core);
@@ -286,7 +309,10 @@ impl Inner {
 }
 
 impl Qp {
-    /// How much memory the queues of a queue pair with these options take.
+    /// Bytes of memory that the queues of a queue pair with these options need.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if no queue pair can have these options.
     pub fn required_memory(options: &QpOptions) -> Result<u64> {
         Ok(options.sizes()?.len)
     }
@@ -300,37 +326,38 @@ impl Qp {
     ) -> Result<Self> {
         same_device(context, [send_cq, receive_cq], options.srq.as_ref())?;
         let cqs = [send_cq.clone(), receive_cq.clone()];
+        let batch_thread = BatchThread::default();
         if let Some(hardware) = &context.0.hardware {
-            let pair = Backend::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
+            let backend = Backend::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
             let (device, _pd) = (context.0.clone(), pd.clone());
-            return Ok(Self(Arc::new(Inner { pair, device, options, _pd, cqs })));
+            return Ok(Self(Arc::new(Inner { backend, device, options, _pd, cqs, batch_thread })));
         }
         let soft = Soft::create(context, pd, &cqs, &options)?;
         let (device, _pd) = (context.0.clone(), pd.clone());
-        let pair = Backend::Soft(soft);
-        Ok(Self(Arc::new(Inner { pair, device, options, _pd, cqs })))
+        let backend = Backend::Soft(soft);
+        Ok(Self(Arc::new(Inner { backend, device, options, _pd, cqs, batch_thread })))
     }
 
-    /// Its number.
+    /// Queue pair number, 24 bits; unique within its device.
     pub fn number(&self) -> u32 {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.core.number,
             Backend::Hard(hard) => hard.qp.number(),
         }
     }
 
-    /// Its state.
+    /// Current state, as the device has it. On hardware this is a system call (`ibv_query_qp`).
     pub fn state(&self) -> Result<State> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.core.hca.qp_state(soft.core.number),
             Backend::Hard(hard) => hard.qp.state(),
         }
     }
 
-    /// The memory of its queues, and where things lie in it: for those who post by other means. Of hardware it is nothing:
-    /// see [`direct_queues`](Self::direct_queues).
+    /// Memory of the queues and their offsets in it, for callers that post by other means. On
+    /// hardware it is empty: use [`direct_queues`](Self::direct_queues).
     pub fn queues(&self) -> (&QueueMemory, QpLayout) {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => (&soft.core.memory, soft.core.layout),
             Backend::Hard(hard) => {
                 (&hard.no_memory, QpLayout { receive: 0, send: 0, dbrec: 0, doorbell: 0 })
@@ -338,45 +365,47 @@ impl Qp {
         }
     }
 
-    /// Its queues in ConnectX's format, each where it lies: of the software HCA, and of mlx5 devices. Who posts there is
-    /// the only one who does: see [`Poster`](super::Poster).
+    /// The mapped queues in ConnectX format, of the software HCA or an mlx5 device. A caller that
+    /// posts there must be the only one: see [`Poster`](super::Poster).
     ///
     /// # Errors
-    /// If it is a device of another sort, or libmlx5 is not installed.
+    /// [`Kind::Unsupported`] on other devices; [`Kind::Unavailable`] if libmlx5 is not installed.
     pub fn direct_queues(&self) -> Result<DirectQueues> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => Ok(soft.core.queues()),
             Backend::Hard(Hard { direct_verbs: Some(pair), .. }) => Ok(pair.queues.clone()),
             Backend::Hard(hard) => Ok(DirectQueues::from_mlx5dv(hard.qp.mlx5dv()?)),
         }
     }
 
-    /// What it has counted.
+    /// Packet and error counters of this queue pair.
     ///
     /// # Errors
-    /// Hardware does not count by queue pair.
+    /// [`Kind::Unsupported`] on hardware, which has counters per port only.
     pub fn stats(&self) -> Result<protocol::Stats> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.core.hca.qp_stats(soft.core.number),
-            Backend::Hard(_) => Err(Error::new(Kind::Unsupported, "count a queue pair's packets")
-                .why("hardware does not count by queue pair")
-                .fix("see the port's counters: /sys/class/infiniband/*/ports/*/hw_counters")),
+            Backend::Hard(_) => {
+                Err(Error::new(Kind::Unsupported, "read the counters of a queue pair")
+                    .why("hardware has counters per port only")
+                    .fix("read /sys/class/infiniband/*/ports/*/hw_counters"))
+            }
         }
     }
 
-    /// Which way its work takes, and why: the link, and whether a peer of this machine lets it do without packets; or the
-    /// device, port and address.
+    /// The path of its work, and why: the link, and whether a peer on this machine allows direct
+    /// access; or device, port and GID.
     pub fn path(&self) -> Result<crate::link::LinkPath> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.core.hca.qp_path(soft.core.number),
             Backend::Hard(hard) => Ok(hard.path()),
         }
     }
 
-    /// What a peer must know to connect to it.
+    /// Connection data for the peer's [`connect`](Self::connect). The PSN changes with each reset.
     pub fn endpoint(&self) -> QpEndpoint {
         let options = &self.0.options;
-        let soft = match &self.0.pair {
+        let soft = match &self.0.backend {
             Backend::Soft(soft) => soft,
             Backend::Hard(hard) => return hard.endpoint(options),
         };
@@ -393,12 +422,16 @@ impl Qp {
         }
     }
 
-    /// What it is for.
+    /// Transport service.
     pub fn service(&self) -> Service {
         self.0.options.service
     }
 
-    /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
+    /// Moves a UD queue pair from `RESET` through `INIT` and `RTR` to `RTS`. It receives messages
+    /// that carry `qkey`.
+    ///
+    /// # Errors
+    /// As for [`modify`](Self::modify).
     pub fn activate_ud(&self, qkey: u32) -> Result<()> {
         let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
         let psn = Psn::new(self.endpoint().psn);
@@ -407,22 +440,27 @@ impl Qp {
         self.modify(&QpAttributes { send_psn: Some(psn), ..QpAttributes::new(State::Rts) })
     }
 
-    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
+    /// Moves an RC queue pair from `RESET` through `INIT` and `RTR` to `RTS`, connected to `peer`.
+    /// The peer must connect too, before the retries of the first request are used up.
+    ///
+    /// # Errors
+    /// As for [`modify`](Self::modify) and [`rtr_attr`](Self::rtr_attr). On hardware also if the
+    /// peer's address does not resolve. On failure the queue pair stays in the last state reached.
     pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
         self.modify(&self.init_attr())?;
         let rtr_attr = self.rtr_attr(peer)?;
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(_) => self.modify(&rtr_attr)?,
             Backend::Hard(hard) => hard.modify_to_rtr(&rtr_attr, peer)?,
         }
         self.modify(&self.rts_attr(peer))
     }
 
-    /// The step to `INIT` that its options ask for.
+    /// Attributes for the transition to `INIT`, from the options.
     pub fn init_attr(&self) -> QpAttributes {
         QpAttributes {
             partition_index: Some(0),
-            port: Some(match &self.0.pair {
+            port: Some(match &self.0.backend {
                 Backend::Soft(_) => 1,
                 Backend::Hard(hard) => hard.local_port.port,
             }),
@@ -431,7 +469,10 @@ impl Qp {
         }
     }
 
-    /// The step to `RTR`, connected to that peer.
+    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if the peer's MTU is not a valid one.
     pub fn rtr_attr(&self, peer: &QpEndpoint) -> Result<QpAttributes> {
         let own = self.endpoint();
         let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
@@ -453,7 +494,7 @@ impl Qp {
         })
     }
 
-    /// The step to `RTS`.
+    /// Attributes for the transition to `RTS`.
     pub fn rts_attr(&self, peer: &QpEndpoint) -> QpAttributes {
         let options = &self.0.options;
         QpAttributes {
@@ -466,53 +507,73 @@ impl Qp {
         }
     }
 
-    /// Takes a step, or changes attributes. What is refused changes nothing.
+    /// Changes state or attributes (`ibv_modify_qp`). A rejected change has no effect.
+    ///
+    /// A transition to `RESET` empties the queues, drops unpolled completions and chooses a new
+    /// PSN. `ERR` flushes outstanding work with [`Flushed`](crate::mlx5::Status::Flushed).
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if the transition or its attributes are invalid in the current
+    /// state: the text names them.
     pub fn modify(&self, change: &QpAttributes) -> Result<()> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => soft.modify(&self.0, change),
             Backend::Hard(hard) => hard.modify(change, None),
         }
     }
 
-    /// What posting and polling share, of the software HCA.
+    /// State shared by posting and polling; `None` on hardware.
     pub(super) fn soft_core(&self) -> Option<&Core> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(soft) => Some(&soft.core),
             Backend::Hard(_) => None,
         }
     }
 
-    /// Its queues, of hardware that is posted to past its provider.
+    /// The mapped queues, if it is driven with direct verbs.
     pub(super) fn direct_verbs(&self) -> Option<&DirectVerbsQp> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(_) => None,
             Backend::Hard(hard) => hard.direct_verbs.as_deref(),
         }
     }
 
-    /// Whether hardware takes work now; the software HCA is asked as it is posted.
+    /// Checks that hardware accepts sends; the software HCA checks when it is posted to.
     pub(super) fn check_hardware_state(&self) -> Result<()> {
-        match &self.0.pair {
+        match &self.0.backend {
             Backend::Soft(_) => Ok(()),
             Backend::Hard(hard) => hard.check_state(),
         }
     }
 
-    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
-    #[inline]
-    pub fn batch(&self) -> Batch<'_> {
-        match &self.0.pair {
-            Backend::Soft(soft) => Batch::soft(&soft.core),
-            Backend::Hard(hard) => Batch::hard(hard),
-        }
-    }
-
-    /// Posts work, all of it or none.
+    /// Starts a batch, which collects requests for one doorbell. It holds the lock of the send
+    /// queue until it is posted or dropped; see [`Batch`] for what that means.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room for it: take completions first.
+    /// [`Kind::Busy`] if the calling thread has a batch of this queue pair.
+    pub fn batch(&self) -> Result<Batch<'_>> {
+        let thread = &self.0.batch_thread;
+        thread.check()?;
+        Ok(match &self.0.backend {
+            Backend::Soft(soft) => Batch::soft(&soft.core, thread),
+            Backend::Hard(hard) => Batch::hard(hard, thread),
+        })
+    }
+
+    /// Posts all requests, or none (`ibv_post_send`), with one doorbell. They execute in this
+    /// order.
+    ///
+    /// Buffers must stay valid, and unchanged, until the completion; inline data is copied. Stores
+    /// that happen before this call are visible to the device. RDMA writes to a peer whose memory
+    /// is mapped may have been executed when it returns (fast path).
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if the send queue has no room for all: poll completions first; or if the
+    /// calling thread holds a [`Batch`] of this queue pair. [`Kind::InvalidArgument`] if the queue
+    /// pair is not yet in `RTS`, or a request is malformed or does not fit the service.
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<()> {
-        let core = match &self.0.pair {
+        self.0.batch_thread.check()?;
+        let core = match &self.0.backend {
             Backend::Soft(soft) => &soft.core,
             Backend::Hard(hard) => return hard.post(requests),
         };
@@ -525,15 +586,20 @@ impl Qp {
         Ok(())
     }
 
-    /// Posts receives, all of them or none.
+    /// Posts all receives, or none (`ibv_post_recv`). Messages consume them in this order. Buffers
+    /// must stay valid until the completion.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if the receive queue is full. [`Kind::InvalidArgument`] if a receive has too
+    /// many scatter-gather entries, or the queue pair uses an SRQ.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        let core = match &self.0.pair {
+        let core = match &self.0.backend {
             Backend::Soft(soft) => &soft.core,
             Backend::Hard(hard) => return hard.post_receive(requests),
         };
         if core.srq.is_some() {
             let error = Error::new(Kind::InvalidArgument, "post a receive");
-            return Err(error.why("the queue pair uses a shared one").fix("post it there"));
+            return Err(error.why("the queue pair uses an SRQ").fix("post it to the SRQ"));
         }
         super::receive::post(core, requests)
     }
@@ -600,7 +666,7 @@ impl Soft {
         let is_reset = change.to == State::Reset && change.check(core.service, state).is_ok();
         if is_reset {
             core.accepts_posts.store(false, Ordering::Relaxed);
-            // In this order: the device must find the queues as it forgets them.
+            // Before the device resets its counters: it must find the queues empty.
             core.clean()?;
         }
         core.hca.modify_qp(core.number, change)?;
@@ -614,8 +680,8 @@ impl Soft {
     }
 }
 
-/// A first sequence number that differs from one connection to the next, so that late packets of an old one are
-/// not taken for new ones.
+/// An initial packet sequence number that differs between connections, so that late packets of an
+/// old one are not taken for new ones.
 fn random_psn(number: u32) -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;

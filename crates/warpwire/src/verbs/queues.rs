@@ -1,4 +1,5 @@
-//! Queues where they lie: for streams, kernels and programs that post past the verbs, on either sort of device.
+//! Direct access to the memory of queues: for streams, kernels and programs that post without
+//! verbs, on the software HCA and on mlx5 devices.
 #![allow(unsafe_code)]
 
 use super::post::{SendRequest, ring_doorbell, write_wqe};
@@ -8,33 +9,34 @@ use crate::ibv::{DirectQp, MappedRange};
 use crate::mem::SharedBytes;
 use crate::mlx5::Scratch;
 
-/// Where work is written and told of, whatever device takes it.
+/// Memory of a queue pair's queues, on any device.
 pub(super) trait QueueAccess {
-    /// Whether the doorbell is a device's own page, to which stores go in an order of their own.
+    /// Whether the doorbell is a device register (UAR page), so that stores to it need explicit
+    /// barriers.
     const IS_MMIO: bool;
-    /// The queue pair's number.
     fn number(&self) -> u32;
-    /// How many blocks the send queue has.
+    /// Length of the send queue in WQEBBs.
     fn wqebbs(&self) -> u32;
-    /// The memory of the send queue, and where it begins there.
+    /// Memory that holds the send queue, and its offset there.
     fn send(&self) -> (SharedBytes<'_>, u64);
-    /// The same of the doorbell record.
+    /// The same for the doorbell record.
     fn dbrec(&self) -> (SharedBytes<'_>, u64);
-    /// The same of the doorbell.
+    /// The same for the doorbell.
     fn doorbell(&self) -> (SharedBytes<'_>, u64);
-    /// The same of the receive queue, and how long its entries are.
+    /// The same for the receive queue, and its stride in bytes.
     fn receive(&self) -> (SharedBytes<'_>, u64, u32);
 }
 
-/// Earlier stores are seen by a device before later ones, and go out now.
+/// Orders earlier stores before later ones as seen by a device, and flushes write-combining
+/// buffers.
 pub(super) fn mmio_flush_writes() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: every such processor has it.
+    // SAFETY: every x86-64 processor has SSE.
     unsafe {
         std::arch::x86_64::_mm_sfence();
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: a barrier, which changes nothing.
+    // SAFETY: a barrier, which changes no state.
     unsafe {
         std::arch::asm!("dsb st", options(nostack, preserves_flags));
     }
@@ -42,29 +44,29 @@ pub(super) fn mmio_flush_writes() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// The queues of a queue pair, in ConnectX's format: of the software HCA, or of an mlx5 device.
+/// The mapped queues of a queue pair in ConnectX format: of the software HCA or an mlx5 device.
 #[derive(Clone, Debug)]
 pub struct DirectQueues {
-    /// The queue pair's number.
+    /// Queue pair number, 24 bits.
     pub number: u32,
-    /// The send queue.
+    /// The send queue's memory.
     pub send: QueueMemory,
-    /// How many blocks of 64 bytes it has: a power of two.
+    /// Length of the send queue in WQEBBs of 64 bytes, a power of two.
     pub send_wqebbs: u32,
-    /// The receive queue; `None` if it shares one.
+    /// The receive queue's memory; `None` if the queue pair uses a shared one.
     pub receive: Option<QueueMemory>,
-    /// How many entries that has: a power of two.
+    /// Length of the receive queue in entries, a power of two; 0 if there is none.
     pub receive_entries: u32,
-    /// How long each of them is.
+    /// Size of a receive queue entry in bytes.
     pub receive_stride: u32,
-    /// The doorbell record: two words, of receives and of blocks.
+    /// The doorbell record: two big-endian words, of the receive and of the send queue.
     pub dbrec: QueueMemory,
-    /// The doorbell: eight bytes.
+    /// The doorbell register, at offset 0; 8 bytes are written.
     pub doorbell: QueueMemory,
 }
 
 impl DirectQueues {
-    /// Queues as libmlx5 told of them.
+    /// Queues from a recorded `mlx5dv_qp`, for tests.
     #[doc(hidden)]
     pub fn recorded(mlx5dv: DirectQp) -> Self {
         Self::from_mlx5dv(mlx5dv)
@@ -72,7 +74,7 @@ impl DirectQueues {
 
     pub(super) fn memory(mapped: MappedRange) -> QueueMemory {
         let (base, len) = (mapped.base(), mapped.len());
-        // SAFETY: it is mapped as long as its owner lives, which goes along, and is shared memory.
+        // SAFETY: mapped for as long as its owner lives, which the result keeps; shared memory.
         unsafe { QueueMemory::mapped(base, len, std::sync::Arc::new(mapped)) }
     }
 
@@ -121,49 +123,51 @@ impl QueueAccess for DirectQueues {
     }
 }
 
-/// Writes work into the queues of a queue pair, as [`Batch`](super::Batch) does, past everything else: who uses it is the
-/// only one who posts there, and reads the completion queue himself.
+/// Writes WQEs directly to the queues of a queue pair, bypassing verbs. The caller must be the only
+/// poster on that queue pair, and must read the completion queue itself.
 pub struct Poster {
     queues: DirectQueues,
     scratch: Box<Scratch>,
-    /// The next free block, counted without end.
+    /// Index of the next free WQEBB; it does not wrap.
     next: u64,
-    /// The block up to which the queue is free again.
+    /// End of the WQEBBs that are free again.
     freed: u64,
 }
 
 impl std::fmt::Debug for Poster {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Poster(block {} of {:?})", self.next, self.queues)
+        write!(f, "Poster(WQEBB {} of {:?})", self.next, self.queues)
     }
 }
 
 impl Poster {
-    /// Begins at that block: 0 for a queue pair to which nothing was posted yet.
+    /// Starts at WQEBB `next`: 0 for a queue pair to which nothing was posted yet. The queue is
+    /// taken to be empty.
     pub fn new(queues: DirectQueues, next: u64) -> Self {
         Self { queues, scratch: Box::default(), next, freed: next }
     }
 
-    /// The queues that it writes to.
+    /// The queues that this poster writes to.
     pub fn queues(&self) -> &DirectQueues {
         &self.queues
     }
 
-    /// The next free block.
+    /// Index of the next free WQEBB, counted from the first and not wrapped.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Writes an entry; returns the block at which it begins, which its completion will name. The device sees it after
-    /// [`ring`](Self::ring).
+    /// Writes a WQE; returns the index of its first WQEBB, whose low 16 bits its completion will
+    /// carry. The device sees it after [`ring`](Self::ring).
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room, and [`Kind::InvalidArgument`] if it is longer than an entry may be.
+    /// [`Kind::Busy`] if the queue is full, [`Kind::InvalidArgument`] if the WQE would be too long,
+    /// [`Kind::Unsupported`] if the request has a destination (UD).
     pub fn push(&mut self, request: &SendRequest<'_>) -> Result<u64> {
         if request.destination.is_some() {
-            return Err(Error::new(Kind::Unsupported, "write an entry")
-                .why("hardware knows the peers of datagrams by more than their addresses")
-                .fix("post datagrams by Qp::post_send"));
+            return Err(Error::new(Kind::Unsupported, "write a work queue entry")
+                .why("direct verbs cannot build the address vector of a UD message")
+                .fix("use Qp::post_send for UD messages"));
         }
         let used = self.next - self.freed;
         let wqe_index = self.next;
@@ -171,12 +175,13 @@ impl Poster {
         Ok(wqe_index)
     }
 
-    /// Tells the device of all entries so far.
+    /// Rings the doorbell for all WQEs written so far. They become visible to the device first.
     pub fn ring(&self) {
         ring_doorbell(&self.queues, self.next);
     }
 
-    /// All blocks before that one are free again: a completion named one that began there, or later.
+    /// Frees all WQEBBs before `wqe_index`; call it when a completion shows that the device has
+    /// consumed them.
     pub fn free_up_to(&mut self, wqe_index: u64) {
         self.freed = self.freed.max(wqe_index.min(self.next));
     }

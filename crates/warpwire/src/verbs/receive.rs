@@ -1,4 +1,4 @@
-//! Posting receives.
+//! Posting receives: WQEs are written to the receive queue and announced by the doorbell record.
 
 use std::sync::atomic::Ordering;
 
@@ -9,11 +9,11 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::{self, DoorbellRecord};
 use crate::work::ReceiveRequest;
 
-/// The most ranges in a receive.
+/// Maximum number of scatter-gather entries of a receive.
 pub(super) const MAX_RECV_SGE: usize = 16;
 
 impl ReceiveRequest<'_> {
-    /// The ranges as the queue's format has them: length, key, address.
+    /// The scatter-gather entries in the order of a WQE: length, lkey, address.
     pub(super) fn sges(&self) -> ([(u32, u32, u64); MAX_RECV_SGE], usize) {
         let mut sges = [(0, 0, 0); MAX_RECV_SGE];
         for (slot, sge) in sges.iter_mut().zip(self.data) {
@@ -23,16 +23,16 @@ impl ReceiveRequest<'_> {
     }
 }
 
-/// Posts receives to a queue pair's own queue, all or none.
+/// Posts all receives to a queue pair's own queue, or none.
 pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
     let _only = core.receive.lock();
     fill(core, &core.wr_table, requests)?;
-    // A queue pair that has failed gives them back at once; one that works looks when a message comes.
+    // A failed queue pair flushes them; a working one reads the queue when a message arrives.
     core.hca.ring(core.number);
     Ok(())
 }
 
-/// Writes receives, and tells the device of them by the record. Nobody else does so meanwhile.
+/// Writes receives and updates the doorbell record. The caller holds the lock of the receive queue.
 pub(super) fn fill<Q: QueueAccess>(
     queues: &Q,
     wr_table: &WrTable,
@@ -68,14 +68,16 @@ pub(super) fn full(number: u32) -> Error {
     Error::new(Kind::Busy, "post a receive")
         .on(format!("queue {number:#x}"))
         .why("the receive queue is full")
-        .fix("take completions first, or make it deeper")
+        .fix("poll completions first, or create a deeper queue")
 }
 
 #[cold]
 pub(super) fn too_many(request: &ReceiveRequest<'_>, max: usize) -> Error {
-    let why =
-        format!("it names {} ranges, and may name {max}, each below 2 GiB", request.data.len());
+    let why = format!(
+        "it has {} scatter-gather entries; the maximum is {max}, each below 2 GiB",
+        request.data.len()
+    );
     Error::new(Kind::InvalidArgument, "post a receive")
         .why(why)
-        .fix("make the queue with more ranges")
+        .fix("create the queue with a larger maximum")
 }

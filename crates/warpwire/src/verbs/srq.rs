@@ -1,4 +1,4 @@
-//! Shared receive queues: receives that whichever queue pair needs one takes.
+//! Shared receive queues: receives that any attached queue pair may consume.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use crate::ibv;
 use crate::mlx5::{DoorbellRecord, SEGMENT, SrqEntry};
 use crate::work::ReceiveRequest;
 
-/// How a shared receive queue is made.
+/// Attributes of a new shared receive queue.
 #[derive(Clone, Copy, Debug)]
 pub struct SrqOptions {
-    /// How many receives it has room for, at least.
+    /// Minimum number of outstanding receives (`max_wr`), 1 to 32767. Default: 256.
     pub depth: u32,
-    /// How many ranges a receive may name: 15 at most.
+    /// Maximum number of scatter-gather entries of a receive, 1 to 15. Default: 1.
     pub max_sge: u32,
 }
 
@@ -28,7 +28,11 @@ impl Default for SrqOptions {
     }
 }
 
-/// A shared receive queue. It ends when the last clone is dropped.
+/// A shared receive queue (`ibv_srq`). Clones refer to the same queue; it is destroyed when the
+/// last clone and the last queue pair that uses it are dropped.
+///
+/// Queue pairs consume its receives in the order in which they were posted; their completions may
+/// come in any order.
 #[derive(Clone, Debug)]
 pub struct Srq(Backend);
 
@@ -49,12 +53,12 @@ struct SrqInner {
     _pd: Pd,
 }
 
-/// The slots: a list of those that are free, linked in the order in which the device will take them.
+/// The slots: the free ones are linked in the order in which the device will consume them.
 #[derive(Debug)]
 struct Slots {
     wr_ids: Box<[u64]>,
     free: VecDeque<u16>,
-    /// The slot that the next receive goes to: the one that the last entry already points to.
+    /// Slot of the next receive: the one that the last entry already links to.
     next: u16,
     posted: u32,
 }
@@ -68,19 +72,19 @@ impl Drop for SrqInner {
 impl Srq {
     pub(super) fn create(context: &Context, pd: &Pd, options: SrqOptions) -> Result<Self> {
         let wrong = |why: &str| {
-            Error::new(Kind::InvalidArgument, "make a shared receive queue").why(why.to_owned())
+            Error::new(Kind::InvalidArgument, "create a shared receive queue").why(why.to_owned())
         };
         if options.depth == 0 || options.depth >= 1 << 15 {
-            return Err(wrong("its depth must be 1 to 32767"));
+            return Err(wrong("the depth must be 1 to 32767"));
         }
         if options.max_sge == 0 || options.max_sge as usize >= MAX_RECV_SGE {
-            return Err(wrong("a receive names 1 to 15 ranges"));
+            return Err(wrong("max_sge must be 1 to 15"));
         }
         if context.0.hardware.is_some() {
             let made = pd.hardware()?.create_srq(options.depth, options.max_sge)?;
             return Ok(Self(Backend::Hard(made)));
         }
-        // One slot more than receives: the last entry always points to a slot that is free.
+        // One slot more than receives: the last entry always links to a free slot.
         let entries = (options.depth + 1).next_power_of_two();
         let stride = ((options.max_sge + 1) * SEGMENT as u32).next_power_of_two();
         let dbrec = u64::from(entries) * u64::from(stride);
@@ -98,7 +102,7 @@ impl Srq {
         Ok(Self(Backend::Soft(Arc::new(shared))))
     }
 
-    /// Its number.
+    /// The queue's number, which asynchronous events name.
     pub fn number(&self) -> u32 {
         match &self.0 {
             Backend::Soft(shared) => shared.number,
@@ -106,19 +110,26 @@ impl Srq {
         }
     }
 
-    /// Asks for an event, once, when fewer than `limit` receives wait; 0 asks for none.
+    /// Sets the limit (`IBV_SRQ_LIMIT`): when fewer than `limit` receives are outstanding,
+    /// [`AsyncEvent::LimitReached`](super::AsyncEvent::LimitReached) is generated, once. 0 disarms.
+    /// A failure of hardware is logged.
     pub fn arm(&self, limit: u32) {
         match &self.0 {
             Backend::Soft(shared) => shared.device.hca.arm_srq(shared.number, limit),
             Backend::Hard(srq) => {
                 if let Err(error) = srq.arm(limit) {
-                    tracing::warn!(%error, "a shared receive queue");
+                    tracing::warn!(%error, "cannot arm a shared receive queue");
                 }
             }
         }
     }
 
-    /// Posts receives, all of them or none.
+    /// Posts all receives, or none (`ibv_post_srq_recv`). Buffers must stay valid until the
+    /// completion.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if the queue is full; [`Kind::InvalidArgument`] if a receive has too many
+    /// scatter-gather entries.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let shared = match &self.0 {
             Backend::Soft(shared) => &**shared,
@@ -149,7 +160,7 @@ impl Srq {
         bytes.store_u32(shared.dbrec, word)
     }
 
-    /// The queue, of hardware.
+    /// The libibverbs queue; `None` for the software HCA.
     pub(super) fn hardware(&self) -> Option<&ibv::Srq> {
         match &self.0 {
             Backend::Soft(_) => None,
@@ -157,12 +168,12 @@ impl Srq {
         }
     }
 
-    /// A receive ended: its slot is free. Returns what the program called it.
+    /// Frees the slot of a completed receive; returns its work request id.
     pub(super) fn complete_receive(&self, slot: u16) -> u64 {
         let Backend::Soft(shared) = &self.0 else { return 0 };
         let mut slots = shared.state.lock();
         let index = usize::from(slot) & (slots.wr_ids.len() - 1);
-        // A slot is given back once: the device completes each receive once. More than there are were not its doing.
+        // The device completes each receive once; surplus completions are forged, and ignored.
         if slots.free.len() + 1 < slots.wr_ids.len() {
             slots.free.push_back(index as u16);
         }

@@ -1,17 +1,18 @@
-//! What a queue pair keeps of its work until that has ended: what the program called it, and which places are free again.
+//! Per-queue bookkeeping of outstanding work: work request ids, WQE sizes, and how far each queue
+//! is free.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// The work of one queue pair whose queues are written to here.
+/// Outstanding work of one queue pair. WQEBB indices are 64 bits wide and do not wrap.
 #[derive(Debug)]
 pub(crate) struct WrTable {
     wqebbs: u32,
-    /// What the program called the work, and how many blocks it takes, by its first block.
+    /// Work request ids and sizes in WQEBBs, by the first WQEBB of each WQE.
     pub send_wr_ids: Box<[AtomicU64]>,
     pub send_wqe_sizes: Box<[AtomicU8]>,
-    /// The block up to which the device was told of work, counted without end.
+    /// End of the posted WQEBBs.
     pub posted: AtomicU64,
-    /// The block up to which the send queue is free again, counted without end.
+    /// End of the WQEBBs that are free again.
     pub freed: AtomicU64,
     pub recv_wr_ids: Box<[AtomicU64]>,
     pub receives_posted: AtomicU32,
@@ -19,7 +20,8 @@ pub(crate) struct WrTable {
 }
 
 impl WrTable {
-    /// For queues with so many blocks and entries, which are powers of two; a queue pair may have no receives of its own.
+    /// Tables for a send queue of `wqebbs` and a receive queue of `receives` entries, both powers
+    /// of two; `receives` may be 0.
     pub(super) fn new(wqebbs: u32, receives: u32) -> Self {
         let words = |count: u32| (0..count).map(|_| AtomicU64::new(0)).collect();
         Self {
@@ -34,36 +36,36 @@ impl WrTable {
         }
     }
 
-    /// Work ended: everything up to it is free again. Returns what the program called it.
+    /// Frees all WQEBBs up to the WQE that a completion names; returns its work request id.
     pub(super) fn complete_send(&self, counter: u16) -> u64 {
         let freed = self.freed.load(Ordering::Relaxed);
         let wqe_index = freed + u64::from(counter.wrapping_sub(freed as u16));
         let slot = (wqe_index & u64::from(self.wqebbs - 1)) as usize;
         let size = self.send_wqe_sizes[slot].load(Ordering::Relaxed);
         let id = self.send_wr_ids[slot].load(Ordering::Relaxed);
-        // Others may fill the queue by themselves, and anything may lie in a completion: what was not posted here
-        // frees nothing here.
+        // Streams and kernels may fill the queue themselves, and completions are not trusted: only
+        // WQEBBs that were posted here are freed.
         let posted = self.posted.load(Ordering::Acquire);
         if wqe_index < posted {
-            // A completion may name a block in the middle of an entry, with the size of an older one.
+            // A forged counter may name the middle of a WQE, with a stale size: cap it.
             self.freed.store((wqe_index + u64::from(size)).min(posted), Ordering::Release);
         }
         id
     }
 
-    /// A receive ended. Returns what the program called it.
+    /// Frees the oldest receive; returns the work request id of the one that completed.
     pub(super) fn complete_receive(&self, counter: u16) -> u64 {
         let Some(last) = self.recv_wr_ids.len().checked_sub(1) else { return 0 };
         let id = self.recv_wr_ids[usize::from(counter) & last].load(Ordering::Relaxed);
         let completed = self.receives_completed.load(Ordering::Relaxed);
-        // As above.
+        // Completions are not trusted: never more than were posted.
         if completed != self.receives_posted.load(Ordering::Acquire) {
             self.receives_completed.store(completed.wrapping_add(1), Ordering::Release);
         }
         id
     }
 
-    /// Forgets all work: the queues are empty again.
+    /// Empties the tables, with the queues.
     pub(super) fn clear(&self) {
         for word in [&self.posted, &self.freed] {
             word.store(0, Ordering::Relaxed);

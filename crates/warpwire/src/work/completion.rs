@@ -1,65 +1,66 @@
-//! The end of work, as programs read it.
+//! Completions, as programs read them.
 
 use std::net::SocketAddr;
 
 use crate::mlx5::{Opcode, Status};
 
-/// What ended. On failure only the side is known.
+/// What completed. A failed completion reports only whether it was a send or a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionKind {
-    /// Work of the send queue. Hardware does not tell whether a message or a write had four bytes beside it.
+    /// A work request of the send queue. Hardware does not report whether a send or a write carried
+    /// immediate data.
     Send(Opcode),
     /// A receive that took a message.
     Receive,
-    /// A receive that took a message with four bytes beside it.
+    /// A receive that took a message with immediate data (network byte order).
     ReceiveImm([u8; 4]),
-    /// A receive that took a message which invalidated this key.
+    /// A receive that took a message which invalidated this rkey (send with invalidate).
     ReceiveInvalidate(u32),
-    /// A receive that was used up by a write with four bytes.
+    /// A receive consumed by an RDMA write with immediate data.
     WriteImm([u8; 4]),
-    /// Work of the send queue that failed.
+    /// A failed work request of the send queue.
     SendFailed,
-    /// A receive that failed.
+    /// A failed receive.
     ReceiveFailed,
 }
 
-/// Who sent a datagram.
+/// The sender of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DatagramSender {
-    /// The queue pair that it came from.
+    /// The sending queue pair's number.
     pub qpn: u32,
-    /// The address that it came from. NICs send from any port and listen on 4791; software on this side sends from the
-    /// port that it listens on.
+    /// The source address. NICs send from any UDP port and listen on 4791; a software HCA sends
+    /// from the port that it listens on.
     ///
-    /// Hardware does not tell it beside the message: there it is unspecified (`[::]:0`), and the first 40 bytes of the
-    /// receive tell it ([`Route::parse`](crate::verbs::Route::parse)).
+    /// Hardware does not report it in the completion: there it is unspecified (`[::]:0`), and the
+    /// GRH in the first 40 bytes of the receive has it ([`Grh::parse`](crate::verbs::Grh::parse)).
     pub address: SocketAddr,
 }
 
-/// The end of a work request.
+/// The result of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// What the program called it.
+    /// The `id` of the work request (`wr_id`).
     pub id: u64,
-    /// How it ended.
+    /// Success, or why it failed.
     pub status: Status,
-    /// What it was.
+    /// The kind of work that completed.
     pub kind: CompletionKind,
-    /// How many bytes came in: of a message, a read, or an atomic. Of a datagram with the
-    /// [40 bytes](crate::verbs::GRH_LEN) before it. Of reads and atomics, hardware may tell none.
+    /// Bytes received: of a message, a read, or an atomic. Of a datagram including the [40 bytes of
+    /// the GRH](crate::verbs::GRH_LEN). For reads and atomics hardware may report 0.
     pub len: u32,
-    /// The queue pair.
+    /// The local queue pair's number.
     pub qpn: u32,
-    /// Whether the peer asked for its receiver to be woken. Hardware does not tell.
+    /// Whether the sender set the solicited-event bit. Hardware does not report it.
     pub solicited: bool,
-    /// Who sent it, if it is a datagram.
+    /// The sender of a datagram; `None` on connected queue pairs.
     pub sender: Option<DatagramSender>,
-    /// The vendor's number for what went wrong; 0 where there is none.
+    /// The vendor's error syndrome; 0 if there is none.
     pub vendor_error: u32,
 }
 
 impl Completion {
-    /// A place for a completion, to be filled by a poll.
+    /// An empty entry for the array that a poll fills.
     pub const EMPTY: Self = Self {
         id: 0,
         status: Status::Success,
@@ -71,12 +72,12 @@ impl Completion {
         vendor_error: 0,
     };
 
-    /// Whether it ended as it should.
+    /// Whether the work request succeeded.
     pub fn is_success(&self) -> bool {
         self.status == Status::Success
     }
 
-    /// Whether it is the end of a receive.
+    /// Whether it completes a receive.
     pub fn is_receive(&self) -> bool {
         !matches!(self.kind, CompletionKind::Send(_) | CompletionKind::SendFailed)
     }

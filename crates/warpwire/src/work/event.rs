@@ -1,64 +1,65 @@
-//! News of queues, ports and devices.
+//! Asynchronous events of queues, ports and devices.
 
-/// Something that befell a queue, a port or a device, beside completions. Queues are told by their numbers.
+/// Something that happened to a queue, a port or a device outside completions; queues are
+/// identified by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AsyncEvent {
-    /// The peer spoke before the queue pair was told to send.
+    /// A packet of the peer arrived while the queue pair was in RTR.
     Established {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// The send queue is drained.
+    /// The send queue has drained after a transition to SQD.
     Drained {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// The peer's request was senseless or not allowed; the queue pair failed.
+    /// The peer's request was malformed or not permitted; the queue pair is in the error state.
     RequestError {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// The peer reached for memory that it may not access; the queue pair failed.
+    /// The peer accessed memory without the right to; the queue pair is in the error state.
     AccessError {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// The queue pair failed for a reason of its own.
+    /// The queue pair failed for a local reason and is in the error state.
     Fatal {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// A queue pair that failed takes no more from its shared receive queue.
+    /// A queue pair in the error state takes no more receives from its shared receive queue.
     LastReceiveReached {
-        /// Which.
+        /// The queue pair.
         qpn: u32,
     },
-    /// A shared receive queue holds fewer than its limit.
+    /// A shared receive queue has fewer receives left than its limit. The limit is then disarmed.
     LimitReached {
-        /// Which.
+        /// The shared receive queue.
         srqn: u32,
     },
     /// A shared receive queue failed.
     SrqFailed {
-        /// Which.
+        /// The shared receive queue.
         srqn: u32,
     },
-    /// A completion queue was full: a completion is lost.
+    /// A completion queue overran: a completion is lost, and its queue pairs fail.
     CqOverrun {
-        /// Which.
+        /// The completion queue.
         cqn: u32,
     },
-    /// A port carries traffic from now on.
+    /// A port (its number) became active.
     PortActive(u8),
-    /// A port carries none any more.
+    /// A port (its number) went down.
     PortDown(u8),
-    /// The addresses of a port changed.
+    /// The GID table of a port (its number) changed.
     GidsChanged(u8),
-    /// Something else of a port: `ibv_event_type` has the number.
+    /// Another event of a port: the port's number, and the value of `ibv_event_type`.
     Port(u8, u32),
-    /// The device is beyond repair.
+    /// The device failed and cannot recover.
     DeviceFailed,
-    /// Anything else: `ibv_event_type` has the number.
+    /// Any other event: the value of `ibv_event_type`.
     Other(u32),
 }

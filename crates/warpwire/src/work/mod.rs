@@ -1,14 +1,15 @@
-//! Work, its ends and the news of a device, in the words that every device shares: the software HCA and hardware.
+//! Work requests, completions and asynchronous events: the types that the software HCA and hardware
+//! share.
 //!
 //! | type | what it is |
 //! |---|---|
 //! | [`SendRequest`], [`WrOp`], [`Fence`] | work to post |
 //! | [`ReceiveRequest`] | a receive to post |
-//! | [`Sge`], [`Remote`] | memory of one's own, and of the peer |
-//! | [`Completion`], [`CompletionKind`], [`DatagramSender`] | how work ended |
-//! | [`AsyncEvent`] | what befalls queues, ports and devices beside completions |
+//! | [`Sge`], [`Remote`] | local memory, and the peer's |
+//! | [`Completion`], [`CompletionKind`], [`DatagramSender`] | the result of a work request |
+//! | [`AsyncEvent`] | what happens to queues, ports and devices outside completions |
 //!
-//! Plain data: nothing here does anything. [`verbs`](crate::verbs) is where programs find them.
+//! Plain data without behaviour. Programs use the re-exports in [`verbs`](crate::verbs).
 
 mod completion;
 mod event;

@@ -1,32 +1,32 @@
-//! Work to post.
+//! Work requests.
 
 use crate::mlx5::Atomic;
 
-/// A range of registered memory. It lies in memory as libibverbs reads it.
+/// A scatter-gather entry: a range of registered memory. Laid out as libibverbs' `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Sge {
-    /// Where it begins, in the registration's addresses.
+    /// The first byte's address, in the address space of the registration (iova).
     pub address: u64,
-    /// How many bytes; below 2^31.
+    /// Length in bytes, below 2^31.
     pub len: u32,
-    /// The registration's key.
+    /// The local key of the registration.
     pub lkey: u32,
 }
 
-/// A place in the peer's memory.
+/// An address in the peer's registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// The address, in the registration's addresses.
+    /// The address, in the address space of the registration (iova).
     pub address: u64,
-    /// The registration's key.
+    /// The remote key of the registration.
     pub rkey: u32,
 }
 
-/// What work waits for before it begins.
+/// Which earlier work of the send queue must have completed before this work starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Fence {
-    /// Nothing but its turn.
+    /// None: it starts in queue order.
     #[default]
     None,
     /// All earlier reads and atomics.
@@ -35,49 +35,54 @@ pub enum Fence {
     All,
 }
 
-/// What to do.
+/// The operation of a send work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WrOp {
     /// Send a message.
     Send,
-    /// Send a message with four bytes beside it.
+    /// Send a message with immediate data (network byte order).
     SendImm([u8; 4]),
-    /// Send a message, and invalidate a key of the peer.
+    /// Send a message, and invalidate this rkey of the peer.
     SendInvalidate(u32),
-    /// Write to the peer's memory.
+    /// RDMA write.
     Write(Remote),
-    /// Write, then complete a receive of the peer with four bytes.
+    /// RDMA write with immediate data: also consumes a receive of the peer, which completes with
+    /// it.
     WriteImm(Remote, [u8; 4]),
-    /// Read from the peer's memory.
+    /// RDMA read.
     Read(Remote),
-    /// Change a word of the peer's memory; the value before comes into the request's memory. Masked atomics, and those
-    /// of four bytes, are not for libibverbs.
+    /// Atomically change a word of the peer's memory; the previous value is written to the
+    /// request's memory. Masked and four-byte atomics are not supported by libibverbs.
     Atomic(Remote, Atomic),
-    /// Nothing; it completes in its turn. libibverbs has none: there it is a write of no bytes.
+    /// No operation: completes in queue order. libibverbs has none; there it is a write of zero
+    /// bytes.
     Nop,
-    /// Hold the queue until that completion queue has made the completion with that number. Not for libibverbs.
+    /// Hold the send queue until a completion queue has produced the completion with this index.
+    /// Not supported by libibverbs.
     Wait {
         /// The completion queue's number.
         cqn: u32,
-        /// The completion's number, from 0 on.
+        /// The completion's index, counted from 0.
         index: u32,
     },
-    /// Read memory of our own and let it go: what was placed before is visible when it completes. Not for libibverbs.
+    /// Read local memory and discard the data: data placed before is visible when this completes.
+    /// Not supported by libibverbs.
     Dump,
 }
 
-/// Whom a datagram is for; `A` is what a device knows a peer by.
+/// The destination of a datagram; `A` is the device's address handle.
 #[derive(Debug)]
 pub struct Destination<'a, A> {
-    /// The peer.
+    /// The peer's address handle.
     pub handle: &'a A,
-    /// Its queue pair.
+    /// The destination queue pair's number.
     pub qpn: u32,
-    /// The key of that queue pair. With the upper bit set, the sender's own key goes along.
+    /// The destination's Q_Key. With the top bit set, the sending queue pair's own Q_Key is sent
+    /// instead.
     pub qkey: u32,
 }
 
-// By hand: a reference may be copied whatever it refers to.
+// By hand: derived, it would require `A: Clone`.
 impl<A> Clone for Destination<'_, A> {
     fn clone(&self) -> Self {
         *self
@@ -86,7 +91,7 @@ impl<A> Clone for Destination<'_, A> {
 
 impl<A> Copy for Destination<'_, A> {}
 
-/// Work to post; `A` is what a device knows the peers of datagrams by.
+/// A work request for the send queue; `A` is the device's address handle, used by datagrams.
 ///
 /// ```
 /// use warpwire::verbs::{WrOp, SendRequest, Sge};
@@ -98,21 +103,22 @@ impl<A> Copy for Destination<'_, A> {}
 /// ```
 #[derive(Debug)]
 pub struct SendRequest<'a, A> {
-    /// What the program calls it.
+    /// The program's identifier, returned in the completion (`wr_id`).
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub op: WrOp,
-    /// The memory that it sends from, or fetches into.
+    /// The memory to send from, or to read into.
     pub data: &'a [Sge],
-    /// Bytes that go into the entry itself, instead of memory.
+    /// Bytes copied into the WQE itself when it is posted, instead of `data`.
     pub inline: Option<&'a [u8]>,
-    /// Whether success makes a completion, where the queue pair does not ask for all.
+    /// Whether success produces a completion; ignored if the queue pair signals all work.
     pub signaled: bool,
-    /// Whether the peer's completion should wake its owner.
+    /// Whether to set the solicited-event bit: the peer's completion then wakes waiters armed for
+    /// solicited events.
     pub solicited: bool,
-    /// What it waits for.
+    /// Which earlier work it waits for.
     pub fence: Fence,
-    /// Whom a message of a datagram queue pair is for.
+    /// The destination, on datagram queue pairs.
     pub destination: Option<Destination<'a, A>>,
 }
 
@@ -125,7 +131,7 @@ impl<A> Clone for SendRequest<'_, A> {
 impl<A> Copy for SendRequest<'_, A> {}
 
 impl<'a, A> SendRequest<'a, A> {
-    /// Signaled work without memory.
+    /// Signaled work without data.
     pub const fn new(id: u64, op: WrOp) -> Self {
         Self {
             id,
@@ -139,44 +145,44 @@ impl<'a, A> SendRequest<'a, A> {
         }
     }
 
-    /// With this memory.
+    /// Sets the memory to send from, or to read into.
     #[must_use]
     pub const fn with(self, data: &'a [Sge]) -> Self {
         Self { data, ..self }
     }
 
-    /// With these bytes, which are copied when it is posted.
+    /// Sends these bytes inline: they are copied when the request is posted.
     #[must_use]
     pub const fn inline(self, bytes: &'a [u8]) -> Self {
         Self { inline: Some(bytes), ..self }
     }
 
-    /// Without a completion if it succeeds.
+    /// Produces no completion on success.
     #[must_use]
     pub const fn unsignaled(self) -> Self {
         Self { signaled: false, ..self }
     }
 
-    /// Wakes the peer.
+    /// Sets the solicited-event bit.
     #[must_use]
     pub const fn solicited(self) -> Self {
         Self { solicited: true, ..self }
     }
 
-    /// Behind a fence.
+    /// Sets the fence.
     #[must_use]
     pub const fn fenced(self, fence: Fence) -> Self {
         Self { fence, ..self }
     }
 
-    /// To that queue pair of that peer, as a datagram.
+    /// Sets the destination of a datagram.
     #[must_use]
     pub const fn to(self, handle: &'a A, qpn: u32, qkey: u32) -> Self {
         Self { destination: Some(Destination { handle, qpn, qkey }), ..self }
     }
 }
 
-/// A receive to post.
+/// A work request for a receive queue.
 ///
 /// ```
 /// use warpwire::verbs::{ReceiveRequest, Sge};
@@ -186,8 +192,8 @@ impl<'a, A> SendRequest<'a, A> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct ReceiveRequest<'a> {
-    /// What the program calls it.
+    /// The program's identifier, returned in the completion (`wr_id`).
     pub id: u64,
-    /// Where the message goes.
+    /// The memory for the message.
     pub data: &'a [Sge],
 }

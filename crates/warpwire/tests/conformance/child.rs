@@ -1,4 +1,4 @@
-//! Work for a second process: the test binary starts itself with a task in its environment.
+//! Tasks for a second process: the test binary starts itself with a task in its environment.
 #![allow(unsafe_code)] // fork
 
 use std::process::Output;
@@ -42,11 +42,11 @@ impl ChildOutput {
     pub fn expect_success(self) {
         let Self(output) = self;
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "the child ended with {}: {text}", output.status);
+        assert!(output.status.success(), "the child exited with {}: {text}", output.status);
     }
 }
 
-/// In a child: does its task.
+/// Runs a task; called in the child.
 pub fn run(task: &str) {
     let mut words = task.split(' ');
     let name = words.next().unwrap();
@@ -65,12 +65,12 @@ pub fn run(task: &str) {
     }
 }
 
-/// A child made by fork must fault when it touches its parent's window, and the parent go on.
+/// A forked child must fault when it accesses its parent's window; the parent must be unaffected.
 fn fork_with_window(f: &Fixture) {
     let memory = f.gpu.alloc(4096).unwrap();
     memory.write(0, &[7; 8]).unwrap();
     let window = memory.window().unwrap();
-    // SAFETY: the child touches one address and leaves, without the standard library.
+    // SAFETY: the child only makes async-signal-safe calls: it reads one address and exits.
     let status = unsafe {
         let child = libc::fork();
         if child == 0 {

@@ -1,5 +1,5 @@
-//! What only CUDA has: memory that another library made with calls of its own.
-#![allow(unsafe_code)] // it plays that other library
+//! Only on CUDA: memory allocated by another library, PTX, contexts.
+#![allow(unsafe_code)] // to call the driver as another library does
 
 use std::ffi::c_void;
 
@@ -13,7 +13,7 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     memory_of_another_library_can_be_borrowed,
-    memory_that_is_not_the_devices_is_named,
+    borrowing_pinned_host_memory_is_refused,
     managed_memory_is_copied_but_has_no_window,
     windows_span_several_handles,
     windows_show_whole_pages_around_small_memory,
@@ -38,12 +38,12 @@ impl ForeignContext {
     }
 
     fn call<F: Copy, R>(&self, symbol: &str, with: impl FnOnce(F) -> R) -> R {
-        // SAFETY: the callers below give each symbol the type that cuda.h declares.
+        // SAFETY: each caller below passes the type that cuda.h declares for the symbol.
         let function = unsafe { self.library.get::<F>(symbol.as_bytes()) }.unwrap();
         with(*function)
     }
 
-    /// Makes the primary context current on this thread, as a runtime would.
+    /// Makes the primary context current on this thread, as the CUDA runtime does.
     fn enter(&self) {
         let mut context: *mut c_void = std::ptr::null_mut();
         type Retain = unsafe extern "C" fn(*mut *mut c_void, i32) -> i32;
@@ -77,7 +77,7 @@ impl ForeignContext {
         assert_eq!(unsafe { self.call("cuMemFree_v2", |f: Free| f(address)) }, 0);
     }
 
-    /// Maps `count` pieces of `size` bytes behind each other; they stay for the rest of the process.
+    /// Maps `count` handles of `size` bytes contiguously, for the rest of the process.
     fn reserve_and_map(&self, size: usize, count: usize, handle_types: u32) -> u64 {
         #[repr(C)]
         struct Prop {
@@ -93,7 +93,7 @@ impl ForeignContext {
         type Access = unsafe extern "C" fn(u64, usize, *const [u32; 3], usize) -> i32;
         let prop = Prop { kind: 1, handle_types, location: [1, 0], windows_only: 0, flags: [0; 8] };
         let (mut base, all) = (0, size * count);
-        // SAFETY: as cuda.h declares them; the pieces fill the reserved range.
+        // SAFETY: as cuda.h declares them; the mappings fill the reserved range.
         unsafe {
             assert_eq!(
                 self.call("cuMemAddressReserve", |f: Reserve| f(&mut base, all, 0, 0, 0)),
@@ -139,7 +139,7 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
     assert_eq!(error.kind(), &Kind::NotDeviceMemory, "{error}");
 }
 
-fn memory_that_is_not_the_devices_is_named(f: &Fixture) {
+fn borrowing_pinned_host_memory_is_refused(f: &Fixture) {
     let foreign = ForeignContext::new();
     foreign.enter();
     let pinned = f.gpu.alloc_pinned(4096).unwrap();
@@ -161,7 +161,7 @@ fn managed_memory_is_copied_but_has_no_window(f: &Fixture) {
     foreign.free(managed);
 }
 
-/// Two pieces of virtual memory behind each other, with and without handles for other processes.
+/// Two contiguous mappings, with and without handles that other processes can open.
 fn windows_span_several_handles(f: &Fixture) {
     let foreign = ForeignContext::new();
     foreign.enter();
@@ -221,16 +221,14 @@ fn bad_ptx_shows_the_compilers_log(f: &Fixture) {
 
 fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
     if warpwire::mem::cuda::driver_version().unwrap() < (12, 4) {
-        eprintln!(
-            "skipped: drivers before CUDA 12.4 do not tell how many arguments a kernel takes"
-        );
+        eprintln!("skipped: drivers before CUDA 12.4 do not report a kernel's argument count");
         return;
     }
     let kernel = kernels::load(&f.gpu).unwrap().kernel("answer").unwrap();
     let stream = f.gpu.stream().unwrap();
     for given in [0, 2, 4] {
         let launch = (0..given).fold(Launch::new(&kernel), |launch, _| launch.value(0));
-        // SAFETY: refused before it starts.
+        // SAFETY: the launch is refused.
         let error = unsafe { stream.launch(launch) }.unwrap_err();
         assert!(error.to_string().contains("takes 3"), "{error}");
     }
@@ -248,7 +246,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
     // SAFETY: the kernel does nothing.
     unsafe { stream.launch(Launch::new(&narrow).value(0xffff_ffff)) }.unwrap();
     stream.synchronize(test_timeout()).unwrap();
-    // SAFETY: refused before it starts.
+    // SAFETY: the launch is refused.
     let error = unsafe { stream.launch(Launch::new(&narrow).value(1 << 32)) }.unwrap_err();
     assert!(error.to_string().contains("has 32 bits"), "{error}");
 }
@@ -262,7 +260,7 @@ fn variables_of_a_program_are_set(f: &Fixture) {
     let shown = f.gpu.alloc_pinned(8).unwrap();
     for value in [7_u64, u64::MAX] {
         module.set("word", &value.to_le_bytes()).unwrap();
-        // SAFETY: the kernel writes the one word that it is given.
+        // SAFETY: the kernel writes only the word in its argument.
         unsafe { stream.launch(Launch::new(&kernel).region(&shown.whole().unwrap())) }.unwrap();
         stream.synchronize(test_timeout()).unwrap();
         assert_eq!(shown.word64(0).unwrap().load().unwrap(), value);
@@ -273,7 +271,7 @@ fn variables_of_a_program_are_set(f: &Fixture) {
     }
 }
 
-/// Holds a stream up until the word is set.
+/// A stream that is blocked until the word is set.
 fn gated_stream(f: &Fixture) -> (Stream, Word) {
     let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
     gate.store(0).unwrap();
@@ -296,7 +294,7 @@ fn loaded_kernels_start_while_a_stream_waits(f: &Fixture) {
     let (waiting, gate) = gated_stream(f);
     let (stream, memory) = (f.gpu.stream().unwrap(), f.gpu.alloc(8).unwrap());
     memory.write(0, &[0; 8]).unwrap();
-    // SAFETY: the kernel touches the one word that it is given.
+    // SAFETY: the kernel accesses only the word in its argument.
     unsafe { stream.launch(Launch::new(&kernel).region(&memory.whole().unwrap())) }.unwrap();
     stream.synchronize(test_timeout()).unwrap();
     assert!(!waiting.is_idle().unwrap());
@@ -308,13 +306,13 @@ fn the_context_is_left_as_it_was(f: &Fixture) {
     let foreign = ForeignContext::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            assert!(foreign.current().is_null(), "a new thread has none");
+            assert!(foreign.current().is_null(), "a new thread has no context");
             let memory = f.gpu.alloc(4096).unwrap();
             let stream = f.gpu.stream().unwrap();
             stream.fill(&memory.whole().unwrap(), 1).unwrap();
             stream.synchronize(test_timeout()).unwrap();
             drop((memory, stream));
-            assert!(foreign.current().is_null(), "and is left with none");
+            assert!(foreign.current().is_null(), "the library left its context");
         });
     });
 }

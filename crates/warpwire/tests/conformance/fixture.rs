@@ -1,5 +1,5 @@
-//! What a case gets to work with.
-#![allow(unsafe_code)] // borrowing and launching are unsafe; each use says why it is right
+//! The devices that a case runs on, and helpers for memory contents.
+#![allow(unsafe_code)] // to borrow memory and to launch kernels
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use warpwire::mem::{
 };
 use warpwire_apps::pattern;
 
-/// Longer than anything takes that works.
+/// Longer than any operation takes that works.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
 }
-/// Long enough to be sure that something does not happen.
+/// How long a case waits before it concludes that something does not happen.
 pub const SHORT_WAIT: Duration = Duration::from_millis(30);
 
 pub struct Fixture {
@@ -42,7 +42,7 @@ impl Fixture {
         }
     }
 
-    /// A second device; where there is none, that is said.
+    /// The second device. Prints a `skipped` line where there is none.
     pub fn other(&self) -> Option<&Device> {
         if self.second.is_none() {
             eprintln!("skipped: {} has one device only", self.backend);
@@ -50,7 +50,7 @@ impl Fixture {
         self.second.as_ref()
     }
 
-    /// The strings behind the simulated device.
+    /// Fault injection of the simulated device.
     pub fn control(&self) -> SimControl {
         self.sim.as_ref().expect("only on the simulator").control(0).unwrap()
     }
@@ -60,7 +60,7 @@ impl Fixture {
         [MemoryKind::Plain, MemoryKind::Vmm, MemoryKind::Pool]
     }
 
-    /// The simulator counts: after every case, nothing may be left.
+    /// Fails if the case left objects on a simulated device. CUDA has no such accounting.
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
         for ordinal in 0..2 {
@@ -88,16 +88,16 @@ pub fn expect_pattern(memory: &Allocation, seed: u64) {
     assert_eq!(wrong, None, "first wrong byte of {memory:?}");
 }
 
-/// Borrows memory whose owner the case keeps, or that must be refused.
+/// Borrows memory that the case keeps allocated, or an address that must be refused.
 pub fn borrow(gpu: &Device, address: DeviceAddr, len: u64) -> Result<Allocation> {
-    // SAFETY: the cases keep owners alive for as long as they use their borrows on CUDA; the simulator
-    // finds a missing owner by itself.
+    // SAFETY: on CUDA the cases keep the owner alive while they use the borrow; the simulator
+    // detects a missing owner.
     unsafe { gpu.borrow(address, len) }
 }
 
-/// Starts the kernel that answers the host so many times.
+/// Launches the kernel `answer`, which answers the host `rounds` times.
 pub fn launch_answer(stream: &Stream, kernel: &Kernel, ask: &Region, answer: &Region, rounds: u64) {
     let launch = Launch::new(kernel).region(ask).region(answer).value(rounds);
-    // SAFETY: the kernel touches the two words that it is given.
+    // SAFETY: the kernel accesses only the two words in its arguments.
     unsafe { stream.launch(launch) }.unwrap();
 }

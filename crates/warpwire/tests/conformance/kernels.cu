@@ -1,8 +1,8 @@
-// Kernels that the conformance suite runs; their twins for the simulated GPU stand in kernels.rs.
+// Kernels of the conformance suite; kernels.rs has the same kernels for the simulated GPU.
 
 typedef unsigned long long u64;
 
-// All blocks meet: each waits until every other has arrived. Hangs unless all are resident.
+// A grid-wide barrier: each block waits until all have arrived. Hangs unless all are resident.
 extern "C" __global__ void meet(u64 arrived) {
     if (threadIdx.x == 0) {
         atomicAdd_system((u64 *)arrived, 1ull);
@@ -10,7 +10,8 @@ extern "C" __global__ void meet(u64 arrived) {
     }
 }
 
-// Answers the host: for each i up to `rounds`, waits for `ask` to become i, then sets `answer` to i.
+// Answers the host: for each i in 1..=rounds, waits until `ask` is at least i, then sets `answer`
+// to i.
 extern "C" __global__ void answer(u64 ask, u64 answer, u64 rounds) {
     for (u64 i = 1; i <= rounds; i++) {
         while (*(volatile u64 *)ask < i) {}
@@ -20,5 +21,5 @@ extern "C" __global__ void answer(u64 ask, u64 answer, u64 rounds) {
     }
 }
 
-// Writes to an address that is no memory.
+// Writes to the given address, which is not mapped.
 extern "C" __global__ void trespass(u64 address) { *(volatile u64 *)address = 1; }

@@ -1,11 +1,11 @@
-//! The suite's kernels: kernels.cu, and their twins for the simulated GPU.
+//! The suite's kernels: kernels.cu for CUDA, block functions for the simulated GPU.
 
 use warpwire::Result;
 use warpwire::mem::{Device, Module, Program};
 
 use crate::ptx;
 
-/// Whose PTX CUDA loads.
+/// Name of the PTX that CUDA loads.
 pub const PTX: &str = "conformance/kernels";
 
 pub fn load(gpu: &Device) -> Result<Module> {

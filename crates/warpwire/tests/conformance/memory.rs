@@ -11,20 +11,20 @@ use testkit::cases;
 cases!(Fixture; CASES:
     device_describes_itself,
     missing_capabilities_have_reasons,
-    every_kind_holds_what_is_written,
+    every_memory_kind_holds_what_is_written,
     odd_offsets_and_lengths_are_exact,
     impossible_lengths_are_refused,
-    exhausted_device_says_so_and_works_on,
+    an_exhausted_device_reports_it_and_keeps_working,
     ranges_outside_are_refused,
     words_are_aligned_and_wide_enough,
     freed_memory_is_refused,
     memory_in_use_is_not_freed,
     foreign_memory_can_be_borrowed,
-    borrowing_what_is_not_there_is_refused,
+    borrowing_other_addresses_is_refused,
     pinned_memory_is_seen_by_both_sides,
     dropping_memory_never_waits_for_a_stream,
     many_threads_at_once,
-    memory_comes_back,
+    freed_memory_can_be_allocated_again,
     views_of_pinned_memory_outlive_a_free,
 );
 
@@ -51,7 +51,7 @@ fn missing_capabilities_have_reasons(f: &Fixture) {
     }
 }
 
-fn every_kind_holds_what_is_written(f: &Fixture) {
+fn every_memory_kind_holds_what_is_written(f: &Fixture) {
     for kind in f.device_kinds().into_iter().chain([MemoryKind::Pinned]) {
         for len in [1, 8, 4097, 3 << 20] {
             let memory = f.gpu.alloc_kind(len, kind).unwrap();
@@ -100,8 +100,8 @@ fn impossible_lengths_are_refused(f: &Fixture) {
     }
 }
 
-fn exhausted_device_says_so_and_works_on(f: &Fixture) {
-    // Others may use the device as well, so exhaustion is met by asking for more than is left.
+fn an_exhausted_device_reports_it_and_keeps_working(f: &Fixture) {
+    // Other processes may use the device as well, so the test asks for more than can be left.
     let usage = f.gpu.memory_usage().unwrap();
     let half = f.gpu.alloc(usage.total / 2).unwrap();
     let error = f.gpu.alloc(usage.total / 2 + (64 << 20)).unwrap_err();
@@ -183,7 +183,7 @@ fn foreign_memory_can_be_borrowed(f: &Fixture) {
     put_pattern(&owner, 5);
     let whole = borrow(&f.gpu, owner.address(), owner.len()).unwrap();
     expect_pattern(&whole, 5);
-    // Any offset, any length.
+    // Unaligned offset and length.
     let inner = DeviceAddr::new(owner.address().raw() + 12_345);
     let part = borrow(&f.gpu, inner, 777).unwrap();
     assert_eq!(part.kind(), MemoryKind::Borrowed);
@@ -206,7 +206,7 @@ fn foreign_memory_can_be_borrowed(f: &Fixture) {
     assert_eq!(byte, [0x44], "the owner's memory outlives the borrow");
 }
 
-fn borrowing_what_is_not_there_is_refused(f: &Fixture) {
+fn borrowing_other_addresses_is_refused(f: &Fixture) {
     let refuse = |address: u64, len: u64, expected: Kind| {
         let error = borrow(&f.gpu, DeviceAddr::new(address), len).unwrap_err();
         assert_eq!(error.kind(), &expected, "{address:#x}+{len}: {error}");
@@ -278,11 +278,11 @@ fn many_threads_at_once(f: &Fixture) {
     });
 }
 
-fn memory_comes_back(f: &Fixture) {
+fn freed_memory_can_be_allocated_again(f: &Fixture) {
     let before = f.gpu.memory_usage().unwrap().free;
     let size = before / 4;
     for kind in f.device_kinds() {
-        // More in all than the device has, so that a leak ends in failure.
+        // More in total than the device has, so that a leak makes an allocation fail.
         for _ in 0..8 {
             let memory = f.gpu.alloc_kind(size, kind).unwrap();
             memory.write(size - 1, &[1]).unwrap();

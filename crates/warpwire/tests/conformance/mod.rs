@@ -1,7 +1,7 @@
-//! One suite for every backend: devices, memory, streams, events, graphs, kernels, sharing.
+//! Conformance of GPU backends: devices, memory, streams, events, graphs, kernels, sharing.
 //!
-//! Each case runs on the simulated GPU and on CUDA if it is there; where a backend is absent, a line
-//! `skipped: why` is printed, and `WARPWIRE_REQUIRE=cuda` makes it a failure.
+//! Each case runs on the simulated GPU, and on CUDA if available. Without CUDA a line
+//! `skipped: <reason>` is printed; `WARPWIRE_REQUIRE=cuda` turns that into a failure.
 mod child;
 mod cuda_only;
 mod fixture;
@@ -29,8 +29,8 @@ fn collect(suite: &mut Collector) {
     add(suite, Backend::Sim, sim_only::CASES);
     if suite.backend("cuda", ptx::cuda_with(&[kernels::PTX])).is_some() {
         add(suite, Backend::Cuda, cuda_only::CASES);
-        // All cases share the process's one CUDA context, in which some calls wait for all streams:
-        // a case that holds a stream up would hold up the others.
+        // All cases share the one CUDA context of the process, in which some calls wait for all
+        // streams: a case that blocks a stream would block the others.
         suite.run_serially();
     }
 }
@@ -45,14 +45,14 @@ fn add(suite: &mut Collector, backend: Backend, special: &'static [Case<Fixture>
     }
 }
 
-/// Some cases panic on purpose, where it must be caught; their noise would drown real failures.
+/// Some cases panic on purpose, to test that the library catches it. Suppresses their messages.
 fn silence_expected_panics() {
-    let loud = std::panic::take_hook();
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         let payload = info.payload();
         let text = payload.downcast_ref::<&str>().copied().unwrap_or_default();
         if !text.starts_with("on purpose") {
-            loud(info);
+            default_hook(info);
         }
     }));
 }

@@ -1,5 +1,5 @@
-//! Kernels.
-#![allow(unsafe_code)] // launching is unsafe; each launch says why it is right
+//! Programs and kernel launches.
+#![allow(unsafe_code)] // to launch kernels
 
 use warpwire::error::Kind;
 use warpwire::mem::{Agent, Condition, Launch, Program};
@@ -31,7 +31,7 @@ fn kernels_fill_and_check_memory(f: &Fixture) {
         pattern.check(&stream, &memory.whole().unwrap(), len, &wrong).unwrap();
         stream.synchronize(test_timeout()).unwrap();
         assert_eq!(wrong.load().unwrap(), 0, "{len} bytes");
-        // The device's pattern is the CPU's.
+        // The kernel's pattern equals the CPU's.
         expect_pattern(&memory, len);
     }
 }
@@ -66,7 +66,7 @@ fn all_blocks_are_resident(f: &Fixture) {
     arrived.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
     let launch = Launch::new(&kernel).grid(64).threads(32).region(&memory.whole().unwrap());
-    // SAFETY: the kernel touches the one word that it is given.
+    // SAFETY: the kernel accesses only the word in its argument.
     unsafe { stream.launch(launch) }.unwrap();
     stream.synchronize(test_timeout()).unwrap();
     assert_eq!(arrived.load().unwrap(), 64);
@@ -81,7 +81,7 @@ fn kernels_talk_with_the_host_while_they_run(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let rounds = 100;
     let launch = Launch::new(&kernel).region(ask.region()).region(answer.region()).value(rounds);
-    // SAFETY: the kernel touches the two words that it is given.
+    // SAFETY: the kernel accesses only the two words in its arguments.
     unsafe { stream.launch(launch) }.unwrap();
     for round in 1..=rounds {
         assert!(!stream.is_idle().unwrap());
@@ -125,13 +125,14 @@ fn unknown_kernels_and_empty_grids_are_refused(f: &Fixture) {
     let kernel = module.kernel("meet").unwrap();
     let stream = f.gpu.stream().unwrap();
     for launch in [Launch::new(&kernel).grid(0), Launch::new(&kernel).threads(0)] {
-        // SAFETY: refused before it starts.
+        // SAFETY: the launch is refused.
         let error = unsafe { stream.launch(launch) }.unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument);
     }
     let memory = f.gpu.alloc(8).unwrap();
     let huge = Launch::new(&kernel).threads(1 << 20).grid(1 << 30).region(&memory.whole().unwrap());
-    // SAFETY: refused before it starts: no device runs so many threads in a block, or so many blocks.
+    // SAFETY: the launch is refused: it exceeds every device's limits of threads per block and of
+    // blocks.
     assert!(unsafe { stream.launch(huge) }.is_err());
     stream.synchronize(test_timeout()).unwrap();
 }
@@ -146,12 +147,12 @@ fn a_kernel_of_another_device_is_refused(f: &Fixture) {
     let Some(other) = f.other() else { return };
     let kernel = kernels::load(&f.gpu).unwrap().kernel("meet").unwrap();
     let stream = other.stream().unwrap();
-    // SAFETY: refused before it starts.
+    // SAFETY: the launch is refused.
     let error = unsafe { stream.launch(Launch::new(&kernel)) }.unwrap_err();
     assert!(error.to_string().contains("another device"), "{error}");
 }
 
-/// In a process of its own, because on CUDA it takes the context with it.
+/// Runs in a child process, because on CUDA the fault destroys the context.
 fn a_trespassing_kernel_fails_loudly(f: &Fixture) {
     child::Task::Trespass(f.backend).spawn().expect_success();
 }
@@ -160,18 +161,19 @@ pub fn trespass(f: &Fixture) {
     let agent = Agent::start(&f.gpu).unwrap();
     let (device, host) = (f.gpu.alloc(64).unwrap(), f.gpu.alloc_pinned(64).unwrap());
     agent.copy(&host.whole().unwrap(), &device.whole().unwrap()).unwrap();
-    // Loading code waits for the agent; it sleeps soon.
+    // Loading code is refused while the agent's kernel runs; it exits after a second without work.
     std::thread::sleep(std::time::Duration::from_millis(1500));
     let kernel = kernels::load(&f.gpu).unwrap().kernel("trespass").unwrap();
     let stream = f.gpu.stream().unwrap();
-    // SAFETY: not right, on purpose: the address is no memory, which the device must notice.
+    // SAFETY: deliberately unsound: the address is not mapped, which the device must detect. It
+    // affects this child process only.
     unsafe { stream.launch(Launch::new(&kernel).value(0x10_0000_0000)) }.unwrap();
     let error = stream.synchronize(test_timeout()).unwrap_err();
     assert!(matches!(error.kind(), Kind::StreamFailed | Kind::DeviceLost), "{error:?}");
     let memory = f.gpu.alloc(8);
     let again = memory.and_then(|memory| stream.fill(&memory.whole()?, 0)).unwrap_err();
     assert!(matches!(again.kind(), Kind::StreamFailed | Kind::DeviceLost), "{again:?}");
-    // Where the whole context is lost, the agent is too: it must say so, not hang.
+    // Where the whole context is lost, the agent is too: it must fail, not hang.
     if matches!(again.kind(), Kind::DeviceLost) {
         let copied = agent.copy(&host.whole().unwrap(), &device.whole().unwrap());
         assert_eq!(copied.unwrap_err().kind(), &Kind::DeviceLost);

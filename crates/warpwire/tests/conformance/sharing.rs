@@ -1,4 +1,4 @@
-//! Memory for other processes and for NICs.
+//! Exporting memory to other processes (IPC handles) and to NICs (dma-buf).
 
 use std::os::fd::AsFd;
 
@@ -27,7 +27,7 @@ fn another_process_opens_memory(f: &Fixture) {
             // The child checks pattern 1 and writes pattern 2.
             Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
             expect_pattern(&memory, 2);
-            // A second time, and a second handle to the same memory.
+            // Again, with a second handle to the same memory.
             put_pattern(&memory, 1);
             let again = memory.export_ipc().unwrap();
             Task::OpenIpc(f.backend, again.to_bytes()).spawn().expect_success();
@@ -64,7 +64,7 @@ pub fn fail_to_open_ipc(f: &Fixture, bytes: &[u8]) {
     let handle = IpcHandle::from_bytes(bytes).unwrap();
     let error = f.gpu.open_ipc(&handle).unwrap_err();
     assert!(error.advice().is_some() || matches!(error.kind(), Kind::Cuda(_)), "{error}");
-    println!("refused as it should be: {error}");
+    println!("refused, as expected: {error}");
 }
 
 fn handles_of_another_backend_are_refused(f: &Fixture) {
@@ -73,7 +73,7 @@ fn handles_of_another_backend_are_refused(f: &Fixture) {
     let handle = IpcHandle::from_bytes(&bytes).unwrap();
     let error = f.gpu.open_ipc(&handle).unwrap_err();
     assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
-    // A handle cut short inside its backend's part.
+    // A handle truncated inside the backend's part.
     let good = f.gpu.alloc(4096).unwrap().export_ipc().unwrap().to_bytes();
     let mut cut = good[..good.len() - 1].to_vec();
     cut[6] -= 1;
@@ -93,7 +93,7 @@ fn dmabufs_name_the_right_pages(f: &Fixture) {
             let exported = memory.export_dmabuf(offset, len).unwrap();
             assert_eq!(exported.len(), len);
             if f.backend == Backend::Sim {
-                // Only here can the descriptor be read, to see that the offset is right.
+                // Only the simulator's descriptor can be read, which verifies the offset.
                 let (mut found, mut wanted) = ([0; 64], [0; 64]);
                 let count = rustix::io::pread(&exported, &mut found, exported.offset()).unwrap();
                 let count = count.min(len as usize);
@@ -108,7 +108,7 @@ fn dmabufs_name_the_right_pages(f: &Fixture) {
             );
         }
     }
-    // Small neighbours share pages; each must still be found inside its own export.
+    // Small allocations share pages; each has an export of its own range.
     let small: Vec<_> = (0..4).map(|_| f.gpu.alloc(100).unwrap()).collect();
     for memory in &small {
         let exported = memory.export_dmabuf(3, 90).unwrap();

@@ -1,5 +1,5 @@
-//! What only the simulated GPU can be told to do.
-#![allow(unsafe_code)] // launching is unsafe; each launch says why it is right
+//! Only on the simulated GPU: fault injection, moving memory, delays.
+#![allow(unsafe_code)] // to launch kernels
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -16,27 +16,27 @@ use crate::conformance::kernels;
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    moved_memory_keeps_its_contents_and_tells,
-    old_places_are_poisoned,
+    moved_memory_keeps_its_contents_and_notifies,
+    old_pages_are_poisoned_after_a_move,
     memory_moves_under_running_work,
     memory_freed_under_users_is_an_error,
     the_nth_operation_fails,
     a_failed_stream_drops_what_was_queued,
-    a_failure_reaches_those_who_wait_for_it,
+    a_failure_reaches_waiting_streams,
     slow_copies_are_slow,
-    a_dead_device_ends_all_work,
+    a_dead_device_fails_all_work,
     kernels_with_faults_fail_their_stream,
     the_environment_sets_up_the_machine,
     huge_memory_costs_nothing_until_written,
     a_fault_ends_the_whole_grid,
     a_panicking_listener_fails_the_stream,
     watches_may_own_watches,
-    memory_files_cannot_be_cut_short,
-    memory_can_be_freed_after_so_many_operations,
+    memory_files_cannot_be_resized,
+    memory_can_be_freed_after_n_operations,
     block_functions_have_no_variables,
 );
 
-fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
+fn moved_memory_keeps_its_contents_and_notifies(f: &Fixture) {
     let memory = f.gpu.alloc(100_000).unwrap();
     put_pattern(&memory, 6);
     let events = Arc::new(Mutex::new(Vec::new()));
@@ -49,7 +49,7 @@ fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
     assert_eq!(*events.lock(), [MemoryEvent::Moving, MemoryEvent::Moved]);
     drop(watch);
     f.control().relocate(&memory).unwrap();
-    assert_eq!(events.lock().len(), 2, "a dropped watch hears no more");
+    assert_eq!(events.lock().len(), 2, "a dropped watch receives no events");
     let pinned = f.gpu.alloc_pinned(64).unwrap();
     assert_eq!(f.control().relocate(&pinned).unwrap_err().kind(), &Kind::Unsupported);
     let gone = f.gpu.alloc(64).unwrap();
@@ -57,7 +57,7 @@ fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
     assert_eq!(f.control().relocate(&gone).unwrap_err().kind(), &Kind::NotDeviceMemory);
 }
 
-fn old_places_are_poisoned(f: &Fixture) {
+fn old_pages_are_poisoned_after_a_move(f: &Fixture) {
     let memory = f.gpu.alloc(8192).unwrap();
     put_pattern(&memory, 6);
     let before = memory.export_dmabuf(0, 8192).unwrap();
@@ -102,7 +102,7 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
     assert_eq!(borrowed.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
     assert!(borrow(&f.gpu, memory.address(), 1).is_err());
     assert!(f.control().force_free(&memory).is_err());
-    // A copy that was on its way fails its stream, and only that.
+    // A copy from freed memory fails its stream, and no other.
     let stream = f.gpu.stream().unwrap();
     stream.copy(&other.whole().unwrap(), &memory.whole().unwrap()).unwrap();
     assert_eq!(stream.synchronize(test_timeout()).unwrap_err().kind(), &Kind::Freed);
@@ -149,14 +149,14 @@ fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
     let first = stream.synchronize(test_timeout()).unwrap_err();
     for _ in 0..3 {
         let later = stream.write_value(&flag, 1).unwrap_err();
-        assert_eq!(later.to_string(), first.to_string(), "the first failure stays");
+        assert_eq!(later.to_string(), first.to_string(), "later calls report the first failure");
     }
     assert!(stream.capture(|_| Ok(())).is_err());
     assert_eq!(flag.load().unwrap(), 0);
     memory.free().unwrap();
 }
 
-fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
+fn a_failure_reaches_waiting_streams(f: &Fixture) {
     let (first, second) = (f.gpu.stream().unwrap(), f.gpu.stream().unwrap());
     let (gate, event) = (f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap(), f.gpu.event().unwrap());
     gate.store(0).unwrap();
@@ -168,7 +168,7 @@ fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
     f.control().fail(FailNth { kind: OpKind::Copy, number: 1 });
     gate.store(1).unwrap();
     assert!(first.synchronize(test_timeout()).is_err());
-    assert!(second.synchronize(test_timeout()).is_err(), "the event never comes");
+    assert!(second.synchronize(test_timeout()).is_err(), "the event is never reached");
     assert!(event.is_complete().is_err());
 }
 
@@ -185,7 +185,7 @@ fn slow_copies_are_slow(f: &Fixture) {
     assert!(start.elapsed() >= Duration::from_millis(200));
 }
 
-fn a_dead_device_ends_all_work(_: &Fixture) {
+fn a_dead_device_fails_all_work(_: &Fixture) {
     let sim = Sim::start(SimConfig::default()).unwrap();
     let (gpu, control) = (sim.device(0).unwrap(), sim.control(0).unwrap());
     let words = gpu.alloc_pinned(64).unwrap();
@@ -195,7 +195,7 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     let kernel = kernels::load(&gpu).unwrap().kernel("answer").unwrap();
     let (ask, answer) = (words.word64(8).unwrap(), words.word64(16).unwrap());
     let launch = Launch::new(&kernel).region(ask.region()).region(answer.region()).value(1);
-    // SAFETY: the kernel touches the two words that it is given.
+    // SAFETY: the kernel accesses only the two words in its arguments.
     unsafe { running.launch(launch) }.unwrap();
     control.kill();
     for stream in [&waiting, &running] {
@@ -206,7 +206,7 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     assert_eq!(gpu.stream().unwrap_err().kind(), &Kind::DeviceLost);
     drop((waiting, running, ask, answer, words));
     control.wait_empty(test_timeout()).unwrap();
-    // The other device lives.
+    // The other device still works.
     sim.device(1).unwrap().alloc(64).unwrap();
 }
 
@@ -222,13 +222,13 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
             }
         });
     let module = f.gpu.load(&program).unwrap();
-    for (name, says) in [("panics", "panicked"), ("wants_more", "argument 3"), ("half", "even")] {
+    for (name, text) in [("panics", "panicked"), ("wants_more", "argument 3"), ("half", "even")] {
         let stream = f.gpu.stream().unwrap();
         let kernel = module.kernel(name).unwrap();
-        // SAFETY: these kernels touch no memory.
+        // SAFETY: these kernels access no memory.
         unsafe { stream.launch(Launch::new(&kernel).grid(8)) }.unwrap();
         let error = stream.synchronize(test_timeout()).unwrap_err();
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(text), "{error}");
         assert!(error.to_string().contains(name), "{error}");
     }
 }
@@ -238,7 +238,7 @@ fn the_environment_sets_up_the_machine(_: &Fixture) {
     Task::Discover.spawn_with(&[(variable, "gpus=5,memory=1MiB")]).expect_success();
 }
 
-/// In a child with `WARPWIRE_SIM` set.
+/// Runs in a child with `WARPWIRE_SIM` set.
 pub fn discover() {
     let found = warpwire::mem::discover();
     let sims = found.devices_of(warpwire::mem::Backend::Sim);
@@ -268,16 +268,16 @@ fn huge_memory_costs_nothing_until_written(_: &Fixture) {
 fn a_fault_ends_the_whole_grid(f: &Fixture) {
     let program = Program::new("half faulty").block("wait_for_it", |block| {
         if block.index() == 0 {
-            return Err(warpwire::mem::sim::KernelFault::new("block 0 has had enough"));
+            return Err(warpwire::mem::sim::KernelFault::new("block 0 failed on purpose"));
         }
         block.spin_until(|| Ok(false))
     });
     let kernel = f.gpu.load(&program).unwrap().kernel("wait_for_it").unwrap();
     let stream = f.gpu.stream().unwrap();
-    // SAFETY: the kernel touches no memory.
+    // SAFETY: the kernel accesses no memory.
     unsafe { stream.launch(Launch::new(&kernel).grid(4)) }.unwrap();
     let error = stream.synchronize(test_timeout()).unwrap_err();
-    assert!(error.to_string().contains("had enough"), "{error}");
+    assert!(error.to_string().contains("failed on purpose"), "{error}");
 }
 
 fn a_panicking_listener_fails_the_stream(_: &Fixture) {
@@ -301,7 +301,7 @@ fn watches_may_own_watches(f: &Fixture) {
     drop(outer);
 }
 
-fn memory_files_cannot_be_cut_short(f: &Fixture) {
+fn memory_files_cannot_be_resized(f: &Fixture) {
     let memory = f.gpu.alloc(8192).unwrap();
     put_pattern(&memory, 2);
     let file = std::fs::File::from(memory.export_dmabuf(0, 8192).unwrap().into_fd());
@@ -310,7 +310,7 @@ fn memory_files_cannot_be_cut_short(f: &Fixture) {
     expect_pattern(&memory, 2);
 }
 
-fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
+fn memory_can_be_freed_after_n_operations(_: &Fixture) {
     let sim = Sim::start(SimConfig { free_at: Some(3), ..SimConfig::default() }).unwrap();
     let gpu = sim.device(0).unwrap();
     let (memory, stream) = (gpu.alloc(64).unwrap(), gpu.stream().unwrap());

@@ -17,18 +17,18 @@ cases!(Fixture; CASES:
     wrong_copies_are_refused,
     fills_are_exact,
     work_runs_in_order,
-    streams_run_beside_each_other,
+    streams_run_concurrently,
     waits_end_when_their_condition_holds,
-    waits_count_on_a_circle,
+    waits_compare_with_wraparound,
     batches_keep_their_order,
     long_batches_are_complete,
     batches_copy_and_flush_in_their_order,
-    bytes_may_change_as_soon_as_they_are_given,
+    source_bytes_may_change_after_the_call,
     wrong_word_operations_are_refused,
-    a_timeout_says_what_is_awaited,
+    a_timeout_names_the_awaited_value,
     events_order_streams,
     events_measure_time,
-    host_calls_take_their_turn,
+    host_calls_run_in_stream_order,
     a_panicking_host_call_fails_the_stream,
     graphs_replay_a_thousand_times,
     captures_run_nothing,
@@ -41,7 +41,7 @@ cases!(Fixture; CASES:
     other_threads_are_kept_out_of_a_capture,
     graphs_are_replayed_from_many_threads,
     waiters_wait_for_the_recording_that_they_saw,
-    finished_operations_let_go_when_asked,
+    finished_operations_release_their_memory,
     memory_of_another_device_is_refused,
 );
 
@@ -51,7 +51,7 @@ fn pinned_word(f: &Fixture) -> Word {
     word
 }
 
-/// A stream that does nothing until the word is set.
+/// A stream that is blocked until the word is set.
 fn gated_stream(f: &Fixture) -> (Stream, Word) {
     let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
@@ -61,9 +61,9 @@ fn gated_stream(f: &Fixture) -> (Stream, Word) {
 fn copies_go_in_all_directions(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let kinds = f.device_kinds().into_iter().chain([MemoryKind::Pinned]);
-    let places: Vec<_> = kinds.map(|kind| f.gpu.alloc_kind(70_001, kind).unwrap()).collect();
-    for (number, from) in places.iter().enumerate() {
-        for to in places.iter().filter(|to| to.address() != from.address()) {
+    let buffers: Vec<_> = kinds.map(|kind| f.gpu.alloc_kind(70_001, kind).unwrap()).collect();
+    for (number, from) in buffers.iter().enumerate() {
+        for to in buffers.iter().filter(|to| to.address() != from.address()) {
             put_pattern(from, number as u64);
             stream.fill(&to.whole().unwrap(), 0).unwrap();
             stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
@@ -71,8 +71,8 @@ fn copies_go_in_all_directions(f: &Fixture) {
             expect_pattern(to, number as u64);
         }
     }
-    // Odd on both sides, and inside one allocation.
-    let memory = &places[0];
+    // Both ends unaligned, inside one allocation.
+    let memory = &buffers[0];
     put_pattern(memory, 3);
     let mut expected = [0; 999];
     memory.read(13, &mut expected).unwrap();
@@ -103,8 +103,8 @@ fn wrong_copies_are_refused(f: &Fixture) {
     }
     stream.copy(&region(0, 0), &region(5, 0)).unwrap();
     if f.backend == warpwire::mem::Backend::Cuda {
-        let stranger = warpwire::mem::open("sim:0").unwrap().alloc(10).unwrap();
-        let error = stream.copy(&region(0, 10), &stranger.whole().unwrap()).unwrap_err();
+        let simulated = warpwire::mem::open("sim:0").unwrap().alloc(10).unwrap();
+        let error = stream.copy(&region(0, 10), &simulated.whole().unwrap()).unwrap_err();
         assert!(error.advice().is_some(), "{error}");
     }
 }
@@ -140,14 +140,14 @@ fn work_runs_in_order(f: &Fixture) {
     assert!(bytes.iter().all(|byte| *byte == 199));
 }
 
-fn streams_run_beside_each_other(f: &Fixture) {
+fn streams_run_concurrently(f: &Fixture) {
     let (waiting, gate) = gated_stream(f);
     let other = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc(4096).unwrap();
     other.fill(&memory.whole().unwrap(), 1).unwrap();
     other.synchronize(test_timeout()).unwrap();
     assert!(!waiting.is_idle().unwrap());
-    // One stream opens the way for the other.
+    // One stream unblocks the other.
     other.write_value(&gate, 1).unwrap();
     waiting.synchronize(test_timeout()).unwrap();
 }
@@ -182,7 +182,7 @@ fn waits_end_when_their_condition_holds(f: &Fixture) {
     }
 }
 
-fn waits_count_on_a_circle(f: &Fixture) {
+fn waits_compare_with_wraparound(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc_pinned(16).unwrap();
     let (narrow, wide) = (memory.word32(0).unwrap(), memory.word64(8).unwrap());
@@ -250,7 +250,7 @@ fn batches_copy_and_flush_in_their_order(f: &Fixture) {
     } else {
         assert_eq!(stream.batch(&[MemOp::Flush]).unwrap_err().kind(), &Kind::Unsupported);
     }
-    // The lengths differ: nothing of the batch runs.
+    // The lengths of the copy differ: no operation of the batch runs.
     let wrong = stream.batch(&[MemOp::Write { word: on_device.clone(), value: 9 }, copy(8)]);
     assert_eq!(wrong.unwrap_err().kind(), &Kind::InvalidArgument);
     let mixed = MemOp::Copy { to: to.region(0, 64).unwrap(), from: to.region(32, 64).unwrap() };
@@ -264,12 +264,13 @@ fn batches_copy_and_flush_in_their_order(f: &Fixture) {
     expect_pattern(&to, 5);
 }
 
-fn bytes_may_change_as_soon_as_they_are_given(f: &Fixture) {
+fn source_bytes_may_change_after_the_call(f: &Fixture) {
     let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
     let memory = f.gpu.alloc(100_000).unwrap();
     memory.write(0, &vec![0; 100_000]).unwrap();
     let mut bytes = vec![7; 30_001];
-    // Once before anything waits: a device that must allocate then would wait for the stream.
+    // One write before the stream blocks: it may allocate a staging buffer, which would wait for
+    // the stream.
     stream.write_memory(&memory.region(0, 30_001).unwrap(), &bytes).unwrap();
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     bytes.fill(8);
@@ -293,7 +294,7 @@ fn wrong_word_operations_are_refused(f: &Fixture) {
     let too_wide = stream.write_value(&narrow, 1 << 32).unwrap_err();
     assert_eq!(too_wide.kind(), &Kind::InvalidArgument);
     assert!(stream.wait_value(&narrow, Condition::Equal, u64::MAX).is_err());
-    // One bad operation refuses the whole batch: nothing of it runs.
+    // A batch with one invalid operation is refused as a whole.
     let good = memory.word32(4).unwrap();
     good.store(0).unwrap();
     let batch = [
@@ -305,7 +306,7 @@ fn wrong_word_operations_are_refused(f: &Fixture) {
     assert_eq!(good.load().unwrap(), 0);
 }
 
-fn a_timeout_says_what_is_awaited(f: &Fixture) {
+fn a_timeout_names_the_awaited_value(f: &Fixture) {
     for kind in [MemoryKind::Plain, MemoryKind::Pinned] {
         let word = f.gpu.alloc_kind(8, kind).unwrap().word64(0).unwrap();
         word.store(0x11).unwrap();
@@ -330,7 +331,7 @@ fn events_order_streams(f: &Fixture) {
     let second = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc(4096).unwrap();
     let event = f.gpu.event().unwrap();
-    assert!(event.is_complete().unwrap(), "an event that marks nothing is reached");
+    assert!(event.is_complete().unwrap(), "an event never recorded is complete");
     first.fill(&memory.whole().unwrap(), 1).unwrap();
     first.record(&event).unwrap();
     second.wait_event(&event).unwrap();
@@ -363,7 +364,7 @@ fn events_measure_time(f: &Fixture) {
     assert!(elapsed >= Duration::from_millis(19) && elapsed < test_timeout(), "{elapsed:?}");
 }
 
-fn host_calls_take_their_turn(f: &Fixture) {
+fn host_calls_run_in_stream_order(f: &Fixture) {
     let (stream, gate) = gated_stream(f);
     let actual = Arc::new(AtomicU64::new(0));
     let word = pinned_word(f);
@@ -388,7 +389,7 @@ fn a_panicking_host_call_fails_the_stream(f: &Fixture) {
     let memory = f.gpu.alloc(8).unwrap();
     let again = stream.fill(&memory.whole().unwrap(), 0).unwrap_err();
     assert!(again.to_string().contains("panicked"), "{again}");
-    // Others work on.
+    // Other streams keep working.
     f.gpu.stream().unwrap().fill(&memory.whole().unwrap(), 0).unwrap();
 }
 
@@ -471,7 +472,7 @@ fn calls_that_disturb_a_capture_are_refused(f: &Fixture) {
             assert_eq!(stream.is_idle().unwrap_err().kind(), &Kind::Busy);
             assert_eq!(stream.synchronize(test_timeout()).unwrap_err().kind(), &Kind::Busy);
             assert_eq!(stream.capture(|_| Ok(())).unwrap_err().kind(), &Kind::Busy);
-            // Allocating and dropping memory meanwhile is fine.
+            // Memory may be allocated and dropped during a capture.
             drop(f.gpu.alloc(4096)?);
             stream.write_value(&word, 8)
         })
@@ -512,7 +513,7 @@ fn a_dropped_stream_finishes_its_work(f: &Fixture) {
 fn operations_keep_what_they_use(f: &Fixture) {
     let (stream, gate) = gated_stream(f);
     let to = f.gpu.alloc(1 << 20).unwrap();
-    // Many more than a stream looks back on, each with memory of its own.
+    // More operations than a stream has between two checkpoints, each with memory of its own.
     for round in 0..100 {
         let from = f.gpu.alloc(1 << 20).unwrap();
         put_pattern(&from, round);
@@ -582,23 +583,23 @@ fn waiters_wait_for_the_recording_that_they_saw(f: &Fixture) {
     let event = f.gpu.event().unwrap();
     first.record(&event).unwrap();
     waiter.wait_event(&event).unwrap();
-    // A later recording that is reached at once does not let the waiter through.
+    // A later recording that is reached immediately does not release the waiter.
     second.record(&event).unwrap();
     second.synchronize(test_timeout()).unwrap();
-    assert!(event.is_complete().unwrap(), "the event stands for its newest recording");
+    assert!(event.is_complete().unwrap(), "the event refers to its latest recording");
     std::thread::sleep(SHORT_WAIT);
     assert!(!waiter.is_idle().unwrap());
     gate.store(1).unwrap();
     waiter.synchronize(test_timeout()).unwrap();
 }
 
-fn finished_operations_let_go_when_asked(f: &Fixture) {
+fn finished_operations_release_their_memory(f: &Fixture) {
     let (stream, event) = (f.gpu.stream().unwrap(), f.gpu.event().unwrap());
     let memory = f.gpu.alloc(4096).unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     stream.record(&event).unwrap();
     event.synchronize(test_timeout()).unwrap();
-    // Nobody asked the stream; a short while later its last operation is finished too.
+    // No call on the stream is needed: soon its last operation releases the memory.
     let start = std::time::Instant::now();
     while let Err(error) = memory.free() {
         assert_eq!(error.kind(), &Kind::Busy);

@@ -16,21 +16,21 @@ cases!(Fixture; CASES:
     every_kind_of_device_memory_has_a_window,
     small_neighbours_have_windows_of_their_own,
     any_range_of_borrowed_memory_has_a_window,
-    windows_say_how_they_came_to_be,
+    windows_report_their_path,
     every_routine_copies_exactly,
     single_words_go_through_windows,
-    odd_pieces_are_there_at_once,
+    unaligned_writes_are_visible_immediately,
     several_threads_write_together,
     a_running_kernel_sees_what_the_cpu_writes,
     freed_memory_stays_readable_through_a_window,
     wrong_windows_are_refused,
-    windows_come_and_go_from_many_threads,
+    many_threads_open_and_close_windows,
     a_child_process_does_not_inherit_windows,
     the_agent_copies_in_both_directions,
     the_agent_serves_many_threads,
     the_agent_refuses_what_it_cannot_do,
     an_agent_that_fell_asleep_wakes_up,
-    copiers_are_exact_by_every_way,
+    copiers_are_exact_by_every_method,
     plans_are_measured_quickly,
 );
 
@@ -87,7 +87,7 @@ fn any_range_of_borrowed_memory_has_a_window(f: &Fixture) {
     }
 }
 
-fn windows_say_how_they_came_to_be(f: &Fixture) {
+fn windows_report_their_path(f: &Fixture) {
     let window = f.gpu.alloc(4096).unwrap().window().unwrap();
     match f.backend {
         Backend::Sim => assert_eq!(window.path(), WindowPath::Memfd),
@@ -122,8 +122,8 @@ fn every_routine_copies_exactly(f: &Fixture) {
     }
 }
 
-/// Bytes that the bus carries apart, read by the engine right after they were written.
-fn odd_pieces_are_there_at_once(f: &Fixture) {
+/// Unaligned writes are split on the bus; the copy engine must see all parts right after the write.
+fn unaligned_writes_are_visible_immediately(f: &Fixture) {
     let memory = f.gpu.alloc(8192).unwrap();
     let window = memory.window().unwrap();
     let mut model = vec![0; 8192];
@@ -207,14 +207,14 @@ fn freed_memory_stays_readable_through_a_window(f: &Fixture) {
         let window = memory.window().unwrap();
         memory.free().unwrap();
         drop(memory);
-        // Others take memory meanwhile; ours must not be among it.
+        // New allocations must not reuse the memory while the window exists.
         let others: Vec<_> = (0..8).map(|_| f.gpu.alloc_kind(1 << 16, kind).unwrap()).collect();
         others.iter().for_each(|other| put_pattern(other, 9));
         let (mut found, mut wanted) = (vec![0; 1 << 16], vec![0; 1 << 16]);
         window.read(0, &mut found).unwrap();
         pattern::fill_bytes(&mut wanted, 6, 0);
         if kind == MemoryKind::Pool {
-            // A pool keeps its pages and gives them out again: only access is promised.
+            // A pool reuses its pages: the access must not fault, but the contents may change.
             continue;
         }
         assert!(found == wanted, "{kind}");
@@ -246,12 +246,12 @@ fn wrong_windows_are_refused(f: &Fixture) {
     assert_eq!(memory.window().unwrap_err().kind(), &Kind::Freed);
 }
 
-fn windows_come_and_go_from_many_threads(f: &Fixture) {
+fn many_threads_open_and_close_windows(f: &Fixture) {
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let mappings = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
     let memory = f.gpu.alloc(1 << 20).unwrap();
     put_pattern(&memory, 3);
-    drop(memory.window().unwrap()); // what is opened once stays open
+    drop(memory.window().unwrap()); // device files opened by the first window stay open
     let before = (descriptors(), mappings());
     std::thread::scope(|scope| {
         for thread in 0..8_u64 {
@@ -270,7 +270,7 @@ fn windows_come_and_go_from_many_threads(f: &Fixture) {
         }
     });
     let after = (descriptors(), mappings());
-    // Threads leave stacks and arenas behind; windows must leave nothing.
+    // Threads leave stacks and malloc arenas behind; windows must leave nothing.
     assert!(after.0 <= before.0 + 4 && after.1 <= before.1 + 64, "{before:?} became {after:?}");
 }
 
@@ -346,7 +346,7 @@ fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {
     expect_pattern(&host, 5);
 }
 
-fn copiers_are_exact_by_every_way(f: &Fixture) {
+fn copiers_are_exact_by_every_method(f: &Fixture) {
     let memory = f.gpu.alloc_kind(3 << 20, MemoryKind::Vmm).unwrap();
     let agent = Agent::start(&f.gpu).unwrap();
     let all_ways = Arc::new(CopyPlan::with_thresholds(100_000, 400));
@@ -380,7 +380,7 @@ fn copiers_are_exact_by_every_way(f: &Fixture) {
 fn plans_are_measured_quickly(f: &Fixture) {
     let start = std::time::Instant::now();
     let plan = CopyPlan::calibrate(&f.gpu).unwrap();
-    // A second is the promise; a loaded machine gets some grace.
+    // The limit is one second; three allow for a loaded machine.
     assert!(start.elapsed().as_secs() < 3, "{:?}", start.elapsed());
     assert_eq!(plan.method(CopyDirection::Write, 8), CopyMethod::Window, "{plan}");
     eprintln!("{plan}");

@@ -1,4 +1,4 @@
-// Uses every call of verbs.cuh with every sort of group, so that compilers see all of it.
+// Uses every call of verbs.cuh with every kind of group, so that compilers see all of it.
 #include <warpwire/verbs.cuh>
 
 template <class Group>

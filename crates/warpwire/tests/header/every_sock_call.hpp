@@ -1,4 +1,5 @@
-// Uses every call of sock.cuh with every sort of group, and those of gpunet.cuh, so that compilers see all of it, beside verbs.cuh.
+// Uses every call of sock.cuh with every kind of group, and those of gpunet.cuh, together with
+// verbs.cuh, so that compilers see all of it.
 #include <warpwire/gpunet.cuh>
 #include <warpwire/verbs.cuh>
 

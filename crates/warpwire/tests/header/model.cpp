@@ -1,7 +1,7 @@
-// Tests of verbs.cuh on CPU threads, with a consumer of queues in the place of a device. tools/header-tests builds it with
-// sanitizers and runs it; an argument names the cases to run.
+// Tests of verbs.cuh on CPU threads, with a model of the HCA as the consumer of the queues.
+// tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
 #include <sched.h>
-// Now and then a thread loses its turn where it matters.
+// Yields at random at the yield points of the header.
 inline void maybe_yield() {
     static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
     state = state * 1664525 + 1013904223;
@@ -18,7 +18,7 @@ namespace {
 
 constexpr u64 kSecond = 1000ull * 1000 * 1000, kSoon = 60 * kSecond;
 
-// Entries and doorbells are bytes that were recorded from other writers of such queues.
+// WQEs and doorbells equal bytes recorded from other writers of such queues.
 void entries_are_those_of_the_vectors() {
     Pair pair(0x123, 8, 2, 5);
     Ticket write = put(*pair.qp, Remote{0x7f0000001000, 0x1234}, Local{0x7fee00002000, 0x5678}, 256);
@@ -38,7 +38,7 @@ void entries_are_those_of_the_vectors() {
     CHECK_EQ(be(reinterpret_cast<u32 *>(strict.qp->dbrec)[1]), 7);
 }
 
-void every_call_moves_what_it_says(u64 start) {
+void every_call_transfers_its_data(u64 start) {
     Link link(8, start);
     Qp &qp = *link.a.qp, &other = *link.b.qp;
     u64 from[4] = {1, 2, 3, 4}, to[4] = {}, word = 40, result = 0;
@@ -77,8 +77,8 @@ void every_call_moves_what_it_says(u64 start) {
 }
 
 void every_call() {
-    // Also where the 16 bits on the wire, and 32 bits of the counters, run over.
-    for (u64 start : {0ull, 65530ull, (1ull << 32) - 5}) every_call_moves_what_it_says(start);
+    // Also where the 16-bit WQE counter, and the lower 32 bits of the counters, wrap.
+    for (u64 start : {0ull, 65530ull, (1ull << 32) - 5}) every_call_transfers_its_data(start);
 }
 
 void inline_puts_of_every_length() {
@@ -95,7 +95,7 @@ void inline_puts_of_every_length() {
     CHECK_EQ(wait(*link.a.qp, refused), kTooLong);
 }
 
-void long_transfers_are_cut_and_empty_ones_are_not_lost() {
+void long_transfers_are_split_and_empty_ones_are_posted() {
     Link link(4);
     Qp &qp = *link.a.qp;
     CHECK_EQ(wait(qp, put(qp, Remote{0, kNowhere}, Local{0, kNowhere}, (5ull << 29) + 3)), kOk);
@@ -108,7 +108,7 @@ void long_transfers_are_cut_and_empty_ones_are_not_lost() {
     CHECK_EQ(post_receive(qp, Local{0, kKey}, (1u << 30) + 1).status, kTooLong);
 }
 
-// Many threads on few queue pairs: nothing is lost, nothing comes twice, each sees its own end.
+// Many threads on few queue pairs: nothing is lost or duplicated, each sees its own completion.
 void many_threads(u32 depth, u64 start, u32 threads, u32 rounds, u32 flags) {
     Link link(depth, start, flags);
     std::vector<u64> places(threads * 2), results(threads);
@@ -123,7 +123,7 @@ void many_threads(u32 depth, u64 start, u32 threads, u32 rounds, u32 flags) {
             if (round == 1) late = wrote;
             Ticket added = fetch_add(qp, Remote{address(&sum), kKey}, number + 1, Local{address(&results[number]), kKey}, Thread{}, kSoon);
             CHECK_EQ(wait(qp, round % 3 ? added : wrote, kSoon), kOk);
-            // The write is the peer's before the addition is complete.
+            // The write is visible at the peer before the addition completes.
             if (round % 3) CHECK_EQ(__atomic_load_n(&places[number * 2], __ATOMIC_ACQUIRE), value);
             if (round % 64 == 0) CHECK_EQ(quiet(qp, kSoon), kOk);
         }
@@ -145,7 +145,7 @@ void many_threads_share_queue_pairs() {
     many_threads(2, 0, 5, 300, 0);
 }
 
-// All post at once and then only wait: an entry that nobody rang for would stay where it is.
+// All threads post and then only wait: an entry without a doorbell would never complete.
 void one_thread_alone() {
     Link link(8, 65500, kSinglePoster);
     Qp &qp = *link.a.qp;
@@ -166,7 +166,7 @@ void one_thread_alone() {
     CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status, kNotReady);
 }
 
-void no_ring_is_lost() {
+void no_doorbell_is_lost() {
     constexpr u32 kThreads = 4;
     for (u32 depth : {4u, 64u}) {
         Link link(depth);
@@ -183,7 +183,7 @@ void no_ring_is_lost() {
     }
 }
 
-void a_full_queue_makes_wait_and_says_so() {
+void a_full_queue_blocks_and_times_out() {
     Link link(8);
     Qp &qp = *link.a.qp;
     u64 word = 0, one = 1;
@@ -196,12 +196,12 @@ void a_full_queue_makes_wait_and_says_so() {
     CHECK_EQ(test(qp, posted[0]), kNotReady);
     CHECK_EQ(wait(qp, posted[7], 2000000), kTimeout);
     CHECK_EQ(quiet(qp, 2000000), kTimeout);
-    CHECK_EQ(qp.send.reserved, 8);  // those who gave up took nothing
+    CHECK_EQ(qp.send.reserved, 8);  // timed-out posts reserve nothing
     link.device.hold(false);
     CHECK_EQ(wait(qp, signal(qp, Remote{address(&word), kKey}, 1), kSoon), kOk);
     CHECK_EQ(word, 9);
     CHECK_EQ(wait(qp, Ticket{9, kOk}), kBadTicket);
-    // Receives fill up in the same way.
+    // Receive queues fill up in the same way.
     for (u32 i = 0; i < link.a.receive_depth; i++) CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8).status, kOk);
     CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8, Thread{}, 0).status, kNotReady);
     ReceivedMessage message;
@@ -209,7 +209,7 @@ void a_full_queue_makes_wait_and_says_so() {
     CHECK_EQ(wait_receive(qp, Ticket{16, kOk}, &message, 0), kBadTicket);
 }
 
-void a_failure_is_told_by_its_cause() {
+void a_failure_is_reported_with_its_cause() {
     Link link(8);
     Qp &qp = *link.a.qp;
     u64 word = 0;
@@ -218,7 +218,7 @@ void a_failure_is_told_by_its_cause() {
     Ticket good = signal(qp, Remote{address(&word), kKey}, 1), bad = signal(qp, Remote{address(&word), kBadKey}, 1);
     Ticket after = signal(qp, Remote{address(&word), kKey}, 1);
     link.device.hold(false);
-    CHECK_EQ(wait(qp, after, kSoon), kFlushed);  // whoever looks first finds the first
+    CHECK_EQ(wait(qp, after, kSoon), kFlushed);  // the first look records the first failure
     CHECK_EQ(wait(qp, bad, kSoon), kRemoteAccess);
     CHECK_EQ(wait(qp, good, kSoon), kOk);
     CHECK_EQ(quiet(qp, kSoon), kRemoteAccess);
@@ -237,7 +237,7 @@ void a_failure_is_told_by_its_cause() {
     CHECK_EQ(wait_receive(*other.b.qp, small, &message, kSoon), kLocalLength);
 }
 
-// Somebody's work fails while all post and wait: everybody ends, and all agree on what ended how.
+// One operation fails while all threads post and wait: all waits end, and agree on the results.
 void a_failure_reaches_all_threads() {
     for (u32 trial = 0; trial < 24; trial++) {
         Link link(8 << trial % 3, trial % 2 ? 65530 : 0);
@@ -266,7 +266,7 @@ void a_failure_reaches_all_threads() {
     }
 }
 
-void closing_wakes_everybody() {
+void closing_wakes_all_waiters() {
     Link link(4);
     Qp &qp = *link.a.qp;
     u64 word = 0;
@@ -296,7 +296,7 @@ void closing_wakes_everybody() {
     CHECK_EQ(test(qp, sent[0]), kClosed);
 }
 
-void a_thread_that_never_fills_its_entry_stops_the_queue_and_nobody_for_ever() {
+void an_entry_that_is_never_filled_closes_the_queue() {
     Link link(8);
     Qp &qp = *link.a.qp;
     u64 word = 0, taken;
@@ -315,7 +315,7 @@ void groups_post_once_and_each_for_itself() {
     in_parallel(kThreads, [&](u32 number) {
         GroupMember me{&thread_group, number};
         for (u32 round = 1; round <= kRounds; round++) {
-            data[number] = round;  // each writes a part of what goes out
+            data[number] = round;  // each thread writes a part of the data
             Ticket ticket = put_signal(qp, Remote{address(arrived), kKey}, Local{address(data), kKey}, sizeof data, Remote{address(&sum), kKey}, 1, me, kSoon);
             CHECK_EQ(wait(qp, ticket, kSoon, me), kOk);
             for (u32 part : arrived) CHECK_EQ(part, round);
@@ -327,7 +327,7 @@ void groups_post_once_and_each_for_itself() {
             CHECK_EQ(wait(qp, mine, kSoon, each(me)), kOk);
             me.sync();
         }
-        // One that does not fit: the others' work is done, and nothing of it.
+        // One operation does not fit: it is not executed, the others are.
         u8 bytes[64] = {};
         Ticket mine = put_inline(qp, Remote{address(&arrived[number]), kKey}, bytes, number == 2 ? 64 : 4, each(me), kSoon);
         CHECK_EQ(mine.status, number == 2 ? kTooLong : kOk);
@@ -349,7 +349,7 @@ void groups_post_once_and_each_for_itself() {
     });
 }
 
-void receives_are_told_in_order_and_only_once() {
+void receives_are_returned_in_order_and_once() {
     constexpr u32 kMessages = 2000, kTakers = 3;
     Link link(8, 65000);
     Qp &from = *link.a.qp, &to = *link.b.qp;
@@ -361,7 +361,7 @@ void receives_are_told_in_order_and_only_once() {
             for (u32 i = 0; i < kMessages; i++) CHECK_EQ(send_imm(from, Local{address(&data), kKey}, i % 9, i, Thread{}, kSoon).status, kOk);
         } else if (number == 1) {
             for (u32 i = 0; i < kMessages; i++) {
-                // No further ahead than those who take: a length is kept for one lap.
+                // At most one lap ahead of the consumers: a length is available for one lap.
                 while (taken + 8 < i) std::this_thread::yield();
                 CHECK_EQ(post_receive(to, Local{address(&room[i % 16]), kKey}, 8, Thread{}, kSoon).status, kOk);
             }
@@ -380,7 +380,7 @@ void receives_are_told_in_order_and_only_once() {
         }
     });
     CHECK_EQ(taken, kMessages);
-    // Who asks a lap later is told so.
+    // A wait one lap later gets kTooLate.
     Ticket old = post_receive(to, Local{address(&room), kKey}, 8);
     for (u32 i = 0; i < 16; i++) {
         CHECK_EQ(send(from, Local{address(&data), kKey}, 8, Thread{}, kSoon).status, kOk);
@@ -419,10 +419,10 @@ struct Case {
 #define CASE(function) {#function, function}
 const Case kCases[] = {
     CASE(entries_are_those_of_the_vectors), CASE(every_call), CASE(inline_puts_of_every_length),
-    CASE(long_transfers_are_cut_and_empty_ones_are_not_lost), CASE(many_threads_share_queue_pairs), CASE(one_thread_alone), CASE(no_ring_is_lost),
-    CASE(a_full_queue_makes_wait_and_says_so), CASE(a_failure_is_told_by_its_cause), CASE(a_failure_reaches_all_threads),
-    CASE(closing_wakes_everybody), CASE(a_thread_that_never_fills_its_entry_stops_the_queue_and_nobody_for_ever),
-    CASE(groups_post_once_and_each_for_itself), CASE(receives_are_told_in_order_and_only_once),
+    CASE(long_transfers_are_split_and_empty_ones_are_posted), CASE(many_threads_share_queue_pairs), CASE(one_thread_alone), CASE(no_doorbell_is_lost),
+    CASE(a_full_queue_blocks_and_times_out), CASE(a_failure_is_reported_with_its_cause), CASE(a_failure_reaches_all_threads),
+    CASE(closing_wakes_all_waiters), CASE(an_entry_that_is_never_filled_closes_the_queue),
+    CASE(groups_post_once_and_each_for_itself), CASE(receives_are_returned_in_order_and_once),
     CASE(signals_of_both_widths_mean_all_four_conditions),
 };
 

@@ -1,5 +1,5 @@
-// A small consumer of queues, for tests of verbs.cuh on CPU threads: what a device does, less the network. It takes entries,
-// works on memory of this process, and writes completions. What it finds wrong with an entry ends the program.
+// A model of an HCA for tests of verbs.cuh on CPU threads: it consumes WQEs, works on memory of
+// this process, and writes CQEs. An invalid WQE ends the program.
 #pragma once
 #include <pthread.h>
 
@@ -37,13 +37,13 @@ constexpr u32 kKey = 0x1234, kBadKey = 0xbad, kNowhere = 0x5555;  // kNowhere: n
 inline u32 be(u32 v) { return __builtin_bswap32(v); }
 inline u64 be64(const u32 *words) { return static_cast<u64>(be(words[0])) << 32 | be(words[1]); }
 
-// A queue pair with its queues, as the host would make it.
+// A queue pair with its queues, as the host would create it.
 struct Pair {
     Qp *qp;
     Pair *peer = nullptr;
     u32 depth, receive_depth;
     std::vector<u32> sent_lengths;  // of writes, in order
-    u64 doorbells = 0;                  // how often the doorbell was seen changed
+    u64 doorbells = 0;                  // number of doorbell changes seen
 
     Pair(u32 number, u32 depth, u32 receive_depth, u64 start = 0, u32 flags = 0) : depth(depth), receive_depth(receive_depth) {
         memory_ = static_cast<char *>(std::aligned_alloc(128, size()));
@@ -75,7 +75,7 @@ struct Pair {
     ~Pair() { std::free(memory_); }
     Pair(const Pair &) = delete;
 
-    // Takes what the doorbell tells of; false if there was nothing.
+    // Executes what the doorbell announces; false if there was nothing.
     bool step() {
         u64 bell = __atomic_load_n(reinterpret_cast<u64 *>(qp->doorbell), __ATOMIC_ACQUIRE);
         CHECK_EQ(be(static_cast<u32>(bell >> 32)), qp->number << 8);
@@ -120,7 +120,7 @@ struct Pair {
 
     static constexpr u32 kNoReceive = 0x1000;
 
-    // Does what an entry says; gives a syndrome, or kNoReceive if the peer has no receive yet.
+    // Executes a WQE; returns a syndrome, or kNoReceive if the peer has no receive yet.
     u32 work(const u32 *words, u32 opcode, u32 segments) {
         u64 there = segments > 1 ? be64(words + 4) : 0;
         u32 rkey = segments > 1 ? be(words[6]) : 0;
@@ -165,7 +165,7 @@ struct Pair {
         return 2;
     }
 
-    // Copies an entry's payload to `to`, unless that is null.
+    // Copies a WQE's payload to `to`, unless that is null.
     u32 payload(const u32 *words, u32 segments, u64 to, u32 *length) {
         if (segments == 0) return 0;
         bool is_inline = be(words[0]) >> 31;
@@ -173,7 +173,7 @@ struct Pair {
         CHECK_EQ(segments, is_inline ? (4 + *length + 15) / 16 : 1);
         const void *from = is_inline ? static_cast<const void *>(words + 1) : reinterpret_cast<void *>(be64(words + 2));
         if (!is_inline && be(words[1]) != kKey && be(words[1]) != kNowhere) return 0x04;
-        // Words whole, as devices write them: somebody may be waiting for one.
+        // Whole words, as an HCA writes them: a thread may be polling one.
         if (to && *length == 8 && to % 8 == 0) {
             u64 word;
             std::memcpy(&word, from, 8);
@@ -217,7 +217,7 @@ struct Pair {
     bool failed_ = false;
 };
 
-// A thread that steps all pairs, until it is dropped; it can be held up.
+// A thread that steps all pairs until it is dropped; it can be paused.
 class Device {
   public:
     explicit Device(std::vector<Pair *> pairs) : pairs_(std::move(pairs)), thread_([this] { run(); }) {}
@@ -241,7 +241,7 @@ class Device {
     std::thread thread_;
 };
 
-// Two pairs, each the other's peer, and a device that works for both.
+// Two connected pairs, and the model that serves both.
 struct Link {
     Pair a, b;
     Device device;
@@ -251,7 +251,7 @@ struct Link {
     void join() { a.peer = &b, b.peer = &a; }
 };
 
-// CPU threads as a group, which meet at a barrier.
+// CPU threads as a group, synchronised by a barrier.
 class ThreadGroup {
   public:
     explicit ThreadGroup(u32 size) : size_(size) { pthread_barrier_init(&barrier_, nullptr, size); }
@@ -278,7 +278,7 @@ struct GroupMember {
     }
 };
 
-// Runs `body(number)` on so many threads.
+// Runs `body(number)` on `threads` threads.
 template <class Body> void in_parallel(u32 threads, Body body) {
     std::vector<std::thread> all;
     for (u32 number = 0; number < threads; number++) all.emplace_back([=, &body] { body(number); });

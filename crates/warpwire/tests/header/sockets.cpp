@@ -1,8 +1,9 @@
-// Tests of sock.cuh on CPU threads, with a small host in the place of the agent: it answers requests, and carries bytes between
-// the two sockets of a pair. All of it is C++, so that the sanitizer of threads can judge locks, rings and requests.
-// tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
+// Tests of sock.cuh on CPU threads, with a model of the host: it answers requests, and moves bytes
+// between the two sockets of a pair. All of it is C++, so that ThreadSanitizer can check locks,
+// rings and requests. tools/header-tests builds it with sanitizers and runs it; an argument names
+// the cases to run.
 #include <sched.h>
-// Now and then a thread loses its turn where it matters.
+// Yields at random at the yield points of the header.
 inline void maybe_yield() {
     static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
     state = state * 1664525 + 1013904223;
@@ -21,7 +22,7 @@ namespace {
 constexpr u64 kRing = 4096;
 constexpr u32 kSockets = 64;
 
-// What the agent does, less the network. Socket 2n and 2n + 1 are a pair; the last one is a listener.
+// The model of the host. Sockets 2n and 2n + 1 are a pair; the last one is a listener.
 class Host {
   public:
     explicit Host(u32 slots) : slots_(slots) {
@@ -38,7 +39,7 @@ class Host {
         thread_.join();
     }
 
-    // A stream whose peer is the next one.
+    // A stream whose peer is the next socket.
     std::pair<int, int> streams() {
         CHECK_EQ(sock::socket(table, kIpv4, kStream, Thread()) & 1, 0);
         return {handle(used_ - 2), handle(used_ - 1)};
@@ -73,7 +74,7 @@ class Host {
         sock::detail::store_system(&reply->number, ++next_);
     }
 
-    // Two sockets that are connected; the first one's handle is given, the second is the test's to take.
+    // Two connected sockets; returns the handle of the first, and the test uses the second as well.
     i64 open_pair() {
         u32 index = 0;
         while (index < kSockets && (open_[index] || open_[index + 1])) index += 2;
@@ -92,7 +93,8 @@ class Host {
         return handle(index);
     }
 
-    // Its peer becomes a stock of connections: each record is a handle that nobody else has.
+    // Makes the socket a listener whose ring is full of connections: each record is a unique
+    // handle.
     void listen(u32 index) {
         for (u32 i = 0; i < kRing / sizeof(Record); i++) {
             Record record = {i + 1, 0, no_address()};
@@ -111,7 +113,7 @@ class Host {
         closed++;
     }
 
-    // What a kernel has sent goes into the peer's ring, as far as there is room.
+    // Moves sent bytes into the peer's ring, as far as there is room.
     void carry(u32 from) {
         u32 to = from ^ 1;
         if (!open_[from] || !open_[to]) return;
@@ -126,7 +128,7 @@ class Host {
         sock::detail::store_system(&host_state_[from].taken, taken_[from]);
     }
 
-    u32 slots_, used_ = 0;  // written by serve, read by who has its reply
+    u32 slots_, used_ = 0;  // written by serve, read after its reply
     u64 next_ = 0, ticket_ = 0;
     Heartbeat heartbeat_ = {};
     HostSocketState host_state_[kSockets] = {};
@@ -148,7 +150,7 @@ void join_all(std::vector<std::thread> &threads) {
     threads.clear();
 }
 
-// A pair with both desks taken, and a time after which a receiver looks up.
+// A pair with both device states initialised, and a receive timeout.
 struct Pair {
     Host host;
     int ends[2];
@@ -160,8 +162,8 @@ struct Pair {
     }
 };
 
-// Several threads send words into one socket and several take them out of its peer, both ways at once. Words stay whole, since a
-// ring is a multiple of them; each comes once.
+// Several threads send words into one socket, and several receive them from its peer, in both
+// directions. Words stay whole, as the ring size is a multiple of theirs; each arrives once.
 void groups_share_both_ends_of_a_stream() {
     constexpr u32 kThreads = 3, kWords = 6000;
     Pair pair;
@@ -189,7 +191,7 @@ void groups_share_both_ends_of_a_stream() {
     for (auto &sum : sums) CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
 }
 
-// Spans of both rings, by two threads on each side; what is reserved and given back unused comes again.
+// Spans of both rings, by two threads per side; unused spans are returned and come again.
 void spans_are_one_at_a_time() {
     constexpr u32 kWords = 3000;
     Pair pair;
@@ -216,7 +218,7 @@ void spans_are_one_at_a_time() {
                 CHECK(span.length >= 8, "%lld", span.length);
                 u64 word;
                 std::memcpy(&word, span.bytes, sizeof word);
-                bool back = (word + t) % 7 == 0 && came.load() + 64 < kWords;  // nothing of it is used
+                bool back = (word + t) % 7 == 0 && came.load() + 64 < kWords;  // consumes nothing
                 if (!back) sum += word, came++;
                 CHECK_EQ(sock::consume(table, pair.ends[1], back ? 0 : 8, Thread()), 0);
             }
@@ -226,7 +228,7 @@ void spans_are_one_at_a_time() {
     CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
 }
 
-// More threads than places for requests, and handles that are used again.
+// More threads than request slots, and reuse of handles.
 void requests_take_turns() {
     constexpr u32 kThreads = 5, kRounds = 150;
     Host host(2);
@@ -236,7 +238,7 @@ void requests_take_turns() {
             for (u32 i = 0; i < kRounds; i++) {
                 int made = sock::socket(host.table, kIpv4, kStream, Thread()), other = made + 1;
                 CHECK(made >= 0, "%d", made);
-                // Its peer has the same number of predecessors, and is this thread's as well.
+                // The peer's generation is the same, and it belongs to this thread as well.
                 sock::detail::init_device_state(host.table, other);
                 CHECK_EQ(sock::send(host.table, made, &i, sizeof i, Thread()), 4);
                 u32 word = 0;
@@ -252,7 +254,7 @@ void requests_take_turns() {
     CHECK_EQ(host.closed.load(), 2 * kThreads * kRounds);
 }
 
-// Each connection that waits at a listener is taken by one.
+// Each connection of a listener is accepted by one thread.
 void accepting_gives_each_connection_once() {
     Host host(4);
     int listener = host.streams().first;
@@ -276,7 +278,8 @@ void accepting_gives_each_connection_once() {
     CHECK_EQ(sum.load(), kAll * (kAll + 1) / 2);
 }
 
-// A socket is closed under threads that send, receive and poll: each call ends, and none touches what comes after it.
+// A socket is closed under threads that send, receive and poll: each call returns, and none touches
+// its successor.
 void closing_ends_the_calls_of_others() {
     for (u32 round = 0; round < 30; round++) {
         Pair pair;

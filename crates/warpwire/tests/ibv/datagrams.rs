@@ -1,4 +1,4 @@
-//! Datagrams: whom they are for, who sent them, and those that nobody takes.
+//! Datagrams: destination, sender, and wrong Q_Keys.
 
 use warpwire::error::Kind;
 use warpwire::ibv::{AhAttributes, CompletionKind, QpOptions, SendRequest, WrOp};
@@ -10,7 +10,7 @@ use testkit::cases;
 cases!(CASES: messages, wrong_keys_are_dropped, only_messages_with_an_address);
 
 const KEY: u32 = 0x1234;
-/// What stands before a datagram.
+/// Bytes of the GRH before each payload.
 const GRH_LEN: u32 = 40;
 
 fn testbed() -> Testbed {
@@ -79,17 +79,17 @@ fn only_messages_with_an_address() {
     let foreign = connected.pd.create_address_handle(&route(&connected)).unwrap();
     let number = testbed.b.qp.number();
     for (test_qp, request, says) in [
-        (&testbed.a, SendRequest::new(1, WrOp::Send), "needs an address"),
+        (&testbed.a, SendRequest::new(1, WrOp::Send), "needs a destination"),
         (
             &testbed.a,
             SendRequest::new(1, WrOp::Write(testbed.there(0))).to(&handle, number, KEY),
-            "nothing else",
+            "sends only",
         ),
         (&testbed.a, SendRequest::new(1, WrOp::Send).to(&foreign, number, KEY), "another context"),
         (
             &connected.a,
             SendRequest::new(1, WrOp::Send).to(&foreign, number, KEY),
-            "leave the address out",
+            "omit the destination",
         ),
     ] {
         let refused = test_qp.qp.post_send(&[request]).unwrap_err();

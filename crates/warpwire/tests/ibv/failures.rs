@@ -1,4 +1,4 @@
-//! What goes wrong, and how it is told.
+//! Failures, and how they are reported.
 
 use warpwire::error::Kind;
 use warpwire::ibv::{
@@ -14,17 +14,18 @@ cases!(CASES:
     a_wrong_remote_key,
     a_wrong_local_key,
     out_of_range,
-    nobody_receives,
+    no_receive_is_posted,
     a_receive_that_is_too_short,
     the_peer_is_gone,
-    nobody_answers_at_the_address,
+    no_host_at_the_address,
     a_queue_that_is_full,
     more_than_a_queue_takes,
-    steps_that_there_are_not,
+    invalid_transitions,
     queues_of_another_context,
 );
 
-/// Work fails with that status, what follows is flushed, and the queue pair is in ERR.
+/// Asserts that the request fails with one of `statuses`, that later work is flushed, and that the
+/// queue pair is in ERR.
 fn fails(test_qp: &TestQp, request: SendRequest<'_>, statuses: &[Status]) {
     let after = SendRequest::new(request.id + 1, WrOp::Send).inline(b"after");
     test_qp.qp.post_send(&[request, after]).unwrap();
@@ -36,13 +37,13 @@ fn fails(test_qp: &TestQp, request: SendRequest<'_>, statuses: &[Status]) {
     }
 }
 
-/// Both go through RESET, and work again.
+/// Resets and reconnects both queue pairs, and checks that they work.
 fn recovers(testbed: &Testbed) {
     for test_qp in [&testbed.a, &testbed.b] {
         if test_qp.qp.state().unwrap() != State::Reset {
             test_qp.qp.modify(&QpAttributes::new(State::Err), None).unwrap();
         }
-        while test_qp.cq.next(std::time::Duration::from_millis(20)).unwrap().is_some() {}
+        while test_qp.cq.wait_next(std::time::Duration::from_millis(20)).unwrap().is_some() {}
         test_qp.qp.modify(&QpAttributes::new(State::Reset), None).unwrap();
         assert_eq!(test_qp.qp.state().unwrap(), State::Reset);
     }
@@ -65,8 +66,8 @@ fn a_wrong_remote_key() {
     recovers(&testbed);
 }
 
-/// What work that names memory of its own wrongly ends with. rxe of Linux 6.1 tells another status of a key that it does
-/// not know, and rxe of 6.12 tells all of it as flushed.
+/// Statuses of a request with invalid local memory. rxe of Linux 6.1 reports another status for an
+/// unknown key, and rxe of 6.12 reports all of these as flushed.
 fn local_protection(testbed: &Testbed) -> &'static [Status] {
     match testbed.context.device().driver.as_deref() {
         Some("rxe") => &[Status::LocalProtection, Status::LocalQpOperation, Status::Flushed],
@@ -83,7 +84,7 @@ fn a_wrong_local_key() {
         SendRequest::new(1, WrOp::Write(testbed.there(0))).with(&wrong),
         local_protection(&testbed),
     );
-    assert_eq!(testbed.b.memory.bytes().load_u64(0).unwrap(), 77, "nothing was written");
+    assert_eq!(testbed.b.memory.bytes().load_u64(0).unwrap(), 77, "memory was written");
     recovers(&testbed);
 }
 
@@ -106,11 +107,11 @@ fn out_of_range() {
     recovers(&testbed);
 }
 
-fn nobody_receives() {
+fn no_receive_is_posted() {
     let testbed = Testbed::with(|options| QpOptions { rnr_retry: 1, ..options });
     fails(
         &testbed.a,
-        SendRequest::new(1, WrOp::Send).inline(b"to nobody"),
+        SendRequest::new(1, WrOp::Send).inline(b"not ready"),
         &[Status::RnrRetryExceeded],
     );
     recovers(&testbed);
@@ -120,7 +121,7 @@ fn a_receive_that_is_too_short() {
     let testbed = Testbed::new();
     testbed.b.receive(9, 0, 10);
     let range = [testbed.a.mr.sge(0, 64)];
-    // rxe answers otherwise than the standard, on both sides.
+    // rxe deviates from the standard at both ends.
     let (theirs, ours): (&[Status], &[Status]) = match testbed.context.device().driver.as_deref() {
         Some("rxe") => {
             (&[Status::RemoteOperation], &[Status::LocalLength, Status::LocalQpOperation])
@@ -152,29 +153,29 @@ fn rtr_attr() -> QpAttributes {
     }
 }
 
-fn nobody_answers_at_the_address() {
+fn no_host_at_the_address() {
     let testbed = Testbed::unconnected(|options| options);
     testbed.a.qp.modify(&testbed.a.qp.init_attr(), None).unwrap();
-    // Of the device's own network, as the laboratory has it.
+    // An unused address in the device's own network.
     let own = testbed.context.gid(1, testbed.gid_index.into()).unwrap().address;
-    let std::net::IpAddr::V4(own) = own else { panic!("the guest has IPv4") };
+    let std::net::IpAddr::V4(own) = own else { panic!("the guest has no IPv4 address") };
     let [a, b, c, _] = own.octets();
     let peer = (std::net::Ipv4Addr::new(a, b, c, 99), 4791).into();
     let path = PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
     let refused =
         testbed.a.qp.modify(&QpAttributes { path: Some(path), ..rtr_attr() }, None).unwrap_err();
     assert_eq!(refused.kind(), &Kind::Unavailable, "{refused}");
-    assert!(refused.to_string().contains("nobody answers"), "{refused}");
+    assert!(refused.to_string().contains("no reply to ARP"), "{refused}");
 }
 
 fn a_queue_that_is_full() {
     let testbed = Testbed::with(|options| QpOptions { send_depth: 4, rnr_retry: 7, ..options });
-    // They wait for a receive, so that none makes room.
+    // They wait for a receive, so that none completes.
     let request = SendRequest::new(1, WrOp::Send).inline(b"waits");
     let refused = testbed.a.qp.post_send(&[request; 200]).unwrap_err();
     assert!((4..200).contains(&refused.posted), "{refused}");
     assert_eq!(refused.error.kind(), &Kind::Busy, "{refused}");
-    assert!(refused.to_string().contains("take completions"), "{refused}");
+    assert!(refused.to_string().contains("poll completions"), "{refused}");
     for _ in 0..refused.posted {
         testbed.b.receive(2, 0, 64);
         testbed.b.done(2);
@@ -189,11 +190,11 @@ fn more_than_a_queue_takes() {
     let ranges = vec![testbed.a.mr.sge(0, 1); 100];
     let masked = Atomic::MaskedFetchAdd { width: AtomicWidth::Four, add: 1, boundary: 0 };
     for (request, says) in [
-        (SendRequest::new(2, WrOp::Send).inline(&long), "more inline bytes"),
-        (SendRequest::new(2, WrOp::Send).with(&ranges), "more ranges"),
+        (SendRequest::new(2, WrOp::Send).inline(&long), "larger inline size"),
+        (SendRequest::new(2, WrOp::Send).with(&ranges), "larger maximum"),
         (SendRequest::new(2, WrOp::Atomic(testbed.there(0), masked)).with(&ranges[..1]), "masked"),
     ] {
-        // What comes before it is posted all the same, and told.
+        // Requests before the invalid one are posted, and the error counts them.
         testbed.b.receive(8, 0, 64);
         let good = SendRequest::new(1, WrOp::Send).inline(b"good");
         let refused = testbed.a.qp.post_send(&[good, request, good]).unwrap_err();
@@ -204,23 +205,23 @@ fn more_than_a_queue_takes() {
     }
     let receive = warpwire::ibv::ReceiveRequest { id: 1, data: &ranges };
     let refused = testbed.b.qp.post_receive(&[receive]).unwrap_err();
-    assert!(refused.to_string().contains("100 ranges"), "{refused}");
+    assert!(refused.to_string().contains("100 scatter-gather entries"), "{refused}");
     let deep = QpOptions { send_depth: u32::MAX / 2, ..QpOptions::default() };
     let refused = testbed.pd.create_qp(&testbed.a.cq, &testbed.a.cq, deep).unwrap_err();
     assert!(refused.to_string().contains("warpwire devices -v"), "{refused}");
 }
 
-fn steps_that_there_are_not() {
+fn invalid_transitions() {
     let testbed = Testbed::unconnected(|options| options);
     let refused = testbed.a.qp.modify(&QpAttributes::new(State::Rts), None).unwrap_err();
     assert!(refused.to_string().contains("RESET"), "{refused}");
     testbed.a.qp.modify(&testbed.a.qp.init_attr(), None).unwrap();
     let own = testbed.context.gid(1, testbed.gid_index.into()).unwrap().address;
-    // A GID that is not there: the answer lists those that are.
+    // An unknown GID index: the error lists the existing ones.
     let route = AhAttributes::to(own, 1, 200);
     let refused = testbed.a.qp.modify(&rtr_attr(), Some(&route)).unwrap_err();
     let text = refused.to_string();
-    assert!(text.contains("no address at that place") && text.contains(&own.to_string()), "{text}");
+    assert!(text.contains("no GID at this index") && text.contains(&own.to_string()), "{text}");
     assert_eq!(testbed.a.qp.state().unwrap(), State::Init);
 }
 

@@ -1,8 +1,9 @@
-//! RDMA devices through libibverbs: every operation between two queue pairs of one device, and what goes wrong.
+//! RDMA devices through libibverbs: every operation between two queue pairs of one device, and
+//! failures.
 //!
-//! `tools/rxe-lab test` runs this in a guest, on Linux's soft-RoCE. Elsewhere it runs on the device that
-//! `WARPWIRE_IBV_DEVICE` names, and without one says that it does not run. `ibv peer DEVICE` does what the cases of
-//! `tests/rxe` ask for, one verb per line.
+//! `tools/rxe-lab test` runs this suite in a guest, on Linux's soft-RoCE (rxe). Elsewhere it runs
+//! on the device that `WARPWIRE_IBV_DEVICE` names, and is skipped without one. The role
+//! `ibv peer DEVICE` executes verbs for the cases of `tests/rxe`, one per line.
 mod allocations;
 mod datagrams;
 mod failures;
@@ -30,21 +31,21 @@ fn role(words: &str) {
     match words[..] {
         ["peer", device] => peer::serve(device),
         ["try", ref arguments @ ..] => setup::try_as_this_user(arguments),
-        _ => panic!("no role is called {words:?}"),
+        _ => panic!("unknown role {words:?}"),
     }
 }
 
 fn collect(suite: &mut Collector) {
     let device = std::env::var(testbed::DEVICE).map_err(|_| {
         format!(
-            "`tools/rxe-lab test` runs it in a guest; elsewhere {} names a device",
+            "`tools/rxe-lab test` runs it in a guest; elsewhere set {} to a device",
             testbed::DEVICE
         )
     });
     if suite.backend("ibv", device).is_none() {
         return;
     }
-    // Some cases change the machine's settings for a moment.
+    // Some cases temporarily change settings of the machine.
     suite.run_serially();
     for (group, cases) in CASES {
         suite.add(group, cases, |case| {

@@ -1,4 +1,4 @@
-//! Every operation, at lengths from nothing to a mebibyte.
+//! Every operation, at lengths from 0 to 1 MiB.
 
 use warpwire::ibv::{CompletionKind, Fence, QpOptions, SendRequest, WrOp};
 use warpwire::mlx5::{Atomic, Opcode};
@@ -21,7 +21,7 @@ cases!(CASES:
 
 const SIZES: [usize; 12] = [0, 1, 3, 255, 256, 1023, 1024, 1025, 4097, 65_536, 65_541, 1 << 20];
 
-/// Runs it at every length, with a number that differs each time.
+/// Calls `act` at every length, each time with another number.
 fn everywhere(act: fn(&Testbed, u64, usize)) {
     let testbed = Testbed::new();
     for (n, len) in SIZES.into_iter().enumerate() {
@@ -111,13 +111,13 @@ fn atomics() {
 }
 
 fn inline_data() {
-    let testbed = Testbed::with(|options| QpOptions { inline: 128, ..options });
+    let testbed = Testbed::with(|options| QpOptions { max_inline_data: 128, ..options });
     assert!(testbed.a.qp.max_inline_data() >= 128);
     for len in [0, 1, 64, 128] {
         let mut bytes = crate::ibv::testbed::pattern(len as u64, len);
         testbed.b.receive(1, 0, 200);
         testbed.a.post(SendRequest::new(2, WrOp::Send).inline(&bytes));
-        // They were copied: what happens to them now does not matter.
+        // Inline data was copied, so the buffer may change now.
         bytes.fill(0);
         testbed.a.done(2);
         assert_eq!(testbed.b.done(1).len as usize, len);
@@ -129,7 +129,7 @@ fn fences() {
     let testbed = Testbed::new();
     testbed.b.fill(0, 60_000, 7);
     let (first, second) = ([testbed.a.mr.sge(0, 60_000)], [testbed.a.mr.sge(0, 60_000)]);
-    // The write sends what the read fetched: without the fence, what was there before.
+    // The write must send what the read fetched; without the fence it could send the old bytes.
     testbed
         .a
         .qp
@@ -162,7 +162,7 @@ fn unsignaled_work() {
     testbed.b.check(0, 300, 5);
 }
 
-/// More than is handed to the library at a time.
+/// More work requests than are passed to the library in one call.
 fn long_batches() {
     const COUNT: u64 = 40;
     let testbed = Testbed::new();

@@ -1,7 +1,7 @@
-//! Verbs by hand, through the library: does one verb per line that it reads, and answers each with a line.
+//! Executes one verb per line of stdin through `warpwire::ibv`, and answers each with a line.
 //!
-//! It speaks as `tools/rxe/verbs-peer.c` does, which says what the lines mean, so that the cases of `tests/rxe` can be held
-//! with either at the other end. Memory windows are not among its verbs.
+//! The protocol is that of `tools/rxe/verbs-peer.c`, which documents it, so that the cases of
+//! `tests/rxe` can run against either. Memory windows are not supported.
 
 use std::io::BufRead;
 use std::time::Duration;
@@ -66,7 +66,7 @@ fn gid(text: Option<&&str>) -> Result<[u8; 16], String> {
     u128::from_str_radix(digits, 16).map(u128::to_be_bytes).map_err(|why| why.to_string())
 }
 
-/// The rights with these flags of `ibv_reg_mr`.
+/// The access rights for these flags of `ibv_reg_mr`.
 fn access(flags: u64) -> Access {
     let rights =
         [Access::LOCAL_WRITE, Access::REMOTE_WRITE, Access::REMOTE_READ, Access::REMOTE_ATOMIC];
@@ -97,7 +97,8 @@ impl Peer {
             "poll" => self.poll(Duration::from_millis(number(words, 1))).map_err(wrong),
             "arm" => self.cq.arm(number(words, 1) != 0).map(|()| String::new()).map_err(wrong),
             "event" => {
-                let came = self.cq.wait(Duration::from_millis(number(words, 1))).map_err(wrong)?;
+                let came =
+                    self.cq.wait_event(Duration::from_millis(number(words, 1))).map_err(wrong)?;
                 Ok(if came { String::new() } else { "none".to_owned() })
             }
             "state" => {
@@ -127,10 +128,10 @@ impl Peer {
     fn memory(&self, words: &[&str], at: usize) -> Result<(&HostMemory, &Mr), String> {
         let found = self.memories.get(number(words, at) as usize);
         let (memory, mr) = found.ok_or("no such memory")?;
-        Ok((memory, mr.as_ref().ok_or("it is no longer registered")?))
+        Ok((memory, mr.as_ref().ok_or("the memory is no longer registered")?))
     }
 
-    /// It waits, as the table fills late.
+    /// Waits up to 5 s, as the GID table fills late.
     fn find_gid(&mut self, wanted: [u8; 16]) -> Reply {
         for _ in 0..250 {
             let gids = self.context.gids().map_err(|error| error.to_string())?;
@@ -191,9 +192,9 @@ impl Peer {
             ..QpAttributes::new(State::Rts)
         };
         let mut done = qp.modify(&rtr_attr, Some(&route));
-        // It asks the network for the peer's address, and gives up early.
+        // The kernel resolves the peer's address (ARP or neighbor discovery) and gives up early.
         for _ in 0..4 {
-            if done.as_ref().is_err_and(|error| error.to_string().contains("nobody answers")) {
+            if done.as_ref().is_err_and(|error| error.to_string().contains("no reply to ARP")) {
                 done = qp.modify(&rtr_attr, Some(&route));
             }
         }
@@ -277,9 +278,9 @@ impl Peer {
         qp.post_send(&[request]).map(|()| String::new()).map_err(|refused| refused.to_string())
     }
 
-    /// Id, status, kind, length, immediate or key, queue pair.
+    /// Reply: id, status, kind, length, immediate or key, queue pair, 0.
     fn poll(&self, time: Duration) -> warpwire::Result<String> {
-        let Some(done) = self.cq.next(time)? else { return Ok("none".to_owned()) };
+        let Some(done) = self.cq.wait_next(time)? else { return Ok("none".to_owned()) };
         let (kind, imm_or_key) = match done.kind {
             CompletionKind::ReceiveImm(imm) => (128, u32::from_be_bytes(imm)),
             CompletionKind::WriteImm(imm) => (129, u32::from_be_bytes(imm)),

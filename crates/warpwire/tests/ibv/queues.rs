@@ -1,4 +1,4 @@
-//! Shared receives, events, and what outlives what.
+//! Shared receive queues, completion events, and lifetimes.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ cases!(CASES:
     a_shared_queue_that_runs_low,
     completion_events,
     solicited_events,
-    parents_outlive_children,
+    children_keep_their_parents_alive,
 );
 
 fn shared_receives() {
@@ -45,9 +45,9 @@ fn shared_receives() {
         testbed.b.memory.bytes().read(n as u64 * 100, &mut bytes).unwrap();
         assert_eq!(bytes, text);
     }
-    // A queue pair with a shared queue has none of its own.
+    // A queue pair with an SRQ has no receive queue of its own.
     let refused = receivers[0].post_receive(&receives).unwrap_err();
-    assert!(refused.error.to_string().contains("post it there"), "{refused}");
+    assert!(refused.error.to_string().contains("post it to the SRQ"), "{refused}");
 }
 
 fn a_shared_queue_that_runs_low() {
@@ -58,8 +58,8 @@ fn a_shared_queue_that_runs_low() {
     let receiver = testbed.pd.create_qp(&testbed.b.cq, &testbed.b.cq, options).unwrap();
     testbed.a.qp.connect(&receiver.endpoint().unwrap()).unwrap();
     receiver.connect(&testbed.a.qp.endpoint().unwrap()).unwrap();
-    let place = [testbed.b.mr.sge(0, 100)];
-    let receive = ReceiveRequest { id: 1, data: &place };
+    let buffer = [testbed.b.mr.sge(0, 100)];
+    let receive = ReceiveRequest { id: 1, data: &buffer };
     srq.post_receive(&[receive; 4]).unwrap();
     srq.arm(3).unwrap();
     while testbed.context.next_event().unwrap().is_some() {}
@@ -84,17 +84,17 @@ fn a_shared_queue_that_runs_low() {
 fn completion_events() {
     let testbed = Testbed::new();
     let short = Duration::from_millis(50);
-    assert!(!testbed.b.cq.wait(short).unwrap(), "nothing was asked for");
+    assert!(!testbed.b.cq.wait_event(short).unwrap(), "an event without arming");
     testbed.b.cq.arm(false).unwrap();
-    assert!(!testbed.b.cq.wait(short).unwrap(), "nothing came");
+    assert!(!testbed.b.cq.wait_event(short).unwrap(), "an event without a completion");
     testbed.b.receive(1, 0, 64);
     testbed.a.post(SendRequest::new(2, WrOp::Send).inline(b"wake"));
-    assert!(testbed.b.cq.wait(test_timeout()).unwrap());
+    assert!(testbed.b.cq.wait_event(test_timeout()).unwrap());
     testbed.b.done(1);
     testbed.a.done(2);
-    // One arming, one event.
+    // One event per arming.
     testbed.check_traffic();
-    while testbed.b.cq.wait(short).unwrap() {}
+    while testbed.b.cq.wait_event(short).unwrap() {}
     assert!(!testbed.b.cq.take_event().unwrap());
 }
 
@@ -107,16 +107,16 @@ fn solicited_events() {
     testbed.b.cq.arm(true).unwrap();
     testbed.a.post(SendRequest::new(10, WrOp::Send).inline(b"do not wake"));
     testbed.a.done(10);
-    assert!(!testbed.b.cq.wait(short).unwrap());
+    assert!(!testbed.b.cq.wait_event(short).unwrap());
     testbed.a.post(SendRequest::new(11, WrOp::Send).inline(b"wake").solicited());
-    assert!(testbed.b.cq.wait(test_timeout()).unwrap());
+    assert!(testbed.b.cq.wait_event(test_timeout()).unwrap());
     testbed.a.done(11);
     testbed.b.done(0);
     testbed.b.done(1);
 }
 
-/// Names go away in the worst order; what is left still works, and ends well.
-fn parents_outlive_children() {
+/// Handles are dropped in the worst order; those that are left still work.
+fn children_keep_their_parents_alive() {
     let testbed = Testbed::new();
     let Testbed { context, pd, a, b, .. } = testbed;
     drop(context);
@@ -128,7 +128,7 @@ fn parents_outlive_children() {
     let crate::ibv::testbed::TestQp { qp, cq, memory, mr } = a;
     drop(cq);
     drop(memory);
-    // The registration keeps its memory, and the queue pair its completion queue.
+    // The registration keeps its memory alive, and the queue pair its completion queue.
     b.receive(3, 0, 64);
     qp.post_send(&[SendRequest::new(4, WrOp::Send).with(&[mr.sge(0, 8)])]).unwrap();
     assert_eq!(b.done(3).len, 8);

@@ -1,4 +1,4 @@
-//! Devices, ports, addresses, registrations; and users who may not.
+//! Devices, ports, GIDs, registrations, and users without permission.
 
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -15,21 +15,22 @@ use testkit::{Role, cases};
 
 cases!(CASES:
     the_device_is_listed,
-    it_says_what_it_can_do,
+    the_device_reports_its_attributes,
     its_port_is_active,
     its_addresses,
-    devices_ports_and_addresses_that_are_not_there,
+    unknown_devices_ports_and_gids,
     a_port_that_is_down,
     memory_at_an_address_of_its_own,
     relaxed_ordering,
     registrations_that_are_refused,
-    dma_bufs_are_refused_with_the_way_out,
-    users_who_may_not,
+    dma_bufs_are_rejected_with_an_alternative,
+    unprivileged_users,
 );
 
 fn the_device_is_listed() {
     let all = devices().unwrap();
-    let device = all.iter().find(|device| device.name == device_name()).expect("it is listed");
+    let device =
+        all.iter().find(|device| device.name == device_name()).expect("the device in the list");
     assert_eq!(device.transport, Transport::InfiniBand);
     assert_eq!(device.guid.len(), 19, "{}", device.guid);
     assert_ne!(device.guid, "0000:0000:0000:0000");
@@ -39,7 +40,7 @@ fn the_device_is_listed() {
     }
 }
 
-fn it_says_what_it_can_do() {
+fn the_device_reports_its_attributes() {
     let context = Context::open(&device_name()).unwrap();
     let attributes = context.attributes().unwrap();
     assert!(attributes.ports >= 1 && attributes.max_qps > 10, "{attributes:?}");
@@ -67,7 +68,7 @@ fn its_addresses() {
     assert_eq!(&testbed.context.gid(1, gid.index).unwrap(), gid);
 }
 
-fn devices_ports_and_addresses_that_are_not_there() {
+fn unknown_devices_ports_and_gids() {
     let error = Context::open("mlx9_9").unwrap_err();
     assert_eq!(error.kind(), &Kind::Unavailable);
     assert!(error.to_string().contains(&device_name()), "{error}");
@@ -75,18 +76,18 @@ fn devices_ports_and_addresses_that_are_not_there() {
     let error = context.port(9).unwrap_err();
     assert!(error.to_string().contains("no port 9"), "{error}");
     let error = context.gid(1, 200).unwrap_err();
-    assert!(error.to_string().contains("take one of: "), "{error}");
+    assert!(error.to_string().contains("use one of: "), "{error}");
 }
 
-/// Runs a command of the guest; returns whether it ended well.
+/// Runs a shell command in the guest; returns whether it succeeded.
 fn shell(command: &str) -> bool {
     Command::new("sh").args(["-c", command]).status().is_ok_and(|status| status.success())
 }
 
 fn a_port_that_is_down() {
-    // Of the loopback interface, which nothing here needs.
+    // Uses the loopback interface, which no other case needs.
     if !shell("ip link set lo down && rdma link add rxedown type rxe netdev lo") {
-        eprintln!("skipped: no second device on the loopback interface");
+        eprintln!("skipped: cannot create a second device on the loopback interface");
         shell("ip link set lo up");
         return;
     }
@@ -135,9 +136,9 @@ fn registrations_that_are_refused() {
     let memory = HostMemory::new(4096).unwrap();
     let error = pd.register(&memory, None, Access::REMOTE_WRITE).unwrap_err();
     assert!(error.to_string().contains("add local-write"), "{error}");
-    // rxe of the guest's kernel has no on-demand paging; where it has, nothing is refused.
+    // rxe of the guest's kernel has no on-demand paging; newer kernels accept this.
     match pd.register(&memory, None, Access::LOCAL_WRITE | Access::ON_DEMAND) {
-        Ok(_) => eprintln!("this device pages on demand"),
+        Ok(_) => eprintln!("this device supports on-demand paging"),
         Err(error) => {
             assert_eq!(error.kind(), &Kind::Unsupported, "{error}");
             assert!(error.to_string().contains("without on-demand"), "{error}");
@@ -145,11 +146,11 @@ fn registrations_that_are_refused() {
     }
 }
 
-fn dma_bufs_are_refused_with_the_way_out() {
+fn dma_bufs_are_rejected_with_an_alternative() {
     let context = Context::open(&device_name()).unwrap();
     let driver = context.device().driver.clone();
     if driver.as_deref() != Some("rxe") {
-        eprintln!("skipped: {driver:?} may take dma-bufs, and this case is about refusal");
+        eprintln!("skipped: {driver:?} may support dma-bufs, and this case needs a rejection");
         return;
     }
     let pd = context.create_pd().unwrap();
@@ -158,15 +159,16 @@ fn dma_bufs_are_refused_with_the_way_out() {
     let error = pd.register_dmabuf(range, None, Access::ALL).unwrap_err();
     assert_eq!(error.kind(), &Kind::Unsupported, "{error}");
     let text = error.to_string();
-    for part in [&device_name(), "rxe does on no kernel", "staged path"] {
+    for part in [&device_name(), "rxe never does", "staged path"] {
         assert!(text.contains(part), "{text}");
     }
-    // The way out: plain memory, into which data is staged.
+    // The alternative: plain memory, into which data is staged.
     assert!(pd.register(&memory, None, Access::ALL).is_ok());
 }
 
-/// What an ordinary user sees: first of a node that is closed to him, then of a limit on locked memory.
-fn users_who_may_not() {
+/// Errors for an ordinary user: first without permission for the device node, then with a limit on
+/// locked memory.
+fn unprivileged_users() {
     let device =
         devices().unwrap().into_iter().find(|device| device.name == device_name()).unwrap();
     let run = || {
@@ -185,12 +187,12 @@ fn users_who_may_not() {
     );
     assert!(limited.starts_with("OutOfMemory: "), "{limited}");
     assert!(
-        limited.contains("may lock 64 KiB in all") && limited.contains("ulimit -l"),
+        limited.contains("may lock 64 KiB in total") && limited.contains("ulimit -l"),
         "{limited}"
     );
 }
 
-/// What the case above runs as another user: opens, registers, and prints what came of it.
+/// Run as another user by the case above: opens the device, registers memory, prints the outcome.
 pub fn try_as_this_user(names: &[&str]) {
     let outcome = names.iter().try_for_each(|name| {
         let context = Context::open(name)?;

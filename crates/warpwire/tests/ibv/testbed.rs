@@ -1,4 +1,4 @@
-//! A device, and two queue pairs of it that are connected to each other.
+//! A device with two queue pairs connected to each other.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use warpwire::ibv::{
 use warpwire::mlx5::Status;
 use warpwire::mr::{Access, HostMemory};
 
-/// Names the device.
+/// Environment variable that names the device.
 pub const DEVICE: &str = "WARPWIRE_IBV_DEVICE";
 
-/// Longer than anything takes that works, in a guest that is emulated on a busy machine.
+/// Upper bound for anything that works, in a guest emulated on a busy machine.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
@@ -23,7 +23,8 @@ pub fn device_name() -> String {
     std::env::var(DEVICE).unwrap()
 }
 
-/// The first address that is RoCE v2 and no link-local one: the table fills a moment after the device is there.
+/// Index of the first RoCE v2 GID with an IPv4 address, else of the first GID. The GID table fills
+/// shortly after the device appears, so this waits.
 pub fn gid_index(context: &Context) -> u8 {
     let start = std::time::Instant::now();
     loop {
@@ -44,7 +45,7 @@ pub struct TestQp {
     pub mr: Mr,
 }
 
-/// Two queue pairs: work is posted on the first.
+/// Two queue pairs; cases post work on `a`.
 pub struct Testbed {
     pub context: Context,
     pub pd: Pd,
@@ -58,7 +59,7 @@ impl Testbed {
         Self::with(|options| options)
     }
 
-    /// Two queue pairs with these options, connected.
+    /// Two connected queue pairs with these options.
     pub fn with(change: impl Fn(QpOptions) -> QpOptions) -> Self {
         let testbed = Self::unconnected(change);
         testbed.connect();
@@ -85,12 +86,12 @@ impl Testbed {
         self.b.qp.connect(&self.a.qp.endpoint().unwrap()).unwrap();
     }
 
-    /// The place in the second's memory.
+    /// The address at `offset` in `b`'s memory.
     pub fn there(&self, offset: u64) -> Remote {
         self.b.mr.remote(offset)
     }
 
-    /// A message passes: the connection works.
+    /// Asserts that a message arrives.
     pub fn check_traffic(&self) {
         self.b.receive(901, 0, 64);
         self.a.post(SendRequest::new(902, WrOp::Send).inline(b"still here"));
@@ -99,7 +100,7 @@ impl Testbed {
     }
 }
 
-/// Bytes that differ from seed to seed and from place to place.
+/// Bytes that depend on the seed and the offset; `tools/rxe/verbs-peer.c` has the same function.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let byte = |i: u64| seed * 31 + i * 7 + (i >> 8) * 13 + (i >> 16) * 5;
     (0..len as u64).map(|i| byte(i) as u8).collect()
@@ -124,25 +125,25 @@ impl TestQp {
         let mut found = vec![0; len];
         self.memory.bytes().read(offset, &mut found).unwrap();
         let wrong = found.iter().zip(&pattern(seed, len)).position(|(a, b)| a != b);
-        assert_eq!(wrong, None, "the first wrong byte of {len}");
+        assert_eq!(wrong, None, "offset of the first wrong byte of {len}");
     }
 
     pub fn next(&self) -> Completion {
-        self.cq.next(test_timeout()).unwrap().expect("a completion comes soon")
+        self.cq.wait_next(test_timeout()).unwrap().expect("a completion")
     }
 
     pub fn expect_no_completion(&self) {
-        assert_eq!(self.cq.next(Duration::from_millis(50)).unwrap(), None);
+        assert_eq!(self.cq.wait_next(Duration::from_millis(50)).unwrap(), None);
     }
 
-    /// The next completion must be a success of that work.
+    /// The next completion, which must be `id` with success.
     pub fn done(&self, id: u64) -> Completion {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, Status::Success), "{completion:?}");
         completion
     }
 
-    /// The next completion must be a failure of that work.
+    /// The next completion, which must be `id` with one of `statuses`.
     pub fn failed(&self, id: u64, statuses: &[Status]) {
         let completion = self.next();
         assert_eq!(completion.id, id, "{completion:?}");

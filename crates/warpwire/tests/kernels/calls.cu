@@ -1,5 +1,6 @@
-// Kernels of the suite: every call of verbs.cuh, its failures, and many threads at once. Their twins for the simulated GPU
-// stand in calls.rs. What a kernel finds out goes to words that the host reads.
+// Kernels of the suite: every call of verbs.cuh, its failures, and many concurrent threads.
+// calls.rs has the block functions for the simulated GPU. Results are written to words that the
+// host reads.
 #include "calls.hpp"
 
 extern "C" __global__ void calls_active(u64 qp, u64 words, u64 mode) {
@@ -24,9 +25,9 @@ extern "C" __global__ void calls_fail(u64 qp, u64 words) { fail(*(Qp *)qp, (u64 
 
 extern "C" __global__ void calls_one(u64 qp, u64 words) { one(*(Qp *)qp, (u64 *)words); }
 
-// Threads on shared queue pairs. Each round of a thread writes the round to the thread's own place and adds 1 to a counter of
-// the peer, alone or (mode 1) with its whole warp; every 16th round it waits. What fails is counted in `wrong`.
-// handles, words: one of each for every queue pair.
+// Threads on shared queue pairs. In each round a thread writes the round to its own location and
+// adds 1 to a counter of the peer, alone or (mode 1) with its whole warp; every 16th round it
+// waits. Failures are counted in `wrong`. handles, lists: one of each per queue pair.
 extern "C" __global__ void calls_storm(u64 handles, u64 lists, u64 pairs, u64 rounds, u64 mode, u64 wrong) {
     u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x;
     u64 which = thread / 32 % pairs, failures = 0;
@@ -50,7 +51,8 @@ extern "C" __global__ void calls_storm(u64 handles, u64 lists, u64 pairs, u64 ro
     if (failures) atomicAdd_system((u64 *)wrong, failures);
 }
 
-// Side 0 writes i to the peer's word, which side 1 answers, for each i up to `rounds`. Says at `status_at` how it ended.
+// Side 0 writes i to the peer's word, and side 1 answers, for each i up to `rounds`. The status is
+// written to `status_at`.
 extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u64 status_at) {
     const u64 *words = (const u64 *)list;
     u64 timeout = words[kAtTimeout];
@@ -65,8 +67,8 @@ extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u6
     *(u64 *)status_at = (u32)status;
 }
 
-// The same with nothing but words: an entry of two words and a doorbell in pinned memory, which a thread of the CPU carries to
-// the other side's word.
+// The same without a queue pair: an entry of two words and a doorbell in pinned memory, which a CPU
+// thread relays to the other side's word.
 extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word, u64 timeout, u64 status_at) {
     const u64 *mine = (const u64 *)word;
     Status status = kOk;

@@ -1,18 +1,18 @@
-// What the suite's kernels do, for CUDA (calls.cu) and for CPU threads (cpu.cpp).
+// The suite's kernels, for CUDA (calls.cu) and for CPU threads (cpu.cpp).
 #pragma once
 #include <warpwire/verbs.cuh>
 
 using namespace warpwire;
 
-// Places in the list of words that a kernel gets; `calls.rs` has the same.
+// Indices in a kernel's parameter list; `calls.rs` has the same.
 enum ArgIndex {
-    kAtHere,       // our memory, 64 KiB
+    kAtHere,       // local memory, 64 KiB
     kAtHereKey,
-    kAtThere,      // the peer's, 64 KiB
+    kAtThere,      // the peer's memory, 64 KiB
     kAtThereKey,
     kAtWord,       // a 64-bit word of the peer
     kAtWordKey,
-    kAtOwnWord,    // the word of ours that the peer adds to
+    kAtOwnWord,    // the local word that the peer adds to
     kAtTimeout,
     kAtBadKey,
     kAtFindings = 16
@@ -66,7 +66,7 @@ template <class Group> WARPWIRE_FN void answer(Qp &qp, u64 *words, Group group) 
     }
 }
 
-// Three writes of which the second is under a wrong key; then how each ended, the last first.
+// Three writes, the second with a wrong key; then the status of each, the last first.
 WARPWIRE_FN void fail(Qp &pair, u64 *words) {
     u64 timeout = words[kAtTimeout], value = 1;
     Remote there{words[kAtThere], static_cast<u32>(words[kAtThereKey])}, wrong{words[kAtThere], static_cast<u32>(words[kAtBadKey])};
@@ -82,7 +82,7 @@ WARPWIRE_FN void fail(Qp &pair, u64 *words) {
     results.note(post_receive(pair, Local{words[kAtHere], static_cast<u32>(words[kAtHereKey])}, 8, Thread{}, 0).status);
 }
 
-// One write; how posting it and waiting for it ended. For queue pairs of which nobody knows whether they live.
+// One write; the status of posting it and of waiting for it. For queue pairs that may be closed.
 WARPWIRE_FN void one(Qp &pair, u64 *words) {
     u64 timeout = words[kAtTimeout];
     Results<Thread> results{words, 0, Thread{}};

@@ -1,4 +1,4 @@
-//! The suite's kernels: calls.cu, and their twins for the simulated GPU.
+//! The suite's kernels: calls.cu, and block functions with the same code for the simulated GPU.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use warpwire::verbs::Remote;
 
 use crate::ptx;
 
-/// Places in the list of words that a kernel gets.
+/// Indices in a kernel's parameter list.
 pub mod at {
     pub const HERE: u64 = 0;
     pub const HERE_KEY: u64 = 1;
@@ -26,7 +26,7 @@ pub mod at {
 
 type FaultResult<T> = Result<T, KernelFault>;
 
-/// Whose PTX CUDA loads.
+/// The PTX that CUDA loads.
 pub const PTX: &str = "kernels/calls";
 
 /// The kernels of the program.
@@ -52,7 +52,7 @@ pub fn load(gpu: &Device) -> warpwire::Result<Module> {
     ptx::load(gpu, PTX, program)
 }
 
-/// The list of words that a kernel gets.
+/// A kernel's parameter list.
 struct List<'b> {
     block: &'b Block<'b>,
     at: u64,

@@ -1,10 +1,11 @@
-// The header's own code on CPU threads, as a library for the suite: the software HCA consumes what they post.
+// The header's code on CPU threads, as a library for the suite: the software HCA consumes what they
+// post.
 #include "../header/model.hpp"
 #include "calls.hpp"
 
 extern "C" {
 
-// Sizes and places, to compare with those of Rust.
+// Sizes and offsets, to be compared with those of Rust.
 void cpu_layout(u64 *out) {
     u64 all[] = {sizeof(Qp), sizeof(QueueCounters), __builtin_offsetof(Qp, send_queue), __builtin_offsetof(Qp, receive_queue),
                  __builtin_offsetof(Qp, dbrec), __builtin_offsetof(Qp, doorbell), __builtin_offsetof(Qp, send_cq),
@@ -18,7 +19,7 @@ void cpu_layout(u64 *out) {
     std::memcpy(out, all, sizeof all);
 }
 
-// What a status is called.
+// The name of a status.
 const char *cpu_name(int status) { return name(static_cast<Status>(status)); }
 
 void cpu_active(Qp *qp, u64 *words) { act(*qp, words, Thread{}); }
@@ -26,13 +27,15 @@ void cpu_passive(Qp *qp, u64 *words) { answer(*qp, words, Thread{}); }
 void cpu_fail(Qp *qp, u64 *words) { fail(*qp, words); }
 void cpu_one(Qp *qp, u64 *words) { one(*qp, words); }
 
-// The same calls by groups of threads; each thread has a list of its own to read, and the first one's is the one that counts.
+// The same calls by groups of threads; each thread reads its own list, and the first one's results
+// count.
 void cpu_active_by_group(Qp *qp, u64 *words, u32 members) {
     model::ThreadGroup thread_group(members);
     model::in_parallel(members, [&](u32 number) { act(*qp, words, model::GroupMember{&thread_group, number}); });
 }
 
-// As calls_storm: so many threads, in groups of four that post together if `together`. Gives how much failed.
+// As calls_storm: `threads` threads, in groups of four that post together if `together`. Returns
+// the number of failures.
 u64 cpu_storm(Qp **qps, u64 **lists, u64 pairs, u32 threads, u64 rounds, u64 together) {
     std::atomic<u64> failures{0};
     std::vector<std::unique_ptr<model::ThreadGroup>> thread_groups;

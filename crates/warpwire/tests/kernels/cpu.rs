@@ -1,6 +1,7 @@
-//! The header's own code, on CPU threads, with the software HCA behind its queues: `cpu.cpp`, built by g++ as the suite
-//! starts. Without g++ a line `skipped: why` is printed; `WARPWIRE_REQUIRE=g++` makes that a failure.
-#![allow(unsafe_code)] // calling a C library is
+//! The header's code on CPU threads, with the software HCA behind its queues: `cpu.cpp`, built by
+//! g++ when the suite starts. Without g++ a line `skipped: why` is printed; `WARPWIRE_REQUIRE=g++`
+//! makes that a failure.
+#![allow(unsafe_code)] // calls of a C library
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use crate::kernels::calls::at;
 use crate::kernels::fixture::{LEN, TestLink, WORD, bytes, contexts, short_timeouts, test_timeout};
 
 type EntryFn = unsafe extern "C" fn(u64, *mut u64);
-/// The library, and the link below it.
+/// The library, and the link of the case.
 pub struct CpuFixture {
     library: &'static Library,
     test_link: TestLink,
@@ -27,16 +28,17 @@ pub struct CpuFixture {
 
 cases!(CpuFixture; ONCE: layout_and_names_agree);
 cases!(CpuFixture; CASES:
-    every_call_moves_what_it_says,
+    every_call_transfers_its_data,
     groups_of_threads_make_every_call,
-    a_failure_is_told_by_its_cause,
+    a_failure_is_reported_with_its_cause,
     a_peer_that_is_gone_is_an_error_soon,
     many_threads_lose_nothing,
     threads_that_post_together_lose_nothing,
 );
 
 pub fn collect(suite: &mut Collector) {
-    let sources = std::env::var_os("CARGO_MANIFEST_DIR").ok_or("no sources here".to_owned());
+    let sources =
+        std::env::var_os("CARGO_MANIFEST_DIR").ok_or("the sources are missing".to_owned());
     let Some(library) = suite.backend("g++", sources.and_then(|_| library())) else { return };
     suite.add("cpu", ONCE, |case| {
         (case.run)(&CpuFixture { library, test_link: TestLink::Loopback })
@@ -65,18 +67,18 @@ fn build() -> Result<PathBuf, String> {
     let built = compiler.output().map_err(|why| format!("g++ does not run: {why}"))?;
     match built.status.success() {
         true => Ok(out),
-        // That is no reason to skip anything.
+        // A compile error is a failure, no reason to skip.
         false => panic!("{}", String::from_utf8_lossy(&built.stderr)),
     }
 }
 
 fn load(path: PathBuf) -> Result<Library, String> {
-    // SAFETY: the library was just built from cpu.cpp, which runs nothing when it is loaded.
+    // SAFETY: the library was just built from cpu.cpp, which has no initializers.
     unsafe { Library::new(path) }.map_err(|why| why.to_string())
 }
 
 fn symbol<'l, T>(library: &'l Library, name: &str) -> Symbol<'l, T> {
-    // SAFETY: the callers name functions of cpu.cpp by their types there.
+    // SAFETY: callers pass the type that the function has in cpu.cpp.
     unsafe { library.get(name.as_bytes()) }.unwrap()
 }
 
@@ -119,11 +121,11 @@ fn layout_and_names_agree(&CpuFixture { library, .. }: &CpuFixture) {
     assert_eq!(found, wanted);
     let name = symbol::<unsafe extern "C" fn(c_int) -> *const c_char>(library, "cpu_name");
     for code in -0x110..=3 {
-        // SAFETY: it gives a string that is part of the library.
+        // SAFETY: it returns a static string of the library.
         let found = unsafe { CStr::from_ptr(name(code)) };
         let status = KernelStatus::from_code(code);
         if code != -6 {
-            // There are no memory windows for kernels.
+            // Kernels have no memory windows.
             assert_eq!(found.to_str().unwrap(), status.to_string(), "{code}");
         }
     }
@@ -139,7 +141,7 @@ struct Endpoint {
 
 impl Endpoint {
     fn new(context: &Context, options: KernelQpOptions) -> Self {
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let qp = KernelQp::create_for_cpu(context, &pd, options).unwrap();
         let memory = HostMemory::new(LEN + 4096).unwrap();
         let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
@@ -154,7 +156,7 @@ impl Endpoint {
             (at::THERE_KEY, there.rkey.into()),
             (at::WORD, word.address),
             (at::WORD_KEY, word.rkey.into()),
-            // Memory of the host is registered under its own address.
+            // Host memory is registered at its own address.
             (at::OWN_WORD, self.mr.iova() + WORD),
             (at::TIMEOUT, test_timeout().as_nanos() as u64),
             (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
@@ -198,7 +200,7 @@ fn small() -> KernelQpOptions {
 
 fn call(library: &Library, name: &str, end: &mut Endpoint) {
     let function = symbol::<EntryFn>(library, name);
-    // SAFETY: the handle lives as long as the end, the list has room for all that is found out.
+    // SAFETY: the handle lives as long as the end, and the list has room for all results.
     unsafe { function(end.qp.handle().raw(), end.list.as_mut_ptr()) };
 }
 
@@ -226,7 +228,7 @@ fn every_call_with(test_link: TestLink, library: &Library, act: impl Fn(&mut End
     assert_eq!(a.qp.progress().unwrap().posted, 11);
 }
 
-fn every_call_moves_what_it_says(&CpuFixture { library, test_link }: &CpuFixture) {
+fn every_call_transfers_its_data(&CpuFixture { library, test_link }: &CpuFixture) {
     every_call_with(test_link, library, |end| call(library, "cpu_active", end));
 }
 
@@ -238,7 +240,7 @@ fn groups_of_threads_make_every_call(&CpuFixture { library, test_link }: &CpuFix
     });
 }
 
-fn a_failure_is_told_by_its_cause(&CpuFixture { library, test_link }: &CpuFixture) {
+fn a_failure_is_reported_with_its_cause(&CpuFixture { library, test_link }: &CpuFixture) {
     let [mut a, b] = ends(test_link, &small());
     call(library, "cpu_fail", &mut a);
     let (denied, flushed) =
@@ -264,7 +266,7 @@ fn a_peer_that_is_gone_is_an_error_soon(&CpuFixture { library, test_link }: &Cpu
 }
 
 fn many_threads_lose_nothing(&CpuFixture { library, test_link }: &CpuFixture) {
-    storm_with(library, test_link, false, 9000); // the 16 bits on the wire run over
+    storm_with(library, test_link, false, 9000); // the 16-bit WQE counter wraps
 }
 
 fn threads_that_post_together_lose_nothing(&CpuFixture { library, test_link }: &CpuFixture) {
@@ -281,7 +283,7 @@ fn storm_with(library: &Library, test_link: TestLink, together: bool, rounds: u6
         pairs.iter_mut().map(|[a, _]| a.list.as_mut_ptr().addr() as u64).collect();
     let storm = symbol::<Storm>(library, "cpu_storm");
     let (handle, list, count) = (handles.as_ptr(), lists.as_ptr(), pairs.len() as u64);
-    // SAFETY: the function reads so many handles and lists, which outlive it.
+    // SAFETY: the function reads `count` handles and lists, which outlive it.
     let wrong = unsafe { storm(handle, list, count, THREADS, rounds, together.into()) };
     assert_eq!(wrong, 0, "{:?}", pairs[0][0].qp.check());
     for (number, [a, b]) in pairs.iter().enumerate() {

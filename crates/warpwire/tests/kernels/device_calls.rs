@@ -13,10 +13,10 @@ use crate::kernels::fixture::{Fixture, WORD, bytes, short_timeouts, test_timeout
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    every_call_moves_what_it_says,
+    every_call_transfers_its_data,
     completions_in_pinned_memory,
     the_smallest_queues,
-    a_failure_is_told_by_its_cause,
+    a_failure_is_reported_with_its_cause,
     a_peer_that_is_gone_is_an_error_soon,
     work_that_is_not_connected_times_out_and_begins_when_it_is,
     closing_ends_waits,
@@ -31,7 +31,7 @@ fn code(status: KernelStatus) -> i64 {
 }
 
 fn every_call(fixture: &Fixture, options: KernelQpOptions) {
-    // One thread, a warp, a block: the simulator runs one thread for all of them.
+    // One thread, a warp, a block: the simulator runs one thread for each.
     for (mode, threads) in [(0, 1), (1, 32), (2, 256)] {
         let [a, b] = fixture.ends_with(options.clone());
         let (sent, fetched) = (bytes(8192, 1), bytes(4096, 2));
@@ -49,9 +49,9 @@ fn every_call(fixture: &Fixture, options: KernelQpOptions) {
             OK,
             OK,
             OK,
-            5, // what was there before 7 were added
+            5, // the value before 7 was added
             OK,
-            12, // what was swapped for 99
+            12, // the value that 99 replaced
             OK,
             OK,
             OK,
@@ -68,7 +68,7 @@ fn every_call(fixture: &Fixture, options: KernelQpOptions) {
         assert_eq!(b.read64(4096), 0x1122_3344_5566_7788);
         assert_eq!(b.read(8192, 64), sent[..64]);
         assert_eq!(a.read(16384, 4096), fetched);
-        // What came later was sent with the results of the atomics in it.
+        // Later messages were sent with the results of the atomics in them.
         let later = a.read(0, 100);
         assert_eq!(b.read(12288, 16), later[..16]);
         assert_eq!(b.read(32768, 100), later);
@@ -81,7 +81,7 @@ fn every_call(fixture: &Fixture, options: KernelQpOptions) {
     }
 }
 
-fn every_call_moves_what_it_says(fixture: &Fixture) {
+fn every_call_transfers_its_data(fixture: &Fixture) {
     every_call(fixture, fixture.options());
 }
 
@@ -94,7 +94,7 @@ fn the_smallest_queues(fixture: &Fixture) {
     every_call(fixture, KernelQpOptions { send_depth: 2, receive_depth: 4, ..fixture.options() });
 }
 
-fn a_failure_is_told_by_its_cause(fixture: &Fixture) {
+fn a_failure_is_reported_with_its_cause(fixture: &Fixture) {
     let [a, b] = fixture.ends();
     let stream = fixture.gpu.stream().unwrap();
     a.start(&stream, &fixture.kernel("calls_fail"), 1, &[]);
@@ -107,7 +107,7 @@ fn a_failure_is_told_by_its_cause(fixture: &Fixture) {
         [flushed, denied, KernelStatus::Ok]
     );
     assert_eq!((quiet, later), (code(denied), code(flushed)));
-    // A receive may still be posted before anybody has seen one come back; then it comes back as well.
+    // A receive may be posted before the failure was seen; then it is flushed as well.
     assert!([OK, code(flushed)].contains(&receive), "{receive}");
     assert_eq!(a.qp.progress().unwrap().failure, Some((1, Status::RemoteAccess)));
     let error = a.qp.check().unwrap_err().to_string();
@@ -160,7 +160,7 @@ fn closing_ends_waits(fixture: &Fixture) {
     let b = crate::kernels::fixture::Endpoint::new(other, &fixture.gpu, fixture.options());
     a.write_params(b.mr.remote(0), b.mr.remote(WORD));
     let stream = fixture.gpu.stream().unwrap();
-    a.start(&stream, &fixture.kernel("calls_one"), 1, &[]); // connected to nobody
+    a.start(&stream, &fixture.kernel("calls_one"), 1, &[]); // not connected
     std::thread::sleep(Duration::from_millis(20));
     assert!(!stream.is_idle().unwrap());
     a.qp.close();
@@ -172,7 +172,7 @@ fn closing_ends_waits(fixture: &Fixture) {
 
 fn many_threads_lose_nothing(fixture: &Fixture) {
     const PAIRS: usize = 4;
-    // A warp that posts together wants room for all of its entries at once.
+    // A warp that posts together needs room for all of its entries.
     let (grid, threads, rounds, modes, send_depth) = match fixture.backend {
         Backend::Sim => (8, 1, 300, 1, 16),
         Backend::Cuda => (8, 128, 64, 2, 256),
@@ -196,7 +196,8 @@ fn many_threads_lose_nothing(fixture: &Fixture) {
         }
         launch = launch.value(PAIRS as u64).value(rounds).value(mode);
         launch = launch.region(&table.region(2048, 8).unwrap());
-        // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
+        // SAFETY: the kernel accesses the handles and lists in the table, whose ends outlive the
+        // stream's work.
         unsafe { stream.launch(launch) }.unwrap();
         stream.synchronize(test_timeout() * 3).unwrap();
         let mut wrong = [0; 8];
@@ -219,7 +220,7 @@ fn kernels_keep_what_they_use(fixture: &Fixture) {
     let stream = fixture.gpu.stream().unwrap();
     b.set_param(at::TIMEOUT, 300_000_000);
     let list = b.list.clone();
-    b.start(&stream, &fixture.kernel("calls_passive"), 1, &[0]); // for messages that never come
+    b.start(&stream, &fixture.kernel("calls_passive"), 1, &[0]); // no message ever arrives
     drop((a, b));
     stream.synchronize(test_timeout()).unwrap();
     let mut first = [0; 8];

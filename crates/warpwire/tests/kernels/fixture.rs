@@ -1,5 +1,5 @@
-//! What a case gets to work with: a GPU, two devices on a link, a queue pair for kernels on each.
-#![allow(unsafe_code)] // launching is unsafe; each use says why it is right
+//! The fixture of a case: a GPU, two devices on a link, and a queue pair for kernels on each.
+#![allow(unsafe_code)] // launches, each with a SAFETY comment
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use warpwire::verbs::{Access, Context, Mr, Pd, ProgressMode, QpOptions, Remote};
 
 use crate::kernels::calls::{self, at};
 
-/// Longer than anything takes that works.
+/// Longer than any successful operation takes.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(40))
 }
-/// How much memory each end has.
+/// Bytes of memory per end.
 pub const LEN: u64 = 64 << 10;
-/// Where the word lies that the peer adds to, behind that memory.
+/// Offset of the word that the peer adds to, behind that memory.
 pub const WORD: u64 = LEN;
 
 /// The links that cases run over.
@@ -47,9 +47,9 @@ impl TestLink {
     }
 }
 
-/// The drive that kernels need.
+/// The progress mode that kernels need.
 pub fn threaded() -> HcaOptions {
-    // Longer, and engines take the time of those that they wait for where cores are few.
+    // A longer spin would take CPU time from the threads that are waited for, where cores are few.
     let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(50), core: None };
     HcaOptions { progress_mode, ..HcaOptions::default() }
 }
@@ -79,7 +79,7 @@ impl Fixture {
             Backend::Cuda => (cuda::device(0).unwrap(), None, None),
         };
         let module = calls::load(&gpu).unwrap();
-        // All of them now: CUDA looks none up while streams are at work.
+        // All of them now: CUDA cannot load functions while streams are busy.
         let found = calls::NAMES.map(|name| (name, module.kernel(name).unwrap()));
         let kernels = Kernels::load(&gpu).unwrap();
         Self { test_link, backend, gpu, second, kernels, found, _sim: sim }
@@ -99,7 +99,7 @@ impl Fixture {
         }
     }
 
-    /// Two ends that are connected.
+    /// Two connected ends.
     pub fn ends(&self) -> [Endpoint; 2] {
         self.ends_with(self.options())
     }
@@ -120,12 +120,12 @@ impl Fixture {
     }
 }
 
-/// One end: a context with a queue pair for kernels and memory of the GPU.
+/// One end: a context with a queue pair for kernels and GPU memory.
 pub struct Endpoint {
     pub qp: KernelQp,
     pub memory: Allocation,
     pub mr: Mr,
-    /// What kernels are told, and where they put what they found out.
+    /// The parameters and results of kernels.
     pub list: Allocation,
     pub _pd: Pd,
     pub _context: Context,
@@ -133,7 +133,7 @@ pub struct Endpoint {
 
 impl Endpoint {
     pub fn new(context: Context, gpu: &Device, options: KernelQpOptions) -> Self {
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let qp = KernelQp::create(&context, &pd, gpu, options).unwrap();
         let memory = gpu.alloc(LEN + 4096).unwrap();
         memory.write(0, &vec![0; memory.len() as usize]).unwrap();
@@ -143,7 +143,7 @@ impl Endpoint {
         Self { qp, memory, mr, list, _pd: pd, _context: context }
     }
 
-    /// Fills in the list of words.
+    /// Fills in the parameter list.
     pub fn write_params(&self, there: Remote, word: Remote) {
         for (param_index, value) in [
             (at::HERE, self.mr.iova()),
@@ -190,23 +190,23 @@ impl Endpoint {
         bytes
     }
 
-    /// Starts one of the suite's kernels on the handle and the list, with these arguments behind them.
+    /// Starts a kernel of the suite with the handle, the list and these arguments.
     pub fn start(&self, stream: &Stream, kernel: &Kernel, threads: u32, args: &[u64]) {
         let launch = self.qp.pass(Launch::new(kernel).threads(threads)).unwrap();
         let launch = launch.region(&self.list.whole().unwrap());
         let launch = args.iter().fold(launch, |launch, value| launch.value(*value));
-        // SAFETY: the suite's kernels touch the handle, the list and the memory that the list names; the case keeps
-        // the ends until the stream is done.
+        // SAFETY: the suite's kernels access the handle, the list and the memory that the list
+        // refers to; the case keeps the ends alive until the stream is done.
         unsafe { stream.launch(launch.keep_alive(&self.memory.whole().unwrap())) }.unwrap();
     }
 }
 
-/// A connection that gives up soon.
+/// A connection with few, short retries.
 pub fn short_timeouts() -> QpOptions {
     QpOptions { timeout: 8, retry_count: 1, ..QpOptions::default() }
 }
 
-/// Bytes that say where they are.
+/// A pattern in which every byte depends on its position.
 pub fn bytes(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 8) as u8 ^ seed).collect()
 }

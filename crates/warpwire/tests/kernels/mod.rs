@@ -1,7 +1,8 @@
 //! Queue pairs for kernels: calls from inside kernels, and from streams, over the software HCA.
 //!
-//! Each case runs on the simulated GPU and on CUDA if it is there; where it is absent, a line `skipped: why` is printed,
-//! and `WARPWIRE_REQUIRE=cuda` makes it a failure. `cpu` has the header's own code on CPU threads.
+//! Each case runs on the simulated GPU, and on CUDA if there is a GPU; otherwise a line `skipped:
+//! why` is printed, and `WARPWIRE_REQUIRE=cuda` makes that a failure. `cpu` runs the header's code
+//! on CPU threads.
 mod calls;
 mod cpu;
 mod device_calls;

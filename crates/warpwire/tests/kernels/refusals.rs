@@ -1,4 +1,4 @@
-//! What cannot be made or queued, and what is said then.
+//! What cannot be created or queued, and the errors for it.
 
 use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
@@ -11,7 +11,7 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     a_context_without_a_thread_is_refused,
-    depths_that_are_no_queues_are_refused,
+    invalid_depths_are_refused,
     datagrams_and_shared_receives_are_refused,
     kernels_and_streams_of_another_device_are_refused,
     results_without_room_are_refused,
@@ -24,43 +24,43 @@ fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
         let context =
             Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() });
         let context = context.unwrap();
-        let made = KernelQp::create(&context, &context.pd(), &fixture.gpu, fixture.options());
+        let made = KernelQp::create(&context, &context.alloc_pd(), &fixture.gpu, fixture.options());
         let error = made.unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument);
-        assert!(error.to_string().contains("Drive::Thread"), "{error}");
+        assert!(error.to_string().contains("ProgressMode::Thread"), "{error}");
     }
 }
 
 fn refused(fixture: &Fixture, options: KernelQpOptions, word: &str) {
     let [context, _] = contexts(fixture.test_link);
-    let made = KernelQp::create(&context, &context.pd(), &fixture.gpu, options);
+    let made = KernelQp::create(&context, &context.alloc_pd(), &fixture.gpu, options);
     let error = made.unwrap_err();
     assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
     assert!(error.to_string().contains(word), "{error}");
 }
 
-fn depths_that_are_no_queues_are_refused(fixture: &Fixture) {
+fn invalid_depths_are_refused(fixture: &Fixture) {
     for send_depth in [0, 1, 3, 100, 65536, u32::MAX] {
         refused(fixture, KernelQpOptions { send_depth, ..fixture.options() }, "send_depth");
     }
     for receive_depth in [0, 3, 65536] {
         refused(fixture, KernelQpOptions { receive_depth, ..fixture.options() }, "receive_depth");
     }
-    // The largest and the smallest are none of those.
+    // The maximum and the minimum are accepted.
     let [context, _] = contexts(fixture.test_link);
     for (send_depth, receive_depth) in [(32768, 32768), (2, 1)] {
         let options = KernelQpOptions { send_depth, receive_depth, ..fixture.options() };
-        KernelQp::create(&context, &context.pd(), &fixture.gpu, options).unwrap();
+        KernelQp::create(&context, &context.alloc_pd(), &fixture.gpu, options).unwrap();
     }
 }
 
 fn datagrams_and_shared_receives_are_refused(fixture: &Fixture) {
     let connection = QpOptions { service: Service::Ud, ..QpOptions::default() };
-    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "datagrams");
+    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "UD");
     let [context, _] = contexts(fixture.test_link);
-    let srq = context.create_srq(&context.pd(), SrqOptions::default()).unwrap();
+    let srq = context.create_srq(&context.alloc_pd(), SrqOptions::default()).unwrap();
     let connection = QpOptions { srq: Some(srq), ..QpOptions::default() };
-    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "shared");
+    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "SRQ");
 }
 
 fn kernels_and_streams_of_another_device_are_refused(fixture: &Fixture) {
@@ -93,7 +93,7 @@ fn results_without_room_are_refused(fixture: &Fixture) {
 fn queue_pairs_for_cpu_threads_have_no_streams(fixture: &Fixture) {
     let [context, _] = contexts(fixture.test_link);
     let options = KernelQpOptions { send_depth: 16, ..KernelQpOptions::default() };
-    let qp = KernelQp::create_for_cpu(&context, &context.pd(), options).unwrap();
+    let qp = KernelQp::create_for_cpu(&context, &context.alloc_pd(), options).unwrap();
     let stream = fixture.gpu.stream().unwrap();
     let error = qp.wait_on_stream(&stream).unwrap_err();
     assert_eq!(error.kind(), &Kind::Unsupported);

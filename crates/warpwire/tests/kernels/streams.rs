@@ -1,4 +1,4 @@
-//! Work and waits that a stream carries, and graphs of them.
+//! Work and waits that a stream executes, and graphs of them.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ cases!(Fixture; CASES:
     graphs_of_messages_replay,
     signals_of_32_bits_wrap,
     a_failure_releases_the_stream_and_is_kept,
-    a_time_out_releases_the_stream_and_is_kept,
+    a_timeout_releases_the_stream_and_is_kept,
     a_dead_peer_releases_the_stream,
     many_streams_share_a_queue_pair,
 );
@@ -61,7 +61,7 @@ fn every_call_from_a_stream(fixture: &Fixture) {
     assert_eq!(words, [100, 0, 0, 0, 50, 77, 1, 0, 16, 88, 1, 0]);
 }
 
-/// How often graphs are replayed.
+/// Number of replays of a graph.
 fn rounds() -> u64 {
     Effort::choose([1000, 3000, 100_000])
 }
@@ -72,7 +72,7 @@ fn graphs_replay_as_new_work(fixture: &Fixture) {
     let own = |end: &crate::kernels::fixture::Endpoint| end.memory.word64(WORD).unwrap();
     let (at_b, at_a) =
         (SignalWait::new(&own(&b), 0, 3).unwrap(), SignalWait::new(&own(&a), 0, 1).unwrap());
-    // There and back, so that neither side runs ahead.
+    // Ping-pong, so that neither side runs ahead.
     let ping = out.capture(|stream| {
         a.qp.put_signal_on_stream(stream, b.mr.remote(0), a.mr.sge(0, 8), b.mr.remote(WORD), 3)?;
         a.qp.wait_signal_on_stream(stream, &at_a)
@@ -160,14 +160,14 @@ fn a_failure_releases_the_stream_and_is_kept(fixture: &Fixture) {
     );
     let error = a.qp.check().unwrap_err();
     assert_eq!(error.kind(), &Kind::StreamFailed, "{error}");
-    // Later work ends at once, and the first cause stays.
+    // Later work ends immediately, and the first cause is kept.
     a.qp.put_on_stream(&stream, good, a.mr.sge(0, 8)).unwrap();
     a.qp.wait_on_stream(&stream).unwrap();
     stream.synchronize(test_timeout()).unwrap();
     assert_eq!(a.qp.progress().unwrap().stream_failure, progress.stream_failure);
 }
 
-fn a_time_out_releases_the_stream_and_is_kept(fixture: &Fixture) {
+fn a_timeout_releases_the_stream_and_is_kept(fixture: &Fixture) {
     let wait_timeout = Duration::from_millis(30);
     let [a, b] = fixture.ends_with(KernelQpOptions { wait_timeout, ..fixture.options() });
     let stream = fixture.gpu.stream().unwrap();
@@ -192,7 +192,7 @@ fn a_dead_peer_releases_the_stream(fixture: &Fixture) {
     let remote = b.mr.remote(0);
     drop(b);
     let (stream, start) = (fixture.gpu.stream().unwrap(), Instant::now());
-    // More than the queue holds: those who wait for room are released too.
+    // More than the queue holds: posts that wait for room are released too.
     for _ in 0..40 {
         a.qp.put_on_stream(&stream, remote, a.mr.sge(0, 8)).unwrap();
     }

@@ -1,6 +1,7 @@
-//! Streams, kernels and the CPU on the queues of a ConnectX, which is a stand-in: `nic.c` is libibverbs and libmlx5 in one, with
-//! a thread that does what its queues say. Nothing here goes through a provider's post or poll; it stops the test if it does.
-#![allow(unsafe_code)] // the environment is changed
+//! Direct verbs from streams, kernels and the CPU on the queues of a fake ConnectX: `nic.c`
+//! replaces libibverbs and libmlx5, and a thread of it executes the queues. Its post and poll
+//! functions abort the test, because direct verbs must not call them.
+#![allow(unsafe_code)] // to set environment variables
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -17,9 +18,9 @@ use warpwire::verbs::{
     State, Status, WrOp,
 };
 
-/// Names the stand-in where it was compiled elsewhere.
+/// Path of the fake library, if it was compiled elsewhere.
 const NIC: &str = "WARPWIRE_TEST_NIC";
-/// Names a GPU: `cuda:0`. With it, one case at a time.
+/// Label of a GPU, such as `cuda:0`, instead of the simulated one. Cases then run one at a time.
 const GPU: &str = "WARPWIRE_TEST_GPU";
 fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
@@ -28,12 +29,12 @@ fn test_timeout() -> Duration {
 pub const SUITE: Suite = Suite { name: "mlx5", env: &[], collect, role: |_| {} };
 
 cases!(CASES:
-    streams_ring_the_register_and_watch_the_queue,
+    streams_ring_the_doorbell_and_wait_on_cqes,
     prepared_work_and_the_cpu,
     failures_release_streams,
-    kernels_drive_it_by_themselves,
-    the_cpu_posts_and_polls_in_place,
-    what_is_no_connectx_or_makes_no_sense_is_refused,
+    kernels_post_and_wait,
+    the_cpu_posts_and_polls_with_direct_verbs,
+    other_devices_and_invalid_options_are_refused,
 );
 
 fn collect(suite: &mut Collector) {
@@ -45,7 +46,7 @@ fn collect(suite: &mut Collector) {
     }
 }
 
-/// The stand-in, compiled, and in the libraries' place.
+/// Compiles the fake library and makes the process load it.
 fn build_fake_nic() -> Result<PathBuf, String> {
     if let Some(library) = std::env::var_os(NIC) {
         return Ok(set_library_env(library.into()));
@@ -66,7 +67,7 @@ fn build_fake_nic() -> Result<PathBuf, String> {
     Ok(set_library_env(library))
 }
 
-/// Has the stand-in take the libraries' place.
+/// Makes the process load this library instead of libibverbs and libmlx5.
 fn set_library_env(library: PathBuf) -> PathBuf {
     for variable in ["WARPWIRE_IBVERBS", "WARPWIRE_MLX5"] {
         // SAFETY: this process has no other thread yet.
@@ -75,7 +76,7 @@ fn set_library_env(library: PathBuf) -> PathBuf {
     library
 }
 
-/// The GPU whose streams and kernels ring: a simulated one, or the one that the environment names.
+/// A simulated GPU, or the one that [`GPU`] names.
 fn gpu() -> Device {
     match std::env::var(GPU) {
         Ok(label) => warpwire::mem::open(&label).unwrap(),
@@ -91,11 +92,11 @@ struct Bench {
     mr: Mr,
 }
 
-/// A device of that name, and a simulated GPU.
+/// Opens the RDMA device of that name and a GPU.
 fn bench(name: &str) -> Bench {
     let gpu = gpu();
     let context = Context::open_device(name).unwrap();
-    let pd = context.pd();
+    let pd = context.alloc_pd();
     let memory = HostMemory::new(1 << 16).unwrap();
     let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
     Bench { gpu, context, pd, memory, mr }
@@ -130,11 +131,11 @@ fn finish(streams: &[&Stream]) {
 }
 
 fn take(qp: &StreamQp) -> Completion {
-    qp.next(test_timeout()).unwrap().expect("a completion comes soon")
+    qp.wait_next(test_timeout()).unwrap().expect("no completion in time")
 }
 
 /// Messages from stream to stream, for many laps of every queue.
-fn streams_ring_the_register_and_watch_the_queue() {
+fn streams_ring_the_doorbell_and_wait_on_cqes() {
     let bench = bench("nic_0");
     let [a, b] = bench.stream_pair();
     assert_eq!(a.qp().path().unwrap().local.to_string(), "10.0.0.7:4791");
@@ -163,7 +164,7 @@ fn streams_ring_the_register_and_watch_the_queue() {
     assert!(a.failure().is_none() && b.failure().is_none());
 }
 
-/// What was prepared and given up does nothing, between others; the CPU posts the same way.
+/// A prepared request that is dropped between others does nothing; the CPU can post as well.
 fn prepared_work_and_the_cpu() {
     let bench = bench("nic_0");
     let [a, _b] = bench.stream_pair();
@@ -185,7 +186,7 @@ fn prepared_work_and_the_cpu() {
     assert_eq!((take(&a).id, bench.get(0, 3)), (4, b"adc".to_vec()));
 }
 
-/// A failure ends the waits, and says what it was.
+/// A failure releases waiting streams and is reported with its cause.
 fn failures_release_streams() {
     let bench = bench("nic_0");
     let [a, b] = bench.stream_pair();
@@ -199,16 +200,16 @@ fn failures_release_streams() {
     let [first, second] = [take(&a), take(&a)];
     assert_eq!((first.id, first.status), (7, Status::RemoteAccess));
     assert_eq!((second.id, second.status), (8, Status::Flushed));
-    let failure = a.failure().expect("it has failed").to_string();
+    let failure = a.failure().expect("a failure").to_string();
     assert!(failure.contains("remote access"), "{failure}");
     assert!(a.prepare(&SendRequest::new(9, WrOp::Send)).is_err());
-    // Ending the other gives its receive back.
+    // Aborting the peer flushes its receive.
     b.abort();
     assert_eq!((take(&b).id, b.qp().state().unwrap()), (9, State::Err));
 }
 
-/// Kernels of the simulated GPU drive it by the handle, on and on.
-fn kernels_drive_it_by_themselves() {
+/// Kernels on a stream post and wait through the device handle, for many laps of every queue.
+fn kernels_post_and_wait() {
     let bench = bench("nic_0");
     let options = KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() };
     let make = || KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options.clone()).unwrap();
@@ -234,8 +235,8 @@ fn kernels_drive_it_by_themselves() {
     assert_eq!(qp.progress().unwrap().posted, 100);
 }
 
-/// Verbs of the CPU on a queue pair that is posted to in place.
-fn the_cpu_posts_and_polls_in_place() {
+/// CPU verbs on a queue pair that is driven with direct verbs.
+fn the_cpu_posts_and_polls_with_direct_verbs() {
     let bench = bench("nic_0");
     let manual_release = || CqOptions { entries: 15, manual_release: true, ..CqOptions::default() };
     let make = || {
@@ -247,20 +248,20 @@ fn the_cpu_posts_and_polls_in_place() {
     };
     let ((a, sends, _), (b, _, receives)) = (make(), make());
     let early = a.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap_err();
-    assert!(early.to_string().contains("takes work from RTS on"), "{early}");
+    assert!(early.to_string().contains("may be posted from RTS on"), "{early}");
     a.connect(&b.endpoint()).unwrap();
     b.connect(&a.endpoint()).unwrap();
     let next = |cq: &warpwire::verbs::Cq| {
         let (mut one, start) = ([Completion::EMPTY], std::time::Instant::now());
         while cq.poll(&mut one).unwrap() == 0 {
-            assert!(start.elapsed() < test_timeout(), "a completion");
+            assert!(start.elapsed() < test_timeout(), "no completion in time");
             std::thread::yield_now();
         }
         one[0]
     };
     for round in 0..40_u64 {
         b.post_receive(&[ReceiveRequest { id: round, data: &[bench.mr.sge(512, 64)] }]).unwrap();
-        let mut batch = a.batch();
+        let mut batch = a.batch().unwrap();
         batch.push(&SendRequest::new(2 * round, WrOp::Nop)).unwrap();
         batch.push(&SendRequest::new(2 * round + 1, WrOp::Send).inline(&[round as u8; 5])).unwrap();
         batch.post();
@@ -276,14 +277,13 @@ fn the_cpu_posts_and_polls_in_place() {
     assert!(sends.arm(false).unwrap_err().to_string().contains("poll it"));
 }
 
-/// What cannot be says so.
-fn what_is_no_connectx_or_makes_no_sense_is_refused() {
+fn other_devices_and_invalid_options_are_refused() {
     let bench = bench("nic_0");
     let plain = bench.context.create_cq(4).unwrap();
     let poll_doorbell = QpOptions { poll_doorbell: true, ..QpOptions::default() };
     let refused = bench.context.create_qp(&bench.pd, &plain, &plain, poll_doorbell).unwrap_err();
-    assert!(refused.to_string().contains("CqOptions::held"), "{refused}");
-    // 48 bytes inline take two blocks for each of so many requests, which is no power of two.
+    assert!(refused.to_string().contains("CqOptions::manual_release"), "{refused}");
+    // 48 inline bytes make each WQE two WQEBBs, and a depth of 3 is no power of two.
     let odd = QpOptions { send_depth: 3, ..QpOptions::default() };
     let options = StreamQpOptions { qp: odd, ..StreamQpOptions::default() };
     assert!(StreamQp::create(&bench.context, &bench.pd, &bench.gpu, options).is_ok());
@@ -296,12 +296,10 @@ fn what_is_no_connectx_or_makes_no_sense_is_refused() {
     let (context, pd, gpu) = (&other.context, &other.pd, &other.gpu);
     let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).unwrap_err();
     let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).unwrap_err();
-    for (refused, what) in [(streams, "for streams"), (kernels, "for kernels")] {
+    for (refused, what) in [(streams, "a stream queue pair"), (kernels, "a kernel queue pair")] {
         assert_eq!(refused.kind(), &Kind::Unsupported);
         let text = refused.to_string();
-        for part in
-            [what, "no direct queues: its driver is not known, and not mlx5", "software HCA"]
-        {
+        for part in [what, "no direct verbs: its driver is unknown, not mlx5", "software HCA"] {
             assert!(text.contains(part), "no {part}: {text}");
         }
     }

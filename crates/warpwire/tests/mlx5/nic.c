@@ -1,9 +1,10 @@
-/* A stand-in for libibverbs and libmlx5 with one ConnectX in it, for tests on machines that have none: its queues lie where
- * mlx5dv_init_obj says, in ConnectX's format, and a thread does what is written into them when the doorbell register is
- * written to, as the hardware does. It looks at the doorbell record only then, and stops if the two do not agree.
+/* A fake libibverbs and libmlx5 with one ConnectX, for tests on machines without one. The queues
+ * are in ConnectX format, at the addresses that mlx5dv_init_obj returns. A thread executes their
+ * WQEs when the doorbell register is written, as the hardware does. It aborts if the doorbell is
+ * ahead of the doorbell record.
  *
- * It knows write, send and nothing; keys are not looked at, but for 0xbad, which no peer has. Layouts come from rdma-core's
- * headers, so that what the library declares by hand is held against them. */
+ * Supported operations are RDMA write, send and NOP. Keys are not checked, except that 0xbad fails.
+ * Layouts come from rdma-core's headers, which verifies the library's own declarations. */
 #include <endian.h>
 #include <errno.h>
 #include <pthread.h>
@@ -20,10 +21,10 @@
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
 
-enum { PAGE = 4096, MOST = 64, BAD_KEY = 0xbad, FLUSHED = 5, REMOTE_ACCESS = 0x13 };
+enum { PAGE = 4096, MAX_QPS = 64, BAD_KEY = 0xbad, FLUSHED = 5, REMOTE_ACCESS = 0x13 };
 
 struct cq {
-	struct ibv_cq_ex ibv; /* begins as a plain one */
+	struct ibv_cq_ex ibv; /* starts like struct ibv_cq */
 	struct mlx5_cqe64 *entries;
 	uint32_t count, written, ignores_overrun;
 	__be32 *record;
@@ -33,7 +34,7 @@ struct qp {
 	struct ibv_qp ibv;
 	struct ibv_qp_cap cap;
 	uint8_t *send, *receive;
-	uint32_t blocks, receives, stride, done, taken, peer, state;
+	uint32_t wqebbs, receives, stride, done, taken, peer, state;
 	__be32 *record;
 	uint64_t *doorbell, rung;
 	struct cq *cqs[2];
@@ -41,7 +42,7 @@ struct qp {
 
 static struct ibv_device devices[2];
 static uint8_t *uar;
-static struct qp *pairs[MOST];
+static struct qp *pairs[MAX_QPS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_t nic;
 static atomic_int running;
@@ -74,7 +75,7 @@ static void complete(struct cq *cq, uint32_t qpn, int code, uint16_t counter, ui
 	struct mlx5_cqe64 *entry = &cq->entries[cq->written % cq->count];
 	uint32_t consumed = be32toh(atomic_load((_Atomic uint32_t *)cq->record)) & 0xffffff;
 	if (!cq->ignores_overrun && cq->written - consumed >= cq->count)
-		die("a completion queue ran over");
+		die("a completion queue overran");
 	memset(entry, 0, 63);
 	entry->byte_cnt = htobe32(bytes);
 	entry->wqe_counter = htobe16(counter);
@@ -88,13 +89,13 @@ static void complete(struct cq *cq, uint32_t qpn, int code, uint16_t counter, ui
 
 static struct qp *find(uint32_t number)
 {
-	for (int n = 0; n < MOST; n++)
+	for (int n = 0; n < MAX_QPS; n++)
 		if (pairs[n] && pairs[n]->ibv.qp_num == number)
 			return pairs[n];
 	return NULL;
 }
 
-/* Copies the ranges of an entry to or from plain bytes. */
+/* Copies the data segments of a WQE, by address or inline, to `into`. Returns the length. */
 static uint32_t gather(const uint8_t *segment, const uint8_t *end, uint8_t *into)
 {
 	uint32_t total = 0;
@@ -124,27 +125,27 @@ static int deliver(struct qp *to, const uint8_t *bytes, uint32_t len)
 	uint32_t left = len;
 	for (uint32_t at = 0; left && at < to->stride; at += 16) {
 		const struct mlx5_wqe_data_seg *data = (const void *)(entry + at);
-		uint32_t here = be32toh(data->byte_count);
-		here = here < left ? here : left;
-		memcpy((void *)(uintptr_t)be64toh(data->addr), bytes + len - left, here);
-		left -= here;
+		uint32_t part = be32toh(data->byte_count);
+		part = part < left ? part : left;
+		memcpy((void *)(uintptr_t)be64toh(data->addr), bytes + len - left, part);
+		left -= part;
 	}
 	complete(to->cqs[1], to->ibv.qp_num, MLX5_CQE_RESP_SEND, to->taken, 0, len, 0);
 	to->taken++;
 	return 1;
 }
 
-/* Does the next entry; false if it must wait for a receive. */
+/* Executes the next WQE. Returns 0 if it must wait for a receive. */
 static int execute(struct qp *qp)
 {
 	static uint8_t entry[1024], bytes[1 << 20];
-	uint32_t place = qp->done % qp->blocks;
-	const struct mlx5_wqe_ctrl_seg *first = (const void *)(qp->send + place * 64);
+	uint32_t slot = qp->done % qp->wqebbs;
+	const struct mlx5_wqe_ctrl_seg *first = (const void *)(qp->send + slot * 64);
 	uint32_t segments = be32toh(first->qpn_ds) & 0x3f, opcode = be32toh(first->opmod_idx_opcode) & 0xff;
 	for (uint32_t n = 0; n < segments; n++)
-		memcpy(entry + n * 16, qp->send + (place * 64 + n * 16) % (qp->blocks * 64), 16);
+		memcpy(entry + n * 16, qp->send + (slot * 64 + n * 16) % (qp->wqebbs * 64), 16);
 	if (be32toh(first->qpn_ds) >> 8 != qp->ibv.qp_num || (be32toh(first->opmod_idx_opcode) >> 8 & 0xffff) != (qp->done & 0xffff))
-		die("an entry is not where it says");
+		die("a WQE has a wrong queue pair number or index");
 	int failed = qp->state == IBV_QPS_ERR ? FLUSHED : 0;
 	uint32_t len = 0;
 	if (!failed && opcode == MLX5_OPCODE_RDMA_WRITE) {
@@ -160,7 +161,7 @@ static int execute(struct qp *qp)
 		if (!to || !deliver(to, bytes, len))
 			return 0;
 	} else if (!failed && opcode != MLX5_OPCODE_NOP) {
-		die("an operation that it does not know");
+		die("an unsupported operation");
 	}
 	if (failed)
 		qp->state = IBV_QPS_ERR;
@@ -177,14 +178,14 @@ static void serve(struct qp *qp)
 		uint32_t words[2];
 		memcpy(words, &rung, 8);
 		if (be32toh(words[1]) >> 8 != qp->ibv.qp_num)
-			die("a doorbell names another queue pair");
+			die("a doorbell has the number of another queue pair");
 		if ((int16_t)(posted - (uint16_t)(be32toh(words[0]) >> 8)) < 0)
-			die("the doorbell was rung before the record was written");
+			die("the doorbell was rung before the doorbell record was written");
 		qp->rung = rung;
 	}
-	uint32_t told;
-	memcpy(&told, &qp->rung, 4);
-	while ((uint16_t)((be32toh(told) >> 8) - qp->done) && (int16_t)((be32toh(told) >> 8) - qp->done) > 0)
+	uint32_t producer;
+	memcpy(&producer, &qp->rung, 4);
+	while ((uint16_t)((be32toh(producer) >> 8) - qp->done) && (int16_t)((be32toh(producer) >> 8) - qp->done) > 0)
 		if (!execute(qp))
 			break;
 	while (qp->state == IBV_QPS_ERR && qp->receives &&
@@ -199,7 +200,7 @@ static void *work(void *unused)
 	(void)unused;
 	while (atomic_load(&running)) {
 		pthread_mutex_lock(&lock);
-		for (int n = 0; n < MOST; n++)
+		for (int n = 0; n < MAX_QPS; n++)
 			if (pairs[n] && pairs[n]->state >= IBV_QPS_RTR)
 				serve(pairs[n]);
 		pthread_mutex_unlock(&lock);
@@ -224,10 +225,10 @@ struct ibv_device **ibv_get_device_list(int *count)
 void ibv_free_device_list(struct ibv_device **list) { (void)list; }
 __be64 ibv_get_device_guid(struct ibv_device *device) { (void)device; return htobe64(0x1234); }
 
-static int poll_nothing(struct ibv_cq *cq, int count, struct ibv_wc *wc)
+static int poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc)
 {
 	(void)cq, (void)count, (void)wc;
-	die("the provider is asked for completions");
+	die("ibv_poll_cq was called");
 	return 0;
 }
 
@@ -236,14 +237,14 @@ static int notify(struct ibv_cq *cq, int solicited) { (void)cq, (void)solicited;
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
 {
 	(void)qp, (void)wr, (void)bad;
-	die("the provider is asked to post");
+	die("ibv_post_send was called");
 	return 0;
 }
 
 static int post_receive(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
 {
 	(void)qp, (void)wr, (void)bad;
-	die("the provider is asked to post a receive");
+	die("ibv_post_recv was called");
 	return 0;
 }
 
@@ -252,7 +253,7 @@ struct ibv_context *ibv_open_device(struct ibv_device *device)
 	struct ibv_context *opened = calloc(1, sizeof *opened);
 	opened->device = device;
 	opened->async_fd = eventfd(0, 0);
-	opened->ops.poll_cq = poll_nothing;
+	opened->ops.poll_cq = poll_cq;
 	opened->ops.req_notify_cq = notify;
 	opened->ops.post_send = post_send;
 	opened->ops.post_recv = post_receive;
@@ -281,9 +282,9 @@ int ibv_query_device(struct ibv_context *of, struct ibv_device_attr *attr)
 	return 0;
 }
 
-int ibv_query_port(struct ibv_context *of, uint8_t number, struct _compat_ibv_port_attr *told)
+int ibv_query_port(struct ibv_context *of, uint8_t number, struct _compat_ibv_port_attr *compat)
 {
-	struct ibv_port_attr *attr = (struct ibv_port_attr *)told;
+	struct ibv_port_attr *attr = (struct ibv_port_attr *)compat;
 	(void)of;
 	if (number != 1)
 		return EINVAL;
@@ -294,11 +295,11 @@ int ibv_query_port(struct ibv_context *of, uint8_t number, struct _compat_ibv_po
 	return 0;
 }
 
-ssize_t _ibv_query_gid_table(struct ibv_context *of, struct ibv_gid_entry *entries, size_t room, uint32_t flags, size_t size)
+ssize_t _ibv_query_gid_table(struct ibv_context *of, struct ibv_gid_entry *entries, size_t max_entries, uint32_t flags, size_t size)
 {
 	static const uint8_t gid[16] = { [10] = 0xff, 0xff, 10, 0, 0, 7 };
 	(void)of, (void)flags, (void)size;
-	if (room == 0)
+	if (max_entries == 0)
 		return 0;
 	memset(entries, 0, sizeof *entries);
 	memcpy(entries->gid.raw, gid, 16);
@@ -355,9 +356,9 @@ static struct cq *make_cq(uint32_t entries, int ignores_overrun)
 	return cq;
 }
 
-struct ibv_cq *ibv_create_cq(struct ibv_context *of, int entries, void *program, struct ibv_comp_channel *channel, int vector)
+struct ibv_cq *ibv_create_cq(struct ibv_context *of, int entries, void *cq_context, struct ibv_comp_channel *channel, int vector)
 {
-	(void)of, (void)program, (void)channel, (void)vector;
+	(void)of, (void)cq_context, (void)channel, (void)vector;
 	return (struct ibv_cq *)make_cq(entries, 0);
 }
 
@@ -373,7 +374,7 @@ int ibv_destroy_cq(struct ibv_cq *ended)
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
 {
 	(void)pd, (void)attr;
-	errno = EINVAL; /* it would put small messages into completions, where nobody looks for them */
+	errno = EINVAL; /* would scatter small messages into CQEs, which direct verbs do not read */
 	return NULL;
 }
 
@@ -381,7 +382,7 @@ int ibv_destroy_qp(struct ibv_qp *ended)
 {
 	struct qp *qp = (struct qp *)ended;
 	pthread_mutex_lock(&lock);
-	for (int n = 0; n < MOST; n++)
+	for (int n = 0; n < MAX_QPS; n++)
 		if (pairs[n] == qp)
 			pairs[n] = NULL;
 	pthread_mutex_unlock(&lock);
@@ -432,14 +433,15 @@ struct ibv_qp *mlx5dv_create_qp(struct ibv_context *of, struct ibv_qp_init_attr_
 	int n = 0;
 	if (attr->comp_mask != IBV_QP_INIT_ATTR_PD || dv->comp_mask != MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS ||
 	    dv->create_flags != MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE)
-		die("a queue pair with small messages in its completions");
-	/* As libmlx5 counts: control, remote address and atomic, then ranges or inline bytes. */
+		die("a queue pair with scatter to CQE");
+	/* WQE size as libmlx5 computes it: control, remote address and atomic segments, then data
+	 * segments or inline bytes. */
 	uint32_t ranges = attr->cap.max_send_sge * 16, bytes = (4 + attr->cap.max_inline_data + 15) / 16 * 16;
 	uint32_t size = (48 + (ranges > bytes ? ranges : bytes) + 63) / 64 * 64;
-	qp->blocks = power_of_two(attr->cap.max_send_wr * size) / 64;
+	qp->wqebbs = power_of_two(attr->cap.max_send_wr * size) / 64;
 	qp->receives = power_of_two(attr->cap.max_recv_wr);
 	qp->stride = power_of_two(attr->cap.max_recv_sge * 16);
-	qp->send = pages(qp->blocks * 64);
+	qp->send = pages(qp->wqebbs * 64);
 	qp->receive = pages(qp->receives * qp->stride);
 	qp->record = pages(8);
 	qp->cqs[0] = (struct cq *)attr->send_cq;
@@ -447,9 +449,9 @@ struct ibv_qp *mlx5dv_create_qp(struct ibv_context *of, struct ibv_qp_init_attr_
 	qp->ibv.context = of;
 	pthread_mutex_lock(&lock);
 	qp->ibv.qp_num = number++;
-	while (n < MOST && pairs[n])
+	while (n < MAX_QPS && pairs[n])
 		n++;
-	if (n == MOST)
+	if (n == MAX_QPS)
 		die("too many queue pairs");
 	qp->doorbell = (uint64_t *)(uar + 0x800) + n;
 	*qp->doorbell = 0;
@@ -458,9 +460,9 @@ struct ibv_qp *mlx5dv_create_qp(struct ibv_context *of, struct ibv_qp_init_attr_
 	return &qp->ibv;
 }
 
-int mlx5dv_init_obj(struct mlx5dv_obj *object, uint64_t sorts)
+int mlx5dv_init_obj(struct mlx5dv_obj *object, uint64_t obj_type)
 {
-	if (sorts == MLX5DV_OBJ_CQ) {
+	if (obj_type == MLX5DV_OBJ_CQ) {
 		struct cq *cq = (struct cq *)object->cq.in;
 		*object->cq.out = (struct mlx5dv_cq){ .buf = cq->entries, .dbrec = cq->record, .cqe_cnt = cq->count, .cqe_size = 64,
 						      .cqn = cq->ibv.handle };
@@ -469,9 +471,9 @@ int mlx5dv_init_obj(struct mlx5dv_obj *object, uint64_t sorts)
 	struct qp *qp = (struct qp *)object->qp.in;
 	*object->qp.out = (struct mlx5dv_qp){
 		.dbrec = qp->record,
-		.sq = { .buf = qp->send, .wqe_cnt = qp->blocks, .stride = 64 },
+		.sq = { .buf = qp->send, .wqe_cnt = qp->wqebbs, .stride = 64 },
 		.rq = { .buf = qp->receive, .wqe_cnt = qp->receives, .stride = qp->stride },
 		.bf = { .reg = qp->doorbell, .size = 0 },
 	};
-	return sorts == MLX5DV_OBJ_QP ? 0 : EINVAL;
+	return obj_type == MLX5DV_OBJ_QP ? 0 : EINVAL;
 }

@@ -1,4 +1,4 @@
-//! What all ranks do together.
+//! Collective operations: barrier, broadcast, all-reduce.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,17 +10,17 @@ use crate::msg::fixture::{
 };
 use testkit::cases;
 
-cases!(Fixture; CASES: barriers_hold, broadcasts, reductions, wrong_use);
+cases!(Fixture; CASES: barriers_hold_every_rank, broadcasts, reductions, invalid_use_is_refused);
 
-fn barriers_hold(fixture: &Fixture) {
+fn barriers_hold_every_rank(fixture: &Fixture) {
     for size in [1, 2, 3, 8] {
-        let here = AtomicUsize::new(0);
+        let arrived = AtomicUsize::new(0);
         fixture.ranks(size, |comm| {
             for round in 1..=20 {
-                here.fetch_add(1, Ordering::SeqCst);
+                arrived.fetch_add(1, Ordering::SeqCst);
                 comm.barrier(test_timeout()).unwrap();
-                // All have come this far, and nobody further than the next time.
-                let count = here.load(Ordering::SeqCst);
+                // All ranks have entered this barrier, and none has passed the next one.
+                let count = arrived.load(Ordering::SeqCst);
                 assert!((round * size..=(round + 1) * size).contains(&count), "{count}");
             }
             comm.finish(test_timeout()).unwrap();
@@ -90,7 +90,7 @@ fn reductions(fixture: &Fixture) {
     }
 }
 
-fn wrong_use(fixture: &Fixture) {
+fn invalid_use_is_refused(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(100).unwrap();
         let odd = comm.all_reduce(
@@ -102,7 +102,7 @@ fn wrong_use(fixture: &Fixture) {
         assert_eq!(odd.unwrap_err().kind(), &Kind::InvalidArgument);
         assert!(comm.broadcast(2, &memory, test_timeout()).is_err());
         comm.barrier(test_timeout()).unwrap();
-        // Who comes alone does not wait for ever.
+        // A barrier that the other rank does not enter times out.
         if comm.rank() == 0 {
             let late = comm.barrier(SHORT_WAIT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout, "{late}");
@@ -111,7 +111,7 @@ fn wrong_use(fixture: &Fixture) {
             comm.wait_ready(0, test_timeout()).unwrap();
             comm.barrier(test_timeout()).unwrap();
         }
-        // Lengths that differ are told.
+        // Lengths that differ between ranks are reported.
         let len = 10 + comm.rank() as u64;
         let outcome = comm.broadcast(0, memory.slice(0, len).unwrap(), test_timeout());
         match comm.rank() {

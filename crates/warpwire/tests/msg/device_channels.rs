@@ -1,4 +1,4 @@
-//! Messages that streams and kernels send and wait for.
+//! Device channels: messages that streams and kernels send and wait for.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,13 +24,13 @@ cases!(Fixture; CASES:
     kernels_put_and_get,
     a_lost_rank_releases_streams,
     a_rank_that_leaves_releases_streams,
-    a_rank_that_leaves_is_no_failure,
+    an_orderly_leave_is_no_failure,
 );
 cases!(Fixture; ONCE:
-    lanes_check_their_arguments,
-    lanes_push_back,
+    channels_check_their_arguments,
+    channels_apply_back_pressure,
     one_stream_waits_for_many,
-    compute_takes_time,
+    compute_occupies_the_stream_for_its_duration,
     kernels_pass_words_without_an_hca,
 );
 
@@ -58,13 +58,13 @@ impl Endpoint {
         self.comm.register(self.gpu.alloc(len).unwrap().whole().unwrap()).unwrap()
     }
 
-    fn done(&self) {
+    fn finish_stream(&self) {
         self.stream.synchronize(test_timeout()).unwrap();
         self.device_channel.check().unwrap();
     }
 }
 
-fn ends(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
+fn run_endpoints(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
     let options = CommOptions {
         progress_mode: CommOptions::for_streams().progress_mode,
         ..fixture.options()
@@ -73,7 +73,7 @@ fn ends(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
 }
 
 fn streams_exchange_all_sizes(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         let (out, into) = (end.memory(3 << 20), end.memory(3 << 20));
         for len in [0, 1, 4096, 100_000, (2 << 20) + 5] {
             let seed = |rank: usize| (rank + len) as u64;
@@ -88,13 +88,13 @@ fn streams_exchange_all_sizes(fixture: &Fixture) {
             end.device_channel
                 .wait_all_on_stream(&end.stream, &[send.clone(), receive.clone()])
                 .unwrap();
-            end.done();
+            end.finish_stream();
             same(&read(&into, 1, len), &pattern(seed(end.other()), len), &format!("{len} bytes"));
-            // The CPU may ask too.
+            // The CPU can wait for the same requests.
             assert_eq!(receive.wait(test_timeout()).unwrap().len, len as u64);
             assert_eq!(send.wait(test_timeout()).unwrap().peer, end.other());
         }
-        // Several parts into several others.
+        // Scatter-gather on both sides.
         let seed = |rank: usize| 900 + rank as u64;
         out.write(0, &pattern(seed(end.comm.rank()), 30_000)).unwrap();
         let slices = [into.slice(50_000, 9_999).unwrap(), into.slice(0, 20_001).unwrap()];
@@ -103,16 +103,16 @@ fn streams_exchange_all_sizes(fixture: &Fixture) {
             [out.slice(0, 1).unwrap(), out.slice(1, 0).unwrap(), out.slice(1, 29_999).unwrap()];
         let _send = end.device_channel.sendv_on_stream(&end.stream, end.other(), &slices).unwrap();
         end.device_channel.wait_on_stream(&end.stream, &receive).unwrap();
-        end.done();
-        let mut came = read(&into, 50_000, 9_999);
-        came.extend(read(&into, 0, 20_001));
-        same(&came, &pattern(seed(end.other()), 30_000), "parts");
+        end.finish_stream();
+        let mut received = read(&into, 50_000, 9_999);
+        received.extend(read(&into, 0, 20_001));
+        same(&received, &pattern(seed(end.other()), 30_000), "slices");
         end.comm.finish(test_timeout()).unwrap();
     });
 }
 
 fn prepared_and_batched(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         let (out, into) = (end.memory(4096), end.memory(4096));
         let word = end.gpu.alloc(8).unwrap();
         word.write(0, &[0; 8]).unwrap();
@@ -130,7 +130,7 @@ fn prepared_and_batched(fixture: &Fixture) {
                 end.device_channel.prepare_send(end.other(), out.slice(at * 1000, 1000).unwrap())
             };
             let first = prepare(0).unwrap();
-            // One that is dropped was never there.
+            // A prepared send that is dropped has no effect.
             drop(prepare(2).unwrap());
             out.write(0, &pattern(seed(end.comm.rank()), 3000)).unwrap();
             let _first = first.post(&end.stream).unwrap();
@@ -146,7 +146,7 @@ fn prepared_and_batched(fixture: &Fixture) {
             assert!(batch.len() >= 8, "{batch:?}");
             batch.post().unwrap();
             assert!(batch.is_empty());
-            end.done();
+            end.finish_stream();
             same(&read(&into, 0, 3000), &pattern(seed(end.other()), 3000), "batched");
             end.comm.barrier(test_timeout()).unwrap();
         }
@@ -155,7 +155,7 @@ fn prepared_and_batched(fixture: &Fixture) {
 }
 
 fn messages_keep_their_order(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         const COUNT: u64 = 400;
         let memory = end.memory(COUNT * 8);
         let numbers: Vec<u8> = (0..COUNT).flat_map(u64::to_le_bytes).collect();
@@ -163,13 +163,13 @@ fn messages_keep_their_order(fixture: &Fixture) {
         if end.comm.rank() == 0 {
             memory.write(0, &numbers).unwrap();
             for number in 0..COUNT {
-                // Nobody waits on the CPU, but for room.
+                // The CPU waits only while the queue is full.
                 let start = Instant::now();
                 while let Err(busy) =
                     end.device_channel.send_on_stream(&end.stream, 1, slice(number)).map(drop)
                 {
                     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-                    assert!(start.elapsed() < test_timeout(), "number {number} finds no room");
+                    assert!(start.elapsed() < test_timeout(), "number {number}: still full");
                     std::thread::sleep(Duration::from_micros(100));
                 }
             }
@@ -182,7 +182,7 @@ fn messages_keep_their_order(fixture: &Fixture) {
                         Ok(receive) => break receive,
                         Err(busy) => assert_eq!(busy.kind(), &Kind::Busy, "{busy}"),
                     }
-                    assert!(start.elapsed() < test_timeout(), "number {number} finds no room");
+                    assert!(start.elapsed() < test_timeout(), "number {number}: still full");
                     std::thread::sleep(Duration::from_micros(100));
                 };
                 while let Err(busy) = end.device_channel.wait_on_stream(&end.stream, &receive) {
@@ -192,7 +192,7 @@ fn messages_keep_their_order(fixture: &Fixture) {
                 }
             }
         }
-        end.done();
+        end.finish_stream();
         if end.comm.rank() == 1 {
             same(&read(&memory, 0, COUNT as usize * 8), &numbers, "numbers");
         }
@@ -201,7 +201,7 @@ fn messages_keep_their_order(fixture: &Fixture) {
 }
 
 fn streams_put_get_and_signal(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         let device = end.gpu.alloc(64 << 10).unwrap();
         device.write(0, &[0; 64]).unwrap();
         let exposed = end.comm.register(device.whole().unwrap()).unwrap();
@@ -231,14 +231,14 @@ fn streams_put_get_and_signal(fixture: &Fixture) {
                 .wait_word_on_stream(&end.stream, &word, wanted, Writer::Rank(other))
                 .unwrap();
             end.device_channel.wait_on_stream(&end.stream, &put).unwrap();
-            end.done();
+            end.finish_stream();
             same(&read(&exposed, 64, len), &pattern(round, len), "put before its signal");
             end.comm.barrier(test_timeout()).unwrap();
             let into = back.slice(0, len as u64).unwrap();
             let get =
                 end.device_channel.get_on_stream(&end.stream, (&window, other, 64), into).unwrap();
             end.device_channel.wait_on_stream(&end.stream, &get).unwrap();
-            end.done();
+            end.finish_stream();
             same(&read(&back, 0, len), &pattern(round, len), "fetched");
             end.comm.barrier(test_timeout()).unwrap();
         }
@@ -267,8 +267,8 @@ fn streams_put_get_and_signal(fixture: &Fixture) {
 }
 
 fn handshakes_and_barriers(fixture: &Fixture) {
-    let here = AtomicU64::new(0);
-    ends(fixture, 3, |end| {
+    let arrived = AtomicU64::new(0);
+    run_endpoints(fixture, 3, |end| {
         let (rank, size) = (end.comm.rank(), end.comm.size());
         for round in 1..=10u64 {
             for to in (0..size).filter(|to| *to != rank) {
@@ -277,12 +277,12 @@ fn handshakes_and_barriers(fixture: &Fixture) {
             for from in (0..size).filter(|from| *from != rank) {
                 end.device_channel.wait_ready_on_stream(&end.stream, from).unwrap();
             }
-            end.done();
-            here.fetch_add(1, Ordering::SeqCst);
+            end.finish_stream();
+            arrived.fetch_add(1, Ordering::SeqCst);
             end.device_channel.barrier_on_stream(&end.stream).unwrap();
-            end.done();
-            // All were here before anybody went on.
-            let count = here.load(Ordering::SeqCst);
+            end.finish_stream();
+            // All ranks entered the barrier before any left it.
+            let count = arrived.load(Ordering::SeqCst);
             assert!((round * 3..=round * 3 + 3).contains(&count), "round {round}: {count}");
         }
         end.comm.barrier(test_timeout()).unwrap();
@@ -291,7 +291,7 @@ fn handshakes_and_barriers(fixture: &Fixture) {
 }
 
 fn graphs_replay_messages(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         const LEN: u64 = 4096;
         const ROUNDS: u64 = 200;
         let device = end.gpu.alloc(LEN + 64).unwrap();
@@ -316,7 +316,7 @@ fn graphs_replay_messages(fixture: &Fixture) {
         for _ in 0..ROUNDS {
             end.stream.replay(&graph).unwrap();
         }
-        end.done();
+        end.finish_stream();
         assert_eq!(device.word64(0).unwrap().load().unwrap(), ROUNDS);
         same(&read(&exposed, 64, LEN as usize), &pattern(other as u64, LEN as usize), "replayed");
         end.comm.barrier(test_timeout()).unwrap();
@@ -325,7 +325,7 @@ fn graphs_replay_messages(fixture: &Fixture) {
 }
 
 fn kernels_play_ping_pong(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         const LEN: u64 = 1000;
         let kernels = PingPongKernels::load(&end.gpu).unwrap();
         let device = end.gpu.alloc(LEN + 64).unwrap();
@@ -348,7 +348,7 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
                 serves: end.comm.rank() == 0,
             };
             kernels.play(&end.stream, &side, rounds, Duration::ZERO, test_timeout()).unwrap();
-            end.done();
+            end.finish_stream();
             kernels.check().unwrap();
             start += rounds;
             assert_eq!(own.load().unwrap(), start);
@@ -359,7 +359,7 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
             &pattern(other as u64 + 5, LEN as usize),
             "ping-pong",
         );
-        // Nobody answers: it gives up in its time.
+        // The other side does not answer: the kernel times out.
         if end.comm.rank() == 0 {
             let side = Side {
                 qp: end.device_channel.kernel(other).unwrap(),
@@ -380,9 +380,9 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
     });
 }
 
-/// A rank goes while others' streams wait for it in every way.
+/// Rank 1 leaves by `go` while streams of the other ranks wait for it in every way.
 fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
-    ends(fixture, 3, |end| {
+    run_endpoints(fixture, 3, |end| {
         let into = end.memory(64);
         end.comm.barrier(test_timeout()).unwrap();
         if end.comm.rank() == 1 {
@@ -414,7 +414,7 @@ fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
         ] {
             assert!(error.to_string().contains(text), "{error}");
         }
-        // The lane to the rank that lives works.
+        // The channel to the surviving rank still works.
         let other = 2 - end.comm.rank();
         let receive = end.device_channel.receive(other, &into).unwrap();
         let _send = end.device_channel.send_on_stream(&streams[0], other, &into).unwrap();
@@ -426,17 +426,17 @@ fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
 }
 
 fn a_lost_rank_releases_streams(fixture: &Fixture) {
-    releases(fixture, |comm| comm.abort("out of luck"), "rank 1 gave up: out of luck");
+    releases(fixture, |comm| comm.abort("out of luck"), "rank 1 aborted: out of luck");
 }
 
 fn a_rank_that_leaves_releases_streams(fixture: &Fixture) {
     releases(fixture, |_| {}, "rank 1 has left");
 }
 
-/// Asked while the others leave, a lane never calls that a failure.
-fn a_rank_that_leaves_is_no_failure(fixture: &Fixture) {
+/// `check` never fails while the other ranks leave in order.
+fn an_orderly_leave_is_no_failure(fixture: &Fixture) {
     for _ in 0..10 {
-        ends(fixture, 4, |end| {
+        run_endpoints(fixture, 4, |end| {
             let left = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -452,8 +452,8 @@ fn a_rank_that_leaves_is_no_failure(fixture: &Fixture) {
     }
 }
 
-fn lanes_check_their_arguments(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+fn channels_check_their_arguments(fixture: &Fixture) {
+    run_endpoints(fixture, 2, |end| {
         let memory = end.memory(100);
         let own = end.comm.rank();
         assert_eq!(
@@ -472,14 +472,14 @@ fn lanes_check_their_arguments(fixture: &Fixture) {
         let error =
             end.device_channel.send_on_stream(&end.stream, end.other(), &theirs).unwrap_err();
         assert!(error.to_string().contains("another communicator"), "{error}");
-        // Streams of another device do not reach it.
+        // Streams of another device are refused.
         let elsewhere = gpu().stream().unwrap();
         assert!(end.device_channel.send_on_stream(&elsewhere, end.other(), &memory).is_err());
-        // A communicator that no thread drives.
+        // A communicator whose engine has no thread.
         let lazy = Comm::local(1).unwrap().remove(0);
         assert!(
             lazy.device_channel(&end.gpu, ChannelOptions::default()).is_ok(),
-            "alone it needs no queue pair"
+            "a single rank needs no queue pair"
         );
         end.comm.barrier(test_timeout()).unwrap();
         end.comm.finish(test_timeout()).unwrap();
@@ -488,7 +488,7 @@ fn lanes_check_their_arguments(fixture: &Fixture) {
         let error = comm.device_channel(&gpu(), ChannelOptions::default()).unwrap_err();
         assert!(error.to_string().contains("CommOptions::for_streams"), "{error}");
     });
-    // Without kernels there is none to ask for.
+    // A channel without kernel support has no kernel queue pair.
     let options = CommOptions {
         progress_mode: CommOptions::for_streams().progress_mode,
         ..fixture.options()
@@ -501,7 +501,7 @@ fn lanes_check_their_arguments(fixture: &Fixture) {
     });
 }
 
-fn lanes_push_back(fixture: &Fixture) {
+fn channels_apply_back_pressure(fixture: &Fixture) {
     let options = CommOptions {
         progress_mode: CommOptions::for_streams().progress_mode,
         ..fixture.options()
@@ -515,7 +515,7 @@ fn lanes_push_back(fixture: &Fixture) {
         let memory = comm.register(gpu.alloc(64).unwrap().whole().unwrap()).unwrap();
         let other = 1 - comm.rank();
         if comm.rank() == 0 {
-            // The other has no receives: what is sent waits, and in the end there is no room.
+            // The peer has posted no receives: sends queue up until the queue is full.
             let mut sends = Vec::new();
             let busy = loop {
                 match device_channel.send_on_stream(&stream, other, &memory) {
@@ -526,7 +526,7 @@ fn lanes_push_back(fixture: &Fixture) {
             };
             assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
             assert!(sends.len() >= 8, "{}", sends.len());
-            // The stream itself is not held up by that.
+            // The stream itself is not blocked by that.
             stream.synchronize(test_timeout()).unwrap();
             comm.send(1, 0, &memory, test_timeout()).unwrap();
             let count = sends.len() as u64;
@@ -554,7 +554,7 @@ fn lanes_push_back(fixture: &Fixture) {
 }
 
 fn one_stream_waits_for_many(fixture: &Fixture) {
-    ends(fixture, 5, |end| {
+    run_endpoints(fixture, 5, |end| {
         let (rank, size) = (end.comm.rank(), end.comm.size());
         let memory = end.memory(size as u64 * 8);
         let number = end.memory(8);
@@ -572,10 +572,10 @@ fn one_stream_waits_for_many(fixture: &Fixture) {
                 let _send = end.device_channel.send_on_stream(&end.stream, to, &number).unwrap();
             }
             end.device_channel.wait_all_on_stream(&end.stream, &receives).unwrap();
-            end.done();
+            end.finish_stream();
             for from in (0..size).filter(|from| *from != rank) {
-                let came = read(&memory, from as u64 * 8, 8);
-                assert_eq!(u64::from_le_bytes(came.try_into().unwrap()), from as u64 * 11);
+                let bytes = read(&memory, from as u64 * 8, 8);
+                assert_eq!(u64::from_le_bytes(bytes.try_into().unwrap()), from as u64 * 11);
             }
         }
         end.comm.barrier(test_timeout()).unwrap();
@@ -584,7 +584,7 @@ fn one_stream_waits_for_many(fixture: &Fixture) {
 }
 
 fn kernels_put_and_get(fixture: &Fixture) {
-    ends(fixture, 2, |end| {
+    run_endpoints(fixture, 2, |end| {
         const LEN: u64 = 5000;
         let kernels = PingPongKernels::load(&end.gpu).unwrap();
         let (mine, exposed, back) = (end.memory(LEN), end.memory(LEN), end.memory(LEN));
@@ -595,17 +595,17 @@ fn kernels_put_and_get(fixture: &Fixture) {
             (end.device_channel.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
         let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
         kernels.shift(&end.stream, &put, 20, Duration::ZERO, test_timeout()).unwrap();
-        end.done();
+        end.finish_stream();
         kernels.check().unwrap();
         end.comm.barrier(test_timeout()).unwrap();
         same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
         let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
         kernels.shift(&end.stream, &get, 20, Duration::ZERO, test_timeout()).unwrap();
-        end.done();
+        end.finish_stream();
         kernels.check().unwrap();
         same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
         end.comm.barrier(test_timeout()).unwrap();
-        // A place that is not the other's: it ends with the cause. The failure ends the connection on both sides.
+        // A wrong rkey fails with the cause, and puts the queue pairs of both sides in error.
         if rank == 0 {
             let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
             kernels.shift(&end.stream, &nowhere, 1, Duration::ZERO, test_timeout()).unwrap();
@@ -632,7 +632,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
         kernels.relay(&stream, &relay, ROUNDS, test_timeout()).unwrap();
         for round in 1..=ROUNDS {
             if !serves {
-                assert_eq!(bell.load().unwrap(), round - 1, "nothing was passed to it");
+                assert_eq!(bell.load().unwrap(), round - 1, "the kernel rang too early");
                 word.store(round).unwrap();
             }
             let start = Instant::now();
@@ -654,7 +654,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
         1,
         test_timeout(),
     );
-    assert!(error.unwrap_err().to_string().contains("its bell has 64 bytes"));
+    assert!(error.unwrap_err().to_string().contains("its doorbell has 64 bytes"));
     let narrow = own.word32(0).unwrap();
     let error = kernels.relay(
         &stream,
@@ -663,7 +663,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
         test_timeout(),
     );
     assert!(error.unwrap_err().to_string().contains("32 bits"));
-    // Nobody passes anything on: it gives up in its time.
+    // The host does not answer: the kernel times out.
     word.store(0).unwrap();
     let relay = Relay { bell: &whole, own: &word, serves: true };
     kernels.relay(&stream, &relay, 1, SHORT_WAIT).unwrap();
@@ -671,7 +671,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
     assert!(kernels.check().unwrap_err().to_string().contains("time"));
 }
 
-fn compute_takes_time(_: &Fixture) {
+fn compute_occupies_the_stream_for_its_duration(_: &Fixture) {
     let gpu = gpu();
     let (kernels, stream) = (PingPongKernels::load(&gpu).unwrap(), gpu.stream().unwrap());
     let start = Instant::now();

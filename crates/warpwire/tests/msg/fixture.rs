@@ -1,4 +1,4 @@
-//! What a case gets: ranks as threads, over a link, and memory of several sorts.
+//! Ranks as threads over a link, and buffers in host and device memory.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use warpwire::mem::Device;
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::msg::{Buffer, Comm, CommLink, CommOptions};
 
-/// Longer than anything takes that works.
+/// Longer than any operation takes that works.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
-/// Long enough to be sure that something does not happen.
+/// How long a case waits before it concludes that something does not happen.
 pub const SHORT_WAIT: Duration = Duration::from_millis(50);
 
 /// The links that cases run over.
@@ -33,7 +33,7 @@ pub struct Fixture {
     pub test_link: TestLink,
 }
 
-/// Where the memory of a message is.
+/// Location of a message buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryKind {
     Host,
@@ -57,7 +57,7 @@ impl Fixture {
         CommOptions { link, timeout: test_timeout(), ..CommOptions::default() }
     }
 
-    /// Runs it as so many ranks.
+    /// Runs `size` ranks, each on a thread of its own.
     pub fn ranks(&self, size: usize, run: impl Fn(Comm) + Sync) {
         self.ranks_with(size, &self.options(), run);
     }
@@ -78,13 +78,13 @@ impl Fixture {
     }
 }
 
-/// A simulated GPU of one's own.
+/// A new simulated GPU.
 pub fn gpu() -> Device {
     let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
     Sim::start(config).unwrap().device(0).unwrap()
 }
 
-/// A buffer of that sort.
+/// A registered buffer in host memory or on a new simulated GPU.
 pub fn buffer(comm: &Comm, memory_kind: MemoryKind, len: u64) -> Buffer {
     match memory_kind {
         MemoryKind::Host => comm.alloc(len).unwrap(),
@@ -92,7 +92,7 @@ pub fn buffer(comm: &Comm, memory_kind: MemoryKind, len: u64) -> Buffer {
     }
 }
 
-/// Bytes that tell themselves from others.
+/// Pseudo-random bytes (xorshift64), different for each seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -1,4 +1,4 @@
-//! Send and receive.
+//! Two-sided messages: send, receive, matching by tag, back-pressure.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use crate::msg::fixture::{
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    all_sizes_and_places,
+    all_sizes_and_memory_kinds,
     order_is_kept,
-    tags_choose,
-    unexpected_messages_wait,
+    tags_select_messages,
+    unexpected_messages_are_kept,
     vectors,
     to_itself,
     back_pressure,
@@ -30,10 +30,10 @@ cases!(Fixture; ONCE:
     timeouts,
 );
 
-/// Around the limits of headers, slots and pieces.
+/// Around the eager limit (8192 bytes), and several fragments.
 const SIZES: [usize; 10] = [0, 1, 7, 64, 4096, 8191, 8192, 8193, 100_000, (8 << 20) + 3];
 
-fn all_sizes_and_places(fixture: &Fixture) {
+fn all_sizes_and_memory_kinds(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let other = 1 - comm.rank();
         for (from, to) in MEMORY_KINDS.iter().flat_map(|from| MEMORY_KINDS.map(|to| (*from, to))) {
@@ -64,7 +64,7 @@ fn order_is_kept(fixture: &Fixture) {
         let memory = comm.alloc(64 << 10).unwrap();
         if comm.rank() == 0 {
             for number in 0..COUNT {
-                // Short and long ones must not overtake each other.
+                // Eager and rendezvous messages must not overtake each other.
                 let len = if number % 3 == 0 { 20_000 } else { 8 };
                 memory.write(0, &number.to_le_bytes()).unwrap();
                 comm.send(1, 7, memory.slice(0, len).unwrap(), test_timeout()).unwrap();
@@ -79,11 +79,12 @@ fn order_is_kept(fixture: &Fixture) {
     });
 }
 
-fn tags_choose(fixture: &Fixture) {
+fn tags_select_messages(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(64 << 10).unwrap();
         if comm.rank() == 0 {
-            // The long one is fetched only when it is asked for: it has memory of its own.
+            // The long message is read by the receiver only when a receive matches, so it needs a
+            // buffer of its own.
             let long = comm.alloc(30_000).unwrap();
             long.write(0, &[7]).unwrap();
             let mut requests = Vec::new();
@@ -112,7 +113,7 @@ fn tags_choose(fixture: &Fixture) {
     });
 }
 
-fn unexpected_messages_wait(fixture: &Fixture) {
+fn unexpected_messages_are_kept(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(1 << 20).unwrap();
         if comm.rank() == 0 {
@@ -125,7 +126,7 @@ fn unexpected_messages_wait(fixture: &Fixture) {
             comm.barrier(test_timeout()).unwrap();
             wait_all(&mut sends, test_timeout()).unwrap();
         } else {
-            // All that can come has come before anything is asked for.
+            // All eager messages have arrived before the first receive is posted.
             comm.barrier(test_timeout()).unwrap();
             let wanted = pattern(9, 1 << 20);
             for number in 0..40usize {
@@ -149,7 +150,7 @@ fn vectors(fixture: &Fixture) {
             let out = buffer(&comm, memory_kind, 1 << 20);
             let into = buffer(&comm, memory_kind, 1 << 20);
             let whole = pattern(len, 15 * len as usize);
-            // Parts in backward order, with an empty one among them.
+            // Slices at descending offsets, one of them empty.
             let cut = |memory: &warpwire::msg::Buffer, lens: &[u64]| -> Vec<BufferSlice> {
                 let mut at = 1 << 20;
                 let mut slice = |len: &u64| {
@@ -171,11 +172,11 @@ fn vectors(fixture: &Fixture) {
             let mut send = comm.isendv(other, 0, &slices).unwrap();
             assert_eq!(receive.wait(test_timeout()).unwrap().len, at as u64);
             send.wait(test_timeout()).unwrap();
-            let mut came = Vec::new();
+            let mut received = Vec::new();
             for half in &halves {
-                came.extend(read(&into, half.offset(), half.len() as usize));
+                received.extend(read(&into, half.offset(), half.len() as usize));
             }
-            same(&came[..at], &whole[..at], "a vector");
+            same(&received[..at], &whole[..at], "a vector");
         }
         let one = comm.alloc(16).unwrap();
         let many = vec![one.whole(); 16];
@@ -191,14 +192,14 @@ fn to_itself(fixture: &Fixture) {
         let (out, into) = (comm.alloc(1 << 20).unwrap(), comm.alloc(1 << 20).unwrap());
         out.write(0, &pattern(1, 1 << 20)).unwrap();
         for len in [0, 1, 5000, 1 << 20] {
-            // A short one is kept; a long one waits for its receive.
+            // An eager message is buffered; a long one waits for its receive.
             let mut send = comm.isend(0, 3, out.slice(0, len).unwrap()).unwrap();
             assert_eq!(send.test().unwrap().is_some(), len <= 8192, "{len}");
             let outcome = comm.recv(0, 3, &into, test_timeout()).unwrap();
             assert_eq!((outcome.peer, outcome.len), (0, len));
             send.wait(test_timeout()).unwrap();
             same(&read(&into, 0, len as usize), &pattern(1, 1 << 20)[..len as usize], "own");
-            // And the other way round.
+            // The receive first.
             let mut receive = comm.irecv(0, Match::Any, &into).unwrap();
             assert_eq!(receive.test().unwrap(), None);
             comm.send(0, 4, out.slice(0, len).unwrap(), test_timeout()).unwrap();
@@ -223,7 +224,7 @@ fn back_pressure(fixture: &Fixture) {
                 }
             };
             assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-            // Eight at the peer, sixteen here; those at the peer are done.
+            // Eight fill the peer's receives and are complete; sixteen are queued here.
             assert_eq!(sends.len(), 24);
             sends[7].wait(test_timeout()).unwrap();
             let waits = sends[8].wait(SHORT_WAIT).unwrap_err();
@@ -235,7 +236,7 @@ fn back_pressure(fixture: &Fixture) {
             for _ in 0..24 {
                 assert_eq!(comm.recv(0, 0, &memory, test_timeout()).unwrap().len, 100);
             }
-            // Receives have a bound too.
+            // The number of posted receives is limited too.
             let mut receives = Vec::new();
             let busy = loop {
                 match comm.irecv(0, 1, &memory) {
@@ -255,17 +256,17 @@ fn a_message_that_is_too_long(fixture: &Fixture) {
         let memory = comm.alloc(1 << 20).unwrap();
         for len in [100, 100_000] {
             if comm.rank() == 0 {
-                // Its sender notices nothing, and the next message is whole.
+                // The send succeeds, and the next message is intact.
                 comm.send(1, 0, memory.slice(0, len).unwrap(), test_timeout()).unwrap();
                 comm.send(1, 0, memory.slice(0, len - 1).unwrap(), test_timeout()).unwrap();
             } else {
-                let room = || memory.slice(0, len - 1).unwrap();
-                let error = comm.recv(0, 0, room(), test_timeout()).unwrap_err();
+                let short = || memory.slice(0, len - 1).unwrap();
+                let error = comm.recv(0, 0, short(), test_timeout()).unwrap_err();
                 assert_eq!(error.kind(), &Kind::OutOfRange);
                 let text = error.to_string();
                 assert!(text.contains(&format!("{len} bytes")), "{text}");
-                assert!(text.contains(&format!("room for {}", len - 1)), "{text}");
-                assert_eq!(comm.recv(0, 0, room(), test_timeout()).unwrap().len, len - 1);
+                assert!(text.contains(&format!("the buffer {}", len - 1)), "{text}");
+                assert_eq!(comm.recv(0, 0, short(), test_timeout()).unwrap().len, len - 1);
             }
         }
         comm.finish(test_timeout()).unwrap();
@@ -277,10 +278,10 @@ fn dropped_requests(fixture: &Fixture) {
         let other = 1 - comm.rank();
         let memory = comm.alloc(1 << 20).unwrap();
         for len in [10, 500_000] {
-            // A receive that is dropped before a message comes takes none.
+            // A receive that is dropped before a message arrives consumes none.
             drop(comm.irecv(other, 0, &memory).unwrap());
             comm.barrier(test_timeout()).unwrap();
-            // A send that is dropped goes on, and keeps its memory.
+            // A send whose request is dropped continues and keeps its memory alive.
             let mine = comm.alloc(len).unwrap();
             mine.write(0, &pattern(len, len as usize)).unwrap();
             drop(comm.isend(other, 0, &mine).unwrap());
@@ -289,7 +290,7 @@ fn dropped_requests(fixture: &Fixture) {
             same(&read(&memory, 0, len as usize), &pattern(len, len as usize), "of a dropped send");
             comm.barrier(test_timeout()).unwrap();
         }
-        // A receive that is dropped while its message is fetched harms nobody.
+        // A receive may be dropped while its message is being transferred.
         for round in 0..20 {
             let mut send = comm.isend(other, 1, &memory).unwrap();
             let target = comm.alloc(1 << 20).unwrap();
@@ -301,7 +302,7 @@ fn dropped_requests(fixture: &Fixture) {
             let _ = receive.test();
             drop(receive);
             drop(target);
-            // It may have been cancelled before the message came: then somebody else takes it.
+            // If it was cancelled before the message arrived, this receive consumes the message.
             let mut rest = comm.irecv(other, 1, &memory).unwrap();
             let start = Instant::now();
             while send.test().unwrap().is_none() && start.elapsed() < test_timeout() {
@@ -314,7 +315,7 @@ fn dropped_requests(fixture: &Fixture) {
     });
 }
 
-/// Any sizes in any order, with receives that come early and late: every byte is compared.
+/// Random sizes and order, with receives posted before and after arrival; compares every byte.
 fn random_traffic(fixture: &Fixture) {
     let seed = std::env::var("WARPWIRE_SEED").ok().and_then(|text| text.parse().ok());
     for seed in seed.map_or(1..4, |seed: u64| seed..seed + 1) {
@@ -327,7 +328,7 @@ fn random_traffic(fixture: &Fixture) {
     }
 }
 
-/// The messages from one rank to another, which both know: tag and length.
+/// The messages from one rank to another (tag and length), computed from the seed on both sides.
 fn plan(seed: u64, from: usize, to: usize) -> Vec<(u32, usize)> {
     let bytes = pattern(seed << 16 | (from << 8 | to) as u64, 60 * 8);
     let words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
@@ -343,7 +344,7 @@ fn plan(seed: u64, from: usize, to: usize) -> Vec<(u32, usize)> {
     words.map(message).collect()
 }
 
-/// Sends and receives all that the plans of this seed say.
+/// Sends and receives all messages in the plans of this seed.
 pub fn exchange(comm: &Comm, seed: u64) {
     let (rank, size) = (comm.rank(), comm.size());
     let mut requests = Vec::new();
@@ -357,7 +358,7 @@ pub fn exchange(comm: &Comm, seed: u64) {
     let others: Vec<usize> = (0..size).collect();
     let mut sends: Vec<_> =
         others.iter().map(|to| plan(seed, rank, *to).into_iter().enumerate()).collect();
-    // Receives are posted by tag, in any order of tags; within a tag, messages come in order.
+    // Receives are posted in random order of tags; messages of one tag arrive in order.
     let mut receives: Vec<Vec<Vec<(usize, usize)>>> = Vec::new();
     for from in &others {
         let mut by_tag = vec![Vec::new(); 4];
@@ -371,7 +372,7 @@ pub fn exchange(comm: &Comm, seed: u64) {
         |from: usize, to: usize, number: usize| (from * 64 + to) as u64 * 1000 + number as u64;
     let start = Instant::now();
     loop {
-        assert!(start.elapsed() < test_timeout() * 2, "seed {seed}: rank {rank} does not end");
+        assert!(start.elapsed() < test_timeout() * 2, "seed {seed}: rank {rank} hangs");
         let peer = usize::from(roll(size as u8));
         if roll(2) == 0 {
             if let Some((number, (tag, len))) = sends[peer].next() {
@@ -417,8 +418,8 @@ fn arguments_are_checked(fixture: &Fixture) {
         assert!(memory.slice(100, 0).unwrap().is_empty());
         assert!(memory.write(99, &[0; 2]).is_err() && memory.read(99, &mut [0; 2]).is_err());
         // Memory of another communicator.
-        let stranger = Comm::local(1).unwrap().remove(0);
-        let theirs = stranger.alloc(10).unwrap();
+        let foreign = Comm::local(1).unwrap().remove(0);
+        let theirs = foreign.alloc(10).unwrap();
         let error = comm.isend(1, 0, &theirs).unwrap_err();
         assert!(error.to_string().contains("another communicator"), "{error}");
         for options in [
@@ -478,8 +479,8 @@ fn several_threads_of_a_rank(fixture: &Fixture) {
                         comm.send(other, tag, memory.slice(0, len).unwrap(), test_timeout())
                             .unwrap();
                         assert_eq!(receive.wait(test_timeout()).unwrap().len, len);
-                        let came = read(&memory, 32 << 10, len as usize);
-                        same(&came, &pattern(round, len as usize), "of a thread");
+                        let received = read(&memory, 32 << 10, len as usize);
+                        same(&received, &pattern(round, len as usize), "of a thread");
                     }
                 });
             }
@@ -518,14 +519,14 @@ fn timeouts(fixture: &Fixture) {
             assert!(error.to_string().contains("receive from rank 1"), "{error}");
             assert!(start.elapsed() >= SHORT_WAIT && start.elapsed() < test_timeout());
             comm.send_ready(1, test_timeout()).unwrap();
-            // It went on.
+            // The receive is still posted after the timeout.
             assert_eq!(receive.wait(test_timeout()).unwrap().len, 100);
             assert_eq!(receive.wait(Duration::ZERO).unwrap().len, 100);
         } else {
             assert!(!comm.test_ready(0).unwrap());
             comm.wait_ready(0, test_timeout()).unwrap();
             comm.send(0, 0, &memory, test_timeout()).unwrap();
-            // Nobody else comes to an early end.
+            // A receive that no message matches times out.
             let late = comm.recv(0, 9, &memory, SHORT_WAIT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout);
         }

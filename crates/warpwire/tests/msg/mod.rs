@@ -1,4 +1,4 @@
-//! Ranks and messages: one suite for every link, with ranks as threads and as processes.
+//! Ranks and messages over every link, with ranks as threads and as processes.
 mod collectives;
 mod device_channels;
 mod fixture;
@@ -16,9 +16,9 @@ pub const SUITE: Suite = Suite { name: "msg", env: &[], collect, role: processes
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case<Fixture>]] =
     &[messages::CASES, windows::CASES, collectives::CASES, device_channels::CASES];
-/// Cases for which the link does not matter.
+/// Cases that do not depend on the link; they run over the hub.
 const ONCE: &[&[Case<Fixture>]] = &[messages::ONCE, rendezvous::ONCE, device_channels::ONCE];
-/// Cases with ranks that are processes.
+/// Cases whose ranks are processes.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 
 fn collect(suite: &mut Collector) {

@@ -1,7 +1,7 @@
-//! Ranks that are processes, and that die.
+//! Ranks that are processes: traffic between them, and ranks that die, panic, leave or stop.
 //!
-//! The ranks are this same program, told by their role what to do. A rank that is to die says `now` on its standard
-//! output at the moment in question; the others say what they saw.
+//! The ranks are this same test binary with a task in its environment. The victim prints `now` when
+//! it is ready to be killed; the other ranks print the error that they get.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ExitStatus, Stdio};
@@ -22,21 +22,21 @@ cases!(Fixture; CASES:
     killed_before_a_barrier,
     killed_while_others_watch_a_word,
     killed_and_then_sent_to,
-    one_that_panics,
-    one_that_gives_up,
-    one_that_leaves,
-    one_that_is_stopped,
-    all_at_rest_sleep,
+    a_rank_that_panics,
+    a_rank_that_aborts,
+    a_rank_that_leaves,
+    a_rank_that_is_stopped,
+    idle_ranks_sleep,
 );
 
-/// Who is killed.
+/// The rank that is killed.
 const VICTIM: usize = 1;
-/// How soon the others must know.
-fn bound() -> Duration {
+/// Time within which the other ranks must detect the loss.
+fn detection_limit() -> Duration {
     testkit::deadline(Duration::from_secs(5))
 }
 
-/// Processes that end with this.
+/// The processes of one job; killed on drop.
 struct Job {
     children: Vec<Child>,
     lines: Vec<std::io::Lines<BufReader<std::process::ChildStdout>>>,
@@ -81,7 +81,7 @@ impl Job {
         Self { children, lines, _folder: folder }
     }
 
-    /// The next line of a rank; empty if it has ended.
+    /// The next line that a rank prints; empty if it has exited.
     fn line(&mut self, rank: usize) -> String {
         self.lines[rank].next().map(Result::unwrap).unwrap_or_default()
     }
@@ -96,7 +96,7 @@ impl Job {
             if let Some(status) = self.children[rank].try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < test_timeout() * 2, "rank {rank} does not end");
+            assert!(start.elapsed() < test_timeout() * 2, "rank {rank} does not exit");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -108,7 +108,7 @@ impl Job {
     }
 }
 
-/// Kills the victim when it says so; all others must say that they lost it, and how, soon.
+/// Kills the victim after its `now`; all others must report the loss in time.
 fn kill_during(fixture: &Fixture, size: usize, task: &str) {
     let mut job = Job::start(fixture, size, task);
     assert_eq!(job.line(VICTIM), "now", "{task}");
@@ -117,16 +117,16 @@ fn kill_during(fixture: &Fixture, size: usize, task: &str) {
     let killed = Instant::now();
     for rank in (0..size).filter(|rank| *rank != VICTIM) {
         let line = job.line(rank);
-        assert!(line.starts_with("lost: "), "{task}: rank {rank} says {line:?}");
-        assert!(line.contains("rank 1 has ended without a word"), "{task}: rank {rank}: {line}");
-        assert!(killed.elapsed() < bound(), "{task}: after {:?}", killed.elapsed());
+        assert!(line.starts_with("lost: "), "{task}: rank {rank} printed {line:?}");
+        assert!(line.contains("rank 1 exited without leaving"), "{task}: rank {rank}: {line}");
+        assert!(killed.elapsed() < detection_limit(), "{task}: after {:?}", killed.elapsed());
     }
     for rank in (0..size).filter(|rank| *rank != VICTIM) {
         assert!(job.wait(rank).success(), "{task}: rank {rank}");
     }
 }
 
-/// What a rank does, by the task's name.
+/// Runs a task in a rank's process.
 pub fn run_role(task: &str) {
     let comm = Comm::from_env().unwrap();
     match task {
@@ -143,15 +143,15 @@ pub fn run_role(task: &str) {
             comm.wait64(&memory, 0, (Condition::Equal, 1), writer, test_timeout())
         }),
         "send" => expect_peer_loss(&comm, |comm| {
-            // Until it is known, messages go as far as there is room.
+            // Until the loss is detected, sends succeed as long as queues have space.
             let memory = comm.alloc(64).unwrap();
             loop {
                 comm.send(VICTIM, 0, &memory, test_timeout())?;
             }
         }),
         "panic" | "abort" | "leave" => end_abnormally(comm, task),
-        "stop" => stopped(&comm),
-        "rest" => rest(&comm),
+        "stop" => run_while_stopped(&comm),
+        "rest" => measure_idle(&comm),
         other => panic!("no task {other}"),
     }
 }
@@ -163,11 +163,11 @@ fn print_line(text: &str) {
     out.flush().unwrap();
 }
 
-fn lost(error: &Error) {
+fn print_loss(error: &Error) {
     print_line(&format!("lost: {error}"));
 }
 
-/// The victim waits to be killed; the others do something that will fail.
+/// The victim waits to be killed; the others call `run`, which must fail.
 fn expect_peer_loss(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
     comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
@@ -176,9 +176,9 @@ fn expect_peer_loss(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
         return;
     }
     let error = run(comm).unwrap_err();
-    lost(&error);
+    print_loss(&error);
     assert!(comm.lost(VICTIM).is_some());
-    // Those who live still reach each other.
+    // The surviving ranks can still exchange messages.
     let others: Vec<usize> = (0..comm.size()).filter(|rank| *rank != VICTIM).collect();
     let memory = comm.alloc(100).unwrap();
     for other in others {
@@ -186,8 +186,8 @@ fn expect_peer_loss(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
         comm.send(other, 9, memory.slice(0, 50).unwrap(), test_timeout()).unwrap();
         receive.wait(test_timeout()).unwrap();
     }
-    let together = comm.finish(test_timeout()).unwrap_err();
-    assert!(together.to_string().contains("rank 1"), "{together}");
+    let unfinished = comm.finish(test_timeout()).unwrap_err();
+    assert!(unfinished.to_string().contains("rank 1"), "{unfinished}");
 }
 
 fn long_message(comm: &Comm) {
@@ -195,7 +195,7 @@ fn long_message(comm: &Comm) {
     let memory = comm.alloc(LEN).unwrap();
     comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
-        // It sends to one, and receives from the other; it is killed on the way.
+        // The victim sends to rank 0 and receives from rank 2, and is killed during the transfers.
         let _send = comm.isend(0, 0, &memory).unwrap();
         let _receive = comm.irecv(2, 0, &memory).unwrap();
         print_line("now");
@@ -203,7 +203,7 @@ fn long_message(comm: &Comm) {
             comm.progress().unwrap();
         }
     }
-    let again = || -> warpwire::Result<()> {
+    let transfer_until_failure = || -> warpwire::Result<()> {
         loop {
             match comm.rank() {
                 0 => comm.recv(VICTIM, 0, &memory, test_timeout())?,
@@ -211,7 +211,7 @@ fn long_message(comm: &Comm) {
             };
         }
     };
-    lost(&again().unwrap_err());
+    print_loss(&transfer_until_failure().unwrap_err());
 }
 
 fn exchange(comm: &Comm) {
@@ -225,8 +225,8 @@ fn end_abnormally(comm: Comm, task: &str) {
     let memory = comm.alloc(64).unwrap();
     comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
-        // What was sent before is delivered. The others are given the time to come out of the barrier: who ends right behind it
-        // may take those along who are still inside.
+        // A message sent before the end is delivered. The sleep lets the other ranks leave the
+        // barrier: a rank that exits right after it would fail those still inside.
         comm.send(0, 0, &memory, test_timeout()).unwrap();
         std::thread::sleep(Duration::from_millis(300));
         match task {
@@ -242,11 +242,11 @@ fn end_abnormally(comm: Comm, task: &str) {
         }
         assert_eq!(comm.recv(VICTIM, 0, &memory, test_timeout()).unwrap().len, 64);
     }
-    lost(&comm.recv(VICTIM, 0, &memory, test_timeout()).unwrap_err());
-    lost(&comm.send(VICTIM, 0, &memory, test_timeout()).unwrap_err());
+    print_loss(&comm.recv(VICTIM, 0, &memory, test_timeout()).unwrap_err());
+    print_loss(&comm.send(VICTIM, 0, &memory, test_timeout()).unwrap_err());
 }
 
-fn stopped(comm: &Comm) {
+fn run_while_stopped(comm: &Comm) {
     comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
         print_line("now");
@@ -264,26 +264,26 @@ fn stopped(comm: &Comm) {
     comm.finish(test_timeout()).unwrap();
 }
 
-/// Waits for a message that comes after a while, and says how much of a core that took.
-fn rest(comm: &Comm) {
+/// Rank 0 waits for a message that is sent after 2 s, and prints the CPU time that it used.
+fn measure_idle(comm: &Comm) {
     let memory = comm.alloc(64).unwrap();
     comm.barrier(test_timeout()).unwrap();
     let used = || {
         let text = std::fs::read_to_string("/proc/self/schedstat").unwrap();
-        let own: u64 = text.split(' ').next().unwrap().parse().unwrap();
+        let process_total: u64 = text.split(' ').next().unwrap().parse().unwrap();
         let threads = std::fs::read_dir("/proc/self/task").unwrap();
         let each = threads.flatten().filter_map(|task| {
             let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
             text.split(' ').next()?.parse::<u64>().ok()
         });
-        each.sum::<u64>().max(own)
+        each.sum::<u64>().max(process_total)
     };
     let (start, before) = (Instant::now(), used());
     if comm.rank() == 0 {
         comm.recv(1, 0, &memory, test_timeout()).unwrap();
         let slice = (used() - before) as f64 / start.elapsed().as_nanos() as f64;
         print_line(&format!("rest: {:.3} %", slice * 100.0));
-        assert!(slice < 0.02, "{:.2} % of a core while nothing happens", slice * 100.0);
+        assert!(slice < 0.02, "{:.2} % of a core while idle", slice * 100.0);
     } else {
         std::thread::sleep(Duration::from_secs(2));
         comm.send(0, 0, &memory, test_timeout()).unwrap();
@@ -306,7 +306,7 @@ fn killed_in_a_long_message(fixture: &Fixture) {
 }
 
 fn killed_before_a_barrier(fixture: &Fixture) {
-    // Two, so that everybody waits for the victim itself.
+    // Two ranks, so that the other one waits for the victim itself.
     kill_during(fixture, 2, "barrier");
 }
 
@@ -318,7 +318,7 @@ fn killed_and_then_sent_to(fixture: &Fixture) {
     kill_during(fixture, 3, "send");
 }
 
-fn ends_otherwise(fixture: &Fixture, task: &str, text: &str) {
+fn expect_reported_end(fixture: &Fixture, task: &str, text: &str) {
     let mut job = Job::start(fixture, 3, task);
     for rank in [0, 2] {
         for _ in 0..2 {
@@ -330,19 +330,19 @@ fn ends_otherwise(fixture: &Fixture, task: &str, text: &str) {
     assert_eq!(job.wait(VICTIM).success(), task != "panic");
 }
 
-fn one_that_panics(fixture: &Fixture) {
-    ends_otherwise(fixture, "panic", "rank 1 gave up: it panicked");
+fn a_rank_that_panics(fixture: &Fixture) {
+    expect_reported_end(fixture, "panic", "rank 1 aborted: it panicked");
 }
 
-fn one_that_gives_up(fixture: &Fixture) {
-    ends_otherwise(fixture, "abort", "rank 1 gave up: no more memory");
+fn a_rank_that_aborts(fixture: &Fixture) {
+    expect_reported_end(fixture, "abort", "rank 1 aborted: no more memory");
 }
 
-fn one_that_leaves(fixture: &Fixture) {
-    ends_otherwise(fixture, "leave", "rank 1 has left");
+fn a_rank_that_leaves(fixture: &Fixture) {
+    expect_reported_end(fixture, "leave", "rank 1 has left");
 }
 
-fn one_that_is_stopped(fixture: &Fixture) {
+fn a_rank_that_is_stopped(fixture: &Fixture) {
     let mut job = Job::start(fixture, 3, "stop");
     assert_eq!(job.line(VICTIM), "now");
     for _ in 0..3 {
@@ -354,7 +354,7 @@ fn one_that_is_stopped(fixture: &Fixture) {
     job.expect_all_succeed();
 }
 
-fn all_at_rest_sleep(fixture: &Fixture) {
+fn idle_ranks_sleep(fixture: &Fixture) {
     let mut job = Job::start(fixture, 2, "rest");
     let line = job.line(0);
     assert!(line.starts_with("rest: "), "{line:?}");

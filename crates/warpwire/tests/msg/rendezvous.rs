@@ -1,4 +1,4 @@
-//! Ranks that meet, and that do not.
+//! The rendezvous of ranks: success, and every kind of failure.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,22 +15,22 @@ use testkit::cases;
 
 cases!(Fixture; ONCE:
     one_rank_alone,
-    a_rank_that_is_missing,
+    a_missing_rank,
     a_wrong_token,
     a_wrong_size,
-    two_of_one_rank,
-    a_port_that_is_taken,
-    nobody_at_the_address,
+    a_rank_that_joins_twice,
+    a_port_in_use,
+    no_listener_at_the_address,
     another_version,
-    strangers_at_the_door,
-    a_rank_that_goes_early,
-    the_file_goes,
+    foreign_connections_are_refused,
+    a_rank_that_disconnects_early,
+    the_address_file_is_replaced_and_removed,
 );
 
 const SHORT: Duration = Duration::from_millis(700);
 
-/// A port that is free now.
-fn free() -> String {
+/// An address with a port that is currently free.
+fn free_address() -> String {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     format!("127.0.0.1:{port}")
 }
@@ -51,7 +51,7 @@ fn open(rank_info: RankInfo, timeout: Duration) -> JoinHandle<Result<Comm>> {
     std::thread::spawn(move || Comm::open(rank_info, options))
 }
 
-fn fails(thread: JoinHandle<Result<Comm>>) -> Error {
+fn expect_error(thread: JoinHandle<Result<Comm>>) -> Error {
     thread.join().unwrap().unwrap_err()
 }
 
@@ -64,78 +64,78 @@ fn one_rank_alone(_: &Fixture) {
     assert_eq!(none.kind(), &Kind::InvalidArgument);
 }
 
-fn a_rank_that_is_missing(_: &Fixture) {
-    let address = free();
+fn a_missing_rank(_: &Fixture) {
+    let address = free_address();
     let start = Instant::now();
     let ranks = [0, 2].map(|rank| open(rank_info(rank, 4, &address, ""), SHORT));
     for (rank, thread) in [0, 2].into_iter().zip(ranks) {
-        let error = fails(thread).to_string();
-        // Those who came hear who did not.
-        assert!(error.contains("2 of 4 did not come: rank 1, rank 3"), "rank {rank}: {error}");
+        let error = expect_error(thread).to_string();
+        // The ranks that joined learn which ones are missing.
+        assert!(error.contains("2 of 4 did not join: rank 1, rank 3"), "rank {rank}: {error}");
     }
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 fn a_wrong_token(_: &Fixture) {
-    let address = free();
+    let address = free_address();
     let host = open(rank_info(0, 2, &address, "right"), SHORT);
-    let error = fails(open(rank_info(1, 2, &address, "wrong"), SHORT));
-    assert!(error.to_string().contains("token is not this job's"), "{error}");
-    let error = fails(host);
+    let error = expect_error(open(rank_info(1, 2, &address, "wrong"), SHORT));
+    assert!(error.to_string().contains("token is not that of this job"), "{error}");
+    let error = expect_error(host);
     assert!(error.to_string().contains("rank 1"), "{error}");
     assert_eq!(error.kind(), &Kind::Timeout);
 }
 
 fn a_wrong_size(_: &Fixture) {
-    let address = free();
+    let address = free_address();
     let host = open(rank_info(0, 2, &address, ""), test_timeout());
-    let error = fails(open(rank_info(1, 3, &address, ""), test_timeout()));
-    assert!(error.to_string().contains("it counts 3 ranks, rank 0 counts 2"), "{error}");
-    // Contradictions are no strangers: the host gives up at once.
-    let error = fails(host);
-    assert!(error.to_string().contains("meet rank 1"), "{error}");
+    let error = expect_error(open(rank_info(1, 3, &address, ""), test_timeout()));
+    assert!(error.to_string().contains("its size is 3 ranks, rank 0's is 2"), "{error}");
+    // A rank of the same job with other parameters makes rank 0 fail immediately.
+    let error = expect_error(host);
+    assert!(error.to_string().contains("connect to rank 1"), "{error}");
 }
 
-fn two_of_one_rank(_: &Fixture) {
-    let address = free();
+fn a_rank_that_joins_twice(_: &Fixture) {
+    let address = free_address();
     let host = open(rank_info(0, 3, &address, ""), test_timeout());
-    let twins = [0; 2].map(|_| open(rank_info(1, 3, &address, ""), test_timeout()));
-    for thread in twins.into_iter().chain([host]) {
-        let error = fails(thread).to_string();
-        assert!(error.contains("two processes say that they are rank 1"), "{error}");
+    let duplicates = [0; 2].map(|_| open(rank_info(1, 3, &address, ""), test_timeout()));
+    for thread in duplicates.into_iter().chain([host]) {
+        let error = expect_error(thread).to_string();
+        assert!(error.contains("two processes have rank 1"), "{error}");
     }
 }
 
-fn a_port_that_is_taken(_: &Fixture) {
+fn a_port_in_use(_: &Fixture) {
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other.local_addr().unwrap().to_string();
-    let error = fails(open(rank_info(0, 2, &address, ""), SHORT));
+    let error = expect_error(open(rank_info(0, 2, &address, ""), SHORT));
     let text = error.to_string();
     assert!(
         text.contains(&address) && text.contains("WARPWIRE_MASTER with another port"),
         "{text}"
     );
-    // A host that is not this machine.
-    let error = fails(open(rank_info(0, 2, "192.0.2.1:4000", ""), SHORT));
+    // An address that is not local.
+    let error = expect_error(open(rank_info(0, 2, "192.0.2.1:4000", ""), SHORT));
     assert!(error.to_string().contains("rank 0 must run on that host"), "{error}");
-    let error = fails(open(rank_info(0, 2, "no.such.host.invalid:4000", ""), SHORT));
+    let error = expect_error(open(rank_info(0, 2, "no.such.host.invalid:4000", ""), SHORT));
     assert!(error.to_string().contains("no.such.host.invalid"), "{error}");
 }
 
-fn nobody_at_the_address(_: &Fixture) {
-    // Bound, and nobody listens: a port that is merely free may be taken by another case meanwhile.
+fn no_listener_at_the_address(_: &Fixture) {
+    // Bound but not listening: another case could take a port that is merely free.
     let held = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     rustix::net::bind(&held, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = rustix::net::getsockname(&held).unwrap();
     let address = SocketAddr::try_from(address).unwrap().to_string();
     let start = Instant::now();
-    let error = fails(open(rank_info(1, 2, &address, ""), SHORT));
+    let error = expect_error(open(rank_info(1, 2, &address, ""), SHORT));
     assert!(error.to_string().contains(&address), "{error}");
     assert!(error.to_string().contains("start rank 0"), "{error}");
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
-/// Says a line to rank 0, and hears its answer.
+/// Sends a line to rank 0 and returns its answer.
 fn send_line(address: &str, line: &str) -> String {
     let start = Instant::now();
     let mut stream = loop {
@@ -155,25 +155,25 @@ fn send_line(address: &str, line: &str) -> String {
 }
 
 fn another_version(_: &Fixture) {
-    let address = free();
+    let address = free_address();
     let host = open(rank_info(0, 2, &address, "t"), test_timeout());
     let join = r#"{"warpwire":1,"words":{"Join":{"version":99,"token":"t","rank":1,"size":2,"listens":"127.0.0.1:1"}}}"#;
     let answer = send_line(&address, &format!("{join}\n"));
-    for text in [answer, fails(host).to_string()] {
-        assert!(text.contains("version 99 of the messages, rank 0 version 1"), "{text}");
+    for text in [answer, expect_error(host).to_string()] {
+        assert!(text.contains("protocol version 99, rank 0 uses 1"), "{text}");
     }
 }
 
-fn strangers_at_the_door(_: &Fixture) {
-    let address = free();
+fn foreign_connections_are_refused(_: &Fixture) {
+    let address = free_address();
     let host = open(rank_info(0, 2, &address, "t"), test_timeout());
     assert_eq!(send_line(&address, "GET / HTTP/1.1\r\n\r\n"), "");
     assert_eq!(send_line(&address, "{\"warpwire\":7,\"words\":1}\n"), "");
     let answer = send_line(&address, "{\"warpwire\":1,\"words\":\"Ready\"}\n");
-    assert!(answer.contains("does not say which rank"), "{answer}");
+    assert!(answer.contains("it sent no rank"), "{answer}");
     let wrong = r#"{"warpwire":1,"words":{"Join":{"version":1,"token":"x","rank":1,"size":2,"listens":"127.0.0.1:1"}}}"#;
     assert!(send_line(&address, &format!("{wrong}\n")).contains("token"));
-    // One that says nothing at all holds nobody up.
+    // A connection that sends nothing delays no rank.
     let silent = TcpStream::connect(&address).unwrap();
     let other = open(rank_info(1, 2, &address, "t"), test_timeout());
     let (host, other) = (host.join().unwrap().unwrap(), other.join().unwrap().unwrap());
@@ -184,11 +184,11 @@ fn strangers_at_the_door(_: &Fixture) {
     });
 }
 
-fn a_rank_that_goes_early(_: &Fixture) {
-    let address = free();
+fn a_rank_that_disconnects_early(_: &Fixture) {
+    let address = free_address();
     let host = open(rank_info(0, 3, &address, "t"), test_timeout());
     let join = r#"{"warpwire":1,"words":{"Join":{"version":1,"token":"t","rank":1,"size":3,"listens":"127.0.0.1:1"}}}"#;
-    // It joins and is gone again.
+    // Rank 1 joins and disconnects.
     let start = Instant::now();
     let mut stream = loop {
         match TcpStream::connect(&address) {
@@ -199,12 +199,12 @@ fn a_rank_that_goes_early(_: &Fixture) {
     stream.write_all(format!("{join}\n").as_bytes()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     drop(stream);
-    let error = fails(host).to_string();
-    assert!(error.contains("meet rank 1") && error.contains("went before all"), "{error}");
+    let error = expect_error(host).to_string();
+    assert!(error.contains("connect to rank 1") && error.contains("left before all"), "{error}");
     assert!(start.elapsed() < test_timeout() / 2);
 }
 
-fn the_file_goes(_: &Fixture) {
+fn the_address_file_is_replaced_and_removed(_: &Fixture) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("address");
     let at = |rank| {
@@ -212,8 +212,8 @@ fn the_file_goes(_: &Fixture) {
         rank_info.rendezvous = Rendezvous::File(path.clone());
         rank_info
     };
-    // A file of an earlier job, at whose address nobody is.
-    std::fs::write(&path, format!("{}\n", free())).unwrap();
+    // A stale file of an earlier job, with an address where nothing listens.
+    std::fs::write(&path, format!("{}\n", free_address())).unwrap();
     let second = open(at(1), test_timeout());
     std::thread::sleep(Duration::from_millis(50));
     let ranks = [open(at(0), test_timeout()), second].map(|rank| rank.join().unwrap().unwrap());

@@ -1,4 +1,4 @@
-//! Windows, signals and words.
+//! One-sided operations: windows, signals and waits on words.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     put_and_get,
-    ranges_are_checked_whole,
+    ranges_are_checked,
     signals_come_after_their_data,
-    every_condition_means_what_it_says,
-    the_handshake,
+    every_wait_condition,
+    ready_notifications,
     windows_of_several_lengths,
 );
 
@@ -31,7 +31,7 @@ fn put_and_get(fixture: &Fixture) {
             let window = comm.window(&exposed).unwrap();
             for len in SIZES {
                 for step in 0..size {
-                    // To the next, to the one after it, to itself.
+                    // To itself, to the next rank, to the one after that.
                     let to = (rank + step) % size;
                     let from = (rank + size - step) % size;
                     let seed = |rank: usize| (rank * 10 + step) as u64 + len as u64;
@@ -44,7 +44,7 @@ fn put_and_get(fixture: &Fixture) {
                     comm.barrier(test_timeout()).unwrap();
                     let what = format!("{memory_kind:?}: {len} bytes from {from} to {rank}");
                     same(&read(&exposed, 77, len), &pattern(seed(from), len), &what);
-                    // What was put there can be fetched back, in two parts.
+                    // Get the same bytes back, into two slices.
                     let half = len as u64 / 2;
                     let slices = [
                         mine.slice(20 << 20, half).unwrap(),
@@ -63,7 +63,7 @@ fn put_and_get(fixture: &Fixture) {
     });
 }
 
-fn ranges_are_checked_whole(fixture: &Fixture) {
+fn ranges_are_checked(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(1000).unwrap();
         let window = comm.window(memory.slice(100, 500).unwrap()).unwrap();
@@ -84,7 +84,7 @@ fn ranges_are_checked_whole(fixture: &Fixture) {
         assert_eq!(signal(498, Signal::Set32(1)).unwrap_err().kind(), &Kind::OutOfRange);
         assert_eq!(signal(6, Signal::Set32(1)).unwrap_err().kind(), &Kind::Misaligned);
         assert_eq!(window.put(2, 0, slice(1)).unwrap_err().kind(), &Kind::InvalidArgument);
-        // The connection has not suffered.
+        // The connection still works.
         window.put(other, 0, slice(500)).unwrap().wait(test_timeout()).unwrap();
         window.put(other, 500, slice(0)).unwrap().wait(test_timeout()).unwrap();
         window.close(test_timeout()).unwrap();
@@ -122,7 +122,7 @@ fn signals_come_after_their_data(fixture: &Fixture) {
     }
 }
 
-fn every_condition_means_what_it_says(fixture: &Fixture) {
+fn every_wait_condition(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(64).unwrap();
         let other = 1 - comm.rank();
@@ -138,7 +138,7 @@ fn every_condition_means_what_it_says(fixture: &Fixture) {
         assert!(holds32(Equal, 5) && !holds32(Equal, 4) && !holds32(Equal, 6));
         assert!(holds32(AtLeast, 5) && holds32(AtLeast, 4) && !holds32(AtLeast, 6));
         assert!(holds32(And, 4) && !holds32(And, 2));
-        // On a circle: a small word has passed a large value.
+        // The comparison wraps around: 5 is 6 after the maximum.
         assert!(holds32(AtLeast, u32::MAX) && holds64(AtLeast, u64::MAX));
         set(0xffff_0000);
         assert!(holds32(Nor, 0x7fff) && !holds32(Nor, 0xffff));
@@ -161,7 +161,7 @@ fn every_condition_means_what_it_says(fixture: &Fixture) {
     });
 }
 
-fn the_handshake(fixture: &Fixture) {
+fn ready_notifications(fixture: &Fixture) {
     fixture.ranks(4, |comm| {
         let (rank, size) = (comm.rank(), comm.size());
         for round in 0..50 {
@@ -178,7 +178,7 @@ fn the_handshake(fixture: &Fixture) {
         }
         comm.barrier(test_timeout()).unwrap();
         for from in 0..size {
-            // Each was taken once.
+            // No notification is left over.
             assert!(!comm.test_ready(from).unwrap(), "rank {rank} from {from}");
         }
         comm.barrier(test_timeout()).unwrap();
@@ -194,7 +194,7 @@ fn windows_of_several_lengths(fixture: &Fixture) {
         let memory = comm.alloc(10_000).unwrap();
         let source = comm.alloc(10_000).unwrap();
         source.write(0, &[rank as u8 + 1; 10_000]).unwrap();
-        // Rank 0 lends nothing; several windows at a time are told apart.
+        // Rank 0 exposes no bytes. Three windows exist at the same time.
         let len = rank as u64 * 1000;
         let windows: Vec<_> = (0..3)
             .map(|index| comm.window(memory.slice(index * 3000, len).unwrap()).unwrap())

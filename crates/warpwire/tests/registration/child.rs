@@ -1,4 +1,4 @@
-//! A second process that has memory, and hands its descriptor over.
+//! A second process that allocates memory and hands its descriptor over, or runs a whole task.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -10,7 +10,7 @@ use warpwire::mr::HostMemory;
 
 pub const FILL: u8 = 0x6b;
 
-/// In a child: shows a descriptor, and waits until it may end.
+/// Runs a task in a child process.
 pub fn run_role(what: &str) {
     match what {
         "soak" => crate::registration::soak::run(),
@@ -19,6 +19,7 @@ pub fn run_role(what: &str) {
     }
 }
 
+/// Prints a descriptor of new memory and keeps it until standard input is closed.
 fn export_until_end(what: &str) {
     let fd: OwnedFd;
     let _keep: Box<dyn std::any::Any> = if what == "sim" {
@@ -38,18 +39,18 @@ fn export_until_end(what: &str) {
     let _ = std::io::stdin().read(&mut end);
 }
 
-/// Runs something in a process of its own, and gives back what it said.
+/// Runs a task in a process of its own and returns its standard output.
 pub fn run(what: &str) -> String {
     let mut command = Role::new("registration", what).command();
-    let ended = command.stderr(Stdio::inherit()).output().unwrap();
-    let stdout_text = String::from_utf8_lossy(&ended.stdout).into_owned();
-    assert!(ended.status.success(), "it ended with {}: {stdout_text}", ended.status);
+    let output = command.stderr(Stdio::inherit()).output().unwrap();
+    let stdout_text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{what} exited with {}: {stdout_text}", output.status);
     stdout_text
 }
 
 pub struct ExportingProcess(Child);
 
-/// Starts a process with memory, and gets its descriptor.
+/// Starts a process with memory of that kind, and opens its descriptor.
 pub fn export(what: &str) -> (OwnedFd, ExportingProcess) {
     let mut child = Role::new("registration", what)
         .command()

@@ -1,4 +1,4 @@
-//! The end of a registration: with work in flight on either side, and memory that goes before it.
+//! Deregistration with work in flight on either side, and memory freed before deregistration.
 
 use warpwire::error::Kind;
 use warpwire::verbs::{
@@ -10,14 +10,14 @@ use crate::verbs::fixture::{QpPair, Rng, Testbed, connect, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    ending_with_work_in_flight_bad_flow,
+    deregistration_with_work_in_flight_bad_flow,
     memory_freed_under_work_bad_flow,
-    a_receive_whose_memory_ended_bad_flow,
-    keys_that_ended_bad_flow,
-    a_late_copy_of_a_read_harms_nobody,
-    a_responder_that_was_held_up_harms_nobody,
-    memory_that_its_registration_keeps,
-    nothing_is_left_of_many,
+    a_deregistered_receive_buffer_bad_flow,
+    deregistered_keys_bad_flow,
+    a_late_duplicate_read_is_harmless,
+    a_delayed_responder_is_harmless,
+    handle_registrations_keep_memory_allocated,
+    many_registrations_leave_nothing_behind,
 );
 
 const LEN: u64 = 1 << 18;
@@ -30,8 +30,9 @@ fn reconnect(testbed: &Testbed, conn: &QpPair) {
     testbed.check_traffic(conn);
 }
 
-/// The owner ends the registration in the middle of a transfer, on either side: a protection error there.
-fn ending_with_work_in_flight_bad_flow(harness: &Harness) {
+/// Deregistration during a transfer, on either side, fails the work with that side's protection
+/// error.
+fn deregistration_with_work_in_flight_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let mut rng = Rng::new(3);
@@ -54,7 +55,7 @@ fn ending_with_work_in_flight_bad_flow(harness: &Harness) {
             conn.a.qp.post_send(&[SendRequest::new(1, op).with(&data)]).unwrap();
             (0..rng.below(10)).for_each(|_| testbed.step());
             drop(ending.mr.take());
-            // Nobody uses it any more: what is written now stays, and nobody sees it.
+            // The device no longer accesses the memory: these bytes are not overwritten or sent.
             ending.write(0, &[0xde; LEN as usize]);
             let done = testbed.next(&conn.a.sends);
             let protection = if ours { Status::LocalProtection } else { Status::RemoteAccess };
@@ -69,10 +70,10 @@ fn ending_with_work_in_flight_bad_flow(harness: &Harness) {
             reconnect(&testbed, &conn);
         }
     }
-    assert!(failures > 20, "most of them were in flight: {failures}");
+    assert!(failures > 20, "too few transfers were in flight: {failures}");
 }
 
-/// The device takes its memory away in the middle of a transfer.
+/// The device frees its memory during a transfer.
 fn memory_freed_under_work_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -105,7 +106,7 @@ fn memory_freed_under_work_bad_flow(harness: &Harness) {
             failures += u32::from(!done.is_success());
             let found = other.read(0, LEN as usize);
             assert!(found.iter().all(|byte| *byte == 0), "{mem_kind:?}: a byte of freed memory");
-            // And for good: neither side gets at it again.
+            // Permanently: later accesses fail as well.
             reconnect(&testbed, &conn);
             let data = [near.sge(0, 8)];
             conn.a.qp.post_send(&[SendRequest::new(2, op).with(&data)]).unwrap();
@@ -113,35 +114,36 @@ fn memory_freed_under_work_bad_flow(harness: &Harness) {
             reconnect(&testbed, &conn);
         }
     }
-    assert!(failures > 20, "most of them were in flight: {failures}");
+    assert!(failures > 20, "too few transfers were in flight: {failures}");
 }
 
-fn a_receive_whose_memory_ended_bad_flow(harness: &Harness) {
+fn a_deregistered_receive_buffer_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     for mem_kind in MEM_KINDS {
         let conn = testbed.join(QpOptions::default());
         let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
-        let mut room = Buffer::new(harness, &testbed.b, mem_kind, 4096, 5);
-        let data = [room.mr().sge(0, 4096)];
+        let mut into = Buffer::new(harness, &testbed.b, mem_kind, 4096, 5);
+        let data = [into.mr().sge(0, 4096)];
         conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &data }; 2]).unwrap();
-        drop(room.mr.take());
+        drop(into.mr.take());
         let data = [near.mr().sge(0, 64)];
         conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&data)]).unwrap();
         testbed.failed(&conn.b.receives, 2, Status::LocalProtection);
         testbed.failed(&conn.b.receives, 2, Status::Flushed);
         testbed.failed(&conn.a.sends, 1, Status::RemoteOperation);
-        room.check_guards();
+        into.check_guards();
     }
 }
 
-/// A program cannot end a registration twice: the type is taken away by its end. A key that ended is another matter.
-fn keys_that_ended_bad_flow(harness: &Harness) {
+/// A program cannot deregister twice, because that consumes the `Mr`, but it can use an old key.
+fn deregistered_keys_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     for mem_kind in MEM_KINDS {
         let mut far = Buffer::new(harness, &testbed.b, mem_kind, 4096, 0);
-        let (old, place) = (far.mr().remote(0), far.mr().sge(0, 64));
-        far.register(&testbed.b, mem_kind.all()).unwrap(); // the old one ends, the same memory has a new key
+        let (old, old_sge) = (far.mr().remote(0), far.mr().sge(0, 64));
+        // Registers the same memory under a new key and drops the old registration.
+        far.register(&testbed.b, mem_kind.all()).unwrap();
         assert_ne!(far.mr().rkey(), old.rkey);
         let data = [near.mr().sge(0, 64)];
         for op in [WrOp::Write(old), WrOp::Read(old)] {
@@ -150,7 +152,7 @@ fn keys_that_ended_bad_flow(harness: &Harness) {
             testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
         }
         let conn = testbed.join(QpOptions::default());
-        conn.b.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&[place])]).unwrap();
+        conn.b.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&[old_sge])]).unwrap();
         testbed.failed(&conn.b.sends, 1, Status::LocalProtection);
         // The new key works.
         let conn = testbed.join(QpOptions::default());
@@ -160,8 +162,9 @@ fn keys_that_ended_bad_flow(harness: &Harness) {
     }
 }
 
-/// Handles keep memory; addresses do not: their owner may free it, and the registration is dead.
-fn memory_that_its_registration_keeps(harness: &Harness) {
+/// A registration by handle keeps the memory allocated. One by address does not: the owner may free
+/// the memory, and the registration is dead.
+fn handle_registrations_keep_memory_allocated(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     for mem_kind in MEM_KINDS.into_iter().filter(|mem_kind| mem_kind.is_device()) {
         let buffer = Buffer::new(harness, &testbed.b, mem_kind, 4096, 0);
@@ -184,8 +187,8 @@ fn memory_that_its_registration_keeps(harness: &Harness) {
     }
 }
 
-/// Thousands of registrations of every sort come and go: no descriptor, mapping or key is left of them.
-fn nothing_is_left_of_many(harness: &Harness) {
+/// Many registrations of every kind leave no descriptor, mapping or key behind.
+fn many_registrations_leave_nothing_behind(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let registry = testbed.a.context.hca().registry().clone();
     let round = |count| {
@@ -204,9 +207,9 @@ fn nothing_is_left_of_many(harness: &Harness) {
     harness.control().wait_empty(crate::verbs::fixture::test_timeout()).unwrap();
 }
 
-/// A network may repeat a request, and a requester may ask twice. Who has got his data may end the registration: a copy
-/// of the request that comes after that costs nobody anything.
-fn a_late_copy_of_a_read_harms_nobody(harness: &Harness) {
+/// The network may duplicate a read request, and a requester may retransmit it. A responder may
+/// deregister once the read is complete: a duplicate that arrives later is discarded without error.
+fn a_late_duplicate_read_is_harmless(harness: &Harness) {
     let testbed = harness.fixture.faulty("dup=30%,reorder=30%,loss=2%", 11, ProgressMode::Manual);
     let conn = testbed.join(QpOptions { timeout: 8, ..QpOptions::default() });
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, LEN, 0);
@@ -221,14 +224,14 @@ fn a_late_copy_of_a_read_harms_nobody(harness: &Harness) {
         same(&near.read(0, len), &wanted, "a read");
     }
     let discarded = testbed.b.context.stats().discarded;
-    let twice = discarded.iter().any(|(why, count)| *why == "duplicate" && *count > 0);
-    assert!(twice, "no request came twice: {discarded:?}");
+    let has_duplicates = discarded.iter().any(|(why, count)| *why == "duplicate" && *count > 0);
+    assert!(has_duplicates, "no duplicate request arrived: {discarded:?}");
     assert_eq!(testbed.b.async_events(), []);
 }
 
-/// The same without any fault of the network: the responder was held up for longer than a try takes, and has two copies
-/// of a request to answer, one of them late.
-fn a_responder_that_was_held_up_harms_nobody(harness: &Harness) {
+/// The same without network faults: the responder is delayed beyond the retransmission timeout and
+/// answers two copies of a request, one of them late.
+fn a_delayed_responder_is_harmless(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions { timeout: 8, ..QpOptions::default() });
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, LEN, 0);

@@ -1,4 +1,4 @@
-//! Registering by a file descriptor, and the descriptors that name no such memory.
+//! Registering by file descriptor (dma-buf, memfd), and descriptors that are refused.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -17,19 +17,19 @@ use crate::verbs::fixture::{Endpoint, Testbed, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    descriptors_of_other_things_bad_flow,
-    memfds_that_may_change_bad_flow,
+    descriptors_of_other_objects_bad_flow,
+    memfds_that_may_shrink_bad_flow,
     ranges_of_a_buffer_bad_flow,
-    addresses_of_choice_bad_flow,
+    chosen_iovas_bad_flow,
     a_closed_descriptor_bad_flow,
     one_memory_by_many_descriptors,
-    a_descriptor_that_is_handed_over,
-    a_part_that_was_exported_by_its_address,
+    a_duplicated_descriptor,
+    parts_exported_by_address,
     memory_freed_before_it_is_imported_bad_flow,
     memory_is_kept_by_its_importers,
     simulated_memory_of_another_process_bad_flow,
     a_memfd_of_another_process,
-    offsets_are_free,
+    any_offset_can_be_registered,
 );
 
 const RIGHTS: Access = Access::ALL;
@@ -49,7 +49,7 @@ fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
     file
 }
 
-/// Writes through a registration from the other side, and gives back what it wrote.
+/// Writes from the peer through a registration and returns the bytes written.
 fn write_through(harness: &Harness, testbed: &Testbed, mr: &Mr, offset: u64, seed: u64) -> Vec<u8> {
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let conn = testbed.join(QpOptions::default());
@@ -61,7 +61,7 @@ fn write_through(harness: &Harness, testbed: &Testbed, mr: &Mr, offset: u64, see
     wanted
 }
 
-fn descriptors_of_other_things_bad_flow(harness: &Harness) {
+fn descriptors_of_other_objects_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let (end, folder) = (&testbed.b, tempfile::tempdir().unwrap());
     let (reader, writer) = std::io::pipe().unwrap();
@@ -91,13 +91,13 @@ fn descriptors_of_other_things_bad_flow(harness: &Harness) {
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn memfds_that_may_change_bad_flow(harness: &Harness) {
+fn memfds_that_may_shrink_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.b;
     let unsealed = memfd(8192, SealFlags::empty());
-    refused(import(end, whole(unsealed.as_fd()), None), &["cut it short", "seal"]);
+    refused(import(end, whole(unsealed.as_fd()), None), &["against shrinking", "F_SEAL"]);
     let growing = memfd(8192, SealFlags::GROW | SealFlags::SEAL);
-    refused(import(end, whole(growing.as_fd()), None), &["cut it short"]);
+    refused(import(end, whole(growing.as_fd()), None), &["against shrinking"]);
     for seal in [SealFlags::WRITE, SealFlags::FUTURE_WRITE] {
         let closed = memfd(8192, SealFlags::SHRINK | seal);
         let error = refused(import(end, whole(closed.as_fd()), None), &["writing"]);
@@ -110,7 +110,7 @@ fn memfds_that_may_change_bad_flow(harness: &Harness) {
     assert_eq!(error.kind(), &Kind::PermissionDenied, "{error}");
     let empty = memfd(0, SealFlags::SHRINK);
     refused(import(end, whole(empty.as_fd()), None), &["empty"]);
-    // The twin: sealed, and nothing else wrong with it.
+    // The same memfd, sealed against shrinking only, is accepted.
     let mr = import(end, whole(sealed.as_fd()), None).unwrap();
     let wanted = write_through(harness, &testbed, &mr, 77, 5);
     let mut back = vec![0; 1000];
@@ -141,14 +141,14 @@ fn ranges_of_a_buffer_bad_flow(harness: &Harness) {
             let error = refused(import(end, DmaBufRange { fd, offset, len }, None), &["empty"]);
             assert_eq!(error.kind(), &Kind::InvalidArgument, "{offset} {len}: {error}");
         }
-        // The last byte is inside, and so is all of it.
+        // The last byte alone and the whole buffer are accepted.
         import(end, DmaBufRange { fd, offset: (1 << 16) - 1, len: 1 }, None).unwrap();
         import(end, DmaBufRange { fd, offset: 0, len: 1 << 16 }, None).unwrap();
     }
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn addresses_of_choice_bad_flow(harness: &Harness) {
+fn chosen_iovas_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.b;
     let memory = harness.gpu().alloc(1 << 16).unwrap();
@@ -158,7 +158,7 @@ fn addresses_of_choice_bad_flow(harness: &Harness) {
         let error = refused(import(end, range, Some(iova)), &["within a page", "choose an iova"]);
         assert_eq!(error.kind(), &Kind::Misaligned, "{error}");
     }
-    // Equal within a page, and yet too near to the end of all addresses.
+    // The correct offset within a page, but the range would wrap around.
     let last = !0xfff | 100;
     refused(import(end, range, Some(last)), &["pass the last address"]);
     let address = memory.address().raw() + 100;
@@ -169,19 +169,20 @@ fn addresses_of_choice_bad_flow(harness: &Harness) {
 
 fn a_closed_descriptor_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
-    // Higher than any that this process opens, so that nobody has it.
-    // SAFETY: it is the point that nothing is behind it; calls with it fail and harm nothing.
+    // Higher than any descriptor that this process opens.
+    // SAFETY: the descriptor is not open; calls with it fail with EBADF.
     let closed = unsafe { BorrowedFd::borrow_raw(1_000_000) };
     let error = refused(import(&testbed.b, whole(closed), None), &["Bad file descriptor"]);
     assert_eq!(error.kind(), &Kind::Os(libc::EBADF));
     refused(mem::exported(closed), &["Bad file descriptor"]);
 }
 
-fn offsets_are_free(harness: &Harness) {
+fn any_offset_can_be_registered(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let memory = harness.gpu().alloc(1 << 16).unwrap();
     memory.write(0, &[0; 1 << 16]).unwrap();
-    // Exported as a whole, a part is registered; exported in part, the descriptor still names it all.
+    // A part of a whole export may be registered. The descriptor of a partial export still refers
+    // to the whole allocation.
     for (exported, offset) in [((0, 1 << 16), 4097), ((4096, 4096), 30_001)] {
         let buffer = memory.export_dmabuf(exported.0, exported.1).unwrap();
         let range = DmaBufRange { fd: buffer.as_fd(), offset, len: 5000 };
@@ -197,7 +198,7 @@ fn offsets_are_free(harness: &Harness) {
     }
 }
 
-/// Each descriptor of a piece of memory goes on naming it, whichever of them end first.
+/// Each descriptor of an allocation stays valid, in whatever order the others are closed.
 fn one_memory_by_many_descriptors(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.b;
@@ -206,7 +207,7 @@ fn one_memory_by_many_descriptors(harness: &Harness) {
         (0..3).map(|n| memory.export_dmabuf(n * 4096, 4096).unwrap()).collect();
     let mrs: Vec<Mr> =
         exports.iter().map(|buffer| import(end, buffer.into(), None).unwrap()).collect();
-    // The same memory three times: what one registration wrote, the others see.
+    // All registrations refer to the same memory.
     let again = import(end, (&exports[0]).into(), None).unwrap();
     assert_ne!(again.rkey(), mrs[0].rkey());
     let wanted = write_through(harness, &testbed, &again, 3, 9);
@@ -217,10 +218,10 @@ fn one_memory_by_many_descriptors(harness: &Harness) {
     let first = exports.next().unwrap();
     drop(exports);
     import(end, (&first).into(), None)
-        .expect("the first is still known when the others have ended");
-    let (found, start) = mem::exported(first.as_fd()).unwrap().expect("it is known");
+        .expect("the first descriptor works after the others were closed");
+    let (found, start) = mem::exported(first.as_fd()).unwrap().expect("a known export");
     assert_eq!((found.address(), start), (memory.address(), memory.address()));
-    // A move gives the memory another file; the old descriptors still mean this memory.
+    // After a move the memory has another file; old descriptors still refer to this allocation.
     drop((again, mrs));
     harness.control().relocate(&memory).unwrap();
     let later = memory.export_dmabuf(0, 4096).unwrap();
@@ -233,7 +234,7 @@ fn one_memory_by_many_descriptors(harness: &Harness) {
     }
 }
 
-fn a_part_that_was_exported_by_its_address(harness: &Harness) {
+fn parts_exported_by_address(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.b;
     let memory = harness.gpu().alloc(1 << 16).unwrap();
@@ -248,24 +249,24 @@ fn a_part_that_was_exported_by_its_address(harness: &Harness) {
         let wanted = write_through(harness, &testbed, &mr, 1, at);
         let mut found = vec![0; 1000];
         memory.read(at + 1, &mut found).unwrap();
-        same(&found, &wanted, "a write by an address that was exported");
+        same(&found, &wanted, "a write to memory exported by address");
     }
-    // The descriptor of all of it names all of it, though parts were exported since.
+    // The descriptor of the whole allocation is unaffected by later exports of parts.
     import(end, (&all).into(), None).unwrap();
-    // SAFETY: refused, which is the point.
+    // SAFETY: refused.
     let beyond = unsafe { mem::export_address(address(60_000), 8192) };
     refused(beyond, &["holds all of that range"]);
     // SAFETY: as above.
-    let nobody = unsafe { mem::export_address(mem::DeviceAddr::new(4096), 64) };
-    assert!(nobody.is_err());
+    let unowned = unsafe { mem::export_address(mem::DeviceAddr::new(4096), 64) };
+    assert!(unowned.is_err());
 }
 
-fn a_descriptor_that_is_handed_over(harness: &Harness) {
+fn a_duplicated_descriptor(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.b;
     let memory = harness.gpu().alloc(1 << 16).unwrap();
     let fd = memory.export_dmabuf(4096, 4096).unwrap().into_fd();
-    // Somebody else exports the same memory, and is done with it.
+    // A second export of the same memory is closed.
     drop(memory.export_dmabuf(0, 4096).unwrap());
     let copy = fd.try_clone().unwrap();
     drop(fd);
@@ -274,8 +275,8 @@ fn a_descriptor_that_is_handed_over(harness: &Harness) {
     let wanted = write_through(harness, &testbed, &mr, 5, 21);
     let mut found = vec![0; 1000];
     memory.read(4096 + 5, &mut found).unwrap();
-    same(&found, &wanted, "a write by a descriptor that was handed over");
-    // The memory goes, the descriptor stays.
+    same(&found, &wanted, "a write through a duplicated descriptor");
+    // The memory is freed while the descriptor stays open.
     drop(mr);
     drop(memory);
     let error = refused(import(end, range, None), &["freed", "keep the allocation"]);
@@ -304,9 +305,9 @@ fn memory_freed_before_it_is_imported_bad_flow(harness: &Harness) {
     let attach = AttachMode::Static;
     gone(end.context.register_dmabuf(&end.pd, (&buffer).into(), None, RIGHTS, attach));
     refused(pulled.export_dmabuf(0, 4096), &["freed"]);
-    // Borrowed by its address, and gone: whose it was does not matter.
+    // The same for memory exported by its address.
     let owner = harness.gpu().alloc(4096).unwrap();
-    // SAFETY: freed on purpose; the simulator finds that out.
+    // SAFETY: freed early on purpose; the simulator detects that.
     let buffer = unsafe { mem::export_address(owner.address(), 4096) }.unwrap();
     drop(owner);
     gone(import(end, (&buffer).into(), None));
@@ -331,7 +332,8 @@ fn memory_is_kept_by_its_importers(harness: &Harness) {
     assert_eq!(near.read(0, 4096), vec![7; 4096]);
 }
 
-/// Its moves are not seen here: it is refused, with the way that works.
+/// This process is not notified of moves in another one, so the import is refused; the error text
+/// names the alternative.
 fn simulated_memory_of_another_process_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let (fd, child) = child::export("sim");
@@ -344,7 +346,7 @@ fn simulated_memory_of_another_process_bad_flow(harness: &Harness) {
     child.end();
 }
 
-/// Plain memory of another process does not move: both see one memory.
+/// Plain memory of another process does not move, so it can be imported.
 fn a_memfd_of_another_process(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let (fd, child) = child::export("host");
@@ -356,7 +358,7 @@ fn a_memfd_of_another_process(harness: &Harness) {
     conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Read(at)).with(&data)]).unwrap();
     testbed.done(&conn.a.sends, 1);
     assert_eq!(near.read(0, 4096), vec![child::FILL; 4096]);
-    // The other process ends; what it shared stays.
+    // The shared memory outlives the process that created it.
     child.end();
     conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Read(at)).with(&data)]).unwrap();
     testbed.done(&conn.a.sends, 2);

@@ -1,4 +1,4 @@
-//! What a case gets: a link, a GPU, and buffers that were named in every way there is.
+//! A link, a GPU, and buffers registered in every possible way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ pub struct Harness {
 }
 
 impl Harness {
-    /// With a device of its own, or with a simulated one.
+    /// With the given device, or with a simulated one.
     pub fn new(test_link: TestLink, gpu: Option<Device>) -> Self {
         Self { fixture: Fixture::new(test_link), gpu }
     }
@@ -32,11 +32,11 @@ impl Harness {
     }
 
     pub fn control(&self) -> SimControl {
-        assert!(self.gpu.is_none(), "only the simulator has strings");
+        assert!(self.gpu.is_none(), "only the simulator has fault injection");
         self.fixture.control()
     }
 
-    /// After every case the simulator holds nothing.
+    /// Fails if the case left objects on a simulated device.
     pub fn check_nothing_left(&self) {
         for ordinal in 0..2 {
             let control = self.fixture.sim().control(ordinal).unwrap();
@@ -47,13 +47,13 @@ impl Harness {
     }
 }
 
-/// How memory is named to a registration, and what it is.
+/// The kind of memory, and how it is passed to the registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemKind {
     HostHandle,
     HostAddress,
     HostOnDemand,
-    /// Anonymous memory, which a mapping of the case's own can take away.
+    /// Anonymous memory mapped by the case, which can unmap it.
     Anonymous,
     AnonymousOnDemand,
     Memfd,
@@ -99,7 +99,7 @@ impl MemKind {
         )
     }
 
-    /// The kernel copies such memory, and has no atomics for that.
+    /// On-demand host memory is copied by the kernel, which offers no atomics.
     pub fn has_atomics(self) -> bool {
         !matches!(self, Self::HostOnDemand | Self::AnonymousOnDemand)
     }
@@ -114,7 +114,7 @@ impl MemKind {
         matches!(self, HostOnDemand | AnonymousOnDemand | DeviceOnDemand | DeviceAddressOnDemand)
     }
 
-    /// All rights that it can give.
+    /// All access rights that this kind of memory supports.
     pub fn all(self) -> Access {
         let (all_but_atomic, atomic) = (
             Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
@@ -124,13 +124,13 @@ impl MemKind {
     }
 }
 
-/// Pages of the case's own.
+/// An anonymous mapping of the case.
 pub struct Pages {
     base: *mut u8,
     len: usize,
 }
 
-// SAFETY: a plain mapping, which the cases access by copies.
+// SAFETY: a plain mapping, which the cases access only by copying.
 unsafe impl Send for Pages {}
 // SAFETY: as above.
 unsafe impl Sync for Pages {}
@@ -141,11 +141,12 @@ impl Pages {
     }
 
     pub fn with(len: usize, protection: ProtFlags, flags: MapFlags) -> Self {
-        // Far from where the kernel puts mappings by itself: what a case unmaps, nobody else may get.
+        // Far from the addresses that the kernel chooses, so that no other mapping reuses the range
+        // after a case unmaps it.
         static NEXT: AtomicUsize = AtomicUsize::new(0x1000_0000_0000);
         let at = NEXT.fetch_add(len.next_multiple_of(1 << 30) + (1 << 30), Ordering::Relaxed);
         let at = std::ptr::without_provenance_mut(at);
-        // SAFETY: a new mapping where there is none; the address is a wish.
+        // SAFETY: a new mapping; the address is only a hint, so nothing is replaced.
         let base = unsafe { mmap_anonymous(at, len, protection, flags) };
         Self { base: base.unwrap().cast(), len }
     }
@@ -161,7 +162,8 @@ impl Pages {
 
     pub fn read(&self, offset: u64, into: &mut [u8]) {
         assert!(offset as usize + into.len() <= self.len);
-        // SAFETY: inside the mapping; no reference to it exists, and the cases wait for traffic first.
+        // SAFETY: inside the mapping; no reference to it exists, and the cases wait until no work
+        // is in flight.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.base.add(offset as usize),
@@ -183,16 +185,16 @@ impl Pages {
         }
     }
 
-    /// Takes a part away.
+    /// Unmaps a part; later accesses to it fault.
     pub fn unmap(&self, offset: usize, len: usize) {
-        // SAFETY: part of the mapping; nobody follows a pointer into it any more.
+        // SAFETY: part of the mapping, and no pointer into it is used afterwards.
         unsafe { munmap(self.at(offset), len) }.unwrap();
     }
 }
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: made with this base and length; unmapping what is unmapped already is no error.
+        // SAFETY: mapped with this base and length; unmapping an unmapped part is no error.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }
@@ -203,22 +205,22 @@ pub enum Backing {
     Device(Allocation),
 }
 
-/// Registered memory with guards around it, and a way to its bytes beside the device.
+/// Registered memory with guard bytes around it; the case reads and writes it without the device.
 pub struct Buffer {
     pub mem_kind: MemKind,
     pub backing: Backing,
     pub mr: Option<Mr>,
-    /// Where the registration begins in the memory.
+    /// Offset of the registered range in the memory.
     pub start: u64,
     pub len: u64,
 }
 
-/// On either side of what is registered.
+/// Guard bytes on either side of the registered range.
 pub const GUARD: u64 = 8192;
 const GUARD_BYTE: u8 = 0x9a;
 
 impl Buffer {
-    /// `len` bytes of zeros, `skew` bytes off a round place, registered with all rights.
+    /// `len` zero bytes, `skew` bytes off a page boundary, registered with all rights.
     pub fn new(harness: &Harness, end: &Endpoint, mem_kind: MemKind, len: u64, skew: u64) -> Self {
         Self::with(harness, end, mem_kind, len, skew, mem_kind.all()).unwrap()
     }
@@ -250,13 +252,13 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// Registers it, once more if it was registered before.
+    /// Registers the buffer, and drops an earlier registration afterwards.
     pub fn register(&mut self, end: &Endpoint, access: Access) -> Result<()> {
         let access = if self.mem_kind.is_on_demand() { access | Access::ON_DEMAND } else { access };
         let (context, pd) = (&end.context, &end.pd);
         let by_address = |address: u64| {
-            // SAFETY: the buffer keeps its memory until after the registration, or takes it away on purpose where
-            // that harms nobody; its bytes are copied only.
+            // SAFETY: the buffer keeps its memory until after the registration, or unmaps a part
+            // that only faults on access; its bytes are only copied.
             unsafe { context.register_address(pd, address + self.start, self.len, None, access) }
         };
         let made = match (&self.backing, self.mem_kind) {
@@ -295,13 +297,13 @@ impl Buffer {
     }
 
     pub fn mr(&self) -> &Mr {
-        self.mr.as_ref().expect("it is registered")
+        self.mr.as_ref().expect("a registered buffer")
     }
 
     pub fn allocation(&self) -> &Allocation {
         match &self.backing {
             Backing::Device(memory) => memory,
-            _ => panic!("it is host memory"),
+            _ => panic!("{:?} is host memory", self.mem_kind),
         }
     }
 
@@ -323,7 +325,7 @@ impl Buffer {
         bytes
     }
 
-    /// Bytes of the registered part.
+    /// Writes bytes of the registered range.
     pub fn write(&self, offset: u64, bytes: &[u8]) {
         self.put(self.start + offset, bytes);
     }
@@ -343,18 +345,18 @@ impl Buffer {
         bytes
     }
 
-    /// Nobody wrote beside what was registered.
+    /// Asserts that no byte outside the registered range was written.
     pub fn check_guards(&self) {
         let (before, behind) = (self.get(0, self.start as usize), self.start + self.len);
-        assert!(before.iter().all(|byte| *byte == GUARD_BYTE), "{:?}: before it", self.mem_kind);
+        assert!(before.iter().all(|byte| *byte == GUARD_BYTE), "{:?}: guard before", self.mem_kind);
         let after = self.get(behind, GUARD as usize);
-        assert!(after.iter().all(|byte| *byte == GUARD_BYTE), "{:?}: behind it", self.mem_kind);
+        assert!(after.iter().all(|byte| *byte == GUARD_BYTE), "{:?}: guard after", self.mem_kind);
     }
 }
 
-/// Asserts that a call was refused, with a text that holds all of `words` and a fix where there is one to give.
+/// Asserts that a call was refused with a text that contains all of `words`.
 pub fn refused<T>(outcome: Result<T>, words: &[&str]) -> Error {
-    let error = outcome.err().expect("it must be refused");
+    let error = outcome.err().expect("a refusal");
     let text = error.to_string();
     for word in words {
         assert!(text.contains(word), "{word:?} is not in: {text}");
@@ -362,7 +364,7 @@ pub fn refused<T>(outcome: Result<T>, words: &[&str]) -> Error {
     error
 }
 
-/// Memory that a client copies by itself, and that it may say is not there.
+/// Memory that its client copies, and that can be made temporarily unavailable.
 pub struct TestMemory {
     bytes: Mutex<Vec<u8>>,
     pub unavailable_until: Mutex<Option<Instant>>,
@@ -410,7 +412,7 @@ impl TestMemory {
 
 impl CustomMemory for TestMemory {
     fn check(&self, offset: u64, len: u64, _: bool) -> std::result::Result<(), AccessDenied> {
-        assert!(offset + len <= self.bytes.lock().len() as u64, "only ranges inside are asked for");
+        assert!(offset + len <= self.bytes.lock().len() as u64, "a range outside the memory");
         self.check_present()
     }
 
@@ -429,9 +431,9 @@ impl CustomMemory for TestMemory {
     fn atomic(&self, offset: u64, op: &Atomic) -> std::result::Result<u64, AccessDenied> {
         self.check_present()?;
         let mut bytes = self.bytes.lock();
-        let place = &mut bytes[offset as usize..][..8];
-        let old = u64::from_ne_bytes(place.try_into().unwrap());
-        place.copy_from_slice(&op.apply(old).to_ne_bytes());
+        let word = &mut bytes[offset as usize..][..8];
+        let old = u64::from_ne_bytes(word.try_into().unwrap());
+        word.copy_from_slice(&op.apply(old).to_ne_bytes());
         Ok(old)
     }
 

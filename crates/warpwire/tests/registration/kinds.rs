@@ -1,4 +1,4 @@
-//! Every sort of memory is what work reads and writes: at odd places, and nothing beside it.
+//! Work requests read and write every kind of memory, at unaligned offsets and nothing outside.
 
 use warpwire::error::Kind;
 use warpwire::mr::{AccessPath, RegisteredBy};
@@ -11,20 +11,20 @@ use crate::verbs::fixture::{QpPair, TestLink, Testbed, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    every_sort_is_read_and_written,
-    every_sort_says_what_it_is,
-    a_place_of_choice_is_where_work_finds_it,
-    rights_that_were_not_given_bad_flow,
+    every_memory_kind_is_read_and_written,
+    every_memory_kind_reports_its_path,
+    a_chosen_iova_is_used_by_work_requests,
+    rights_not_granted_bad_flow,
     ranges_outside_bad_flow,
-    rights_that_no_registration_gives_bad_flow,
-    another_domain_bad_flow,
+    invalid_access_flags_bad_flow,
+    another_protection_domain_bad_flow,
 );
 
 const LEN: u64 = 40_000;
-/// Where the word of atomics is: aligned in every buffer, whatever its skew.
+/// Offsets of the buffers from a page boundary, in bytes.
 const SKEWS: [u64; 4] = [0, 1, 4093, 2056];
 
-/// A write, a read, a message and, where both can, an atomic; every byte is looked at.
+/// A write, a read, a message and, where the memory supports it, an atomic; checks every byte.
 pub fn exchange(testbed: &Testbed, conn: &QpPair, near: &Buffer, far: &Buffer, seed: u64) {
     let what = format!("{:?} with {:?}", near.mem_kind, far.mem_kind);
     let len = 17_003usize;
@@ -32,8 +32,8 @@ pub fn exchange(testbed: &Testbed, conn: &QpPair, near: &Buffer, far: &Buffer, s
     far.write(5, &vec![0; len]);
     far.write(20_001, &vec![0; len]);
     let (from, back) = ([near.mr().sge(3, len as u32)], [near.mr().sge(20_007, len as u32)]);
-    let room = [far.mr().sge(20_001, len as u32)];
-    conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &room }]).unwrap();
+    let into = [far.mr().sge(20_001, len as u32)];
+    conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &into }]).unwrap();
     conn.a
         .qp
         .post_send(&[
@@ -46,7 +46,7 @@ pub fn exchange(testbed: &Testbed, conn: &QpPair, near: &Buffer, far: &Buffer, s
         let done = testbed.next(&conn.a.sends);
         let [ours, theirs] = [near, far].map(|end| (end.mr().faults(), end.mr().failure()));
         let why = testbed.b.context.hca().qp_denied(conn.b.qp.number());
-        let context_text = format!("{what}: {ours:?} {theirs:?}, refused there: {why:?}");
+        let context_text = format!("{what}: {ours:?} {theirs:?}, responder denied: {why:?}");
         assert_eq!((done.id, done.status), (id, Status::Success), "{context_text}");
     });
     testbed.done(&conn.b.receives, 9);
@@ -66,12 +66,12 @@ pub fn exchange(testbed: &Testbed, conn: &QpPair, near: &Buffer, far: &Buffer, s
     far.check_guards();
 }
 
-fn every_sort_is_read_and_written(harness: &Harness) {
+fn every_memory_kind_is_read_and_written(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     for (n, near) in MEM_KINDS.into_iter().enumerate() {
         for (m, far) in MEM_KINDS.into_iter().enumerate() {
-            // Over a link that takes longer, each sort meets itself and one other.
+            // Over slower links, each kind is paired only with itself and one other.
             if harness.fixture.test_link != TestLink::Loopback
                 && (n + m) % MEM_KINDS.len() > 1
                 && n != m
@@ -85,7 +85,7 @@ fn every_sort_is_read_and_written(harness: &Harness) {
     }
 }
 
-fn every_sort_says_what_it_is(harness: &Harness) {
+fn every_memory_kind_reports_its_path(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     for mem_kind in MEM_KINDS {
         let buffer = Buffer::new(harness, &testbed.a, mem_kind, 4096, 0);
@@ -121,12 +121,12 @@ fn every_sort_says_what_it_is(harness: &Harness) {
             }
         }
         if mem_kind.is_device() && mem_kind != MemKind::DeviceEngine {
-            assert!(is_window || !mr.why().is_empty(), "{mem_kind:?}: no window, and no reason");
+            assert!(is_window || !mr.why().is_empty(), "{mem_kind:?}: no window and no reason");
         }
     }
 }
 
-fn a_place_of_choice_is_where_work_finds_it(harness: &Harness) {
+fn a_chosen_iova_is_used_by_work_requests(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
@@ -147,9 +147,9 @@ fn a_place_of_choice_is_where_work_finds_it(harness: &Harness) {
         let remote = Remote { address, rkey: mr.rkey() };
         conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Write(remote)).with(&from)]).unwrap();
         testbed.done(&conn.a.sends, 1);
-        same(&far.read([11, 500][n], 100), &wanted, "a write to a place of choice");
+        same(&far.read([11, 500][n], 100), &wanted, "a write to a chosen iova");
     }
-    // Both at once is a contradiction, whichever way the memory is named.
+    // A chosen iova and zero-based contradict each other, for every kind of registration.
     // SAFETY: as above.
     let both = unsafe { end.context.register_address(&end.pd, address, 4096, Some(8), zero) };
     refused(both, &["zero-based"]);
@@ -158,8 +158,8 @@ fn a_place_of_choice_is_where_work_finds_it(harness: &Harness) {
     far.check_guards();
 }
 
-/// What a registration does not give fails the work on the right side, for every sort of memory.
-fn rights_that_were_not_given_bad_flow(harness: &Harness) {
+/// Access without the right fails the work on the correct side, for every kind of memory.
+fn rights_not_granted_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let from = [near.mr().sge(0, 64)];
@@ -182,10 +182,10 @@ fn rights_that_were_not_given_bad_flow(harness: &Harness) {
             testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
             assert_eq!(far.read(0, 4096), vec![0; 4096], "{mem_kind:?} {op:?}");
         }
-        // A receive needs the right to write locally; its owner made the mistake.
+        // A receive buffer needs local-write; the receiver gets the protection error.
         let conn = testbed.join(QpOptions::default());
-        let room = [read.mr().sge(0, 64)];
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
+        let into = [read.mr().sge(0, 64)];
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &into }]).unwrap();
         conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&from)]).unwrap();
         testbed.failed(&conn.a.sends, 1, Status::RemoteOperation);
         testbed.failed(&conn.b.receives, 2, Status::LocalProtection);
@@ -223,7 +223,7 @@ fn ranges_outside_bad_flow(harness: &Harness) {
         conn.a.qp.post_send(&[last]).unwrap();
         testbed.done(&conn.a.sends, 1);
         far.check_guards();
-        // The same from this side: the requester's own protection error.
+        // The same on the requester's side: a local protection error.
         let own = Buffer::new(harness, &testbed.a, mem_kind, 5000, 9);
         let target = Buffer::new(harness, &testbed.b, MemKind::HostHandle, 8192, 0);
         for (offset, len) in [(4999, 2), (5000, 1), (u64::MAX, 2)] {
@@ -237,7 +237,7 @@ fn ranges_outside_bad_flow(harness: &Harness) {
     }
 }
 
-fn rights_that_no_registration_gives_bad_flow(harness: &Harness) {
+fn invalid_access_flags_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let sums = [
         Access::REMOTE_WRITE,
@@ -261,22 +261,19 @@ fn rights_that_no_registration_gives_bad_flow(harness: &Harness) {
             let made = Buffer::with(harness, &testbed.a, mem_kind, 4096, 0, access);
             refused(made.map(drop), &["register"]);
         }
-        assert!(
-            testbed.a.context.hca().registry().is_empty(),
-            "{mem_kind:?} left something behind"
-        );
+        assert!(testbed.a.context.hca().registry().is_empty(), "{mem_kind:?} left a registration");
     }
 }
 
-fn another_domain_bad_flow(harness: &Harness) {
+fn another_protection_domain_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
-    let stranger = crate::verbs::fixture::Endpoint {
+    let foreign = crate::verbs::fixture::Endpoint {
         context: testbed.b.context.clone(),
-        pd: testbed.b.context.pd(),
+        pd: testbed.b.context.alloc_pd(),
     };
     for mem_kind in MEM_KINDS {
-        let far = Buffer::new(harness, &stranger, mem_kind, 4096, 0);
+        let far = Buffer::new(harness, &foreign, mem_kind, 4096, 0);
         let data = [near.mr().sge(0, 64)];
         for op in [WrOp::Write(far.mr().remote(0)), WrOp::Read(far.mr().remote(0))] {
             let conn = testbed.join(QpOptions::default());
@@ -284,8 +281,8 @@ fn another_domain_bad_flow(harness: &Harness) {
             testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
         }
         let conn = testbed.join(QpOptions::default());
-        let room = [far.mr().sge(0, 64)];
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
+        let into = [far.mr().sge(0, 64)];
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &into }]).unwrap();
         conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&data)]).unwrap();
         testbed.failed(&conn.b.receives, 2, Status::LocalProtection);
         assert_eq!(far.read(0, 64), [0; 64], "{mem_kind:?}");

@@ -1,9 +1,10 @@
-//! Registering any memory: by handle, by address, by descriptor, on demand; and what goes wrong with each.
+//! Memory registration by handle, by address, by descriptor and on demand, and how each can fail.
 //!
-//! Cases run on host memory and on the simulated GPU, over the loopback link, and some over UDP too. Those of `kinds` run
-//! on CUDA where it is there; where it is not, a line `skipped: why` is printed, and `WARPWIRE_REQUIRE=cuda` makes that a
-//! failure. `WARPWIRE_SEED` replays one seed, `WARPWIRE_SOAK` says for how many seconds the soak goes on.
-#![allow(unsafe_code)] // registering by address is; each use says why it is right
+//! Cases run on host memory and on the simulated GPU, over the loopback link; some also over UDP.
+//! The cases of `kinds` also run on CUDA if available; otherwise a line `skipped: <reason>` is
+//! printed, which `WARPWIRE_REQUIRE=cuda` turns into a failure. `WARPWIRE_SEED` replays one seed,
+//! `WARPWIRE_SOAK` sets the duration of the soak test in seconds.
+#![allow(unsafe_code)] // to register memory by its address
 
 mod child;
 mod clients;
@@ -26,7 +27,7 @@ use harness::Harness;
 
 pub const SUITE: Suite = Suite { name: "registration", env: &[], collect, role: child::run_role };
 
-/// Cases for which the link matters.
+/// Cases that depend on the link.
 const EVERYWHERE: &[&[Case<Harness>]] = &[kinds::CASES, moves::CASES];
 const ONCE: &[&[Case<Harness>]] = &[
     clients::CASES,
@@ -41,7 +42,7 @@ const ONCE: &[&[Case<Harness>]] = &[
 
 fn collect(suite: &mut Collector) {
     add(suite, "loopback", TestLink::Loopback, &[EVERYWHERE, ONCE]);
-    // The verbs' own suite has all links.
+    // The suite `verbs` runs over all links.
     if suite.effort() > Effort::Quick {
         add(suite, "udp4", TestLink::Udp4, &[EVERYWHERE]);
     }

@@ -1,4 +1,4 @@
-//! Memory that moves while it is registered: those who keep it in its place, and those who follow it.
+//! Memory that moves while it is registered: pinning attachments and those that follow it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,17 +13,17 @@ use testkit::cases;
 
 cases!(Harness; CASES:
     pinned_memory_does_not_move_bad_flow,
-    memory_is_found_where_it_moved_to,
+    moved_memory_is_remapped,
     memory_moves_under_traffic_in_both_roles,
     memory_moves_from_another_thread,
-    prefetch_finds_it_beforehand,
+    prefetch_avoids_the_fault,
 );
 
 fn moving() -> impl Iterator<Item = MemKind> {
     MEM_KINDS.into_iter().filter(|mem_kind| mem_kind.may_move())
 }
 
-/// Static attachments keep memory where it is, each of them for as long as it lasts.
+/// A static attachment pins the memory until the attachment is dropped.
 fn pinned_memory_does_not_move_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let control = harness.control();
@@ -35,16 +35,16 @@ fn pinned_memory_does_not_move_bad_flow(harness: &Harness) {
         let attach = warpwire::verbs::AttachMode::Static;
         testbed.a.context.register_dmabuf(pd, (&buffer).into(), None, access, attach).unwrap()
     };
-    let stays = |users: &str| {
+    let expect_pinned = |users: &str| {
         let error = refused(control.relocate(&memory), &[users, "attach dynamically"]);
         assert_eq!(error.kind(), &Kind::Busy);
     };
-    stays("1 of its users");
+    expect_pinned("1 of its users");
     let second = again();
-    stays("2 of its users");
+    expect_pinned("2 of its users");
     drop(first.mr.take());
-    stays("1 of its users");
-    // A dynamic attachment of the same memory keeps nobody from anything.
+    expect_pinned("1 of its users");
+    // A dynamic attachment of the same memory does not pin it.
     let buffer = memory.export_dmabuf(0, 64).unwrap();
     let (pd, access) = (&testbed.a.pd, MemKind::DmaBufDynamic.all());
     let attach = warpwire::verbs::AttachMode::Dynamic;
@@ -63,15 +63,15 @@ fn pinned_memory_does_not_move_bad_flow(harness: &Harness) {
         access,
         warpwire::verbs::AttachMode::Static,
     );
-    refused(made, &["the range goes from"]);
+    refused(made, &["the range is from"]);
     control.relocate(&memory).unwrap();
-    // Freed all the same, if the device is told to: the registration is dead, and its end is quiet.
+    // A forced free succeeds: the registration is dead, and deregistering it succeeds.
     let third = again();
     control.force_free(&memory).unwrap();
     drop(third);
 }
 
-fn memory_is_found_where_it_moved_to(harness: &Harness) {
+fn moved_memory_is_remapped(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     for mem_kind in moving() {
@@ -89,13 +89,14 @@ fn memory_is_found_where_it_moved_to(harness: &Harness) {
             mem_kind,
             MemKind::DmaBufDynamic | MemKind::DeviceOnDemand | MemKind::DeviceAddressOnDemand
         );
-        // Found when it is needed, once after each move; or at once, and then nobody had to wait.
+        // On demand: one fault at the first access after each move. Otherwise the registration is
+        // remapped during the move, without a fault.
         let wanted = if on_demand { 6 } else { 0 };
         assert_eq!((faults.faults, faults.refused), (wanted, 0), "{mem_kind:?}: {faults:?}");
     }
 }
 
-fn prefetch_finds_it_beforehand(harness: &Harness) {
+fn prefetch_avoids_the_fault(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 40_000, 0);
@@ -103,7 +104,7 @@ fn prefetch_finds_it_beforehand(harness: &Harness) {
         [MemKind::DmaBufDynamic, MemKind::DeviceOnDemand, MemKind::DeviceAddressOnDemand]
     {
         let far = Buffer::new(harness, &testbed.b, mem_kind, 40_000, 3);
-        // Registering it once more finds nothing: only a use does.
+        // Registering does not map the memory: only an access does.
         let mut twice = Buffer::new(harness, &testbed.b, mem_kind, 64, 0);
         let first = twice.mr.take();
         twice.register(&testbed.b, mem_kind.all()).unwrap();
@@ -128,10 +129,10 @@ fn prefetch_finds_it_beforehand(harness: &Harness) {
     }
 }
 
-/// Posts one of each on a connection whose both ends may move.
+/// Posts a write, an atomic, a read and a message; the memory of both ends may move.
 fn post_all(conn: &QpPair, near: &Buffer, far: &Buffer) {
-    let room = [far.mr().sge(20_001, 17_003)];
-    conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &room }]).unwrap();
+    let into = [far.mr().sge(20_001, 17_003)];
+    conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &into }]).unwrap();
     let (from, back) = ([near.mr().sge(3, 17_003)], [near.mr().sge(20_007, 17_003)]);
     let word = [near.mr().sge(39_500, 8)];
     let at = (8 - far.start % 8) % 8 + 39_000;
@@ -158,7 +159,7 @@ fn check_all(near: &Buffer, far: &Buffer, wanted: &[u8], added: u64) {
     far.check_guards();
 }
 
-/// Between any two steps of the engines, either end moves.
+/// The memory of either end moves between any two steps of the engines.
 fn memory_moves_under_traffic_in_both_roles(harness: &Harness) {
     let mut rng = Rng::new(21);
     for near in moving() {
@@ -185,18 +186,19 @@ fn memory_moves_under_traffic_in_both_roles(harness: &Harness) {
     }
 }
 
-/// Another thread moves both ends all the time, while threads of the devices' own drive them.
+/// A thread keeps moving the memory of both ends, while the devices' own threads advance the
+/// engines.
 fn memory_moves_from_another_thread(harness: &Harness) {
     for mem_kind in [MemKind::DmaBufDynamic, MemKind::DeviceAddress, MemKind::DeviceEngine] {
         let testbed: Testbed = harness.fixture.with_progress(ProgressMode::Auto);
         let conn = testbed.join(QpOptions::default());
         let near = Buffer::new(harness, &testbed.a, mem_kind, 40_000, 5);
         let far = Buffer::new(harness, &testbed.b, mem_kind, 40_000, 8);
-        let (over, moves) = (AtomicBool::new(false), AtomicU64::new(0));
+        let (stop, moves) = (AtomicBool::new(false), AtomicU64::new(0));
         let control = harness.control();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !over.load(Ordering::Relaxed) {
+                while !stop.load(Ordering::Relaxed) {
                     for buffer in [&near, &far] {
                         control.relocate(buffer.allocation()).unwrap();
                         moves.fetch_add(1, Ordering::Relaxed);
@@ -219,7 +221,7 @@ fn memory_moves_from_another_thread(harness: &Harness) {
                     assert!(!near.read(20_007, 64).iter().all(|byte| *byte == POISON));
                 }
             }));
-            over.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::Relaxed);
             ended.unwrap_or_else(|why| std::panic::resume_unwind(why));
         });
         assert!(moves.load(Ordering::Relaxed) >= 60, "{moves:?} moves");

@@ -1,4 +1,5 @@
-//! Host memory on demand: pages come when they are needed, and what was unmapped is an error and not a crash.
+//! On-demand host memory: pages are faulted in when needed, and unmapped memory is an error, not a
+//! crash.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -18,29 +19,28 @@ use crate::verbs::fixture::{Endpoint, QpPair, Rng, Testbed, connect, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    memory_of_a_file,
-    pages_come_when_they_are_needed,
+    file_backed_memory,
+    pages_are_faulted_in_when_needed,
     unmapped_under_traffic_bad_flow,
-    a_hole_harms_no_neighbour,
-    read_only_meanwhile_bad_flow,
-    moved_away_and_back,
+    a_hole_does_not_affect_its_neighbours,
+    pages_made_read_only_bad_flow,
+    mappings_moved_away_and_back,
     dropped_pages_read_as_zero,
-    a_file_that_is_cut_short_bad_flow,
+    a_truncated_file_bad_flow,
     prefetch_and_its_counters,
-    a_huge_range_costs_nothing,
+    a_huge_range_registers_quickly,
     many_queue_pairs_fault_one_page,
     atomics_bad_flow,
 );
 
 const PAGE: usize = 4096;
-const MAX_PAGES: Access = Access::LOCAL_WRITE;
 
 fn rights() -> Access {
-    MAX_PAGES | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
+    Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
 }
 
 fn on_demand(end: &Endpoint, address: u64, len: u64) -> Mr {
-    // SAFETY: memory of the cases, which they copy only, and unmap where that is the point: on demand it harms nobody.
+    // SAFETY: the cases only copy the memory. Some unmap it, which on-demand registrations allow.
     unsafe { end.context.register_address(&end.pd, address, len, None, rights()) }.unwrap()
 }
 
@@ -57,7 +57,7 @@ fn transfer(testbed: &Testbed, conn: &QpPair, op: WrOp, data: warpwire::verbs::S
     testbed.next(&conn.a.sends).status
 }
 
-/// A mapping of a file of the disk, which the kernel reads in when it is needed.
+/// A mapping of a file on disk, which the kernel reads when needed.
 struct Mapped {
     file: std::fs::File,
     base: *mut std::ffi::c_void,
@@ -70,7 +70,7 @@ impl Mapped {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(bytes).unwrap();
         let (len, null) = (bytes.len(), std::ptr::null_mut());
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: a new mapping at an address chosen by the kernel.
         let base = unsafe { mmap(null, len, protection, MapFlags::SHARED, file.as_fd(), 0) };
         Self { file, base: base.unwrap(), len }
     }
@@ -82,12 +82,12 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: made with this base and length.
+        // SAFETY: mapped with this base and length.
         unsafe { munmap(self.base, self.len) }.unwrap();
     }
 }
 
-fn memory_of_a_file(harness: &Harness) {
+fn file_backed_memory(harness: &Harness) {
     use std::io::{Read, Seek};
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -108,28 +108,28 @@ fn memory_of_a_file(harness: &Harness) {
     (&mapped.file).rewind().unwrap();
     (&mapped.file).read_to_end(&mut found).unwrap();
     same(&found[500_001..800_008], &wanted, "a write into a file");
-    same(&found[..500_001], &bytes[..500_001], "what lies before it");
-    // A file that may only be read gives what may only be read.
+    same(&found[..500_001], &bytes[..500_001], "the bytes before it");
+    // A read-only mapping can be registered for reading only.
     let readable = Mapped::new(&bytes, ProtFlags::READ);
     let (context, pd) = (&testbed.b.context, &testbed.b.pd);
     // SAFETY: mapped until the end of the case.
     let register =
         |access| unsafe { context.register_address(pd, readable.address(), 1 << 20, None, access) };
-    refused(register(rights()), &["reading only"]);
+    refused(register(rights()), &["read-only"]);
     let far = register(Access::REMOTE_READ | Access::ON_DEMAND).unwrap();
     let read = transfer(&testbed, &conn, WrOp::Read(far.remote(0)), near.mr().sge(0, 1 << 20));
     assert_eq!(read, Status::Success);
-    same(&near.read(0, 1 << 20), &bytes, "a read of a file that may only be read");
+    same(&near.read(0, 1 << 20), &bytes, "a read of a read-only mapping");
 }
 
 fn resident(pages: &Pages, len: usize) -> usize {
     let mut seen = vec![0u8; len / PAGE];
-    // SAFETY: a byte for each page of a range that is mapped.
+    // SAFETY: the range is mapped, and `seen` has a byte for each of its pages.
     assert_eq!(unsafe { libc::mincore(pages.at(0), len, seen.as_mut_ptr()) }, 0);
     seen.iter().filter(|byte| **byte & 1 == 1).count()
 }
 
-fn pages_come_when_they_are_needed(harness: &Harness) {
+fn pages_are_faulted_in_when_needed(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let len = 64 << 20;
@@ -145,25 +145,26 @@ fn pages_come_when_they_are_needed(harness: &Harness) {
     pages.read(at, &mut found);
     same(&found, &wanted, "a write on demand");
     let count = resident(&pages, len);
-    assert!((1..=16).contains(&count), "{count} pages came for a hundred bytes");
+    assert!((1..=16).contains(&count), "{count} pages are resident after a write of 100 bytes");
     let faults = far.faults();
     assert_eq!((faults.faults, faults.lost, faults.refused), (1, 0, 0));
-    // What is there is not looked for again.
+    // A resident page causes no further fault.
     assert_eq!(
         transfer(&testbed, &conn, WrOp::Write(far.remote(at)), near.mr().sge(0, 100)),
         Status::Success
     );
     assert_eq!(far.faults(), faults);
-    // A message over several pieces asks for all of them at once.
+    // A write over several 64 KiB blocks faults all of them together.
     let write = transfer(&testbed, &conn, WrOp::Write(far.remote(1)), near.mr().sge(0, 1 << 20));
     assert_eq!(write, Status::Success);
     assert_eq!(far.faults().faults, 1 + 17);
 }
 
-/// Unmapped at some moment of a transfer, on either side: that side's protection error, or it was over before.
+/// Memory unmapped during a transfer, on either side: that side's protection error, or the transfer
+/// was complete before.
 fn unmapped_under_traffic_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
-    // It is found out when it is used, and not when a timer runs out: there is none.
+    // No retransmission timeout: the error is detected by the access, not by a timer.
     let conn = testbed.join(QpOptions { timeout: 0, ..QpOptions::default() });
     let bystander = testbed.join(QpOptions::default());
     let mut rng = Rng::new(5);
@@ -184,8 +185,8 @@ fn unmapped_under_traffic_bad_flow(harness: &Harness) {
             1 => WrOp::Read(far.remote(0)),
             _ => WrOp::Send,
         };
-        let room = [far.sge(0, len as u32)];
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
+        let into = [far.sge(0, len as u32)];
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &into }]).unwrap();
         let data = [near.sge(0, len as u32)];
         conn.a.qp.post_send(&[SendRequest::new(1, op).with(&data)]).unwrap();
         (0..rng.below(12)).for_each(|_| testbed.step());
@@ -199,7 +200,7 @@ fn unmapped_under_traffic_bad_flow(harness: &Harness) {
         };
         assert!(done.status == protection || done.is_success(), "{round} {op:?}: {done:?}");
         failures += u32::from(!done.is_success());
-        // The receive tells the same, where its message came to an end at all.
+        // The receive has the same result, unless its message never ended.
         if op == WrOp::Send && (done.is_success() || !ours) {
             let received = testbed.next(&conn.b.receives);
             let wanted = if done.is_success() { Status::Success } else { Status::LocalProtection };
@@ -209,11 +210,11 @@ fn unmapped_under_traffic_bad_flow(harness: &Harness) {
         reconnect(&testbed, &conn);
         while conn.b.receives.poll(&mut [warpwire::verbs::Completion::EMPTY]).unwrap() > 0 {}
     }
-    assert!(failures > 20, "most of them were in flight: {failures}");
+    assert!(failures > 20, "too few transfers were in flight: {failures}");
 }
 
-/// A part is unmapped: that part is an error, and what lies beside it works, for everybody.
-fn a_hole_harms_no_neighbour(harness: &Harness) {
+/// Access to an unmapped page fails; the pages beside it work on every queue pair.
+fn a_hole_does_not_affect_its_neighbours(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let neighbour = testbed.join(QpOptions::default());
@@ -240,12 +241,12 @@ fn a_hole_harms_no_neighbour(harness: &Harness) {
             }
         }
         let error =
-            refused(far.prefetch((4 * PAGE) as u64, (2 * PAGE) as u64), &["not there", "map"]);
+            refused(far.prefetch((4 * PAGE) as u64, (2 * PAGE) as u64), &["not mapped", "map"]);
         assert_eq!(error.kind(), &Kind::Freed);
-        // What is mapped there again is found again.
+        // Memory mapped there again is used again.
         let addr_hint = std::ptr::with_exposed_provenance_mut(pages.address() as usize + 5 * PAGE);
         let both = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: in the hole that was made above.
+        // SAFETY: replaces only the hole unmapped above.
         unsafe {
             rustix::mm::mmap_anonymous(addr_hint, PAGE, both, MapFlags::PRIVATE | MapFlags::FIXED)
         }
@@ -254,11 +255,11 @@ fn a_hole_harms_no_neighbour(harness: &Harness) {
         assert_eq!(transfer(&testbed, &conn, WrOp::Write(at(5)), one), Status::Success);
         let mut found = vec![0; PAGE];
         pages.read((5 * PAGE) as u64, &mut found);
-        same(&found, &wanted, "a write into a hole that was filled");
+        same(&found, &wanted, "a write into a page mapped again");
     }
 }
 
-fn read_only_meanwhile_bad_flow(harness: &Harness) {
+fn pages_made_read_only_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
@@ -268,7 +269,7 @@ fn read_only_meanwhile_bad_flow(harness: &Harness) {
     pages.write(0, &[7; 64]);
     assert_eq!(transfer(&testbed, &conn, WrOp::Write(far.remote(4096)), one), Status::Success);
     let protect = |flags| {
-        // SAFETY: pages of this case; nobody follows pointers into them now.
+        // SAFETY: pages of this case; no pointer into them is used now.
         unsafe { mprotect(pages.at(0), 16 * PAGE, flags) }.unwrap();
     };
     protect(MprotectFlags::READ);
@@ -288,7 +289,7 @@ fn read_only_meanwhile_bad_flow(harness: &Harness) {
     }
 }
 
-fn moved_away_and_back(harness: &Harness) {
+fn mappings_moved_away_and_back(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
@@ -297,22 +298,21 @@ fn moved_away_and_back(harness: &Harness) {
     pages.write(100, &[7; 64]);
     let (one, at) = (near.mr().sge(0, 64), far.remote(100));
     assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::Success);
-    let carry = |from: &Pages, to: &Pages| {
+    let remap = |from: &Pages, to: &Pages| {
         let flags = MremapFlags::MAYMOVE;
-        // SAFETY: whole mappings of this case; the new place is its own too.
+        // SAFETY: whole mappings of this case, the source and the target.
         unsafe { rustix::mm::mremap_fixed(from.at(0), 16 * PAGE, 16 * PAGE, flags, to.at(0)) }
             .unwrap();
     };
-    carry(&pages, &elsewhere);
-    // The registration is of the addresses, where there is nothing now.
+    remap(&pages, &elsewhere);
+    // The registration refers to the addresses, where nothing is mapped now.
     assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::RemoteAccess);
     reconnect(&testbed, &conn);
-    carry(&elsewhere, &pages);
+    remap(&elsewhere, &pages);
     near.write(0, &[0; 64]);
     assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::Success);
     assert_eq!(near.read(0, 64), [7; 64]);
-    // Shrunk from its end.
-    // SAFETY: a mapping of this case.
+    // SAFETY: shrinks a mapping of this case.
     unsafe { mremap(pages.at(0), 16 * PAGE, PAGE, MremapFlags::empty()) }.unwrap();
     let behind = far.remote(8 * PAGE as u64);
     assert_eq!(transfer(&testbed, &conn, WrOp::Read(behind), one), Status::RemoteAccess);
@@ -341,8 +341,8 @@ fn dropped_pages_read_as_zero(harness: &Harness) {
     }
 }
 
-/// Behind the end of a file that was cut short: where the CPU would get a signal, work gets an error.
-fn a_file_that_is_cut_short_bad_flow(harness: &Harness) {
+/// Access beyond the end of a truncated file: the CPU would get SIGBUS, work requests get an error.
+fn a_truncated_file_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
@@ -378,9 +378,9 @@ fn prefetch_and_its_counters(harness: &Harness) {
     assert_eq!((prefetched.prefetched, prefetched.faults), (16, 0));
     let inside = WrOp::Write(far.remote(1 << 20));
     assert_eq!(transfer(&testbed, &conn, inside, near.mr().sge(0, 1 << 20)), Status::Success);
-    assert_eq!(far.faults(), prefetched, "nobody had to wait");
+    assert_eq!(far.faults(), prefetched, "no fault after a prefetch");
     far.prefetch(1 << 20, 1 << 20).unwrap();
-    assert_eq!(far.faults(), prefetched, "it is there already");
+    assert_eq!(far.faults(), prefetched, "already resident");
     far.prefetch_later(3 << 20, 1 << 20).unwrap();
     let start = Instant::now();
     while far.faults().prefetched < 32 {
@@ -388,21 +388,21 @@ fn prefetch_and_its_counters(harness: &Harness) {
         std::thread::yield_now();
     }
     assert_eq!(resident(&pages, len), 512);
-    // Memory that cannot be found: said at once, or left for work to find out.
+    // Unmapped memory: `prefetch` fails, `prefetch_later` only counts it.
     let gone = far.faults().refused;
     pages.unmap(0, PAGE);
-    refused(far.prefetch(0, 64), &["prefetch", "not there"]);
+    refused(far.prefetch(0, 64), &["prefetch", "not mapped"]);
     far.prefetch_later(0, 64).unwrap();
     while far.faults().refused < gone + 2 {
         assert!(start.elapsed() < crate::verbs::fixture::test_timeout());
         std::thread::yield_now();
     }
-    // Memory that is always there has nothing to prefetch.
+    // Prefetching memory that is always resident does nothing.
     near.mr().prefetch(0, 64).unwrap();
     assert_eq!(near.mr().faults(), Default::default());
 }
 
-fn a_huge_range_costs_nothing(harness: &Harness) {
+fn a_huge_range_registers_quickly(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
@@ -422,12 +422,13 @@ fn a_huge_range_costs_nothing(harness: &Harness) {
     eprintln!("on demand: 64 KiB in {small:?}, 64 GiB in {large:?}");
     assert!(large < small * 20 + Duration::from_micros(200), "{small:?} against {large:?}");
     let far = on_demand(&testbed.b, pages.address(), huge as u64);
-    for place in [0, 1 << 30, (37u64 << 30) + 4097, huge as u64 - 100] {
-        let wanted = near.pattern(0, 100, place);
-        let done = transfer(&testbed, &conn, WrOp::Write(far.remote(place)), near.mr().sge(0, 100));
+    for offset in [0, 1 << 30, (37u64 << 30) + 4097, huge as u64 - 100] {
+        let wanted = near.pattern(0, 100, offset);
+        let write = WrOp::Write(far.remote(offset));
+        let done = transfer(&testbed, &conn, write, near.mr().sge(0, 100));
         assert_eq!(done, Status::Success);
         let mut found = [0; 100];
-        pages.read(place, &mut found);
+        pages.read(offset, &mut found);
         same(&found, &wanted, "a write far into a huge range");
     }
     assert_eq!(far.faults().faults, 4);
@@ -453,13 +454,13 @@ fn many_queue_pairs_fault_one_page(harness: &Harness) {
         for conn in &several {
             testbed.done(&conn.a.sends, 1);
         }
-        assert_eq!(far.faults().faults, 1, "they wait for one page, which is found once");
+        assert_eq!(far.faults().faults, 1, "all wait for one fault");
         for n in 0..several.len() as u64 {
             let mut found = [0; 64];
             pages.read(n * 64 + 1, &mut found);
-            same(&found, &wanted, "a write of many to one page");
+            same(&found, &wanted, "writes of many queue pairs to one page");
         }
-        // All of them find it gone, each for itself, and nobody else suffers.
+        // Each of them fails after the page is unmapped; another queue pair is unaffected.
         pages.unmap(0, 16 * PAGE);
         for (n, conn) in several.iter().enumerate() {
             let data = [near.mr().sge(0, 64)];
@@ -479,11 +480,11 @@ fn atomics_bad_flow(harness: &Harness) {
     let pages = Pages::new(PAGE);
     let access = Access::ALL | Access::ON_DEMAND;
     let (context, pd) = (&testbed.a.context, &testbed.a.pd);
-    // SAFETY: refused, which is the point.
+    // SAFETY: refused.
     let made = unsafe { context.register_address(pd, pages.address(), 64, None, access) };
     let error = refused(made, &["atomic", "leave out remote-atomic"]);
     assert_eq!(error.kind(), &Kind::Unsupported);
-    // As the place for a result it serves.
+    // As the local buffer for the result it is accepted.
     let conn = testbed.join(QpOptions::default());
     let near = on_demand(&testbed.a, pages.address() + 3, 64);
     let far = Buffer::new(harness, &testbed.b, MemKind::HostHandle, 64, 0);

@@ -1,4 +1,4 @@
-//! Memory that its client copies itself, under traffic: here, away for a while, gone, taken back.
+//! Custom memory under traffic: available, temporarily unavailable, denied, invalidated.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,18 +22,18 @@ use crate::verbs::fixture::{Endpoint, QpPair, Rng, Testbed, connect, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    traffic_with_memory_of_a_client,
-    memory_that_is_away_for_a_while,
-    memory_that_goes_away_in_the_middle,
-    memory_that_is_denied_bad_flow,
-    memory_that_goes_between_the_look_and_the_copy,
-    memory_taken_back_under_traffic_bad_flow,
+    traffic_with_custom_memory,
+    temporarily_unavailable_memory,
+    memory_that_becomes_unavailable_during_a_transfer,
+    denied_memory_bad_flow,
+    memory_unavailable_between_check_and_copy,
+    memory_invalidated_under_traffic_bad_flow,
 );
 
 const BASE: u64 = 0xbeef_0000_0000_0000;
 const LEN: usize = 1 << 18;
 
-/// A client with one piece of memory.
+/// A client with one range of memory, at `BASE`.
 struct RemoteClient {
     memory: Arc<dyn CustomMemory>,
     handles: Mutex<Vec<InvalidationHandle>>,
@@ -53,9 +53,11 @@ impl PeerClient for RemoteClient {
     fn acquire(self: Arc<Self>, address: u64, len: u64) -> Result<Box<dyn PeerPages>> {
         let offset = address.wrapping_sub(BASE);
         if offset.checked_add(len).is_none_or(|end| end > LEN as u64) {
-            return Err(Error::new(Kind::NotDeviceMemory, "find it").why("not of this client"));
+            return Err(
+                Error::new(Kind::NotDeviceMemory, "find it").why("not this client's memory")
+            );
         }
-        assert_eq!(offset, 0, "the cases register all of it");
+        assert_eq!(offset, 0, "the cases register the whole range");
         Ok(Box::new(Pages(self, address, len)))
     }
 }
@@ -79,7 +81,8 @@ impl PeerPages for Pages {
     fn put_pages(&self, _: Ended) {}
 }
 
-fn offer(end: &Endpoint, memory: Arc<dyn CustomMemory>) -> (Mr, Arc<RemoteClient>) {
+/// Adds a client for this memory and registers it.
+fn register(end: &Endpoint, memory: Arc<dyn CustomMemory>) -> (Mr, Arc<RemoteClient>) {
     let client = Arc::new(RemoteClient { memory, handles: Mutex::default() });
     end.context.add_client(client.clone());
     // SAFETY: the client keeps its memory, and copies it under a lock.
@@ -87,19 +90,19 @@ fn offer(end: &Endpoint, memory: Arc<dyn CustomMemory>) -> (Mr, Arc<RemoteClient
     (mr.unwrap(), client)
 }
 
-fn traffic_with_memory_of_a_client(harness: &Harness) {
+fn traffic_with_custom_memory(harness: &Harness) {
     for slow in [false, true] {
         let testbed = harness.fixture.testbed();
         let conn = testbed.join(QpOptions::default());
         let (near, far) = (TestMemory::new(LEN, slow), TestMemory::new(LEN, slow));
-        let (near_mr, _one) = offer(&testbed.a, near.clone());
-        let (far_mr, _two) = offer(&testbed.b, far.clone());
+        let (near_mr, _one) = register(&testbed.a, near.clone());
+        let (far_mr, _two) = register(&testbed.b, far.clone());
         let mut wanted = vec![0; 100_001];
         warpwire_apps::pattern::fill_bytes(&mut wanted, 77, 0);
         near.set(3, &wanted);
         let (from, back) = ([near_mr.sge(3, 100_001)], [near_mr.sge(120_005, 100_001)]);
-        let room = [far_mr.sge(120_001, 100_001)];
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &room }]).unwrap();
+        let into = [far_mr.sge(120_001, 100_001)];
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &into }]).unwrap();
         let word = [near_mr.sge(255_000, 8)];
         let add = WrOp::Atomic(far_mr.remote(256_000), Atomic::FetchAdd { add: 9 });
         let odd = WrOp::Atomic(far_mr.remote(256_001), Atomic::FetchAdd { add: 9 });
@@ -114,7 +117,7 @@ fn traffic_with_memory_of_a_client(harness: &Harness) {
         (1..=4).for_each(|id| {
             testbed.done(&conn.a.sends, id);
         });
-        // A word that is not aligned is no request.
+        // An atomic on an unaligned word is refused.
         let odd = testbed.next(&conn.a.sends);
         assert!(!odd.is_success(), "{odd:?}");
         testbed.done(&conn.b.receives, 9);
@@ -126,23 +129,24 @@ fn traffic_with_memory_of_a_client(harness: &Harness) {
     }
 }
 
-/// Longer than all tries together: the requester pauses, the responder parks the sender, and nothing is lost.
-fn memory_that_is_away_for_a_while(harness: &Harness) {
-    // Tries for 14 ms in all.
+/// Memory unavailable for longer than all retries: the requester pauses, the responder sends RNR
+/// NAKs, and nothing is lost.
+fn temporarily_unavailable_memory(harness: &Harness) {
+    // Retries for 14 ms in total.
     let options = QpOptions { timeout: 9, retry_count: 6, ..QpOptions::default() };
     for (near_goes, far_goes) in [(true, false), (false, true), (true, true)] {
         let testbed = harness.fixture.testbed();
         let conn = testbed.join(options.clone());
         let bystander = testbed.join(options.clone());
         let (near, far) = (TestMemory::new(LEN, false), TestMemory::new(LEN, false));
-        let (near_mr, _one) = offer(&testbed.a, near.clone());
-        let (far_mr, _two) = offer(&testbed.b, far.clone());
+        let (near_mr, _one) = register(&testbed.a, near.clone());
+        let (far_mr, _two) = register(&testbed.b, far.clone());
         let mut wanted = vec![0; 50_000];
         warpwire_apps::pattern::fill_bytes(&mut wanted, 5, 0);
         near.set(0, &wanted);
         let (from, back, word) =
             ([near_mr.sge(0, 50_000)], [near_mr.sge(60_000, 50_000)], [near_mr.sge(255_000, 8)]);
-        let room = [far_mr.sge(120_000, 50_000)];
+        let into = [far_mr.sge(120_000, 50_000)];
         let add = WrOp::Atomic(far_mr.remote(256_000), Atomic::FetchAdd { add: 3 });
         let work = [
             SendRequest::new(1, WrOp::Write(far_mr.remote(0))).with(&from),
@@ -152,13 +156,13 @@ fn memory_that_is_away_for_a_while(harness: &Harness) {
             SendRequest::new(5, add).with(&word),
         ];
         for round in 0..4u64 {
-            conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &room }]).unwrap();
+            conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &into }]).unwrap();
             near.set(60_000, &[0; 50_000]);
             let gone = [(near_goes, &near), (far_goes, &far)];
             let gone = gone.into_iter().filter(|(goes, _)| *goes).map(|(_, memory)| memory);
             gone.clone().for_each(|memory| memory.set_absent_for(Duration::from_secs(3600)));
             conn.a.qp.post_send(&work).unwrap();
-            // Others go on meanwhile.
+            // Other queue pairs are unaffected.
             for _ in 0..20 {
                 testbed.check_traffic(&bystander);
             }
@@ -180,17 +184,18 @@ fn memory_that_is_away_for_a_while(harness: &Harness) {
     }
 }
 
-/// In the middle of a transfer, for longer than all tries together: a read that was granted is parked too.
-fn memory_that_goes_away_in_the_middle(harness: &Harness) {
-    // Tries for 14 ms in all.
+/// Memory unavailable during a transfer, for longer than all retries; also for a read that the
+/// responder has already accepted.
+fn memory_that_becomes_unavailable_during_a_transfer(harness: &Harness) {
+    // Retries for 14 ms in total.
     let options = QpOptions { timeout: 9, retry_count: 6, ..QpOptions::default() };
     for round in 0..24u64 {
         let testbed = harness.fixture.testbed();
         let mtu = Some(warpwire::verbs::Mtu::new(1024).unwrap());
         let conn = testbed.join(QpOptions { mtu, ..options.clone() });
         let (near, far) = (TestMemory::new(LEN, false), TestMemory::new(LEN, false));
-        let (near_mr, _one) = offer(&testbed.a, near.clone());
-        let (far_mr, _two) = offer(&testbed.b, far.clone());
+        let (near_mr, _one) = register(&testbed.a, near.clone());
+        let (far_mr, _two) = register(&testbed.b, far.clone());
         let mut wanted = vec![0; LEN];
         warpwire_apps::pattern::fill_bytes(&mut wanted, round, 0);
         let is_read = round % 2 == 0;
@@ -212,14 +217,14 @@ fn memory_that_goes_away_in_the_middle(harness: &Harness) {
     }
 }
 
-/// What does not pass by itself is a protection error of the side whose memory it is.
-fn memory_that_is_denied_bad_flow(harness: &Harness) {
+/// A permanent denial is a protection error of the side that owns the memory.
+fn denied_memory_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let host =
         [&testbed.a, &testbed.b].map(|end| Buffer::new(harness, end, MemKind::HostHandle, 4096, 0));
     let (near, far) = (TestMemory::new(LEN, false), TestMemory::new(LEN, false));
-    let (near_mr, _one) = offer(&testbed.a, near.clone());
-    let (far_mr, _two) = offer(&testbed.b, far.clone());
+    let (near_mr, _one) = register(&testbed.a, near.clone());
+    let (far_mr, _two) = register(&testbed.b, far.clone());
     for denied in
         [AccessDenied::Gone, AccessDenied::Failed, AccessDenied::Rights, AccessDenied::Range]
     {
@@ -236,8 +241,8 @@ fn memory_that_is_denied_bad_flow(harness: &Harness) {
             testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
         }
         let conn = testbed.join(QpOptions::default());
-        let room = [far_mr.sge(0, 64)];
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
+        let into = [far_mr.sge(0, 64)];
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &into }]).unwrap();
         conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&plain)]).unwrap();
         testbed.failed(&conn.a.sends, 1, Status::RemoteOperation);
         testbed.failed(&conn.b.receives, 2, Status::LocalProtection);
@@ -259,7 +264,7 @@ fn memory_that_is_denied_bad_flow(harness: &Harness) {
     }
 }
 
-/// Memory that is there when it is looked at, and away when it is copied: at every n-th copy.
+/// Memory that passes `check` but is not resident at every n-th copy.
 struct IntermittentMemory {
     memory: Arc<TestMemory>,
     copies: AtomicU64,
@@ -293,8 +298,8 @@ impl CustomMemory for IntermittentMemory {
     }
 }
 
-/// That costs no try, and needs no timer: queue pairs that wait for ever and never try again get everything.
-fn memory_that_goes_between_the_look_and_the_copy(harness: &Harness) {
+/// Such a copy consumes no retry and needs no timer: it works with `timeout` and `retry_count` 0.
+fn memory_unavailable_between_check_and_copy(harness: &Harness) {
     for every in [2, 3, 7] {
         let testbed = harness.fixture.testbed();
         let options = QpOptions { timeout: 0, retry_count: 0, ..QpOptions::default() };
@@ -304,14 +309,14 @@ fn memory_that_goes_between_the_look_and_the_copy(harness: &Harness) {
             let memory = memories[n].clone();
             Arc::new(IntermittentMemory { memory, copies: AtomicU64::new(0), every })
         };
-        let (near_mr, _one) = offer(&testbed.a, intermittent(0));
-        let (far_mr, _two) = offer(&testbed.b, intermittent(1));
+        let (near_mr, _one) = register(&testbed.a, intermittent(0));
+        let (far_mr, _two) = register(&testbed.b, intermittent(1));
         let mut wanted = vec![0; 50_000];
         warpwire_apps::pattern::fill_bytes(&mut wanted, every, 0);
         memories[0].set(0, &wanted);
         let (from, back, word) =
             ([near_mr.sge(0, 50_000)], [near_mr.sge(60_000, 50_000)], [near_mr.sge(255_000, 8)]);
-        let room = [far_mr.sge(120_000, 50_000)];
+        let into = [far_mr.sge(120_000, 50_000)];
         let add = WrOp::Atomic(far_mr.remote(256_000), Atomic::FetchAdd { add: 3 });
         let work = [
             SendRequest::new(1, WrOp::Write(far_mr.remote(0))).with(&from),
@@ -320,7 +325,7 @@ fn memory_that_goes_between_the_look_and_the_copy(harness: &Harness) {
             SendRequest::new(4, WrOp::Send).with(&from),
         ];
         for round in 1..=5u64 {
-            conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &room }]).unwrap();
+            conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &into }]).unwrap();
             memories[0].set(60_000, &[0; 50_000]);
             conn.a.qp.post_send(&work).unwrap();
             (1..=4).for_each(|id| {
@@ -336,8 +341,8 @@ fn memory_that_goes_between_the_look_and_the_copy(harness: &Harness) {
     }
 }
 
-/// The client takes its memory back in the middle of transfers, at many places, on either side.
-fn memory_taken_back_under_traffic_bad_flow(harness: &Harness) {
+/// The client invalidates its memory during transfers, at many points, on either side.
+fn memory_invalidated_under_traffic_bad_flow(harness: &Harness) {
     let mut rng = Rng::new(11);
     let mut seen = [0; 2];
     for round in 0..120u64 {
@@ -345,7 +350,7 @@ fn memory_taken_back_under_traffic_bad_flow(harness: &Harness) {
         let conn = testbed.join(QpOptions::default());
         let memory = TestMemory::new(LEN, false);
         let ours = round % 2 == 0;
-        let (mr, client) = offer(if ours { &testbed.a } else { &testbed.b }, memory.clone());
+        let (mr, client) = register(if ours { &testbed.a } else { &testbed.b }, memory.clone());
         let other_end = if ours { &testbed.b } else { &testbed.a };
         let other = Buffer::new(harness, other_end, MemKind::HostHandle, LEN as u64, 0);
         let (near, far) = if ours { (&mr, other.mr()) } else { (other.mr(), &mr) };
@@ -358,20 +363,20 @@ fn memory_taken_back_under_traffic_bad_flow(harness: &Harness) {
         (0..rng.below(14)).for_each(|_| testbed.step());
         let handle = client.handles.lock().pop().unwrap();
         handle.invalidate();
-        // From now on the memory is the client's alone.
+        // From now on only the client accesses the memory.
         memory.set(0, &[0xde; LEN]);
         let done = testbed.next(&conn.a.sends);
         let protection = if ours { Status::LocalProtection } else { Status::RemoteAccess };
         assert!(done.status == protection || done.is_success(), "round {round}: {done:?}");
         seen[usize::from(done.is_success())] += 1;
-        assert!(memory.get(0, LEN).iter().all(|byte| *byte == 0xde), "it was written after that");
-        assert!(other.read(0, LEN).iter().all(|byte| *byte == 0), "it was read after that");
+        assert!(memory.get(0, LEN).iter().all(|byte| *byte == 0xde), "written after invalidation");
+        assert!(other.read(0, LEN).iter().all(|byte| *byte == 0), "read after invalidation");
         reconnect(&testbed, &conn);
     }
     assert!(seen.iter().all(|count| *count > 5), "failures and successes: {seen:?}");
 }
 
-/// The queue pairs can be used again.
+/// Resets and connects both queue pairs, and checks that they work.
 fn reconnect(testbed: &Testbed, conn: &QpPair) {
     for test_qp in [&conn.a, &conn.b] {
         test_qp

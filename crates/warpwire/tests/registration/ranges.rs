@@ -1,4 +1,4 @@
-//! Registering by address: whose it is, and addresses that are nobody's.
+//! Registering by address: which client owns it, and addresses that no client owns.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,36 +13,37 @@ use crate::verbs::fixture::Endpoint;
 use testkit::cases;
 
 cases!(Harness; CASES:
-    addresses_of_nobody_bad_flow,
-    lengths_that_cannot_be_bad_flow,
+    addresses_without_an_owner_bad_flow,
+    impossible_lengths_bad_flow,
     half_mapped_ranges_bad_flow,
-    mappings_without_rights_bad_flow,
+    protected_mappings_bad_flow,
     many_mappings_are_one_range,
-    simulated_memory_that_was_freed_bad_flow,
+    freed_simulated_memory_bad_flow,
     memory_of_other_devices,
     memory_of_a_killed_device_bad_flow,
-    keys_are_not_used_again_at_once_bad_flow,
+    keys_are_not_reused_soon_bad_flow,
 );
 
 const PAGE: usize = 4096;
 
 fn by_address(end: &Endpoint, address: u64, len: u64, access: Access) -> Result<Mr> {
-    // SAFETY: either refused, which is the point, or memory that the case keeps.
+    // SAFETY: either refused, or memory that the case keeps.
     unsafe { end.context.register_address(&end.pd, address, len, None, access) }
 }
 
 const BOTH: [Access; 2] = [Access::ALL, Access::REMOTE_READ];
 
-fn addresses_of_nobody_bad_flow(harness: &Harness) {
+fn addresses_without_an_owner_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let end = &testbed.a;
     let unmapped = Pages::new(4 * PAGE);
     let hole = unmapped.address();
     drop(unmapped);
-    // Below anything, a hole, above user space, simulated addresses that were never given, the last ones.
+    // Below all mappings, a hole, above user space, simulated addresses never allocated, the last
+    // page.
     for address in [0, 4096, hole, 0x8000_0000_0000, 0x5157_0fff_0000_0000, u64::MAX - 4096] {
         for access in BOTH.into_iter().chain([Access::REMOTE_READ | Access::ON_DEMAND]) {
-            let words = ["nobody knows the address", "host:", "sim:", "cuda:", "pass memory"];
+            let words = ["no client owns the address", "host:", "sim:", "cuda:", "pass memory"];
             let error = refused(by_address(end, address, 64, access), &words);
             assert_eq!(error.kind(), &Kind::NotDeviceMemory);
         }
@@ -50,7 +51,7 @@ fn addresses_of_nobody_bad_flow(harness: &Harness) {
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn lengths_that_cannot_be_bad_flow(harness: &Harness) {
+fn impossible_lengths_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let memory = harness.gpu().alloc(1 << 16).unwrap();
     let pages = Pages::new(PAGE);
@@ -62,15 +63,15 @@ fn lengths_that_cannot_be_bad_flow(harness: &Harness) {
         let size = if address == pages.address() { PAGE as u64 } else { 1 << 16 };
         for (skip, len) in [(0, size + (1 << 24)), (size - 1, 1 << 24), (1, u64::MAX / 2)] {
             let made = by_address(&testbed.a, address + skip, len, Access::ALL);
-            refused(made, &["nobody knows the address"]);
+            refused(made, &["no client owns the address"]);
         }
         drop(by_address(&testbed.a, address, size, Access::ALL).unwrap());
         drop(by_address(&testbed.a, address + size - 1, 1, Access::ALL).unwrap());
     }
-    // Behind simulated memory nothing follows, not even a byte.
+    // Not one byte after simulated memory is accepted.
     refused(
         by_address(&testbed.a, memory.address().raw(), (1 << 16) + 1, Access::ALL),
-        &["nobody"],
+        &["no client owns the address"],
     );
 }
 
@@ -89,14 +90,14 @@ fn half_mapped_ranges_bad_flow(harness: &Harness) {
     }
 }
 
-fn mappings_without_rights_bad_flow(harness: &Harness) {
+fn protected_mappings_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let pages = Pages::new(4 * PAGE);
-    // SAFETY: pages of this case, which nobody uses now.
+    // SAFETY: pages of this case, not in use now.
     unsafe { mprotect(pages.at(PAGE), PAGE, MprotectFlags::READ) }.unwrap();
     let (at, len) = (pages.address(), (2 * PAGE) as u64);
     for access in [Access::ALL, Access::LOCAL_WRITE, Access::LOCAL_WRITE | Access::ON_DEMAND] {
-        let words = ["reading only", "leave out local-write"];
+        let words = ["read-only", "leave out local-write"];
         let error = refused(by_address(&testbed.a, at, len, access), &words);
         assert_eq!(error.kind(), &Kind::PermissionDenied);
     }
@@ -114,10 +115,10 @@ fn many_mappings_are_one_range(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let pages = Pages::new(64 * PAGE);
-    // Every second page has other rights, so that no two are one mapping.
+    // Every second page has other rights, so that the kernel merges no two mappings.
     for page in (0..64).step_by(2) {
         let all = MprotectFlags::READ | MprotectFlags::WRITE | MprotectFlags::EXEC;
-        // SAFETY: pages of this case, which nobody uses now.
+        // SAFETY: pages of this case, not in use now.
         unsafe { mprotect(pages.at(page * PAGE), PAGE, all) }.unwrap();
     }
     let far =
@@ -133,15 +134,15 @@ fn many_mappings_are_one_range(harness: &Harness) {
     crate::verbs::fixture::same(&found, &wanted, "a write over many mappings");
 }
 
-fn simulated_memory_that_was_freed_bad_flow(harness: &Harness) {
+fn freed_simulated_memory_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let dropped = harness.gpu().alloc(4096).unwrap().address().raw();
-    refused(by_address(&testbed.a, dropped, 64, Access::ALL), &["nobody knows the address"]);
+    refused(by_address(&testbed.a, dropped, 64, Access::ALL), &["no client owns the address"]);
     let memory = harness.gpu().alloc(4096).unwrap();
     harness.control().force_free(&memory).unwrap();
     for access in [Access::ALL, Access::ALL | Access::ON_DEMAND] {
         let made = by_address(&testbed.a, memory.address().raw(), 64, access);
-        refused(made, &["nobody knows the address"]);
+        refused(made, &["no client owns the address"]);
     }
     refused(
         memory.whole().and_then(|all| testbed.a.context.register(&testbed.a.pd, all, Access::ALL)),
@@ -150,7 +151,7 @@ fn simulated_memory_that_was_freed_bad_flow(harness: &Harness) {
     assert!(testbed.a.context.hca().registry().is_empty());
 }
 
-/// An address says by itself on which device, and of which simulated machine, its memory lies.
+/// The address alone identifies the device and the simulated machine of the memory.
 fn memory_of_other_devices(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -171,7 +172,7 @@ fn memory_of_other_devices(harness: &Harness) {
         memories[n].read(7, &mut found).unwrap();
         crate::verbs::fixture::same(&found, &wanted, "memory of another device");
     }
-    // Strings of one device do not move another's memory.
+    // The control of one device does not move the memory of another.
     refused(harness.control().relocate(&memories[1]), &["no live memory"]);
     drop(mrs);
     drop(memories);
@@ -189,18 +190,18 @@ fn memory_of_a_killed_device_bad_flow(harness: &Harness) {
     let slow = testbed.b.context.register(&testbed.b.pd, slow, Access::ALL).unwrap();
     sim.control(0).unwrap().kill();
     let lost = |made: Result<Mr>| {
-        let error = refused(made, &["told to die"]);
+        let error = refused(made, &["it was killed"]);
         assert_eq!(error.kind(), &Kind::DeviceLost, "{error}");
     };
     let (end, at) = (&testbed.b, memory.address().raw());
     for access in [Access::ALL, Access::ALL | Access::ON_DEMAND] {
-        refused(by_address(end, at, 4096, access), &["sim: it was told to die"]);
+        refused(by_address(end, at, 4096, access), &["sim: it was killed"]);
     }
     lost(end.context.register(&end.pd, memory.region(0, 64).unwrap(), Access::ALL));
     for attach in [warpwire::verbs::AttachMode::Static, warpwire::verbs::AttachMode::Dynamic] {
         lost(end.context.register_dmabuf(&end.pd, (&buffer).into(), None, Access::ALL, attach));
     }
-    // What was registered before, and is reached through the device, fails the work; nobody hangs.
+    // An earlier registration that is accessed through the device fails the work; nothing hangs.
     for op in [WrOp::Write(slow.remote(0)), WrOp::Read(slow.remote(0))] {
         let conn = testbed.join(crate::verbs::fixture::short_timeouts());
         let data = [near.mr().sge(0, 64)];
@@ -214,8 +215,8 @@ fn memory_of_a_killed_device_bad_flow(harness: &Harness) {
     }
 }
 
-/// A key that ended is refused, also when its index has a new owner; and no key comes back soon.
-fn keys_are_not_used_again_at_once_bad_flow(harness: &Harness) {
+/// A deregistered key is refused, even when its index has a new owner; keys are not reused soon.
+fn keys_are_not_reused_soon_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let words: Vec<AtomicU64> = (0..512).map(|_| AtomicU64::new(0)).collect();
@@ -224,9 +225,9 @@ fn keys_are_not_used_again_at_once_bad_flow(harness: &Harness) {
     let mut old = Vec::new();
     for _ in 0..2000 {
         let mr = by_address(&testbed.b, at, 4096, Access::ALL).unwrap();
-        assert!(seen.insert(mr.rkey()), "{:#x} came back", mr.rkey());
+        assert!(seen.insert(mr.rkey()), "{:#x} was reused", mr.rkey());
         old.push(mr.remote(0));
-        mr_ends(mr);
+        drop(mr);
     }
     let _new: Vec<_> =
         (0..300).map(|_| by_address(&testbed.b, at, 4096, Access::ALL).unwrap()).collect();
@@ -237,9 +238,4 @@ fn keys_are_not_used_again_at_once_bad_flow(harness: &Harness) {
         testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
     }
     assert_eq!(words[0].load(Ordering::Relaxed), 0);
-}
-
-/// Ending a registration takes it away, so that no program can end one twice.
-fn mr_ends(mr: Mr) {
-    drop(mr);
 }

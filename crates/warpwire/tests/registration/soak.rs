@@ -1,10 +1,11 @@
-//! The soak: buffers move and are freed at random, under traffic of every sort over a bad network, from seeds.
+//! Soak test: buffers move and are freed at random, under all kinds of traffic over a faulty
+//! network, reproducible by seed.
 //!
-//! Each lane is a connection with a buffer of a random sort at either end, and a model of what each must hold. After a
-//! batch of work every byte is compared. The models never hold the byte with which the simulator poisons old places,
-//! so that one such byte anywhere is a use of a place that was left.
+//! Each flow is a connection with a buffer of a random kind at either end, and a model of each
+//! buffer's contents. After a batch of work every byte is compared. The models never contain the
+//! byte with which the simulator poisons old pages, so one such byte is a use after move.
 //!
-//! It runs in a process of its own, where descriptors can be counted.
+//! The test runs in a child process, where descriptors can be counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,9 +29,10 @@ cases!(Harness; CASES: ; change: soak);
 const PLAN: &str = "loss=2%,reorder=2%,dup=2%,corrupt=1%";
 const FLOWS: u64 = 4;
 const ROUNDS: u64 = 24;
-/// What each buffer has: room to send from or to write to, room to fetch or to receive into, words.
-const ROOM: u64 = 16_384;
-const WORDS: u64 = 2 * ROOM;
+/// Layout of each buffer: an area to send from or write to, an area to read or receive into, words
+/// for atomics.
+const AREA: u64 = 16_384;
+const WORDS: u64 = 2 * AREA;
 const LEN: u64 = WORDS + 64;
 
 const MEM_KINDS: [MemKind; 9] = [
@@ -47,13 +49,13 @@ const MEM_KINDS: [MemKind; 9] = [
 
 fn soak(_: &Harness) {
     let stdout_text = child::run("soak");
-    assert!(stdout_text.contains("every byte right"), "{stdout_text}");
+    assert!(stdout_text.contains("all bytes correct"), "{stdout_text}");
     eprintln!("{}", stdout_text.trim());
 }
 
-/// The child's part.
+/// Runs in the child.
 pub fn run() {
-    // Seconds after which it ends; few seeds alone do not fill them.
+    // The duration in seconds; without one, a fixed number of seeds runs.
     let seconds = match Effort::pick("WARPWIRE_SOAK", [0, 0, 300]) {
         0 => None,
         seconds => Some(seconds),
@@ -61,14 +63,14 @@ pub fn run() {
     let only = std::env::var("WARPWIRE_SEED").ok().map(|text| text.parse::<u64>().unwrap());
     let (start, counters) = (Instant::now(), Counters::default());
     let first = only.unwrap_or(1);
-    // The first seed makes what a process makes once: threads, tables.
+    // The first seed creates what exists once per process: threads, tables.
     run_seed(first, &counters);
     let before = descriptors();
     for seed in first + 1.. {
         let enough = match seconds {
             _ if only.is_some() => true,
             Some(seconds) => start.elapsed() > Duration::from_secs(seconds),
-            // On a busy machine fewer do.
+            // Fewer seeds on a busy machine.
             None => seed > 24 || seed > 10 && start.elapsed() > Duration::from_secs(30),
         };
         if enough {
@@ -81,11 +83,11 @@ pub fn run() {
     let (moves, frees, work) =
         (count(&counters.moves), count(&counters.frees), count(&counters.work));
     let (failures, batches) = (count(&counters.failures), count(&counters.batches));
-    assert!(only.is_some() || moves > 2000, "{moves} moves are few");
-    assert!(only.is_some() || failures > 50, "{failures} failures are few");
+    assert!(only.is_some() || moves > 2000, "only {moves} moves");
+    assert!(only.is_some() || failures > 50, "only {failures} failures");
     println!(
-        "soak: {batches} batches, {work} requests, {moves} moves, {frees} frees, {failures} protection errors, \
-         every byte right, in {:.1?}",
+        "soak: {batches} batches, {work} requests, {moves} moves, {frees} frees, \
+         {failures} protection errors, all bytes correct, in {:.1?}",
         start.elapsed()
     );
 }
@@ -119,7 +121,7 @@ fn one_seed(seed: u64, counters: &Counters) {
         let mut rng = Rng::new(seed);
         let mut flows: Vec<_> =
             (0..FLOWS).map(|_| Flow::new(&harness, &testbed, &mut rng)).collect();
-        // In every third seed a thread of its own moves what there is; else the moves come between steps.
+        // In every third seed a separate thread moves the memory; otherwise it moves between steps.
         let mover = seed.is_multiple_of(3).then(|| Mover::start(harness.control()));
         for _ in 0..ROUNDS {
             round(&harness, &testbed, &mut flows, &mut rng, mover.as_ref(), counters);
@@ -131,7 +133,8 @@ fn one_seed(seed: u64, counters: &Counters) {
     harness.check_nothing_left();
 }
 
-/// Work on all lanes at once, with moves and a free now and then in between; then every byte is looked at.
+/// Work on all flows concurrently, with moves and occasional frees in between; then compares every
+/// byte.
 fn round(
     harness: &Harness,
     testbed: &Testbed,
@@ -159,10 +162,10 @@ fn round(
                         end.buffer.mr.as_ref().map(|mr| (mr.is_live(), mr.faults())),
                     )
                 });
-                eprintln!("not over: {ends:?}, freed: {}", flow.freed.is_some());
+                eprintln!("unfinished: {ends:?}, freed: {}", flow.freed.is_some());
             }
             let stats = [&testbed.a, &testbed.b].map(|end| end.context.stats());
-            panic!("a batch does not end {stats:#?}");
+            panic!("a batch hangs: {stats:#?}");
         }
         testbed.step();
         let flow = rng.below(FLOWS) as usize;
@@ -183,7 +186,7 @@ fn round(
         }
     }
     if let Some(mover) = mover {
-        // Nobody moves what is compared, so that a difference is told at its place.
+        // Stop moving during the comparison, so that a difference is reported at its address.
         mover.list.lock().clear();
     }
     for flow in flows {
@@ -195,7 +198,7 @@ fn round(
     }
 }
 
-/// A buffer, and what it must hold.
+/// A buffer and its expected contents.
 struct Endpoint {
     buffer: Buffer,
     model: Vec<u8>,
@@ -233,7 +236,7 @@ enum Side {
     Far,
 }
 
-/// What was posted.
+/// A posted work request, with offsets into the buffers.
 #[derive(Clone, Copy, Debug)]
 enum PostedOp {
     Write { from: u64, to: u64, len: u64 },
@@ -263,19 +266,20 @@ impl Flow {
         Self { conn, near, far, batch, done, received: 0, freed: None }
     }
 
-    /// New data, and a batch of work on it. Reads come last: nothing says what they see of writes behind them.
+    /// Writes new data and posts a batch of work on it. Reads come last, because a read is not
+    /// ordered against later writes.
     fn post(&mut self, rng: &mut Rng) {
-        let at = rng.below(ROOM - 2000);
+        let at = rng.below(AREA - 2000);
         let fresh: Vec<u8> = (0..2000).map(|_| rng.below(u64::from(POISON)) as u8).collect();
         self.near.buffer.write(at, &fresh);
         self.near.model[at as usize..][..2000].copy_from_slice(&fresh);
         (self.batch, self.done, self.received) = (Vec::new(), Vec::new(), 0);
         for _ in 0..1 + rng.below(4) {
-            let len = 1 + rng.below(ROOM / 2);
-            let (from, to) = (rng.below(ROOM - len), rng.below(ROOM - len));
+            let len = 1 + rng.below(AREA / 2);
+            let (from, to) = (rng.below(AREA - len), rng.below(AREA - len));
             self.batch.push(match rng.below(3) {
                 0 => PostedOp::Write { from, to, len },
-                1 => PostedOp::Send { from, to: ROOM + to, len },
+                1 => PostedOp::Send { from, to: AREA + to, len },
                 _ => {
                     let (word, result) = (WORDS + 8 * rng.below(8), WORDS + 8 * rng.below(8));
                     PostedOp::Add { word, result, add: 1 + rng.below(1000) }
@@ -283,8 +287,8 @@ impl Flow {
             });
         }
         if rng.below(2) == 0 {
-            let len = 1 + rng.below(ROOM / 2);
-            let (from, to) = (rng.below(2 * ROOM - len), ROOM + rng.below(ROOM - len));
+            let len = 1 + rng.below(AREA / 2);
+            let (from, to) = (rng.below(2 * AREA - len), AREA + rng.below(AREA - len));
             self.batch.push(PostedOp::Read { from, to, len });
         }
         let (near, far) = (self.near.buffer.mr(), self.far.buffer.mr());
@@ -295,8 +299,8 @@ impl Flow {
                     (WrOp::Write(far.remote(to)), near.sge(from, len as u32))
                 }
                 PostedOp::Send { from, to, len } => {
-                    let room = [far.sge(to, len as u32)];
-                    let receive = ReceiveRequest { id, data: &room };
+                    let into = [far.sge(to, len as u32)];
+                    let receive = ReceiveRequest { id, data: &into };
                     self.conn.b.qp.post_receive(&[receive]).unwrap();
                     (WrOp::Send, near.sge(from, len as u32))
                 }
@@ -320,7 +324,7 @@ impl Flow {
         self.done.iter().any(|completion| !completion.is_success())
     }
 
-    /// Whether all ends are told; on success, of the receives too.
+    /// Whether all sends have completed and, unless one failed, all receives.
     fn is_over(&mut self) -> bool {
         let mut some = [Completion::EMPTY; 16];
         let count = self.conn.a.sends.poll(&mut some).unwrap();
@@ -333,7 +337,7 @@ impl Flow {
         self.done.len() == self.batch.len() && (self.failed() || self.received == self.sends())
     }
 
-    /// Takes the memory of either end away.
+    /// Frees or unmaps the memory of either end.
     fn free(&mut self, control: &SimControl, rng: &mut Rng) {
         let side = if rng.below(2) == 0 { Side::Near } else { Side::Far };
         let end = if side == Side::Near { &self.near } else { &self.far };
@@ -343,7 +347,7 @@ impl Flow {
         match &end.buffer.backing {
             Backing::Device(memory) => control.force_free(memory).unwrap(),
             Backing::Pages(pages) => {
-                // Whole pages that hold all of it; the guards around it may stay.
+                // All pages of the registered range; some guard bytes may stay mapped.
                 let first = end.buffer.start as usize / 4096 * 4096;
                 pages.unmap(first, (end.buffer.len as usize).next_multiple_of(4096) + 4096);
             }
@@ -352,7 +356,7 @@ impl Flow {
         self.freed = Some(side);
     }
 
-    /// What the two buffers hold after each task, beginning with what they held before.
+    /// The contents of both buffers before the batch and after each of its operations.
     fn versions(&self) -> Vec<(Vec<u8>, Vec<u8>)> {
         let mut all = vec![(self.near.model.clone(), self.far.model.clone())];
         for task in &self.batch {
@@ -376,7 +380,7 @@ impl Flow {
         all
     }
 
-    /// Statuses and bytes are those that may be.
+    /// Asserts that statuses and bytes are among the possible ones.
     fn check(&mut self) {
         let good = self.done.iter().take_while(|completion| completion.is_success()).count();
         for (n, completion) in self.done.iter().enumerate() {
@@ -386,7 +390,8 @@ impl Flow {
                 (std::cmp::Ordering::Less, _) => status == Status::Success,
                 (std::cmp::Ordering::Greater, _) => status == Status::Flushed,
                 (_, Some(Side::Near)) => status == Status::LocalProtection,
-                // Of a receive it is the other one. An answer may be lost, and then what fails behind it fails it too.
+                // For a receive buffer it is `RemoteOperation`. If an ACK was lost, the failure of
+                // a later request fails the earlier one too.
                 (_, Some(Side::Far)) => {
                     let sends = self.batch.iter().any(|task| matches!(task, PostedOp::Send { .. }));
                     status == Status::RemoteAccess || sends && status == Status::RemoteOperation
@@ -404,36 +409,36 @@ impl Flow {
             );
         }
         let versions = self.versions();
-        let may_be = &versions[good..];
+        let possible = &versions[good..];
         for (side, end) in [(Side::Near, &mut self.near), (Side::Far, &mut self.far)] {
             if self.freed == Some(side) {
                 continue;
             }
             let found = end.buffer.read(0, LEN as usize);
             for (at, byte) in found.iter().enumerate() {
-                let here = |version: &(Vec<u8>, Vec<u8>)| match side {
+                let matches = |version: &(Vec<u8>, Vec<u8>)| match side {
                     Side::Near => version.0[at] == *byte,
                     Side::Far => version.1[at] == *byte,
                 };
                 assert!(
-                    may_be.iter().any(here),
+                    possible.iter().any(matches),
                     "{side:?} {:?}: byte {at} is {byte:#x}, after {good} of {:?}",
                     end.buffer.mem_kind,
                     self.batch
                 );
-                assert!(*byte != POISON || at as u64 >= WORDS, "a byte of a place that was left");
+                assert!(*byte != POISON || at as u64 >= WORDS, "a poisoned byte: use after move");
             }
             end.buffer.check_guards();
             end.model = found;
         }
     }
 
-    /// New buffers in the place of those that went, and the connection from its beginning.
+    /// Resets the connection and replaces buffers.
     fn reconnect(&mut self, harness: &Harness, testbed: &Testbed, rng: &mut Rng) {
         for side in [&self.conn.a, &self.conn.b] {
             side.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
-        // The survivor of a free stays, with what it holds.
+        // After a free, the other end's buffer stays, with its contents.
         let freed = self.freed.take();
         if freed != Some(Side::Far) {
             self.near = Endpoint::new(harness, &testbed.a, false, rng);
@@ -448,24 +453,24 @@ impl Flow {
     }
 }
 
-/// A thread that moves what there is.
+/// A thread that keeps moving all allocations in `list`.
 struct Mover {
     list: Arc<Mutex<Vec<Allocation>>>,
-    over: Arc<AtomicBool>,
+    stop: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<u64>,
 }
 
 impl Mover {
     fn start(control: SimControl) -> Self {
-        let (list, over) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
-        let (mine, ended) = (list.clone(), over.clone());
+        let (list, stop) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
+        let (mine, ended) = (list.clone(), stop.clone());
         let thread = std::thread::spawn(move || {
             let mut moves = 0;
             while !ended.load(Ordering::Relaxed) {
-                // Under the lock: what is not in the list does not move.
+                // Under the lock, so that memory removed from the list no longer moves.
                 let list = mine.lock();
                 for memory in &*list {
-                    // It may be freed meanwhile.
+                    // It may have been freed.
                     moves += u64::from(control.relocate(memory).is_ok());
                 }
                 drop(list);
@@ -473,11 +478,11 @@ impl Mover {
             }
             moves
         });
-        Self { list, over, thread }
+        Self { list, stop, thread }
     }
 
     fn stop(self) -> u64 {
-        self.over.store(true, Ordering::Relaxed);
+        self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()
     }
 }

@@ -1,5 +1,5 @@
-//! Memory that is reached through pinned memory: in parts of all sizes, freed by the very stream that carries them, and
-//! where the machine is short of descriptors.
+//! Staged memory, which is accessed through pinned bounce buffers: chunks of all sizes, memory
+//! freed by the stream that copies it, and a shortage of descriptors.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,17 +21,17 @@ use crate::verbs::fixture::{Endpoint, Fixture, TestLink, same};
 use testkit::cases;
 
 cases!(Harness; CASES:
-    parts_of_every_size,
-    parts_that_make_no_sense_bad_flow,
-    freed_by_the_stream_that_carries_writes_bad_flow,
+    chunks_of_every_size,
+    invalid_staging_options_bad_flow,
+    freed_by_the_stream_that_copies_bad_flow,
     freed_by_the_stream_that_an_atomic_waits_for_bad_flow,
-    what_was_placed_is_there_when_memory_is_taken_back,
-    a_loss_is_told_to_who_asks_bad_flow,
-    a_lack_of_descriptors_is_waited_for,
+    invalidation_flushes_staged_writes,
+    a_failed_copy_is_reported_by_the_flush_bad_flow,
+    a_shortage_of_descriptors_is_retried,
 );
 
-/// Far less than a wait for a device takes when nobody ends it.
-const IN_TIME: Duration = Duration::from_secs(5);
+/// Far less than the timeout of a wait for a device: a case that takes longer deadlocked.
+const DEADLOCK_LIMIT: Duration = Duration::from_secs(5);
 const LEN: u64 = 4 << 20;
 
 fn staged(end: &Endpoint, memory: &Allocation, staging: StagingOptions) -> Mr {
@@ -39,7 +39,7 @@ fn staged(end: &Endpoint, memory: &Allocation, staging: StagingOptions) -> Mr {
     end.context.register(&end.pd, part, Access::ALL).unwrap()
 }
 
-fn parts_of_every_size(harness: &Harness) {
+fn chunks_of_every_size(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let gpu = harness.gpu();
@@ -78,7 +78,7 @@ fn parts_of_every_size(harness: &Harness) {
     }
 }
 
-fn parts_that_make_no_sense_bad_flow(harness: &Harness) {
+fn invalid_staging_options_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let memory = harness.gpu().alloc(4096).unwrap();
     let good = StagingOptions::default();
@@ -94,13 +94,13 @@ fn parts_that_make_no_sense_bad_flow(harness: &Harness) {
     }
 }
 
-/// A client of memory that has no window, and that tells when it is freed.
+/// A client of memory that has no window, and that invalidates it when it is freed.
 struct NoWindowClient {
     memory: Allocation,
     invalidate: InvalidateHandle,
 }
 
-/// What takes the memory back, once it is registered.
+/// Set once the memory is registered.
 type InvalidateHandle = Arc<Mutex<Option<InvalidationHandle>>>;
 
 struct Pages {
@@ -145,7 +145,7 @@ impl PeerPages for Pages {
     }
 
     fn dma_map(&self, _: &str) -> Result<MemorySource> {
-        // So short that one step of an engine fills both halves.
+        // So small that one step of an engine fills both halves of the bounce buffer.
         let staging = "half=16KiB,step=8KiB,small=4KiB".parse()?;
         Ok(MemorySource::from(self.memory.whole()?).with_staging(staging))
     }
@@ -157,7 +157,7 @@ impl PeerPages for Pages {
     }
 }
 
-/// Memory of a device of its own, registered by its address, through pinned memory.
+/// Memory of a separate device, registered by its address and accessed through bounce buffers.
 fn by_address(end: &Endpoint, sim: &Sim) -> (Allocation, Mr, InvalidateHandle) {
     let memory = sim.device(0).unwrap().alloc(LEN).unwrap();
     let registry = end.context.hca().registry();
@@ -165,13 +165,13 @@ fn by_address(end: &Endpoint, sim: &Sim) -> (Allocation, Mr, InvalidateHandle) {
     let client = NoWindowClient { memory: memory.clone(), invalidate: invalidate.clone() };
     registry.add_client(Arc::new(client));
     let (address, access) = (memory.address().raw(), Access::ALL);
-    // SAFETY: the memory is copied only, and the client tells when it goes.
+    // SAFETY: the memory is only copied, and the client invalidates it when it is freed.
     let mr = unsafe { end.context.register_address(&end.pd, address, LEN, None, access) }.unwrap();
     assert_eq!((mr.client(), mr.path()), (Some("windowless"), AccessPath::Staged));
     (memory, mr, invalidate)
 }
 
-fn freed_by_the_stream_that_carries_writes_bad_flow(harness: &Harness) {
+fn freed_by_the_stream_that_copies_bad_flow(harness: &Harness) {
     let delay = Duration::from_millis(5);
     for free_at in [1, 2, 5] {
         let config =
@@ -184,10 +184,11 @@ fn freed_by_the_stream_that_carries_writes_bad_flow(harness: &Harness) {
         let from = [near.mr.sge(0, LEN as u32)];
         let write = SendRequest::new(1, WrOp::Write(far.remote(0))).with(&from);
         conn.a.qp.post_send(&[write]).unwrap();
-        // The stream frees the memory, and waits until nobody is inside; who is inside waits for the stream.
+        // The stream frees the memory and waits until no access is in progress, while an access in
+        // progress waits for the stream.
         let start = Instant::now();
         testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
-        assert!(start.elapsed() < IN_TIME, "they waited for each other: {:?}", start.elapsed());
+        assert!(start.elapsed() < DEADLOCK_LIMIT, "deadlock: {:?}", start.elapsed());
         assert_eq!(far.failure().map(|error| error.to_string()), None);
     }
 }
@@ -210,16 +211,16 @@ fn freed_by_the_stream_that_an_atomic_waits_for_bad_flow(harness: &Harness) {
     let start = Instant::now();
     let first = testbed.next(&conn.a.sends);
     if first.is_success() {
-        // It came in a step of its own, and was in its place before the memory went.
+        // The write was processed in an earlier step and completed before the memory was freed.
         testbed.failed(&conn.a.sends, 2, Status::RemoteAccess);
     } else {
         assert_eq!((first.id, first.status), (1, Status::RemoteAccess));
     }
-    assert!(start.elapsed() < IN_TIME, "they waited for each other: {:?}", start.elapsed());
+    assert!(start.elapsed() < DEADLOCK_LIMIT, "deadlock: {:?}", start.elapsed());
 }
 
-/// A client that takes memory back finds all that was placed in it, and nothing comes later.
-fn what_was_placed_is_there_when_memory_is_taken_back(harness: &Harness) {
+/// After an invalidation the client sees all bytes written before it, and none are written later.
+fn invalidation_flushes_staged_writes(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let sim = Sim::start(SimConfig::default()).unwrap();
     let registry = testbed.b.context.hca().registry();
@@ -234,17 +235,18 @@ fn what_was_placed_is_there_when_memory_is_taken_back(harness: &Harness) {
         invalidate.lock().clone().unwrap().invalidate();
         let mut found = vec![0; len];
         memory.read(0, &mut found).unwrap();
-        same(&found, &wanted, "what was placed");
-        assert!(find().is_err(), "it has been taken back");
+        same(&found, &wanted, "bytes written before the invalidation");
+        assert!(find().is_err(), "the memory was invalidated");
         memory.write(0, &vec![9; len]).unwrap();
         assert!(registry.flush_staged());
         memory.read(0, &mut found).unwrap();
-        same(&found, &vec![9; len], "what its owner wrote afterwards");
+        same(&found, &vec![9; len], "bytes that the owner wrote afterwards");
     }
 }
 
-/// Whoever happens to wait for a device that fails: the one who must not acknowledge anything hears of it.
-fn a_loss_is_told_to_who_asks_bad_flow(harness: &Harness) {
+/// A failed copy is reported by `flush_staged`, before which nothing may be acknowledged, no matter
+/// which thread waited for the device.
+fn a_failed_copy_is_reported_by_the_flush_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let sim = Sim::start(SimConfig::default()).unwrap();
     let registry = testbed.b.context.hca().registry();
@@ -258,16 +260,16 @@ fn a_loss_is_told_to_who_asks_bad_flow(harness: &Harness) {
     drop(span);
     drop(other);
     registry.publish_all();
-    assert!(!registry.flush_staged(), "what was placed is lost");
-    assert!(registry.flush_staged(), "it is told once");
+    assert!(!registry.flush_staged(), "the written bytes are lost");
+    assert!(registry.flush_staged(), "the loss is reported once");
     assert!(mr.failure().is_some());
 }
 
-fn a_lack_of_descriptors_is_waited_for(_: &Harness) {
+fn a_shortage_of_descriptors_is_retried(_: &Harness) {
     child::run("descriptors");
 }
 
-/// In a process of its own, whose limit is everybody's.
+/// Runs in a child process, because the descriptor limit applies to the whole process.
 pub fn run_short_of_descriptors() {
     let fixture = Fixture::new(TestLink::Loopback);
     let testbed = fixture.testbed();
@@ -278,23 +280,23 @@ pub fn run_short_of_descriptors() {
     let len = 40_000u32;
     let near = fixture.host(&testbed.a, u64::from(len));
     let wanted = near.pattern(0, len as usize, 5);
-    for way in ["staged", "on demand", "pages on demand"] {
+    for access_kind in ["staged", "on demand", "pages on demand"] {
         let memory = gpu.alloc(LEN).unwrap();
         let pages = vec![0u8; LEN as usize];
         let (whole, on_demand) = (memory.whole().unwrap(), Access::ALL | Access::ON_DEMAND);
         let (context, pd) = (&testbed.b.context, &testbed.b.pd);
-        let far = match way {
+        let far = match access_kind {
             "staged" => context.register(pd, MemorySource::from(whole).staged(), Access::ALL),
             "on demand" => context.register(pd, whole, on_demand),
             _ => {
-                let most = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
+                let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
                 let at = pages.as_ptr().expose_provenance() as u64;
-                // SAFETY: the vector outlives the registration; the kernel copies into it, and nobody else.
-                unsafe { context.register_address(pd, at, LEN, None, most | Access::ON_DEMAND) }
+                // SAFETY: the vector outlives the registration, and only the kernel writes to it.
+                unsafe { context.register_address(pd, at, LEN, None, rights | Access::ON_DEMAND) }
             }
         }
         .unwrap();
-        // No file is opened any more, until the limit is as it was.
+        // No file can be opened until the limit is restored.
         setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..before }).unwrap();
         let again = before;
         let freed_descriptors = std::thread::spawn(move || {
@@ -305,11 +307,16 @@ pub fn run_short_of_descriptors() {
         let write = SendRequest::new(1, WrOp::Write(far.remote(0))).with(&from);
         conn.a.qp.post_send(&[write]).unwrap();
         let done = testbed.next(&conn.a.sends);
-        assert_eq!((done.id, done.status), (1, Status::Success), "{way}: {:?}", far.failure());
+        assert_eq!(
+            (done.id, done.status),
+            (1, Status::Success),
+            "{access_kind}: {:?}",
+            far.failure()
+        );
         freed_descriptors.join().unwrap();
         let read = SendRequest::new(2, WrOp::Read(far.remote(0))).with(&from);
         conn.a.qp.post_send(&[read]).unwrap();
         testbed.done(&conn.a.sends, 2);
-        same(&near.read(0, len as usize), &wanted, way);
+        same(&near.read(0, len as usize), &wanted, access_kind);
     }
 }

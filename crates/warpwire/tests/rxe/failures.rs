@@ -1,4 +1,4 @@
-//! What must fail fails on both sides as verbs have it, whoever began.
+//! Failures have the status that verbs prescribe at both ends, whichever end is the requester.
 
 use std::time::Duration;
 
@@ -20,15 +20,16 @@ cases!(Bench; CASES:
     they_reach_too_far,
     misaligned_atomics,
     receives_that_are_too_short,
-    nobody_receives_for_a_while,
-    nobody_receives_at_all,
+    receives_are_posted_late,
+    no_receive_is_posted,
     the_peer_is_gone,
-    the_wire_is_cut,
-    the_wire_is_mended,
+    the_link_is_cut,
+    the_link_is_restored,
     work_after_a_failure_is_flushed,
 );
 
-/// Our work fails with that status, theirs is in the error state afterwards.
+/// Asserts that the local request fails with `status`, and that the guest's queue pair is in the
+/// error state.
 fn we_fail(testbed: &mut Testbed, op: WrOp, len: u32, status: Status) {
     let range = [testbed.near.mr.sge(0, len)];
     testbed.post(SendRequest::new(1, op).with(&range));
@@ -37,7 +38,8 @@ fn we_fail(testbed: &mut Testbed, op: WrOp, len: u32, status: Status) {
     assert_eq!(testbed.peer.state(0), ERROR_STATE);
 }
 
-/// Their work fails with that status, ours is in the error state afterwards and says so.
+/// Asserts that the guest's request fails with `status`, and that the local queue pair is in the
+/// error state and reports an event.
 fn they_fail(testbed: &mut Testbed, post: PeerPost<'_>, status: Status) {
     let far = testbed.far;
     testbed.peer.post(&far, post);
@@ -45,7 +47,7 @@ fn they_fail(testbed: &mut Testbed, post: PeerPost<'_>, status: Status) {
     testbed.state_becomes(State::Err);
     let async_events: Vec<AsyncEvent> =
         std::iter::from_fn(|| testbed.context.next_event()).collect();
-    assert!(!async_events.is_empty(), "the device says what befell the queue pair");
+    assert!(!async_events.is_empty(), "no async event for the failed queue pair");
 }
 
 fn we_use_a_wrong_key(bench: &Bench) {
@@ -122,7 +124,7 @@ fn misaligned_atomics(bench: &Bench) {
     let mut testbed = Testbed::open(bench, ConnParams::default());
     let op = WrOp::Atomic(testbed.far.remote(4), Atomic::FetchAdd { add: 1 });
     we_fail(&mut testbed, op, 8, Status::RemoteInvalidRequest);
-    // Theirs does not even begin: rxe refuses it when it is posted.
+    // rxe rejects the guest's atomic when it is posted.
     let at = testbed.near.mr.remote(4).address;
     let answer =
         testbed.peer.request(&format!("post 0 1 fadd 0 0 8 {at} {} 1 0 0", testbed.near.mr.rkey()));
@@ -136,7 +138,8 @@ fn receives_that_are_too_short(bench: &Bench) {
         testbed.peer.receive(0, 5, &far, 0, len - 1);
         let range = [testbed.near.mr.sge(0, len)];
         testbed.post(SendRequest::new(1, WrOp::Send).with(&range));
-        // The request is at fault, and InfiniBand has the responder say so. rxe of Linux 6.1 says that it is its own.
+        // The request is invalid, and InfiniBand has the responder report that. rxe of Linux 6.1
+        // reports an error of its own instead.
         let completion = testbed.next();
         let statuses = [Status::RemoteInvalidRequest, Status::RemoteOperation];
         assert!(completion.id == 1 && statuses.contains(&completion.status), "{completion:?}");
@@ -154,7 +157,7 @@ fn receives_that_are_too_short(bench: &Bench) {
     }
 }
 
-fn nobody_receives_for_a_while(bench: &Bench) {
+fn receives_are_posted_late(bench: &Bench) {
     const RECEIVE_DELAY: Duration = Duration::from_millis(150);
     let mut testbed = Testbed::open(bench, ConnParams::default());
     let far = testbed.far;
@@ -163,7 +166,7 @@ fn nobody_receives_for_a_while(bench: &Bench) {
     for op in [WrOp::Send, WrOp::WriteImm(far.remote(0), [1, 2, 3, 4])] {
         testbed.post(SendRequest::new(1, op).with(&range));
         std::thread::sleep(RECEIVE_DELAY);
-        assert_eq!(testbed.cq.next(Duration::ZERO).unwrap(), None);
+        assert_eq!(testbed.cq.wait_next(Duration::ZERO).unwrap(), None);
         testbed.peer.receive(0, 2, &far, 0, 3000);
         testbed.done(1);
         testbed.peer.done(2);
@@ -185,7 +188,7 @@ fn nobody_receives_for_a_while(bench: &Bench) {
     assert!(testbed.qp().stats().unwrap().rnr_sent > 0);
 }
 
-fn nobody_receives_at_all(bench: &Bench) {
+fn no_receive_is_posted(bench: &Bench) {
     let params = ConnParams { rnr_retry: 2, ..ConnParams::default() };
     let testbed = Testbed::open(bench, params.clone());
     testbed.post(SendRequest::new(1, WrOp::Send).inline(b"hello"));
@@ -197,7 +200,7 @@ fn nobody_receives_at_all(bench: &Bench) {
     testbed.peer.failed(2, Status::RnrRetryExceeded);
 }
 
-/// With little patience on either side.
+/// Short timeouts at both ends.
 fn short_timeouts() -> ConnParams {
     ConnParams { timeout: 10, retry: 3, ..ConnParams::default() }
 }
@@ -218,7 +221,7 @@ fn the_peer_is_gone(bench: &Bench) {
     testbed.peer.failed(2, Status::RetryExceeded);
 }
 
-fn the_wire_is_cut(bench: &Bench) {
+fn the_link_is_cut(bench: &Bench) {
     let mut testbed = Testbed::open(bench, short_timeouts());
     let far = testbed.far;
     testbed.check_traffic();
@@ -231,7 +234,7 @@ fn the_wire_is_cut(bench: &Bench) {
     testbed.peer.failed(2, Status::RetryExceeded);
 }
 
-fn the_wire_is_mended(bench: &Bench) {
+fn the_link_is_restored(bench: &Bench) {
     let mut testbed = Testbed::open(bench, ConnParams::default());
     let far = testbed.far;
     testbed.check_traffic();
@@ -244,7 +247,7 @@ fn the_wire_is_mended(bench: &Bench) {
     testbed.peer.post(&far, PeerPost::new(2, "write").from(10_000, 5000).at(at));
     std::thread::sleep(Duration::from_millis(200));
     testbed.peer.expect_no_completion();
-    assert_eq!(testbed.cq.next(Duration::ZERO).unwrap(), None);
+    assert_eq!(testbed.cq.wait_next(Duration::ZERO).unwrap(), None);
     testbed.partition.heal();
     testbed.done(1);
     testbed.peer.done(2);

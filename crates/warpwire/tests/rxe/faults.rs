@@ -1,4 +1,5 @@
-//! A link of ours that loses, doubles, reorders and damages packets: everything still arrives, and once.
+//! The local link loses, duplicates, reorders and corrupts packets: everything still arrives
+//! exactly once.
 
 use warpwire::verbs::{Atomic, SendRequest, WrOp};
 use warpwire_proto::qp::{DiscardReason, Stats};
@@ -10,22 +11,23 @@ use testkit::cases;
 
 cases!(Bench; CASES:
     lost_packets,
-    doubled_packets,
+    duplicated_packets,
     reordered_arrivals,
     reordered_departures,
     everything_at_once,
-    damaged_packets,
+    corrupted_packets,
 );
 
-/// Whether the guest reads from us while our packets overtake one another. rxe does not bear read responses out of
-/// order: it takes them for an error, and the kernel warns of itself (`rxe_comp.c`, see docs/interop.md).
+/// Whether the guest reads while the local packets are reordered. rxe cannot handle read responses
+/// out of order: it treats them as an error, and the kernel prints a warning (`rxe_comp.c`, see
+/// docs/interop.md).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum TheirReads {
     Yes,
     No,
 }
 
-/// Writes, reads, messages and atomics both ways, all compared.
+/// Writes, reads, messages and atomics in both directions, all verified.
 fn everything(testbed: &mut Testbed, rounds: u64, reads: TheirReads) {
     const LEN: usize = 9000;
     let far = testbed.far;
@@ -51,7 +53,7 @@ fn everything(testbed: &mut Testbed, rounds: u64, reads: TheirReads) {
         testbed.peer.done(50);
         testbed.near.check(20_000, LEN, n);
         testbed.peer.check(&far, 20_000, LEN, n);
-        // Once, and no more.
+        // Executed exactly once.
         assert_eq!((testbed.near.get(40_000), testbed.peer.get(&far, 40_000)), (n, n + 1));
 
         testbed.peer.fill(&far, 60_000, LEN, n + 100);
@@ -81,7 +83,7 @@ fn everything(testbed: &mut Testbed, rounds: u64, reads: TheirReads) {
 }
 
 fn under(bench: &Bench, faults: &'static [&'static str], rounds: u64, reads: TheirReads) -> Stats {
-    // A short timeout: the guest is slow, and the point is not to wait.
+    // A short timeout keeps the case fast: the guest is slow.
     let params = ConnParams { faults, timeout: 12, ..ConnParams::default() };
     let mut testbed = Testbed::open(bench, params);
     everything(&mut testbed, rounds, reads);
@@ -91,11 +93,11 @@ fn under(bench: &Bench, faults: &'static [&'static str], rounds: u64, reads: The
 fn lost_packets(bench: &Bench) {
     let stats = under(bench, &["loss=5%,seed=7"], 12, TheirReads::Yes);
     assert!(stats.resent > 0, "{stats:?}");
-    // Which of the two finds a gap first is a matter of chance, not whether.
+    // A gap is detected either by the peer's NAK or by the timer.
     assert!(stats.sequence_naks_received + stats.timeouts > 0, "{stats:?}");
 }
 
-fn doubled_packets(bench: &Bench) {
+fn duplicated_packets(bench: &Bench) {
     let stats = under(bench, &["dup=20%,seed=3"], 8, TheirReads::Yes);
     assert!(stats.dropped(DiscardReason::Duplicate) > 0, "{stats:?}");
 }
@@ -117,10 +119,11 @@ fn everything_at_once(bench: &Bench) {
     assert!(stats.resent > 0, "{stats:?}");
 }
 
-fn damaged_packets(bench: &Bench) {
-    // Its packets come from an address of their own, so that captures are judged without them.
+fn corrupted_packets(bench: &Bench) {
+    // A separate source address, so that the capture checks skip these packets.
     let from = Some(bench.damaged());
-    // A packet that is shorter than its base header, over IPv6, crashes the guest's kernel in rxe (docs/interop.md).
+    // A packet shorter than its BTH, over IPv6, crashes the guest's kernel in rxe
+    // (docs/interop.md).
     let faults: &[&str] = match bench.family {
         Family::V4 => &["corrupt=5%,cut=2%,seed=9"],
         Family::V6 => &["corrupt=7%,seed=9"],

@@ -1,4 +1,4 @@
-//! `warpwire::ibv` in the guest: by itself on rxe, and against our software HCA here.
+//! `warpwire::ibv` in the guest: alone on rxe, and against the local software HCA.
 
 use crate::rxe::lab::Bench;
 use crate::rxe::{failures, operations, queues};
@@ -15,7 +15,8 @@ cases!(Bench; CASES:
     between_us_and_rxe_by_ipv6,
 );
 
-/// Cases of the other rooms that are held once more, with our own verbs at the other end.
+/// Cases of other modules that also run against `warpwire::ibv` in the guest instead of
+/// `verbs-peer.c`.
 const BOTH_WAYS: [&str; 17] = [
     "we_write",
     "they_write",
@@ -30,7 +31,7 @@ const BOTH_WAYS: [&str; 17] = [
     "inline_data",
     "they_invalidate_a_key",
     "they_use_a_wrong_key",
-    "nobody_receives_at_all",
+    "no_receive_is_posted",
     "several_queue_pairs",
     "their_shared_receives",
     "events",
@@ -39,11 +40,11 @@ const BOTH_WAYS: [&str; 17] = [
 pub fn both_ways() -> Vec<&'static Case<Bench>> {
     let all = || operations::CASES.iter().chain(failures::CASES).chain(queues::CASES);
     let found: Vec<_> = all().filter(|case| BOTH_WAYS.contains(&case.name)).collect();
-    assert_eq!(found.len(), BOTH_WAYS.len(), "a case has another name now");
+    assert_eq!(found.len(), BOTH_WAYS.len(), "a name in the list does not exist");
     found
 }
 
-/// `tests/ibv`, as a whole: every operation, events, datagrams, what is refused.
+/// All of `tests/ibv`: every operation, events, datagrams, failures.
 fn two_queue_pairs_of_one_device(bench: &Bench) {
     suite(bench, "WARPWIRE_IBV_DEVICE=rxe0 WARPWIRE_TEST_SUITE=ibv /job/suites");
 }
@@ -53,7 +54,7 @@ fn the_suite_of_verbs_on_rxe(bench: &Bench) {
     verbs_suite(bench, "10.79.0.2", "::devices::");
 }
 
-/// `tests/verbs` once more, with the software HCA at one end, in a network of its own in the guest.
+/// `tests/verbs` with the software HCA at one end, in its own network namespace of the guest.
 fn the_suite_of_verbs_between_us_and_rxe(bench: &Bench) {
     verbs_suite(bench, "10.79.0.2", "soft-to-device::");
 }
@@ -63,13 +64,14 @@ fn the_suite_of_verbs_between_rxe_and_us(bench: &Bench) {
 }
 
 fn between_us_and_rxe_by_ipv6(bench: &Bench) {
-    for case in ["arrive", "messages_of_every_length", "answers_go_to_the_sender", "atomics"] {
+    for case in ["arrive", "messages_of_every_length", "replies_reach_the_sender", "atomics"] {
         verbs_suite(bench, "fd79::2", case);
     }
 }
 
 fn verbs_suite(bench: &Bench, soft_peer: &str, filter: &str) {
-    // A virtual cable hands runs of packets over unsegmented, and rxe then sees other identifications than were sent.
+    // A veth pair passes GSO packets unsegmented, and rxe then sees other IP identifications than
+    // were sent.
     let segment = "/usr/bin/ip -n soft link set soft1 gso_max_segs 1";
     let soft_peer = format!("WARPWIRE_VERBS_BESIDE=soft,{soft_peer}");
     let soft_peer =
@@ -78,10 +80,10 @@ fn verbs_suite(bench: &Bench, soft_peer: &str, filter: &str) {
     suite(bench, &format!("mkdir -p {RECORDS}; {segment}; {suite_of_verbs}"));
 }
 
-/// Where cases that fail leave their packets in the guest: they do not pass through its network card.
+/// Captures of failed cases in the guest: their packets do not pass its network card.
 const RECORDS: &str = "/tmp/records";
 
-/// Brings the packets of cases that failed out of the guest.
+/// Copies the captures of failed cases out of the guest.
 fn fetch_records(bench: &Bench) {
     let names = bench.start(&format!("ls {RECORDS} 2>/dev/null; true")).end();
     for name in names.lines().take(5) {
@@ -95,7 +97,7 @@ fn fetch_records(bench: &Bench) {
     }
 }
 
-/// The command between two processes by the device, and what it says of a device that is not there.
+/// `warpwire perf` between two processes over the device, and its errors for unknown devices.
 fn perf_between_devices(bench: &Bench) {
     let perf = "/job/warpwire perf write bw --local -s 4096 -n 200 --timeout 30 --device";
     let text = bench.start(&format!("{perf} rxe0 --json")).end();
@@ -104,9 +106,9 @@ fn perf_between_devices(bench: &Bench) {
     assert!(link.contains("hardware") && link.contains("rxe0"), "{link}");
     assert_eq!(value["rows"][0]["verified"], true, "{text}");
     let (status, text) = bench.start(&format!("{perf} mlx9_9")).outcome();
-    assert!(status != 0 && text.contains("take one of: rxe0"), "{text}");
+    assert!(status != 0 && text.contains("use one of: rxe0"), "{text}");
     let (status, text) = bench.start(&format!("{perf} rxe0 --gid-index 200")).outcome();
-    assert!(status != 0 && text.contains("no address at that place"), "{text}");
+    assert!(status != 0 && text.contains("no GID at this index"), "{text}");
 }
 
 fn suite(bench: &Bench, command: &str) {
@@ -122,7 +124,7 @@ fn suite(bench: &Bench, command: &str) {
     }
 }
 
-/// The command, where there is a device.
+/// `warpwire devices` with a device present.
 fn devices_are_listed(bench: &Bench) {
     let text = bench.start("/job/warpwire devices -v").end();
     for part in ["rxe0", "RoCE v2", "active", "eth0", "max_qps", "soft"] {

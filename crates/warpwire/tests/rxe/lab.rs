@@ -1,11 +1,11 @@
-//! Where cases run: the guest, and the addresses on both sides.
+//! Where cases run: the guest, and the addresses at both ends.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Longer than anything takes that works, in a guest that is emulated on a busy machine.
+/// Upper bound for anything that works, in a guest emulated on a busy machine.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
@@ -16,12 +16,12 @@ pub enum Family {
     V6,
 }
 
-/// What `tools/rxe-lab` tells.
+/// Environment set up by `tools/rxe-lab`.
 pub struct Lab {
-    /// Where the guest's shell listens.
+    /// Address of the guest's shell.
     shell: SocketAddr,
     logs: PathBuf,
-    /// The `warpwire` command.
+    /// Path of the `warpwire` binary.
     pub command: PathBuf,
 }
 
@@ -33,25 +33,27 @@ impl Lab {
         Some(Self { shell, logs, command: std::env::var_os("WARPWIRE_LAB_CLI")?.into() })
     }
 
-    /// A place for one case.
+    /// The context of one case.
     pub fn bench(&'static self, family: Family, case: String) -> Bench {
         Bench { lab: self, family, case, peer: "/job/verbs-peer rxe0" }
     }
 }
 
-/// What a case gets.
+/// The context of a case.
 pub struct Bench {
     pub lab: &'static Lab,
     pub family: Family,
     pub case: String,
-    /// The program in the guest that does verbs.
+    /// Command that starts the verbs peer in the guest.
     pub peer: &'static str,
 }
 
 impl Bench {
-    /// An address of this machine, or of the guest, on the net that they share.
+    /// Address of this machine or the guest on their shared network, by its last byte.
     fn address(&self, last: u8) -> IpAddr {
-        let IpAddr::V4(guest) = self.lab.shell.ip() else { panic!("the guest has IPv4") };
+        let IpAddr::V4(guest) = self.lab.shell.ip() else {
+            panic!("the guest has no IPv4 address")
+        };
         let net = guest.octets()[2];
         match self.family {
             Family::V4 => Ipv4Addr::new(10, 77, net, last).into(),
@@ -67,24 +69,24 @@ impl Bench {
         self.address(2)
     }
 
-    /// The address whose packets are damaged on purpose: captures are not held to it.
+    /// The address for intentionally corrupted packets, which the capture checks skip.
     pub fn damaged(&self) -> IpAddr {
         self.address(66)
     }
 
-    /// Where this case's packets are recorded; a case with several worlds has several.
+    /// Next unused capture file of this case; a case with several testbeds has several.
     pub fn capture(&self) -> PathBuf {
         let name = self.case.replace("::", "-");
         let free = (0..).map(|n| self.lab.logs.join(format!("{name}-{n}.pcap")));
         free.into_iter().find(|path| !path.exists()).unwrap()
     }
 
-    /// A file beside the guest's console.
+    /// A file next to the guest's console log.
     pub fn log(&self, name: &str) -> PathBuf {
         self.lab.logs.with_file_name(name)
     }
 
-    /// A shell in the guest.
+    /// Opens a shell in the guest.
     pub fn shell(&self) -> Shell {
         let stream = TcpStream::connect_timeout(&self.lab.shell, test_timeout()).unwrap();
         stream.set_nodelay(true).unwrap();
@@ -99,7 +101,7 @@ impl Bench {
         Running { shell, command: command.to_owned() }
     }
 
-    /// The index of the guest's GID of this family.
+    /// Index of the guest's GID of this address family.
     pub fn gid_index(&self) -> usize {
         let folder = "/sys/class/infiniband/rxe0/ports/1/gids";
         let text = self.start(&format!("cd {folder}; grep . *")).end();
@@ -112,7 +114,7 @@ impl Bench {
     }
 }
 
-/// An address as 32 hexadecimal digits.
+/// The GID of an address, as 32 hexadecimal digits.
 pub fn gid(address: IpAddr) -> String {
     let six = match address {
         IpAddr::V4(four) => four.to_ipv6_mapped(),
@@ -121,7 +123,7 @@ pub fn gid(address: IpAddr) -> String {
     format!("{:032x}", six.to_bits())
 }
 
-/// A conversation with a program in the guest, line by line. The program ends with it.
+/// A line-based connection to a program in the guest, which exits when the connection closes.
 pub struct Shell {
     reader: BufReader<TcpStream>,
 }
@@ -131,22 +133,22 @@ impl Shell {
         self.reader.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
     }
 
-    /// The next line, without its end; `None` when the program has hung up.
+    /// The next line without its newline; `None` if the program closed the connection.
     pub fn read_line(&mut self) -> Option<String> {
         let mut line = String::new();
-        let count = self.reader.read_line(&mut line).expect("the guest says nothing");
+        let count = self.reader.read_line(&mut line).expect("a line from the guest");
         (count > 0).then(|| line.trim_end().to_owned())
     }
 }
 
-/// A command that runs in the guest.
+/// A running command in the guest.
 pub struct Running {
     shell: Shell,
     command: String,
 }
 
 impl Running {
-    /// Waits until it has ended well, and returns what it printed.
+    /// Waits until the command succeeds, and returns its output.
     pub fn end(self) -> String {
         let command = self.command.clone();
         let (status, text) = self.outcome();
@@ -154,7 +156,7 @@ impl Running {
         text
     }
 
-    /// Waits until it has ended: its status, and what it printed.
+    /// Waits until the command exits; returns its status and output.
     pub fn outcome(mut self) -> (i32, String) {
         let mut text = String::new();
         loop {

@@ -1,8 +1,9 @@
-//! The software HCA against Linux's soft-RoCE, which we did not write: every operation, in both roles.
+//! Interoperability of the software HCA with Linux's soft-RoCE (rxe): every operation, in both
+//! roles.
 //!
-//! `tools/rxe-lab test` boots the guest and runs this there where the guest can be reached; run by itself it has
-//! nothing to talk to, and says so. In the guest, `tools/rxe/verbs-peer.c` does what a case asks for, verb by verb.
-//! Each case leaves a capture, which the laboratory judges.
+//! `tools/rxe-lab test` boots the guest and runs this suite where the guest is reachable; otherwise
+//! the suite is skipped. In the guest, `tools/rxe/verbs-peer.c` executes verbs for the cases. Each
+//! case leaves a capture, which `tools/rxe/wire.py` checks.
 mod failures;
 mod faults;
 mod ibv;
@@ -31,10 +32,10 @@ const CASES: &[&[Case<Bench>]] = &[
 
 fn collect(suite: &mut Collector) {
     let Some(lab) = Lab::from_env() else {
-        // The laboratory knows whether it must be there; here it never is.
+        // `tools/rxe-lab` decides whether the suite is required.
         return eprintln!("skipped: rxe (`tools/rxe-lab test` runs these cases against a guest)");
     };
-    // There is one RoCE port, and one guest.
+    // There is only one RoCE port and one guest.
     suite.run_serially();
     let lab: &'static Lab = Box::leak(Box::new(lab));
     let run = |family, prefix: &'static str, peer| {
@@ -46,7 +47,7 @@ fn collect(suite: &mut Collector) {
         }
     };
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
-        // The other family's packets differ in their headers alone: for a change, the operations do.
+        // IPv6 packets differ in their headers only: below full effort, the operations suffice.
         let core = suite.effort() < Effort::Full && family == Family::V6;
         for cases in if core { &CASES[..1] } else { CASES } {
             suite.add(name, cases, run(family, name, "/job/verbs-peer rxe0"));

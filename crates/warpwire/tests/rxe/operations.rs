@@ -1,4 +1,4 @@
-//! Every operation, started by us and by them, at every length that a packet's edge makes special.
+//! Every operation, posted locally and by the guest, at every length around packet boundaries.
 
 use warpwire::verbs::{Access, Atomic, CompletionKind, Fence, Remote, SendRequest, Status, WrOp};
 
@@ -29,7 +29,8 @@ const SIZES: [usize; 14] =
     [0, 1, 3, 4, 255, 256, 257, 1023, 1024, 1025, 4096, 4099, 65_536, 65_541];
 const MTUS: [u32; 3] = [256, 1024, 4096];
 
-/// Runs it at every MTU and length: the world, a number that differs each time, and the length.
+/// Calls `act` at every MTU and length with the testbed, a number that differs each time, and the
+/// length.
 fn everywhere(bench: &Bench, act: fn(&mut Testbed, u64, usize)) {
     for mtu in MTUS {
         let mut testbed = Testbed::open(bench, ConnParams { mtu, ..ConnParams::default() });
@@ -88,7 +89,7 @@ fn we_send(bench: &Bench) {
     everywhere(bench, |testbed, n, len| {
         let (from, to, far) = (n % 13, n % 17, testbed.far);
         testbed.near.fill(from, len, n);
-        // The receive has room for more than comes.
+        // The receive is longer than the message.
         testbed.peer.receive(0, n, &far, to, len as u32 + 3);
         let range = [testbed.near.mr.sge(from, len as u32)];
         testbed.post(SendRequest::new(n, WrOp::Send).with(&range));
@@ -155,7 +156,7 @@ fn immediates(bench: &Bench) {
     }
 }
 
-/// What an atomic finds, what it is given, and what it leaves.
+/// An atomic: the value before it, its operands, and the value after it.
 struct Change {
     before: u64,
     op: Atomic,
@@ -204,7 +205,7 @@ fn sequence_numbers_wrap(bench: &Bench) {
     let mut testbed = Testbed::open(bench, ConnParams { mtu: 256, psn, ..ConnParams::default() });
     let far = testbed.far;
     for n in 0..4 {
-        // Each is of several packets, so that the wrap falls into the middle of one.
+        // Each has several packets, so that the PSN wraps in the middle of one.
         let len = 1000 + n as usize;
         testbed.near.fill(0, len, n);
         let range = [testbed.near.mr.sge(0, len as u32)];
@@ -307,7 +308,7 @@ fn many_reads_at_once(bench: &Bench) {
 fn fences(bench: &Bench) {
     let mut testbed = Testbed::open(bench, ConnParams::default());
     let far = testbed.far;
-    // What is written back must be what was read just before.
+    // The write must send what the read fetched.
     for n in 0..10 {
         testbed.peer.fill(&far, 0, 5000, n);
         let range = [testbed.near.mr.sge(0, 5000)];
@@ -356,14 +357,14 @@ fn they_invalidate_a_key(bench: &Bench) {
         .post(&far, PeerPost { first: key.into(), ..PeerPost::new(2, "send_inv").from(0, 8) });
     testbed.peer.done(2);
     assert_eq!(testbed.done(2).kind, CompletionKind::ReceiveInvalidate(key));
-    // The key is of no use any more.
+    // The key is invalid now.
     testbed.peer.post(&far, PeerPost::new(3, "write").from(0, 8).at(remote));
     testbed.peer.failed(3, Status::RemoteAccess);
 }
 
 fn we_invalidate_a_key(bench: &Bench) {
     let mut testbed = Testbed::open(bench, ConnParams::default());
-    // rxe invalidates windows only.
+    // rxe can invalidate memory windows only.
     let memory = testbed.peer.memory(4096, ALL_ACCESS | WINDOWS);
     let key = testbed.peer.ok(&format!("window 0 {}", memory.number))[0] as u32;
     let remote = Remote { rkey: key, ..memory.remote(8) };

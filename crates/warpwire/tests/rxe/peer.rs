@@ -1,12 +1,12 @@
-//! The program in the guest that does verbs, one per line: see `tools/rxe/verbs-peer.c`, and `tests/ibv/peer.rs`, which does
-//! the same through `warpwire::ibv`.
+//! The program in the guest that executes verbs, one per line: `tools/rxe/verbs-peer.c`, or
+//! `tests/ibv/peer.rs`, which does the same through `warpwire::ibv`.
 
 use warpwire::verbs::{Remote, Status};
 
 use crate::rxe::lab::{Bench, Shell, gid, test_timeout};
 use crate::rxe::testbed::ConnParams;
 
-/// What `ibv_reg_mr` may be asked for.
+/// Access flags of `ibv_reg_mr`.
 pub const ALL_ACCESS: u32 = 15;
 pub const LOCAL_AND_REMOTE_READ: u32 = 5;
 pub const WINDOWS: u32 = 16;
@@ -16,14 +16,14 @@ pub const FENCE: u32 = 1;
 pub const SOLICITED: u32 = 4;
 pub const INLINE: u32 = 8;
 
-/// A state of `ibv_qp_state`.
+/// `IBV_QPS_ERR`.
 pub const ERROR_STATE: u64 = 6;
 
 pub struct Peer {
     shell: Shell,
 }
 
-/// Memory in the guest.
+/// Registered memory in the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteMemory {
     pub number: u64,
@@ -37,17 +37,17 @@ impl RemoteMemory {
     }
 }
 
-/// A completion in the guest.
+/// A completion polled in the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerCompletion {
     pub id: u64,
     pub status: u64,
     pub len: u64,
-    /// Four bytes that came along, as a number, or the key that was invalidated.
+    /// The immediate as a number, or the invalidated key.
     pub imm: u64,
 }
 
-/// Work for the guest to post.
+/// A work request for the guest to post.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerPost<'a> {
     pub qp: usize,
@@ -56,9 +56,9 @@ pub struct PeerPost<'a> {
     pub offset: u64,
     pub len: u32,
     pub remote: Remote,
-    /// Four bytes that go along, a key, what to add, or what to compare with.
+    /// The immediate, the key to invalidate, the addend, or the value to compare with.
     pub first: u64,
-    /// What to swap in.
+    /// The value to swap in.
     pub second: u64,
     pub flags: u32,
 }
@@ -89,7 +89,7 @@ impl Peer {
     }
 
     fn read_line(&mut self) -> String {
-        self.shell.read_line().expect("the peer has hung up")
+        self.shell.read_line().expect("the peer closed the connection")
     }
 
     pub fn request(&mut self, line: &str) -> String {
@@ -97,10 +97,10 @@ impl Peer {
         self.read_line()
     }
 
-    /// Has something done that must succeed; the numbers of the answer.
+    /// Sends a command that must succeed; returns the numbers of the reply.
     pub fn ok(&mut self, line: &str) -> Vec<u64> {
-        let answer = self.request(line);
-        let Some(rest) = answer.strip_prefix("ok") else { panic!("{line}: {answer}") };
+        let reply = self.request(line);
+        let Some(rest) = reply.strip_prefix("ok") else { panic!("{line}: {reply}") };
         rest.split_whitespace().map(|word| word.parse().unwrap()).collect()
     }
 
@@ -109,7 +109,7 @@ impl Peer {
         RemoteMemory { number: words[0], address: words[1], rkey: words[3] as u32 }
     }
 
-    /// A queue pair; returns its number on the wire.
+    /// Creates a queue pair; returns its QPN.
     pub fn qp(&mut self, shared: bool) -> u32 {
         self.ok(if shared { "qp srq" } else { "qp own" })[1] as u32
     }
@@ -125,7 +125,8 @@ impl Peer {
         let ((qpn, address), [ours, theirs]) = (to, psn);
         let address = gid(address);
         self.ok(&format!(
-            "connect {qp} {qpn} {address} {mtu} {theirs} {ours} {timeout} {retry} {rnr_retry} {min_rnr} {reads}"
+            "connect {qp} {qpn} {address} {mtu} {theirs} {ours} {timeout} {retry} {rnr_retry} \
+             {min_rnr} {reads}"
         ));
     }
 
@@ -162,20 +163,20 @@ impl Peer {
         ));
     }
 
-    /// The next completion, if one comes soon.
+    /// Waits for the next completion.
     pub fn next(&mut self) -> PeerCompletion {
         let words = self.ok(&format!("poll {}", test_timeout().as_millis()));
         PeerCompletion { id: words[0], status: words[1], len: words[3], imm: words[4] }
     }
 
-    /// The next completion must be a success of that work.
+    /// The next completion, which must be `id` with success.
     pub fn done(&mut self, id: u64) -> PeerCompletion {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, 0), "{completion:?}");
         completion
     }
 
-    /// The next completion must be a failure of that work.
+    /// The next completion, which must be `id` with `status`.
     pub fn failed(&mut self, id: u64, status: Status) {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, status as u64), "{completion:?}");

@@ -1,8 +1,8 @@
-//! perftest's programs in the guest, against our device: we say over TCP what they say to each other.
+//! perftest's programs in the guest against the local device, which implements their TCP handshake.
 //!
-//! At each point one end writes first (the client) and the other answers. They tell each other a version, two sizes,
-//! the MTU, then a line of 108 bytes for each queue pair, once to connect and again to be in step; at the end the
-//! bandwidth tests compare their figures.
+//! In each exchange the client writes first and the server answers. They exchange a version, two
+//! sizes, the MTU, then a line of 108 bytes per queue pair, once to connect and again as a barrier;
+//! at the end the bandwidth tests compare their results.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -32,21 +32,21 @@ cases!(Bench; CASES:
 const PORT: u16 = 18515;
 const VERSION: &[u8; 16] = b"6.06\0\0\0\0\0\0\0\0\0\0\0\0";
 const LINE: usize = 108;
-/// What both ends do, on each queue pair.
+/// Iterations per queue pair.
 const COUNT: u64 = 200;
 const SIZE: u32 = 5000;
-/// Messages that are under way.
+/// Messages in flight.
 const DEPTH: u64 = 64;
-/// Each queue pair has so much memory.
+/// Bytes of each of the two buffers of a queue pair.
 const STRIDE: u64 = 1 << 16;
 
-/// A conversation with a program of perftest.
+/// TCP connection to a perftest program.
 struct PerftestSocket {
     stream: TcpStream,
     is_client: bool,
 }
 
-/// What a line says of a queue pair.
+/// Connection data of a queue pair, one line of the handshake.
 struct ConnLine {
     reads: u8,
     qpn: u32,
@@ -57,7 +57,7 @@ struct ConnLine {
 
 impl PerftestSocket {
     fn connect(bench: &Bench) -> Self {
-        // Over IPv4 always, whatever the queue pairs use.
+        // Always over IPv4, whatever address family the queue pairs use.
         let four = bench.lab.bench(Family::V4, String::new()).theirs();
         let start = Instant::now();
         let stream = loop {
@@ -76,24 +76,24 @@ impl PerftestSocket {
         Self { stream, is_client }
     }
 
-    /// Tells and hears as many bytes, the client first.
+    /// Exchanges equally long messages; the client sends first.
     fn swap(&mut self, mine: &[u8]) -> Vec<u8> {
         let mut theirs = vec![0; mine.len()];
         if self.is_client {
             self.stream.write_all(mine).unwrap();
         }
-        self.stream.read_exact(&mut theirs).expect("perftest says the next thing");
+        self.stream.read_exact(&mut theirs).expect("the next message from perftest");
         if !self.is_client {
             self.stream.write_all(mine).unwrap();
         }
         theirs
     }
 
-    /// Everything before the queue pairs; returns the peer's MTU.
+    /// The handshake before the lines of the queue pairs; returns the peer's MTU.
     fn begin(&mut self, mtu: u32) -> u32 {
         let version = self.swap(VERSION);
         assert!(version.starts_with(b"6.") || version.starts_with(b"5."), "{version:?}");
-        // The memory over which messages wander, and the length of a cache line.
+        // Buffer size over which messages cycle, and cache line size.
         self.swap(&4096_u32.to_be_bytes());
         self.swap(&64_u32.to_be_bytes());
         let code = (mtu / 256).trailing_zeros() as u8 + 1;
@@ -116,12 +116,12 @@ impl PerftestSocket {
         ConnLine::read(&String::from_utf8_lossy(&self.swap(text.as_bytes())))
     }
 
-    /// In step: both ends are here.
+    /// Barrier: exchanges one line.
     fn sync(&mut self, mine: &[ConnLine]) {
         self.line(&mine[0]);
     }
 
-    /// The figures of a bandwidth test: size, iterations, and three that are of no interest here.
+    /// Results of a bandwidth test: size, iterations, and three values that are not used here.
     fn exchange_results(&mut self, count: u64) -> u64 {
         self.swap(&u64::from(SIZE).to_be_bytes());
         let theirs = self.swap(&count.to_be_bytes());
@@ -153,7 +153,7 @@ impl ConnLine {
     }
 }
 
-/// Our end of a test.
+/// The local end of a test.
 struct PerftestPeer {
     ours: LocalSide,
     qps: Vec<Qp>,
@@ -166,7 +166,8 @@ struct PerftestPeer {
 impl PerftestPeer {
     /// Starts the program in the guest, as client or server, and connects to it.
     fn new(bench: &Bench, program: &str, we_are_client: bool, qps: usize) -> Self {
-        // A guest that is emulated on a busy machine was seen to stand still for half a second, four times in a row.
+        // ACK timeout of 0.5 s: an emulated guest on a busy machine was seen to stall for half a
+        // second, four times in a row.
         let memory = 2 * STRIDE * qps as u64;
         let params = ConnParams { mtu: 4096, memory, timeout: 17, ..ConnParams::default() };
         let ours = LocalSide::open(bench, &params);
@@ -205,11 +206,11 @@ impl PerftestPeer {
             })
             .unwrap();
         }
-        assert_eq!(Mtu::new(mtu), Mtu::new(2048), "what we asked the guest for");
+        assert_eq!(Mtu::new(mtu), Mtu::new(2048), "the MTU that the guest was started with");
         Self { ours, qps, socket, mine, theirs, guest }
     }
 
-    /// All lines again, and one more: before for messages, after for the rest.
+    /// Exchanges all lines again, and one more: before them for sends, after them otherwise.
     fn synced(&mut self, is_send: bool) {
         if is_send {
             self.socket.sync(&self.mine);
@@ -222,7 +223,8 @@ impl PerftestPeer {
         }
     }
 
-    /// Posts all work on all queue pairs, some at a time, and waits for its end.
+    /// Posts all work on all queue pairs, with up to `DEPTH` in flight, and waits for its
+    /// completions.
     fn pump(&self, op: impl Fn(&ConnLine) -> WrOp, len: u32) {
         let total = COUNT * self.qps.len() as u64;
         let (mut posted, mut ended) = (0, 0);
@@ -249,11 +251,11 @@ impl PerftestPeer {
         }
     }
 
-    /// The end of a test of writes, reads or atomics.
+    /// Ends a test of writes, reads or atomics.
     fn compare(mut self, count: u64) {
         self.socket.sync(&self.mine);
         let theirs = self.socket.exchange_results(count);
-        // A client tells how many it made; a server leaves it open.
+        // Only a client reports its iterations.
         assert!(self.socket.is_client || theirs == COUNT * self.qps.len() as u64, "{theirs}");
         self.end();
     }
@@ -267,10 +269,11 @@ impl PerftestPeer {
     }
 }
 
-/// What we do at a place of theirs, and with how many bytes.
+/// The operation on the guest's memory, and its length in bytes.
 struct Work(fn(Remote) -> WrOp, u32);
 
-/// Writes, reads and atomics: the client works, the server looks on. Without work, the guest is the client.
+/// Writes, reads and atomics: the client posts, the server is passive. Without `work`, the guest is
+/// the client.
 fn one_sided(bench: &Bench, program: &str, qps: usize, work: Option<Work>) {
     let mut end = PerftestPeer::new(bench, program, work.is_some(), qps);
     end.synced(false);
@@ -337,9 +340,10 @@ fn ib_send_bw_sends_to_us(bench: &Bench) {
     }
 }
 
-/// Messages to and fro; the client begins.
+/// Ping-pong; the client sends first.
 fn latency(bench: &Bench, we_are_client: bool) {
-    // Without -e: its two completion queues share their events, and it was seen to wait for one that it had taken.
+    // Without `-e`: its two completion queues share an event channel, and it was seen to wait for
+    // an event that it had already consumed.
     let mut end = PerftestPeer::new(bench, "ib_send_lat -s 1000", we_are_client, 1);
     end.synced(true);
     end.receive(COUNT);
@@ -352,7 +356,7 @@ fn latency(bench: &Bench, we_are_client: bool) {
         if we_are_client {
             send(&end);
         }
-        // A message from the guest, and perhaps the end of the one before.
+        // A message from the guest, and maybe the completion of the previous send.
         loop {
             let completion = end.ours.next();
             assert!(completion.is_success(), "{completion:?}");

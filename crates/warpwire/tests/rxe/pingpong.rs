@@ -17,8 +17,8 @@ cases!(Bench; CASES:
 
 const COUNT: &str = "30";
 
-/// Length, MTU, and whether to sleep: the last two of them polling.
-const TERMS: [(&str, &str, bool); 6] = [
+/// Message length, MTU, and whether to use completion events (`-e`).
+const PARAMS: [(&str, &str, bool); 6] = [
     ("1", "1024", true),
     ("4096", "256", true),
     ("5000", "512", true),
@@ -27,7 +27,7 @@ const TERMS: [(&str, &str, bool); 6] = [
     ("20000", "2048", false),
 ];
 
-/// What both ends are told.
+/// Command-line arguments for both ends.
 fn words(size: &str, mtu: &str, events: bool) -> Vec<String> {
     let mut words: Vec<String> =
         ["-n", COUNT, "-s", size, "-m", mtu].into_iter().map(str::to_owned).collect();
@@ -46,11 +46,12 @@ fn ours(bench: &Bench, words: &[String]) -> Command {
 }
 
 fn theirs(bench: &Bench, words: &[String]) -> String {
-    // It waits for ever by itself.
+    // Without `timeout` it could wait forever.
     format!("timeout 40 ibv_rc_pingpong -d rxe0 -g {} {}", bench.gid_index(), words.join(" "))
 }
 
-/// Where the guest's server listens, which is IPv4 whatever its GID is; and where our packets come from.
+/// Arguments for a client: the guest's server, which listens on IPv4 whatever its GID is, and the
+/// source address of the local packets.
 fn to_server(bench: &Bench) -> [String; 3] {
     let four = bench.lab.bench(Family::V4, String::new()).theirs();
     [four.to_string(), "--from".to_owned(), bench.ours().to_string()]
@@ -65,7 +66,7 @@ fn report(output: std::process::Output, params: &str) -> Value {
 }
 
 fn we_are_the_client(bench: &Bench) {
-    for (size, mtu, events) in TERMS {
+    for (size, mtu, events) in PARAMS {
         let words = words(size, mtu, events);
         let peer = bench.start(&theirs(bench, &words));
         let output = ours(bench, &[&to_server(bench)[..], &words].concat()).output().unwrap();
@@ -77,13 +78,13 @@ fn we_are_the_client(bench: &Bench) {
 }
 
 fn we_are_the_server(bench: &Bench) {
-    for (size, mtu, events) in TERMS {
+    for (size, mtu, events) in PARAMS {
         let words = words(size, mtu, events);
         let bind = ["--bind".to_owned(), bench.ours().to_string()];
         let server = ours(bench, &[&words[..], &bind].concat()).spawn().unwrap();
         let wait = "for i in 1 2 3 4 5 6 7 8 9; do";
         let client = format!("{} {}", theirs(bench, &words), bench.ours());
-        // The server may not listen yet.
+        // The server may not be listening yet, so the client retries.
         let peer = bench.start(&format!("{wait} {client} && exit 0; sleep 0.2; done; exit 1"));
         let report = report(server.wait_with_output().unwrap(), &words.join(" "));
         assert_eq!(report["role"], "server");
@@ -117,7 +118,7 @@ fn a_peer_with_another_size(bench: &Bench) {
     let output = ours(bench, &words).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8_lossy(&output.stderr);
-    // rxe calls it its own fault: see the case of short receives.
+    // rxe reports its own error: see the case of short receives.
     let names_status =
         ["RemoteInvalidRequest", "RemoteOperation"].iter().any(|name| text.contains(name));
     assert!(names_status && text.contains("-s"), "{text}");

@@ -17,15 +17,15 @@ fn several_queue_pairs(bench: &Bench) {
     const EACH: u64 = 8;
     let mut testbed = Testbed::open(bench, ConnParams { qps: COUNT, ..ConnParams::default() });
     let far = testbed.far;
-    let place = |index: usize, n: u64| (index as u64 * EACH + n) * 2000;
-    // All of ours are under way at once, and all of theirs.
+    let offset = |index: usize, n: u64| (index as u64 * EACH + n) * 2000;
+    // All local requests are in flight at the same time, then all of the guest's.
     let mut ids = Vec::new();
     for index in 0..COUNT {
         for n in 0..EACH {
             let id = index as u64 * 100 + n;
-            testbed.near.fill(place(index, n), 1999, id);
-            let range = [testbed.near.mr.sge(place(index, n), 1999)];
-            let request = SendRequest::new(id, WrOp::Write(far.remote(place(index, n))));
+            testbed.near.fill(offset(index, n), 1999, id);
+            let range = [testbed.near.mr.sge(offset(index, n), 1999)];
+            let request = SendRequest::new(id, WrOp::Write(far.remote(offset(index, n))));
             testbed.qps[index].post_send(&[request.with(&range)]).unwrap();
             ids.push(id);
         }
@@ -43,9 +43,9 @@ fn several_queue_pairs(bench: &Bench) {
     for index in 0..COUNT {
         for n in 0..EACH {
             let id = index as u64 * 100 + n;
-            testbed.peer.check(&far, place(index, n), 1999, id);
-            let read = PeerPost::new(id, "read").from(130_000 + place(index, n), 1999);
-            let read = read.at(testbed.near.mr.remote(place(index, n)));
+            testbed.peer.check(&far, offset(index, n), 1999, id);
+            let read = PeerPost::new(id, "read").from(130_000 + offset(index, n), 1999);
+            let read = read.at(testbed.near.mr.remote(offset(index, n)));
             testbed.peer.post(&far, PeerPost { qp: index, ..read });
         }
     }
@@ -60,7 +60,7 @@ fn several_queue_pairs(bench: &Bench) {
     ended.sort_unstable();
     assert_eq!(ended, ids);
     for index in 0..COUNT {
-        testbed.peer.check(&far, 130_000 + place(index, 3), 1999, index as u64 * 100 + 3);
+        testbed.peer.check(&far, 130_000 + offset(index, 3), 1999, index as u64 * 100 + 3);
     }
 }
 
@@ -88,7 +88,7 @@ fn our_shared_receives(bench: &Bench) {
             testbed.near.check(done.id * 2000, 1500, seed);
         }
     }
-    // None is left: the sender waits until one comes.
+    // No receive is left: the sender retries until one is posted.
     testbed.peer.post(&far, PeerPost { qp: 2, ..PeerPost::new(77, "send").from(0, 100) });
     testbed.peer.expect_no_completion();
     post(&testbed, 3);
@@ -126,7 +126,7 @@ fn events(bench: &Bench) {
         testbed.peer.receive(0, id, &far, 0, 100);
         testbed.receive(id, 0, 100);
     }
-    // They are woken by a message that asks for it, and by no other.
+    // The guest is woken by a solicited message only.
     testbed.peer.ok("arm 1");
     testbed.post(SendRequest::new(10, WrOp::Send).inline(b"quietly"));
     testbed.done(10);
@@ -140,10 +140,10 @@ fn events(bench: &Bench) {
     testbed.cq.arm(true).unwrap();
     testbed.peer.post(&far, PeerPost::new(20, "send").from(0, 7));
     testbed.peer.done(20);
-    assert!(!testbed.cq.wait(Duration::from_millis(100)).unwrap());
+    assert!(!testbed.cq.wait_event(Duration::from_millis(100)).unwrap());
     testbed.peer.post(&far, PeerPost { flags: SOLICITED, ..PeerPost::new(21, "send").from(0, 6) });
     testbed.peer.done(21);
-    assert!(testbed.cq.wait(test_timeout()).unwrap());
+    assert!(testbed.cq.wait_event(test_timeout()).unwrap());
     assert!(!testbed.done(0).solicited);
     assert!(testbed.done(1).solicited);
 }

@@ -1,4 +1,4 @@
-//! Our device and the guest's, with queue pairs that are connected to each other.
+//! The local device and the guest's, with queue pairs connected to each other.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
@@ -16,11 +16,11 @@ use warpwire_proto::Psn;
 use crate::rxe::lab::{Bench, test_timeout};
 use crate::rxe::peer::{ALL_ACCESS, Peer, RemoteMemory};
 
-/// How two ends are connected.
+/// Connection parameters of both ends.
 #[derive(Clone, Debug)]
 pub struct ConnParams {
     pub mtu: u32,
-    /// The first sequence numbers, ours and theirs.
+    /// Initial PSNs: local, remote.
     pub psn: [u32; 2],
     pub timeout: u8,
     pub retry: u8,
@@ -29,11 +29,11 @@ pub struct ConnParams {
     pub reads: u8,
     pub qps: usize,
     pub shared: [bool; 2],
-    /// Bytes of memory on either side.
+    /// Bytes of memory at each end.
     pub memory: u64,
-    /// Faults of our link, one around the other.
+    /// Fault plans of the local link, nested in this order.
     pub faults: &'static [&'static str],
-    /// Our address, if it is not the usual one.
+    /// Local address, if not the default one.
     pub from: Option<IpAddr>,
 }
 
@@ -56,13 +56,13 @@ impl Default for ConnParams {
     }
 }
 
-/// Our memory.
+/// Registered local memory.
 pub struct LocalMemory {
     pub memory: HostMemory,
     pub mr: Mr,
 }
 
-/// The pattern that the guest's program knows too.
+/// Same function as in `tools/rxe/verbs-peer.c`.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let byte = |i: u64| seed * 31 + i * 7 + (i >> 8) * 13 + (i >> 16) * 5;
     (0..len as u64).map(|i| byte(i) as u8).collect()
@@ -77,7 +77,7 @@ impl LocalMemory {
         let mut found = vec![0; len];
         self.memory.bytes().read(offset, &mut found).unwrap();
         let wrong = found.iter().zip(&pattern(seed, len)).position(|(a, b)| a != b);
-        assert_eq!(wrong, None, "the first wrong byte of {len}");
+        assert_eq!(wrong, None, "offset of the first wrong byte of {len}");
     }
 
     pub fn put(&self, offset: u64, word: u64) {
@@ -89,7 +89,7 @@ impl LocalMemory {
     }
 }
 
-/// Our device, with memory.
+/// The local device, with memory.
 pub struct LocalSide {
     pub context: Context,
     pub pd: Pd,
@@ -118,7 +118,7 @@ impl LocalSide {
         let link = FaultInjector::new(link, FaultPlan::default());
         let partition = link.partition();
         let context = Context::open(link).unwrap();
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         let cq = context.create_cq(4096).unwrap();
         let memory = HostMemory::new(params.memory).unwrap();
         let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
@@ -126,7 +126,7 @@ impl LocalSide {
         Self { context, pd, cq, near, address, partition, capture }
     }
 
-    /// A queue pair on those terms, not yet connected.
+    /// Creates an unconnected queue pair with these parameters.
     pub fn create_qp(&self, params: &ConnParams, srq: Option<Srq>) -> Qp {
         let options = QpOptions {
             receive_depth: 512,
@@ -143,24 +143,24 @@ impl LocalSide {
     }
 
     pub fn next(&self) -> Completion {
-        self.cq.next(test_timeout()).unwrap().expect("a completion comes soon")
+        self.cq.wait_next(test_timeout()).unwrap().expect("a completion")
     }
 
-    /// The next completion must be a success of that work.
+    /// The next completion, which must be `id` with success.
     pub fn done(&self, id: u64) -> Completion {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, Status::Success), "{completion:?}");
         completion
     }
 
-    /// The next completion must be a failure of that work.
+    /// The next completion, which must be `id` with `status`.
     pub fn failed(&self, id: u64, status: Status) {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, status), "{completion:?}");
     }
 }
 
-/// Our device and the guest's, with queue pairs between them.
+/// The local device and the guest's, with queue pairs between them.
 pub struct Testbed {
     ours: LocalSide,
     pub srq: Option<Srq>,
@@ -194,7 +194,7 @@ impl Testbed {
         testbed
     }
 
-    /// One more queue pair on either side, connected.
+    /// Adds a connected queue pair at each end.
     fn connect(&mut self, bench: &Bench, params: &ConnParams) {
         let qp = self.create_qp(params, self.srq.clone());
         let [ours, theirs] = params.psn;
@@ -234,12 +234,16 @@ impl Testbed {
     pub fn state_becomes(&self, state: State) {
         let start = Instant::now();
         while self.qp().state().unwrap() != state {
-            assert!(start.elapsed() < test_timeout(), "it is in {}", self.qp().state().unwrap());
+            assert!(
+                start.elapsed() < test_timeout(),
+                "the state is still {}",
+                self.qp().state().unwrap()
+            );
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
 
-    /// A message each way: the connection still works.
+    /// Asserts that every connection works: a message each way.
     pub fn check_traffic(&mut self) {
         for index in 0..self.qps.len() {
             let far = self.far;
@@ -253,7 +257,7 @@ impl Testbed {
     }
 }
 
-/// The port may still be with the process that had it a moment ago.
+/// Binds the RoCE port, which a process that just exited may still hold.
 fn udp_link(address: SocketAddr) -> Udp {
     let start = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! Making, naming, connecting and closing; settings; what is refused.
+//! Create, bind, connect, close, options, and refusals.
 
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use crate::sock::testbed::{
 use testkit::cases;
 
 cases!(Testbed; CASES:
-    names_are_told,
+    names_are_returned,
     an_address_in_use_is_refused,
-    nobody_listens,
+    connecting_without_a_listener_is_refused,
     a_closed_handle_is_refused,
     too_many_sockets,
-    no_room_for_rings,
-    settings_come_back,
-    bad_settings_are_refused,
+    no_memory_for_rings,
+    options_are_kept,
+    bad_options_are_refused,
     bad_calls_are_refused,
-    streams_are_no_datagrams,
+    streams_refuse_datagram_calls,
     kinds_that_do_not_exist,
     connecting_again_after_a_refusal,
-    options_that_make_no_sense,
+    invalid_sock_options,
 );
 
-fn names_are_told(testbed: &Testbed) {
+fn names_are_returned(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     for at in loopbacks() {
@@ -52,7 +52,7 @@ fn an_address_in_use_is_refused(testbed: &Testbed) {
         let taken = TcpListener::bind(at).unwrap();
         let name = taken.local_addr().unwrap();
         let socket = scripted.socket(at, STREAM);
-        // Binding to a listener's address fails at once, or when it is listened at.
+        // Binding to a listener's address fails immediately, or when listening.
         let bound = scripted.call(KernelOp::Bind, &[socket], Some(name)).result;
         let refused = errno(Errno::ADDRINUSE);
         assert!(
@@ -64,12 +64,12 @@ fn an_address_in_use_is_refused(testbed: &Testbed) {
         let socket = scripted.socket(at, STREAM);
         scripted.expect(KernelOp::Bind, &[socket], Some(name));
         scripted.expect(KernelOp::Listen, &[socket, 5], None);
-        assert!(TcpListener::bind(name).is_err(), "now the kernel has it");
+        assert!(TcpListener::bind(name).is_err(), "the kernel is bound to it");
         scripted.expect(KernelOp::Close, &[socket], None);
     }
 }
 
-fn nobody_listens(testbed: &Testbed) {
+fn connecting_without_a_listener_is_refused(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     for at in loopbacks() {
@@ -101,7 +101,7 @@ fn a_closed_handle_is_refused(testbed: &Testbed) {
         bad
     );
     assert_eq!(scripted.call(KernelOp::Accept, &[socket], None).result, bad);
-    // The same place with another generation, places that are not there, and no handles at all.
+    // The same slot with another generation, slots that do not exist, and invalid handles.
     for strange in [socket ^ 1 << 16, 63 | 1 << 16, 0xffff | 1 << 16, 5, 0x8000_0001, 0xffff_ffff] {
         assert_eq!(scripted.call(KernelOp::Close, &[strange], None).result, bad, "{strange:#x}");
         assert_eq!(scripted.send(strange, b"x"), bad, "{strange:#x}");
@@ -131,8 +131,8 @@ fn too_many_sockets(testbed: &Testbed) {
     until("all are closed", || harness.host.stats().open == 0);
 }
 
-fn no_room_for_rings(testbed: &Testbed) {
-    // Two rings of each direction.
+fn no_memory_for_rings(testbed: &Testbed) {
+    // Two rings in each direction.
     let options = SockOptions { arena: 128 << 10, ..testbed.options() };
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
@@ -143,12 +143,12 @@ fn no_room_for_rings(testbed: &Testbed) {
     let third = scripted.socket(at, STREAM);
     assert_eq!(scripted.call(KernelOp::Connect, &[third], Some(name)).result, errno(Errno::NOBUFS));
     scripted.expect(KernelOp::Close, &[first.0], None);
-    until("its rings are back", || harness.host.stats().open == 2);
+    until("its rings are free", || harness.host.stats().open == 2);
     scripted.expect(KernelOp::Connect, &[third], Some(name));
     scripted.expect(KernelOp::Close, &[second.0], None);
 }
 
-fn settings_come_back(testbed: &Testbed) {
+fn options_are_kept(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let socket = scripted.socket(loopbacks()[1], STREAM);
@@ -166,7 +166,7 @@ fn settings_come_back(testbed: &Testbed) {
     ];
     for (setting, before, wanted, after) in pairs {
         let get = || scripted.call(KernelOp::Get, &[socket, setting as u64], None).result;
-        assert_eq!(get(), before, "{setting:?} at first");
+        assert_eq!(get(), before, "{setting:?} by default");
         scripted.expect(KernelOp::Set, &[socket, setting as u64, wanted], None);
         assert_eq!(get(), after, "{setting:?}");
     }
@@ -178,7 +178,7 @@ fn settings_come_back(testbed: &Testbed) {
     scripted.expect(KernelOp::Close, &[socket], None);
 }
 
-fn bad_settings_are_refused(testbed: &Testbed) {
+fn bad_options_are_refused(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let socket = scripted.socket(loopbacks()[0], STREAM);
@@ -239,7 +239,7 @@ fn bad_calls_are_refused(testbed: &Testbed) {
     assert_eq!(scripted.send(listener, b"x"), errno(Errno::NOTCONN));
 }
 
-fn streams_are_no_datagrams(testbed: &Testbed) {
+fn streams_refuse_datagram_calls(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -253,7 +253,7 @@ fn streams_are_no_datagrams(testbed: &Testbed) {
     assert_eq!(scripted.call(KernelOp::Accept, &[datagrams], None).result, errno(Errno::INVAL));
 }
 
-/// Among them datagrams of the family `warp`.
+/// `warp` datagrams among them.
 fn kinds_that_do_not_exist(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
@@ -263,7 +263,7 @@ fn kinds_that_do_not_exist(testbed: &Testbed) {
             assert_eq!(refused, errno(Errno::SOCKTNOSUPPORT), "kind {kind} of IPv{family}");
         }
     }
-    assert_eq!(harness.host.stats().open, 0, "a refusal takes no place");
+    assert_eq!(harness.host.stats().open, 0, "a refusal uses no slot");
     for kind in [STREAM, DATAGRAM, WARP_STREAM] {
         scripted.expect(KernelOp::Socket, &[4, kind], None);
     }
@@ -283,7 +283,7 @@ fn connecting_again_after_a_refusal(testbed: &Testbed) {
     assert_eq!(scripted.call(KernelOp::Get, &[socket, SockOption::Error as u64], None).result, 0);
 }
 
-fn options_that_make_no_sense(testbed: &Testbed) {
+fn invalid_sock_options(testbed: &Testbed) {
     let good = testbed.options();
     let start = Instant::now();
     for bad in [

@@ -1,4 +1,4 @@
-//! Datagrams of UDP: whole, with their sender, or refused.
+//! UDP datagrams: complete, with their sender, or refused.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -15,17 +15,17 @@ use testkit::cases;
 cases!(Testbed; CASES:
     datagrams_of_every_size,
     datagrams_keep_their_bounds,
-    a_peer_that_is_named,
-    nobody_is_named,
-    too_long_a_datagram,
-    a_port_that_nobody_has,
+    a_connected_datagram_socket,
+    sending_without_a_destination,
+    a_datagram_that_is_too_long,
+    a_closed_port,
     a_burst_is_taken_in_order,
-    a_full_ring_leaves_datagrams_outside,
+    a_full_ring_leaves_datagrams_queued,
     a_datagram_that_never_fits_is_dropped,
     datagrams_are_polled_too,
     between_two_kernels,
-    an_address_is_one_sockets,
-    what_was_sent_goes_after_close,
+    an_address_is_bound_once,
+    bytes_are_sent_after_close,
 );
 
 fn bound(scripted: &ScriptedKernel, at: std::net::SocketAddr) -> (u64, std::net::SocketAddr) {
@@ -67,7 +67,7 @@ fn datagrams_keep_their_bounds(testbed: &Testbed) {
     let peer = udp(loopbacks()[0]);
     peer.send_to(b"first", name).unwrap();
     peer.send_to(b"second", name).unwrap();
-    // What does not fit is lost, and not given to the next.
+    // Bytes that do not fit are discarded, not returned by the next call.
     assert_eq!(scripted.recv(socket, 2).unwrap(), b"fi");
     assert_eq!(scripted.recv(socket, 100).unwrap(), b"second");
     scripted.expect(KernelOp::Set, &[socket, SockOption::ReceiveTimeout as u64, 20_000_000], None);
@@ -76,7 +76,7 @@ fn datagrams_keep_their_bounds(testbed: &Testbed) {
     assert_eq!(scripted.recv(socket, 100), Err(errno(Errno::AGAIN)));
 }
 
-fn a_peer_that_is_named(testbed: &Testbed) {
+fn a_connected_datagram_socket(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     for at in loopbacks() {
@@ -94,14 +94,14 @@ fn a_peer_that_is_named(testbed: &Testbed) {
     }
 }
 
-fn nobody_is_named(testbed: &Testbed) {
+fn sending_without_a_destination(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let socket = scripted.socket(loopbacks()[0], DATAGRAM);
-    assert_eq!(scripted.send(socket, b"to whom?"), errno(Errno::DESTADDRREQ));
+    assert_eq!(scripted.send(socket, b"no peer!"), errno(Errno::DESTADDRREQ));
 }
 
-fn too_long_a_datagram(testbed: &Testbed) {
+fn a_datagram_that_is_too_long(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let peer = udp(loopbacks()[0]);
@@ -115,7 +115,7 @@ fn too_long_a_datagram(testbed: &Testbed) {
     assert_eq!(scripted.call(KernelOp::SendTo, &[small, 0, 4064], Some(name)).result, 4064);
 }
 
-fn a_port_that_nobody_has(testbed: &Testbed) {
+fn a_closed_port(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -124,7 +124,7 @@ fn a_port_that_nobody_has(testbed: &Testbed) {
     scripted.expect(KernelOp::Connect, &[socket], Some(closed_port));
     assert_eq!(scripted.send(socket, b"hello?"), 6);
     assert_eq!(scripted.recv(socket, 10), Err(errno(Errno::CONNREFUSED)));
-    // It is told once, and the socket goes on.
+    // The error is returned once, and the socket stays usable.
     let peer = udp(at);
     scripted.expect(KernelOp::Connect, &[socket], Some(peer.local_addr().unwrap()));
     assert_eq!(scripted.send(socket, b"hello!"), 6);
@@ -145,7 +145,7 @@ fn a_burst_is_taken_in_order(testbed: &Testbed) {
     }
 }
 
-fn a_full_ring_leaves_datagrams_outside(testbed: &Testbed) {
+fn a_full_ring_leaves_datagrams_queued(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -209,7 +209,7 @@ fn between_two_kernels(testbed: &Testbed) {
     }
 }
 
-fn an_address_is_one_sockets(testbed: &Testbed) {
+fn an_address_is_bound_once(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (first, name) = bound(scripted, loopbacks()[0]);
@@ -222,7 +222,7 @@ fn an_address_is_one_sockets(testbed: &Testbed) {
     assert_eq!(bind(&name.to_string()), 0);
 }
 
-fn what_was_sent_goes_after_close(testbed: &Testbed) {
+fn bytes_are_sent_after_close(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let peer = udp(loopbacks()[0]);

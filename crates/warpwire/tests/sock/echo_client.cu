@@ -1,10 +1,11 @@
-// An echo client as programs for GPUnet are written: its calls, macros and types in the order of the client in GPUnet's README,
-// and nothing of Warpwire's but the include. The host says where the sockets are.
+// An echo client written for GPUnet: the calls, macros and types of the client in GPUnet's README,
+// in its order, and nothing of Warpwire except the include. The host sets the address of the
+// sockets.
 #include <warpwire/gpunet.cuh>
 
 #define MESSAGE_SIZE 6000
 
-// How many messages came back as they went, and the errno of the call that ended it, or 0.
+// The number of messages echoed correctly, and the errno of the call that ended it, or 0.
 struct Outcome {
     int echoed, error;
 };

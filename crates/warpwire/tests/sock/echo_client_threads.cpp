@@ -1,4 +1,4 @@
-// The client for GPUnet as C++ on a thread: what CUDA's words mean to one that is alone in its block.
+// The GPUnet client as C++ on a thread: definitions of CUDA's keywords for a block of one thread.
 #include <assert.h>
 
 #define __global__ static

@@ -1,4 +1,4 @@
-//! However it ends, every call returns, with the right errno, and soon.
+//! However a connection ends, every call returns soon, with the right errno.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -17,15 +17,15 @@ use testkit::cases;
 cases!(Testbed; CASES:
     a_reset_reaches_a_waiting_receiver,
     a_reset_reaches_a_waiting_sender,
-    what_came_before_a_reset_is_received,
+    bytes_before_a_reset_are_received,
     a_peer_that_is_gone_breaks_the_pipe,
     closing_with_a_reset,
     closed_by_another_block,
     the_host_ends_under_every_call,
     the_host_dies_under_every_call,
-    a_listener_goes_with_those_that_wait,
+    closing_a_listener_closes_unaccepted_connections,
     a_peer_dies_before_it_is_accepted,
-    a_kernel_that_lies_harms_itself_only,
+    impossible_counters_harm_one_socket_only,
 );
 
 fn a_reset_reaches_a_waiting_receiver(testbed: &Testbed) {
@@ -38,7 +38,7 @@ fn a_reset_reaches_a_waiting_receiver(testbed: &Testbed) {
         assert!(!scripted.is_done());
         peer.reset();
         assert_eq!(scripted.finish().result, errno(Errno::CONNRESET));
-        assert_eq!(scripted.recv(socket, 1), Err(errno(Errno::CONNRESET)), "and stays so");
+        assert_eq!(scripted.recv(socket, 1), Err(errno(Errno::CONNRESET)), "repeatedly");
         assert!(scripted.send(socket, b"x") < 0);
         scripted.expect(KernelOp::Close, &[socket], None);
     }
@@ -48,7 +48,7 @@ fn a_reset_reaches_a_waiting_sender(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, peer) = scripted.accepted(loopbacks()[0]);
-    // Much more than fits anywhere, to a peer that takes nothing.
+    // Much more than all buffers hold, to a peer that does not read.
     scripted.start(KernelOp::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
     std::thread::sleep(Duration::from_millis(50));
     assert!(!scripted.is_done());
@@ -56,15 +56,15 @@ fn a_reset_reaches_a_waiting_sender(testbed: &Testbed) {
     assert_eq!(scripted.finish().result, errno(Errno::CONNRESET));
 }
 
-fn what_came_before_a_reset_is_received(testbed: &Testbed) {
+fn bytes_before_a_reset_are_received(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
-    peer.write_all(b"the last you hear of me").unwrap();
+    peer.write_all(b"last bytes before reset").unwrap();
     assert_eq!(poll(scripted, &[(socket, events::IN)], u64::MAX).0, 1, "it is in the ring");
     peer.reset();
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(scripted.recv(socket, 100).unwrap(), b"the last you hear of me");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"last bytes before reset");
     assert_eq!(scripted.recv(socket, 100), Err(errno(Errno::CONNRESET)));
 }
 
@@ -74,9 +74,9 @@ fn a_peer_that_is_gone_breaks_the_pipe(testbed: &Testbed) {
     let (socket, peer) = scripted.connected(loopbacks()[0]);
     drop(peer);
     assert_eq!(scripted.recv(socket, 1).unwrap(), b"");
-    // The first bytes are answered with a reset; then it is known.
+    // The first bytes are answered with a reset; then the error is known.
     let broken = [errno(Errno::PIPE), errno(Errno::CONNRESET)];
-    until("the pipe is broken", || broken.contains(&scripted.send(socket, b"anybody there?")));
+    until("the pipe is broken", || broken.contains(&scripted.send(socket, b"are you there?")));
 }
 
 fn closing_with_a_reset(testbed: &Testbed) {
@@ -100,13 +100,13 @@ fn closed_by_another_block(testbed: &Testbed) {
         let target = if what == KernelOp::Accept { listener.0 } else { socket };
         scripted.start(what, &[target, 0, 1 << 30, 60_000], None);
         std::thread::sleep(Duration::from_millis(30));
-        assert!(!scripted.is_done(), "{what:?} waits");
+        assert!(!scripted.is_done(), "{what:?} is blocked");
         other.expect(KernelOp::Close, &[target], None);
         assert_eq!(scripted.finish().result, errno(Errno::BADF), "{what:?}");
     }
 }
 
-/// A puppet for each call that waits, all of them waiting.
+/// One scripted kernel in each blocking call.
 fn all_wait(harness: &Harness) -> Vec<Peer> {
     let at = loopbacks()[0];
     let mut peers = Vec::new();
@@ -116,7 +116,7 @@ fn all_wait(harness: &Harness) -> Vec<Peer> {
         socket
     };
     let [receiver, sender, accepter, poller, borrower] = &harness.scripted_kernels[..5] else {
-        panic!("five puppets")
+        panic!("five scripted kernels")
     };
     receiver.start(KernelOp::Recv, &[connected(receiver), 0, 10], None);
     sender.start(KernelOp::StreamOut, &[connected(sender), 1, 1 << 30, 100_000], None);
@@ -129,16 +129,16 @@ fn all_wait(harness: &Harness) -> Vec<Peer> {
     borrower.start(KernelOp::Borrow, &[connected(borrower), 0, 10], None);
     std::thread::sleep(Duration::from_millis(60));
     for (number, scripted) in harness.scripted_kernels.iter().enumerate() {
-        assert!(!scripted.is_done(), "puppet {number} waits");
+        assert!(!scripted.is_done(), "kernel {number} is blocked");
     }
     peers
 }
 
 fn check_all_woken(harness: &Harness) {
     for (number, scripted) in harness.scripted_kernels.iter().enumerate() {
-        assert_eq!(scripted.finish().result, errno(Errno::CONNABORTED), "puppet {number}");
+        assert_eq!(scripted.finish().result, errno(Errno::CONNABORTED), "kernel {number}");
     }
-    // And whatever is tried later.
+    // Later calls too.
     let scripted = harness.first();
     let made = scripted.call(KernelOp::Socket, &[4, scripted.kind(STREAM)], None).result;
     assert_eq!(made, errno(Errno::CONNABORTED));
@@ -165,11 +165,15 @@ fn the_host_dies_under_every_call(testbed: &Testbed) {
     let start = Instant::now();
     harness.host.simulate_crash();
     check_all_woken(&harness);
-    assert!(start.elapsed() >= heartbeat_timeout / 2, "nobody said a word: {:?}", start.elapsed());
+    assert!(
+        start.elapsed() >= heartbeat_timeout / 2,
+        "without a notification: {:?}",
+        start.elapsed()
+    );
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
-fn a_listener_goes_with_those_that_wait(testbed: &Testbed) {
+fn closing_a_listener_closes_unaccepted_connections(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 16);
@@ -186,7 +190,7 @@ fn a_listener_goes_with_those_that_wait(testbed: &Testbed) {
         let waits = |error: &std::io::Error| [TimedOut, WouldBlock].contains(&error.kind());
         served += usize::from(peer.read(&mut byte).is_err_and(|error| waits(&error)));
     }
-    assert_eq!(served, 1, "the others have seen their end");
+    assert_eq!(served, 1, "the others were closed");
     scripted.expect(KernelOp::Close, &[first], None);
 }
 
@@ -207,7 +211,7 @@ fn a_peer_dies_before_it_is_accepted(testbed: &Testbed) {
         );
         let accepted = scripted.call(KernelOp::Accept, &[listener], None).result;
         if accepted < 0 {
-            continue; // the system had thrown the dead one away
+            continue; // the kernel had dropped the dead connection
         }
         endings.push(scripted.recv(accepted as u64, 100));
         scripted.expect(KernelOp::Close, &[accepted as u64], None);
@@ -218,14 +222,14 @@ fn a_peer_dies_before_it_is_accepted(testbed: &Testbed) {
     assert!(others.iter().all(|ending| **ending == Err(errno(Errno::CONNRESET))), "{endings:?}");
 }
 
-fn a_kernel_that_lies_harms_itself_only(testbed: &Testbed) {
+fn impossible_counters_harm_one_socket_only(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (victim, _peer) = scripted.connected(loopbacks()[0]);
     let (bystander, mut peer) = scripted.connected(loopbacks()[0]);
-    // More bytes than the ring has, by a commit that the library would refuse.
+    // More bytes than the ring holds, which the library would refuse.
     harness.corrupt_counters(victim);
-    until("it is found", || harness.host.stats().misused == 1);
+    until("it is detected", || harness.host.stats().misused == 1);
     assert_eq!(scripted.recv(victim, 1), Err(errno(Errno::INVAL)));
     assert_eq!(scripted.send(victim, b"x"), errno(Errno::INVAL));
     assert_eq!(scripted.send(bystander, b"fine"), 4);

@@ -1,5 +1,6 @@
-//! A program that was written for GPUnet, unchanged but for its include: `echo_client.cu`. The host says where its sockets are.
-#![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
+//! A program written for GPUnet, unchanged except for its include: `echo_client.cu`. The host sets
+//! the address of the sockets.
+#![allow(unsafe_code)] // launches and calls of the header's code, each with a SAFETY comment
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -28,17 +29,17 @@ cases!(Testbed; CASES:
     its_datagrams_are_udps,
 );
 
-/// Whose PTX CUDA loads.
+/// The PTX that CUDA loads.
 pub const PTX: &str = "sock/echo_client";
-/// `MESSAGE_SIZE` there.
+/// `MESSAGE_SIZE` of echo_client.cu.
 const MESSAGE: usize = 6000;
-/// The kernel's name, as the compiler makes it: nothing in the program says that it is C's.
+/// The kernel's mangled name: the program does not declare it `extern "C"`.
 const KERNEL: &str = "_Z11echo_clientP11sockaddr_inP7Outcomei";
 
 /// All threads of the process share the program's one table.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The program, loaded.
+/// The loaded program.
 struct Client {
     host: SockHost,
     platform: Option<(Kernel, Stream)>,
@@ -76,7 +77,8 @@ impl Client {
         Self { host, platform, kind, server: memory(16), outcome: memory(8) }
     }
 
-    /// Runs it while `meanwhile` does, and tells how many messages came back right, and what ended it.
+    /// Runs it together with `meanwhile`; returns the number of messages echoed correctly, and the
+    /// errno that ended it, or 0.
     fn run(&self, to: SocketAddr, messages: u64, meanwhile: impl FnOnce()) -> (i32, i64) {
         self.server.write(0, &sockaddr_in(to)).unwrap();
         self.outcome.write(0, &[0; 8]).unwrap();
@@ -88,8 +90,8 @@ impl Client {
                     .region(&self.server.whole().unwrap())
                     .region(&self.outcome.whole().unwrap())
                     .value(messages);
-                // SAFETY: the kernel uses what it is given, which the launch keeps, and the sockets' memory, which the
-                // client keeps until the kernel has ended.
+                // SAFETY: the kernel uses its arguments, which the launch keeps alive, and the
+                // sockets' memory, which the client keeps alive until the kernel has ended.
                 unsafe { stream.launch(launch) }.unwrap();
                 meanwhile();
                 stream.synchronize(test_timeout()).unwrap();
@@ -102,7 +104,8 @@ impl Client {
     }
 
     fn run_on_a_thread(&self, messages: u64, meanwhile: impl FnOnce()) {
-        // SAFETY: the library was built from echo_client_threads.cpp, where the function has this type.
+        // SAFETY: the library was built from echo_client_threads.cpp, where the function has this
+        // type.
         let run = unsafe {
             symbol::<unsafe extern "C" fn(u64, u64, u64, u64, u64)>(b"echo_client_thread\0")
         };
@@ -110,20 +113,20 @@ impl Client {
         let address = |memory: &Allocation| memory.host_bytes().unwrap().address();
         let (server, outcome) = (address(&self.server), address(&self.outcome));
         std::thread::scope(|scope| {
-            // SAFETY: the sockets, the address and the place for the outcome live until the thread has ended.
+            // SAFETY: the sockets, the address and the outcome live until the thread has ended.
             scope.spawn(move || unsafe { run(table, kind, server, outcome, messages) });
             meanwhile();
         });
     }
 
     fn check_all_released(&self) {
-        until("its socket is free again", || self.host.stats().open == 0);
+        until("its socket is closed", || self.host.stats().open == 0);
     }
 }
 
-/// An address of IPv4 as C has it.
+/// An IPv4 address as C's `sockaddr_in`.
 fn sockaddr_in(address: SocketAddr) -> [u8; 16] {
-    let SocketAddr::V4(address) = address else { panic!("GPUnet's addresses are of IPv4") };
+    let SocketAddr::V4(address) = address else { panic!("GPUnet supports IPv4 only") };
     let mut bytes = [0; 16];
     bytes[..2].copy_from_slice(&2_u16.to_le_bytes());
     bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
@@ -131,7 +134,7 @@ fn sockaddr_in(address: SocketAddr) -> [u8; 16] {
     bytes
 }
 
-/// The same client for the simulated GPU.
+/// The same client as a block function of the simulated GPU.
 fn echo_client_block(block: &Block<'_>, table: u64, kind: SocketKind) -> Result<(), KernelFault> {
     let sockets = Sockets::open(block, DeviceAddr::new(table))?;
     let (mut address, outcome) = ([0; 16], block.address(1)?);
@@ -153,7 +156,7 @@ fn echo_client_block(block: &Block<'_>, table: u64, kind: SocketKind) -> Result<
             let mut came = vec![0; MESSAGE];
             sockets.send(sock, &sent)?;
             if sockets.recv_all(sock, &mut came)? < MESSAGE {
-                // Too little is the end, or what came before an error.
+                // A short count is the end of the stream, or what arrived before an error.
                 sockets.recv(sock, &mut came)?;
                 break;
             }
@@ -171,7 +174,7 @@ fn echo_client_block(block: &Block<'_>, table: u64, kind: SocketKind) -> Result<
     Ok(sockets.close(sock)?)
 }
 
-/// Sends everything back until the end.
+/// Echoes until the end of the stream.
 fn echo(mut peer: Peer) -> usize {
     let (mut bytes, mut total) = (vec![0; 10_000], 0);
     loop {
@@ -184,7 +187,7 @@ fn echo(mut peer: Peer) -> usize {
     }
 }
 
-/// Sends one message back, and takes half of the next.
+/// Echoes one message, and reads half of the next.
 fn echo_one_and_a_half(peer: &mut Peer) {
     let mut bytes = vec![0; MESSAGE];
     peer.read_exact(&mut bytes).unwrap();
@@ -195,7 +198,7 @@ fn echo_one_and_a_half(peer: &mut Peer) {
 fn a_client_written_for_gpunet(testbed: &Testbed) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let client = Client::new(testbed);
-    // It tries until somebody listens.
+    // It retries until the server listens.
     let closed_port = ClosedPort::at(([127, 0, 0, 1], 0).into());
     let at = closed_port.name;
     let outcome = client.run(at, 40, || {
@@ -220,7 +223,7 @@ fn its_server_resets_and_closes(testbed: &Testbed) {
     });
     assert_eq!(outcome, (1, errno(Errno::CONNRESET)));
     client.check_all_released();
-    // An end in good order is no error.
+    // An orderly end is no error.
     let outcome = client.run(server.local_addr(), 40, || {
         let mut peer = server.accept();
         echo_one_and_a_half(&mut peer);
@@ -234,7 +237,7 @@ fn its_server_resets_and_closes(testbed: &Testbed) {
 
 fn a_program_must_be_one_for_gpunet(testbed: &Testbed) {
     if testbed.platform == Platform::Threads {
-        return; // no host sets variables there
+        return; // the host cannot set variables there
     }
     let client = Client::new(testbed);
     let module = load(testbed, client.host.table(), client.kind);
@@ -253,7 +256,7 @@ fn a_program_must_be_one_for_gpunet(testbed: &Testbed) {
     }
 }
 
-/// Whatever its streams are.
+/// Whatever kind its streams have.
 fn its_datagrams_are_udps(testbed: &Testbed) {
     const SIZE: usize = 6000;
     let _alone = GPUNET.lock().unwrap_or_else(PoisonError::into_inner);
@@ -271,5 +274,5 @@ fn its_datagrams_are_udps(testbed: &Testbed) {
     assert_eq!(scripted.finish().result, 10 * SIZE as i64, "or -84: a byte differs");
     let long = scripted.call(KernelOp::GpunetDatagrams, &[kind, 1, 65_508], Some(name)).result;
     assert_eq!(long, errno(Errno::MSGSIZE));
-    until("its sockets are free again", || harness.host.stats().open == 0);
+    until("its sockets are closed", || harness.host.stats().open == 0);
 }

@@ -1,4 +1,4 @@
-//! The key-value server: what it answers, and what it makes of bad clients.
+//! The key-value server: its answers, and bad clients.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -14,14 +14,14 @@ use testkit::cases;
 cases!(Testbed; CASES:
     commands_are_answered,
     keys_of_many_clients,
-    a_key_that_everybody_counts_at,
+    a_contended_counter,
     a_pipeline_in_pieces,
     values_of_every_length,
-    a_full_store_says_so,
-    nonsense_closes_its_connection_only,
+    a_full_store_is_reported,
+    malformed_input_closes_its_connection_only,
     huge_lengths_are_refused,
-    half_a_command_is_not_waited_for_for_ever,
-    answers_that_nobody_takes,
+    incomplete_commands_time_out,
+    a_client_that_does_not_read,
     too_many_clients,
     a_server_stops_and_another_takes_its_place,
     bad_options_and_addresses,
@@ -46,7 +46,7 @@ fn client(server: &KvServer<'_>) -> TcpStream {
     stream
 }
 
-/// A command as clients send it.
+/// A command in the wire format.
 fn command(words: &[&[u8]]) -> Vec<u8> {
     let mut bytes = format!("*{}\r\n", words.len()).into_bytes();
     for word in words {
@@ -57,7 +57,7 @@ fn command(words: &[&[u8]]) -> Vec<u8> {
     bytes
 }
 
-/// Sends, and expects exactly this.
+/// Sends, and expects exactly this answer.
 fn ask(stream: &mut TcpStream, bytes: &[u8], answer: &[u8]) {
     stream.write_all(bytes).unwrap();
     let mut found = vec![0; answer.len()];
@@ -67,7 +67,7 @@ fn ask(stream: &mut TcpStream, bytes: &[u8], answer: &[u8]) {
     assert_eq!(String::from_utf8_lossy(&found), String::from_utf8_lossy(answer));
 }
 
-/// Everything until the server closes.
+/// Everything until the server closes the connection.
 fn rest(stream: &mut TcpStream) -> String {
     let mut text = Vec::new();
     match stream.read_to_end(&mut text) {
@@ -154,10 +154,10 @@ fn keys_of_many_clients(testbed: &Testbed) {
     ask(&mut last, &command(&[b"DBSIZE"]), b":241\r\n");
 }
 
-/// Everybody counts at one key, while others look at it, and set and delete its neighbours.
-fn a_key_that_everybody_counts_at(testbed: &Testbed) {
+/// All clients increment one key, while others read it, and set and delete its neighbours.
+fn a_contended_counter(testbed: &Testbed) {
     let host = host(testbed);
-    // One bucket: all keys have one lock.
+    // One bucket: all keys share one lock.
     let server = testbed.kv(&host, KvOptions { workers: 4, buckets: 1, ..small() });
     let answer = |stream: &mut TcpStream, words: &[&[u8]]| {
         stream.write_all(&command(words)).unwrap();
@@ -172,12 +172,12 @@ fn a_key_that_everybody_counts_at(testbed: &Testbed) {
     let number = |line: String| line.trim_start_matches(':').trim().parse::<i64>().unwrap();
     let clients: Vec<_> = (0..8).map(|_| client(&server)).collect();
     std::thread::scope(|scope| {
-        for (who, mut stream) in clients.into_iter().enumerate() {
+        for (index, mut stream) in clients.into_iter().enumerate() {
             scope.spawn(move || {
-                let (mut last, key) = (0, format!("own {who}"));
+                let (mut last, key) = (0, format!("own {index}"));
                 for _ in 0..40 {
-                    if who < 6 {
-                        // What one client counts never goes back.
+                    if index < 6 {
+                        // The values that one client sees never decrease.
                         let now = number(answer(&mut stream, &[b"INCR", b"hot"]));
                         assert!(now > last, "{now} after {last}");
                         last = now;
@@ -193,7 +193,7 @@ fn a_key_that_everybody_counts_at(testbed: &Testbed) {
     let mut last = client(&server);
     ask(&mut last, &command(&[b"GET", b"hot"]), b"$3\r\n240\r\n");
     ask(&mut last, &command(&[b"DBSIZE"]), b":1\r\n");
-    // Text and numbers become each other.
+    // Text and numbers convert to each other.
     let cases: [(&[&[u8]], &str); 11] = [
         (&[b"SET", b"hot", b"-5"], "+OK\r\n"),
         (&[b"GET", b"hot"], "$2\r\n-5\r\n"),
@@ -250,12 +250,12 @@ fn values_of_every_length(testbed: &Testbed) {
         wanted.extend(b"\r\n");
         ask(&mut stream, &command(&[b"GET", b"v"]), &wanted);
     }
-    // One more than a value may have is one more than any word may have.
+    // One byte more than the maximum length of a value, which is that of any argument.
     stream.write_all(&command(&[b"SET", b"v", &[b'x'; 1025]])).unwrap();
     assert_eq!(rest(&mut stream), "-ERR Protocol error: invalid bulk length\r\n");
 }
 
-fn a_full_store_says_so(testbed: &Testbed) {
+fn a_full_store_is_reported(testbed: &Testbed) {
     let host = host(testbed);
     let server = testbed.kv(&host, KvOptions { buckets: 1, ..small() });
     let mut stream = client(&server);
@@ -270,11 +270,11 @@ fn a_full_store_says_so(testbed: &Testbed) {
     ask(&mut stream, &command(&[b"SET", b"more", b"x"]), b"+OK\r\n");
 }
 
-fn nonsense_closes_its_connection_only(testbed: &Testbed) {
+fn malformed_input_closes_its_connection_only(testbed: &Testbed) {
     let host = host(testbed);
     let server = testbed.kv(&host, small());
     let mut good = client(&server);
-    for nonsense in [
+    for malformed in [
         &b"*-7\r\n"[..],
         b"*1000000000\r\n",
         b"*65\r\n",
@@ -286,12 +286,12 @@ fn nonsense_closes_its_connection_only(testbed: &Testbed) {
         b"*1\r\n$\r\n",
     ] {
         let mut bad = client(&server);
-        bad.write_all(nonsense).unwrap();
-        let said = rest(&mut bad);
-        assert!(said.starts_with("-ERR Protocol error"), "{nonsense:?}: {said:?}");
+        bad.write_all(malformed).unwrap();
+        let reply = rest(&mut bad);
+        assert!(reply.starts_with("-ERR Protocol error"), "{malformed:?}: {reply:?}");
         ask(&mut good, &command(&[b"PING"]), b"+PONG\r\n");
     }
-    // Bytes that are nothing at all, without an end of line.
+    // Random bytes without a line feed.
     let mut bad = client(&server);
     let mut random = 5;
     let noise: Vec<u8> =
@@ -300,8 +300,8 @@ fn nonsense_closes_its_connection_only(testbed: &Testbed) {
     let _ = bad.shutdown(Shutdown::Write);
     rest(&mut bad);
     ask(&mut good, &command(&[b"PING"]), b"+PONG\r\n");
-    until("they are counted", || server.stats().unwrap().refused >= 9);
-    until("they are gone", || server.stats().unwrap().clients == 1);
+    until("all are counted", || server.stats().unwrap().refused >= 9);
+    until("all are closed", || server.stats().unwrap().clients == 1);
 }
 
 fn huge_lengths_are_refused(testbed: &Testbed) {
@@ -312,22 +312,22 @@ fn huge_lengths_are_refused(testbed: &Testbed) {
         bad.write_all(huge.as_bytes()).unwrap();
         assert!(rest(&mut bad).starts_with("-ERR Protocol error"), "{huge:?}");
     }
-    // Many keys whose values would fit nowhere.
+    // Many keys whose values would not fit into one answer.
     let mut greedy = client(&server);
     let words: Vec<&[u8]> = std::iter::once(&b"MGET"[..]).chain(vec![&b"k"[..]; 60]).collect();
     ask(&mut greedy, &command(&words), b"-ERR too many keys\r\n");
     ask(&mut greedy, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn half_a_command_is_not_waited_for_for_ever(testbed: &Testbed) {
+fn incomplete_commands_time_out(testbed: &Testbed) {
     let host = host(testbed);
-    let patience = Duration::from_millis(300);
-    let server = testbed.kv(&host, KvOptions { patience, ..small() });
+    let idle_timeout = Duration::from_millis(300);
+    let server = testbed.kv(&host, KvOptions { idle_timeout, ..small() });
     let mut idle = client(&server);
     ask(&mut idle, &command(&[b"PING"]), b"+PONG\r\n");
     let mut slow = client(&server);
     let begun = Instant::now();
-    // A byte now and then, and never a whole command.
+    // A byte at a time, and never a complete command.
     for byte in b"*2\r\n$3\r\nGET\r\n$1000\r\n".iter().chain([b'x'; 1000].iter()) {
         if slow.write_all(&[*byte]).is_err() {
             break;
@@ -336,25 +336,25 @@ fn half_a_command_is_not_waited_for_for_ever(testbed: &Testbed) {
     }
     assert_eq!(rest(&mut slow), "");
     assert!(
-        begun.elapsed() >= patience && begun.elapsed() < test_timeout() / 3,
+        begun.elapsed() >= idle_timeout && begun.elapsed() < test_timeout() / 3,
         "{:?}",
         begun.elapsed()
     );
     ask(&mut idle, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn answers_that_nobody_takes(testbed: &Testbed) {
+fn a_client_that_does_not_read(testbed: &Testbed) {
     let host = host(testbed);
-    let patience = Duration::from_millis(300);
-    let server = testbed.kv(&host, KvOptions { patience, ..small() });
+    let idle_timeout = Duration::from_millis(300);
+    let server = testbed.kv(&host, KvOptions { idle_timeout, ..small() });
     let mut good = client(&server);
     ask(&mut good, &command(&[b"SET", b"big", &[b'x'; 1000]]), b"+OK\r\n");
-    let mut deaf = client(&server);
-    deaf.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    let mut stalled = client(&server);
+    stalled.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     let many: Vec<u8> = command(&[b"GET", b"big"]).repeat(2000);
-    // Until the server takes no more, or has hung up.
-    while deaf.write_all(&many).is_ok() {}
-    until("it was hung up on", || server.stats().unwrap().clients == 1);
+    // Until the server reads no more, or has closed the connection.
+    while stalled.write_all(&many).is_ok() {}
+    until("the server has closed it", || server.stats().unwrap().clients == 1);
     ask(&mut good, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
@@ -373,7 +373,7 @@ fn too_many_clients(testbed: &Testbed) {
         ask(client, &command(&[b"PING"]), b"+PONG\r\n");
     }
     clients.pop();
-    until("a place is free", || server.stats().unwrap().clients == 5);
+    until("a slot is free", || server.stats().unwrap().clients == 5);
     let mut late = client(&server);
     ask(&mut late, &command(&[b"PING"]), b"+PONG\r\n");
 }
@@ -398,13 +398,13 @@ fn bad_options_and_addresses(testbed: &Testbed) {
         KvOptions { workers: 0, ..small() },
         KvOptions { clients: 0, ..small() },
         KvOptions { buckets: 3, ..small() },
-        KvOptions { most_value: 7, ..small() },
+        KvOptions { max_value: 7, ..small() },
     ] {
         let error = KvServer::start(&host, bad).unwrap_err();
         assert_eq!(error.kind(), &warpwire::error::Kind::InvalidArgument, "{error}");
     }
     if testbed.platform == crate::sock::testbed::Platform::Threads {
-        return; // its kernels are not for such a host
+        return; // KvServer::start needs kernels
     }
     let taken = std::net::TcpListener::bind(ANYWHERE).unwrap();
     let options = KvOptions { address: taken.local_addr().unwrap(), ..small() };

@@ -1,8 +1,9 @@
-//! Processes that are killed, in every state that a connection with them can be in. Each blocked call ends soon, with the right
-//! errno; what the process had is given back; nobody else notices.
+//! Processes that are killed, in every state of a connection with them. Each blocked call returns
+//! soon, with the right errno; the resources of the process are released; other connections are not
+//! affected.
 //!
-//! What ends a connection of TCP is what the operating system says for a dead process: an end, or a reset if bytes had come that
-//! it never read. In the family `warp` a death is a reset.
+//! For TCP, the operating system ends the connections of a dead process: with an end of stream, or
+//! with a reset if it had unread bytes. In the `warp` family a death is a reset.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -28,39 +29,39 @@ cases!(Testbed; CASES:
     the_process_of_another_kernel_is_killed,
 );
 
-/// Those of a handshake, which only one family has.
+/// Handshake cases, for the `warp` family only.
 pub mod of_warp {
-    use super::{Testbed, killed_before_it_answers, killed_before_it_has_said_hello};
-    testkit::cases!(Testbed; CASES: killed_before_it_answers, killed_before_it_has_said_hello);
+    use super::{Testbed, killed_before_it_answers, killed_in_the_middle_of_its_hello};
+    testkit::cases!(Testbed; CASES: killed_before_it_answers, killed_in_the_middle_of_its_hello);
 }
 
-/// A death is known by then, on a busy machine too.
+/// The death of a peer is noticed within this time, also on a busy machine.
 fn bound() -> Duration {
     testkit::deadline(Duration::from_secs(5))
 }
 
-/// What a process of the suite does, until it is killed.
+/// The role of a child process of the suite, until it is killed.
 pub fn run_role(role: &str) {
     let words: Vec<&str> = role.split(' ').collect();
     let family = |name: &str| if name == "Warp" { Family::Warp } else { Family::Inet };
     match words[..] {
-        ["call", name, address, count, manner] => {
+        ["call", name, address, count, mode] => {
             let dial = |_| family(name).dial(address.parse().unwrap());
             let mut peers: Vec<Peer> = (0..count.parse().unwrap()).map(dial).collect();
             for peer in &mut peers {
-                if manner == "greet" {
+                if mode == "greet" {
                     peer.write_all(b"goodbye").unwrap();
                 }
             }
             println!("ready");
-            if manner == "stream" {
-                stream_for_ever(&mut peers[0]);
+            if mode == "stream" {
+                stream_forever(&mut peers[0]);
             }
             sleep_forever();
         }
-        ["knock", address] => {
+        ["half-hello", address] => {
             let mut peer = TcpStream::connect(address).unwrap();
-            peer.write_all(b"warpwire").unwrap(); // not yet a line
+            peer.write_all(b"warpwire").unwrap(); // an incomplete line
             println!("ready");
             sleep_forever();
         }
@@ -72,13 +73,13 @@ pub fn run_role(role: &str) {
             sleep_forever();
         }
         ["host", platform, name] => host(platform, family(name)),
-        _ => panic!("no part is called {role}"),
+        _ => panic!("unknown role {role}"),
     }
 }
 
-/// A kernel that accepts two connections, and waits for bytes of the first.
+/// A kernel that accepts two connections and waits for bytes of the first.
 fn host(platform: &str, family: Family) {
-    // With the header as threads it would be compiled once more, and die like any other.
+    // For threads the simulated GPU is used instead, as the header would have to be compiled again.
     let platforms = [Platform::Sim, Platform::SimPinned, Platform::Cuda, Platform::CudaPinned];
     let platform =
         platforms.into_iter().find(|known| known.to_string() == platform).unwrap_or(Platform::Sim);
@@ -98,7 +99,7 @@ fn sleep_forever() {
     std::thread::sleep(test_timeout());
 }
 
-fn stream_for_ever(peer: &mut Peer) {
+fn stream_forever(peer: &mut Peer) {
     let mut bytes = vec![0; 1 << 16];
     for number in 0.. {
         pattern::fill_bytes(&mut bytes, 1, number << 16);
@@ -106,17 +107,17 @@ fn stream_for_ever(peer: &mut Peer) {
     }
 }
 
-/// A process that plays a part; it does not outlive this.
+/// Starts a child process with a role; it is killed when this is dropped.
 fn start(role: &str) -> Process {
     Process::start(Role::new("sock", role).command().stdout(Stdio::piped()))
 }
 
-/// One that has so many connections to a kernel.
-fn call(family: Family, to: SocketAddr, count: usize, manner: &str) -> Process {
-    start(&format!("call {family:?} {to} {count} {manner}"))
+/// A process with `count` connections to a kernel.
+fn call(family: Family, to: SocketAddr, count: usize, mode: &str) -> Process {
+    start(&format!("call {family:?} {to} {count} {mode}"))
 }
 
-/// A stage with just enough of everything that a leak of a few places is found, and a connection that must go on.
+/// A harness with so few slots that a leak is noticed, and a connection that must not be affected.
 struct KillTest {
     harness: Harness,
     family: Family,
@@ -137,16 +138,11 @@ impl KillTest {
         Self { harness, family: testbed.family, bystander }
     }
 
-    /// A listener's connections with a process of that manner.
-    fn accept_from_process(
-        &self,
-        at: SocketAddr,
-        count: usize,
-        manner: &str,
-    ) -> (Process, Vec<u64>) {
+    /// Connections of a listener with a process in this mode.
+    fn accept_from_process(&self, at: SocketAddr, count: usize, mode: &str) -> (Process, Vec<u64>) {
         let scripted = self.harness.first();
         let (listener, name) = scripted.listener(at, 8);
-        let mut peer_process = call(self.family, name, count, manner);
+        let mut peer_process = call(self.family, name, count, mode);
         let accept = |_| scripted.expect(KernelOp::Accept, &[listener], None) as u64;
         let sockets = (0..count).map(accept).collect();
         assert_eq!(peer_process.line(), "ready");
@@ -154,7 +150,7 @@ impl KillTest {
         (peer_process, sockets)
     }
 
-    /// The errno of a death, or the end.
+    /// What a receive returns after a death: a reset, or the end of the stream.
     fn reset_result(&self) -> i64 {
         match self.family {
             Family::Warp => errno(Errno::CONNRESET),
@@ -162,7 +158,7 @@ impl KillTest {
         }
     }
 
-    /// Nobody else has noticed, and all that the dead had is free.
+    /// The bystander is not affected, and all resources of the dead process are released.
     fn check_bystander(&mut self) {
         let (socket, peer) = &mut self.bystander;
         let scripted = &self.harness.scripted_kernels[3];
@@ -175,11 +171,11 @@ impl KillTest {
     }
 }
 
-/// After a death every send fails; TCP may take a few bytes before it knows.
+/// After a death every send fails; TCP may accept a few bytes before.
 fn sending_fails(scripted: &ScriptedKernel, socket: u64) {
     let known = [errno(Errno::CONNRESET), errno(Errno::PIPE)];
     until("sending fails", || {
-        let result = scripted.send(socket, b"anybody there?");
+        let result = scripted.send(socket, b"are you there?");
         assert!(result > 0 || known.contains(&result), "{result}");
         result < 0
     });
@@ -200,7 +196,7 @@ fn killed_under_every_waiting_call(testbed: &Testbed) {
         std::thread::sleep(Duration::from_millis(30));
         assert!(
             kill_test.harness.scripted_kernels[..3].iter().all(|scripted| !scripted.is_done()),
-            "all wait"
+            "all are blocked"
         );
         let killed = peer_process.kill();
         assert_eq!(receiver.finish().result, kill_test.reset_result());
@@ -242,7 +238,7 @@ fn killed_while_it_sends(testbed: &Testbed) {
         assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         match kill_test.family {
             Family::Warp => assert_eq!(result, errno(Errno::CONNRESET)),
-            Family::Inet => assert!(result > 0, "an end, and no byte wrong: {result}"),
+            Family::Inet => assert!(result > 0, "the end, and no wrong byte: {result}"),
         }
         scripted.expect(KernelOp::Close, &[sockets[0]], None);
         kill_test.check_bystander();
@@ -253,18 +249,18 @@ fn killed_while_the_kernel_sends(testbed: &Testbed) {
     let mut kill_test = KillTest::new(testbed);
     for _ in 0..3 {
         let (mut peer_process, sockets) = kill_test.accept_from_process(loopbacks()[0], 2, "idle");
-        // One waits with the ring full, another would send a span of its own.
+        // One waits with the ring full, another holds a reserved span.
         let [sender, other] = &kill_test.harness.scripted_kernels[..2] else { panic!("two") };
         sender.start(KernelOp::StreamOut, &[sockets[0], 1, 1 << 40, 100_000], None);
         other.expect(KernelOp::Reserve, &[sockets[1], 0, 100], None);
         std::thread::sleep(Duration::from_millis(100));
-        assert!(!sender.is_done(), "nobody takes anything");
+        assert!(!sender.is_done(), "the peer reads nothing");
         let killed = peer_process.kill();
         let result = sender.finish().result;
         assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         let broken = [errno(Errno::CONNRESET), errno(Errno::PIPE)];
         assert!(broken.contains(&result), "{result}");
-        // What is filled now goes nowhere, in one way or another, and the span is over.
+        // Bytes committed now are lost, with or without an error, and the span ends.
         let committed = other.call(KernelOp::Commit, &[sockets[1], 0, 100], None).result;
         assert!(committed == 0 || broken.contains(&committed), "{committed}");
         sending_fails(other, sockets[1]);
@@ -285,7 +281,7 @@ fn killed_before_it_is_accepted(testbed: &Testbed) {
         assert_eq!(peer_process.line(), "ready");
         until("all four wait", || kill_test.harness.host.stats().accepted == before + 4);
         if kill_test.family == Family::Warp {
-            std::thread::sleep(Duration::from_millis(20)); // the last words land without the host
+            std::thread::sleep(Duration::from_millis(20)); // RDMA writes arrive without the host
         }
         let killed = peer_process.kill();
         for _ in 0..4 {
@@ -303,7 +299,7 @@ fn killed_before_it_is_accepted(testbed: &Testbed) {
     kill_test.check_bystander();
 }
 
-/// It has taken the connection, and never says hello.
+/// The peer accepts the TCP connection, and is killed before its hello.
 fn killed_before_it_answers(testbed: &Testbed) {
     let mut kill_test = KillTest::new(testbed);
     for _ in 0..3 {
@@ -314,7 +310,7 @@ fn killed_before_it_answers(testbed: &Testbed) {
         scripted.start(KernelOp::Connect, &[socket], Some(address));
         assert_eq!(peer_process.line(), "ready");
         std::thread::sleep(Duration::from_millis(10));
-        assert!(!scripted.is_done(), "they have not met");
+        assert!(!scripted.is_done(), "the handshake is not complete");
         let killed = peer_process.kill();
         assert_eq!(scripted.finish().result, errno(Errno::CONNRESET));
         assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
@@ -323,18 +319,18 @@ fn killed_before_it_answers(testbed: &Testbed) {
     }
 }
 
-/// It connects, and dies in the middle of its hello: whoever accepts gets the next.
-fn killed_before_it_has_said_hello(testbed: &Testbed) {
+/// The peer connects, and is killed in the middle of its hello: accept returns the next connection.
+fn killed_in_the_middle_of_its_hello(testbed: &Testbed) {
     let mut kill_test = KillTest::new(testbed);
     let scripted = kill_test.harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 8);
     for _ in 0..3 {
         scripted.start(KernelOp::Accept, &[listener], None);
-        let mut peer_process = start(&format!("knock {name}"));
+        let mut peer_process = start(&format!("half-hello {name}"));
         assert_eq!(peer_process.line(), "ready");
         peer_process.kill();
         std::thread::sleep(Duration::from_millis(20));
-        assert!(!scripted.is_done(), "nobody is there");
+        assert!(!scripted.is_done(), "no connection to accept");
         let peer = kill_test.family.dial(name);
         let answer = scripted.finish();
         assert_eq!(answer.address, Some(peer.local_addr()));
@@ -345,7 +341,7 @@ fn killed_before_it_has_said_hello(testbed: &Testbed) {
     kill_test.check_bystander();
 }
 
-/// A process with a kernel that accepts connections; and its address.
+/// A process with a kernel that accepts connections, and its address.
 fn other_host(testbed: &Testbed) -> (Process, SocketAddr) {
     let mut peer_process = start(&format!("host {} {:?}", testbed.platform, testbed.family));
     let address = peer_process.line().parse().unwrap();
@@ -364,7 +360,7 @@ fn the_process_of_a_host_is_killed(testbed: &Testbed) {
     let mut idle = reader.try_clone();
     std::thread::scope(|scope| {
         let reading = scope.spawn(move || reader.read(&mut [0; 1]).map_err(|error| error.kind()));
-        // More than fits anywhere.
+        // More than all buffers hold.
         let writing = scope.spawn(move || {
             loop {
                 if let Err(error) = writer.write(&[1; 100_000]) {
@@ -373,7 +369,7 @@ fn the_process_of_a_host_is_killed(testbed: &Testbed) {
             }
         });
         std::thread::sleep(Duration::from_millis(100));
-        assert!(!reading.is_finished() && !writing.is_finished(), "both wait");
+        assert!(!reading.is_finished() && !writing.is_finished(), "both are blocked");
         let killed = peer_process.kill();
         let (read, wrote) = (reading.join().unwrap(), writing.join().unwrap());
         assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
@@ -393,11 +389,11 @@ fn the_process_of_a_host_is_killed(testbed: &Testbed) {
     });
     if testbed.family == Family::Warp {
         let again = idle.read(&mut [0; 1]).unwrap_err();
-        assert_eq!(again.kind(), ErrorKind::ConnectionReset, "and stays so");
+        assert_eq!(again.kind(), ErrorKind::ConnectionReset, "repeatedly");
     }
 }
 
-/// A kernel's connections with those of another process, which is killed.
+/// A kernel's connections with kernels of another process, which is killed.
 fn the_process_of_another_kernel_is_killed(testbed: &Testbed) {
     let mut kill_test = KillTest::new(testbed);
     let (mut peer_process, address) = other_host(testbed);
@@ -411,7 +407,7 @@ fn the_process_of_another_kernel_is_killed(testbed: &Testbed) {
     receiver.start(KernelOp::Recv, &[sockets[0], 0, 10], None);
     sender.start(KernelOp::StreamOut, &[sockets[1], 1, 1 << 40, 100_000], None);
     std::thread::sleep(Duration::from_millis(100));
-    assert!(!receiver.is_done() && !sender.is_done(), "both wait");
+    assert!(!receiver.is_done() && !sender.is_done(), "both are blocked");
     let killed = peer_process.kill();
     let (received, sent) = (receiver.finish().result, sender.finish().result);
     assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());

@@ -1,8 +1,10 @@
-//! One suite of sockets for every way to call them.
+//! The suite of kernel sockets, on every platform that can call them.
 //!
-//! Each case runs for both families, with peers of the same in this process; and with puppets on the simulated GPU (its receive rings behind a window, then in pinned memory), with the
-//! header compiled as C++ for threads where there is a compiler, and with the header as CUDA where there is a GPU.
-//! What is absent prints `skipped: why`, and `WARPWIRE_REQUIRE=cuda` makes it a failure.
+//! Each case runs for both families, with peers of the same family in this process. It runs with
+//! scripted kernels on the simulated GPU (receive rings behind a window, then in pinned memory),
+//! with the header compiled as C++ for threads if there is a compiler, and with the header as CUDA
+//! if there is a GPU. A missing platform prints `skipped: why`; `WARPWIRE_REQUIRE=cuda` makes that
+//! a failure.
 mod control;
 mod datagrams;
 mod ends;
@@ -27,7 +29,7 @@ use testbed::{Platform, Testbed};
 
 pub const SUITE: Suite = Suite { name: "sock", env: &[], collect, role: killed::run_role };
 
-/// Cases of both families.
+/// Cases that run for both families.
 const BOTH: &[&[Case<Testbed>]] = &[
     control::CASES,
     streams::CASES,

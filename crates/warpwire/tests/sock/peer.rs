@@ -1,4 +1,4 @@
-//! The test's own end of a connection: an ordinary socket, or one of the family `warp` in this process.
+//! The test's end of a connection: an ordinary socket, or a `warp` socket in this process.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use warpwire::sock::warp;
 
 use crate::sock::scripted::test_timeout;
 
-/// Which sockets a case uses.
+/// The family of the sockets of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     Inet,
@@ -17,7 +17,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// Connects to a kernel that listens there.
+    /// Connects to a kernel that listens at `name`.
     pub fn dial(self, name: SocketAddr) -> Peer {
         match self {
             Self::Inet => Peer::Tcp(TcpStream::connect(name).unwrap()),
@@ -106,7 +106,7 @@ impl Peer {
         }
     }
 
-    /// Ends it without an end of the stream.
+    /// Resets the connection.
     pub fn reset(self) {
         match self {
             Self::Tcp(peer) => {

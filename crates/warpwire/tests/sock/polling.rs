@@ -1,4 +1,4 @@
-//! Poll: only what was asked for ends a wait.
+//! poll: only requested events end a wait.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -13,18 +13,18 @@ use testkit::cases;
 
 cases!(Testbed; CASES:
     send_space_ends_no_wait_for_input,
-    input_is_told,
+    input_is_reported,
     a_listener_is_readable,
     a_full_ring_is_not_writable,
-    ends_and_errors_are_told_unasked,
-    a_bad_handle_is_told_unasked,
+    ends_and_errors_are_always_reported,
+    a_bad_handle_is_always_reported,
     one_of_many,
     a_connection_becomes_writable,
 );
 
 pub const FOREVER: u64 = u64::MAX;
 
-/// Polls; what was found of each, after how many were ready.
+/// Polls; returns the number of ready entries, and the events of each.
 pub fn poll(scripted: &ScriptedKernel, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
     start(scripted, list, timeout);
     let ready = scripted.finish().result;
@@ -56,13 +56,13 @@ fn send_space_ends_no_wait_for_input(testbed: &Testbed) {
     assert_eq!(poll(scripted, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
     start(scripted, &[(socket, events::IN)], FOREVER);
     std::thread::sleep(Duration::from_millis(30));
-    assert!(!scripted.is_done(), "there is room to send, and that was not asked for");
+    assert!(!scripted.is_done(), "the socket is writable, but that was not requested");
     peer.write_all(b"x").unwrap();
     assert_eq!(scripted.finish().result, 1);
     assert_eq!(found(scripted, 1), [events::IN]);
 }
 
-fn input_is_told(testbed: &Testbed) {
+fn input_is_reported(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.accepted(loopbacks()[1]);
@@ -94,7 +94,7 @@ fn a_full_ring_is_not_writable(testbed: &Testbed) {
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
     scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
     let piece = vec![0; 100_000];
-    // Until the host can pass nothing on for a while.
+    // Until the host cannot send any more for a while.
     loop {
         if scripted.send(socket, &piece) < 0 {
             std::thread::sleep(Duration::from_millis(20));
@@ -107,7 +107,7 @@ fn a_full_ring_is_not_writable(testbed: &Testbed) {
     start(scripted, &[(socket, events::OUT)], FOREVER);
     let mut sink = vec![0; 8 << 20];
     let mut taken = 0;
-    // All of it may be read before the kernel has looked.
+    // The kernel may poll only after everything was read.
     peer.set_read_timeout(Duration::from_millis(100));
     while !scripted.is_done() {
         taken += peer.read(&mut sink).unwrap_or(0);
@@ -116,7 +116,7 @@ fn a_full_ring_is_not_writable(testbed: &Testbed) {
     assert_eq!(found(scripted, 1), [events::OUT]);
 }
 
-fn ends_and_errors_are_told_unasked(testbed: &Testbed) {
+fn ends_and_errors_are_always_reported(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, peer) = scripted.connected(loopbacks()[0]);
@@ -128,14 +128,14 @@ fn ends_and_errors_are_told_unasked(testbed: &Testbed) {
     assert_eq!(found(scripted, 1), [events::ERR | events::HUP]);
 }
 
-fn a_bad_handle_is_told_unasked(testbed: &Testbed) {
+fn a_bad_handle_is_always_reported(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let socket = scripted.socket(loopbacks()[0], STREAM);
     scripted.expect(KernelOp::Close, &[socket], None);
     let list = [(socket, events::IN), (0xffff_ffff, 0)];
     assert_eq!(poll(scripted, &list, FOREVER), (2, vec![events::NVAL, events::NVAL]));
-    assert_eq!(poll(scripted, &[], 1_000_000), (0, vec![]), "nothing to wait for, but the time");
+    assert_eq!(poll(scripted, &[], 1_000_000), (0, vec![]), "no entries: waits for the timeout");
 }
 
 fn one_of_many(testbed: &Testbed) {
@@ -163,7 +163,7 @@ fn a_connection_becomes_writable(testbed: &Testbed) {
     scripted.call(KernelOp::Connect, &[socket], Some(server.local_addr()));
     assert_eq!(poll(scripted, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
     assert_eq!(scripted.call(KernelOp::Get, &[socket, SockOption::Error as u64], None).result, 0);
-    // And one that fails.
+    // A connection that fails becomes ready too.
     let closed_port = ClosedPort::at(loopbacks()[0]);
     let other = scripted.socket(loopbacks()[0], STREAM);
     scripted.expect(KernelOp::Set, &[other, SockOption::NonBlocking as u64, 1], None);

@@ -1,4 +1,4 @@
-// Puppets: blocks, or threads, that run the commands of a test. puppet.rs says what each means.
+// Scripted kernels: blocks, or threads, that run the commands of a test; see scripted.rs.
 #include <warpwire/gpunet.cuh>
 
 using namespace warpwire;
@@ -16,7 +16,7 @@ struct CommandSlot {
     u64 number, done, op, args[7], result, second;
     Address address, found;
 };
-static_assert(sizeof(CommandSlot) == 144, "as in puppet.rs");
+static_assert(sizeof(CommandSlot) == 144, "as in scripted.rs");
 
 WARPWIRE_FN u64 pattern_word(u64 seed, u64 index) {
     u64 z = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
@@ -71,7 +71,7 @@ template <class Group> WARPWIRE_CALL i64 echo(const Table &table, int socket, u8
     }
 }
 
-// Handles stand at the beginning of the buffer; behind them there is room for the list and for bytes.
+// The handles are at the start of the buffer, followed by the poll list and the data.
 template <class Group> WARPWIRE_CALL i64 echo_many(const Table &table, u64 count, u8 *buffer, Group group) {
     const int *handles = reinterpret_cast<const int *>(buffer);
     PollEntry *list = reinterpret_cast<PollEntry *>(buffer + (64 << 10));
@@ -116,7 +116,7 @@ template <class Group> WARPWIRE_FN RingSpan show_or_fill(const Table &table, u64
     return span;
 }
 
-// A client as programs for GPUnet have it: message after message there and back, by a block; the last is compared.
+// An echo client with GPUnet's calls, run by a block: the last message is compared.
 WARPWIRE_CALL i64 gpunet_client(const Table &table, SocketKind kind, Address to, u64 messages, u64 size, u8 *buffer) {
     BEGIN_SINGLE_THREAD_PART
     gpunet_use(reinterpret_cast<u64>(&table), kind);
@@ -142,7 +142,7 @@ WARPWIRE_CALL i64 gpunet_client(const Table &table, SocketKind kind, Address to,
     return result;
 }
 
-// The same by datagrams.
+// As gpunet_client, with datagrams.
 WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, SocketKind streams, Address to, u64 messages, u64 size, u8 *buffer) {
     BEGIN_SINGLE_THREAD_PART
     gpunet_use(reinterpret_cast<u64>(&table), streams);
@@ -169,7 +169,7 @@ WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, SocketKind streams, Addre
     return result;
 }
 
-// One command, by all of the group. Rank 0 writes what was found.
+// Runs one command, with all threads of the group. Rank 0 writes the result.
 template <class Group> WARPWIRE_FN i64 run(const Table &table, CommandSlot *slot, u8 *buffer, Address to, Group group) {
     u64 op = slot->op;
     const u64 *args = slot->args;

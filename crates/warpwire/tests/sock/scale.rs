@@ -1,4 +1,4 @@
-//! Many sockets, many connections at once, and places used over and over.
+//! Many sockets, many concurrent connections, and reuse of slots.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -16,10 +16,10 @@ cases!(Testbed; CASES:
     blocks_share_a_listener,
     blocks_share_a_stream,
     blocks_share_a_storm,
-    blocks_that_stumble_share_a_storm,
-    places_are_used_again,
-    more_connections_than_places,
-    the_host_rests,
+    pausing_blocks_share_a_storm,
+    slots_are_reused,
+    more_connections_than_slots,
+    an_idle_host_is_cheap,
 );
 
 fn a_thousand_sockets_echo(testbed: &Testbed) {
@@ -66,12 +66,12 @@ fn an_accept_storm(testbed: &Testbed) {
     for _ in 0..500 {
         let answer = scripted.call(KernelOp::Accept, &[listener], None);
         assert!(answer.result > 0, "{answer:?}");
-        assert!(seen.insert(answer.address.unwrap()), "each once");
+        assert!(seen.insert(answer.address.unwrap()), "each peer once");
         scripted.expect(KernelOp::Close, &[answer.result as u64], None);
     }
     for mut peer in peers {
         assert!(seen.contains(&peer.local_addr()));
-        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "closed in order");
+        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "an orderly close");
     }
 }
 
@@ -99,7 +99,7 @@ fn blocks_share_a_listener(testbed: &Testbed) {
     }
 }
 
-/// Whose counters move while others look at them, which must not pass for a peer's lie.
+/// Concurrent updates of the counters must not look like an impossible counter of the peer.
 fn blocks_share_a_stream(testbed: &Testbed) {
     let options = SockOptions { ring: 4096, ..testbed.options() };
     let harness = testbed.harness_with(4, options);
@@ -109,9 +109,9 @@ fn blocks_share_a_stream(testbed: &Testbed) {
     }
     let bytes: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
     let mut writer = peer.try_clone();
-    let said = bytes.clone();
+    let outgoing = bytes.clone();
     let writing = std::thread::spawn(move || {
-        for piece in said.chunks(777) {
+        for piece in outgoing.chunks(777) {
             writer.write_all(piece).unwrap();
         }
         writer.shutdown(std::net::Shutdown::Write);
@@ -119,7 +119,7 @@ fn blocks_share_a_stream(testbed: &Testbed) {
     let mut back = vec![0; bytes.len()];
     peer.read_exact(&mut back).unwrap();
     writing.join().unwrap();
-    // Pieces change places, no byte is lost or doubled.
+    // Pieces may interleave; no byte is lost or duplicated.
     let byte_counts = |bytes: &[u8]| {
         let mut counts = [0; 256];
         bytes.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
@@ -133,13 +133,13 @@ fn blocks_share_a_stream(testbed: &Testbed) {
     assert_eq!(peer.read(&mut [0]).unwrap(), 0);
 }
 
-/// Who finds a connection gone that it saw must not take one that is not there.
+/// A block that loses the race for a connection must not accept one that is not there.
 fn blocks_share_a_storm(testbed: &Testbed) {
     accept_a_storm(testbed);
 }
 
-/// The same with blocks that stand still between a look and what they do about it.
-fn blocks_that_stumble_share_a_storm(testbed: &Testbed) {
+/// The same with blocks that pause between checking and acting.
+fn pausing_blocks_share_a_storm(testbed: &Testbed) {
     for _ in 0..8 {
         accept_a_storm(&testbed.with_jitter(Duration::from_millis(1)));
     }
@@ -165,7 +165,7 @@ fn accept_a_storm(testbed: &Testbed) {
         for scripted in &harness.scripted_kernels {
             let accepted = scripted.finish();
             assert!(accepted.result > 0, "{accepted:?}");
-            assert!(seen.insert(accepted.address.unwrap()), "each once");
+            assert!(seen.insert(accepted.address.unwrap()), "each peer once");
         }
     }
     let peers: Vec<_> = storm.into_iter().flat_map(|storm| storm.join().unwrap()).collect();
@@ -173,14 +173,14 @@ fn accept_a_storm(testbed: &Testbed) {
     assert_eq!(harness.host.stats().misused, 0);
 }
 
-fn places_are_used_again(testbed: &Testbed) {
+fn slots_are_reused(testbed: &Testbed) {
     let options = SockOptions { sockets: 3, arena: 1 << 20, ..testbed.options() };
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let mut handles = std::collections::HashSet::new();
     for round in 0..200_u32 {
         let (socket, mut peer) = scripted.connected(loopbacks()[round as usize % 2]);
-        assert!(handles.insert(socket), "a handle is never the same");
+        assert!(handles.insert(socket), "handles are unique");
         assert_eq!(scripted.send(socket, &round.to_le_bytes()), 4);
         scripted.expect(KernelOp::Close, &[socket], None);
         let mut bytes = Vec::new();
@@ -190,12 +190,12 @@ fn places_are_used_again(testbed: &Testbed) {
     until("all are closed", || harness.host.stats().open == 0);
 }
 
-fn more_connections_than_places(testbed: &Testbed) {
+fn more_connections_than_slots(testbed: &Testbed) {
     let options = SockOptions { sockets: 4, arena: 1 << 20, ..testbed.options() };
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 64);
-    // Those for which there is no place are kept waiting; they come when one is free.
+    // Connections without a free slot wait until one is freed.
     let family = testbed.family;
     let peers: Vec<_> = (0..12).map(|_| std::thread::spawn(move || family.dial(name))).collect();
     for _ in 0..12 {
@@ -213,7 +213,7 @@ fn more_connections_than_places(testbed: &Testbed) {
     scripted.expect(KernelOp::Close, &[spare], None);
 }
 
-fn the_host_rests(testbed: &Testbed) {
+fn an_idle_host_is_cheap(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (_listener, _) = scripted.listener(loopbacks()[0], 16);
@@ -222,11 +222,12 @@ fn the_host_rests(testbed: &Testbed) {
     let Some(before) = cpu() else { return };
     std::thread::sleep(Duration::from_millis(500));
     let used = cpu().unwrap_or(before).saturating_sub(before);
-    // Other cases run beside this one and have threads of the same name, so only the quietest is looked at.
-    assert!(used < 150_000_000, "{used} ns of 500 ms at rest");
+    // Other cases run concurrently and have threads of the same name, so only the one with the
+    // least CPU time counts.
+    assert!(used < 150_000_000, "{used} ns of 500 ms idle");
 }
 
-/// The least time that a thread of that name in this process has run for, in nanoseconds.
+/// The least CPU time of any thread of that name in this process, in nanoseconds.
 fn thread_time(name: &str) -> Option<u64> {
     let tasks = std::fs::read_dir("/proc/self/task").ok()?;
     let times = tasks.flatten().filter_map(|task| {

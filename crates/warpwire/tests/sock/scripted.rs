@@ -1,8 +1,9 @@
-//! Kernels that do what a test tells them, call by call.
+//! Scripted kernels: they run the commands of a test, call by call.
 //!
-//! A puppet is a block (or, for the header as C++, a thread) with a mailbox. It runs the command that it finds there and
-//! writes what came of it. So the cases are written once, and the calls are those of the Rust twin, of the header as
-//! CUDA, or of the header as C++. `scripted.cu` has the same commands.
+//! A scripted kernel is a block (or, for the header as C++, a thread) with a mailbox. It runs the
+//! command in the mailbox and writes the result. So cases are written once, and the calls are those
+//! of the Rust API, of the header as CUDA, or of the header as C++. `puppet.cu` implements the same
+//! commands.
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
@@ -16,15 +17,15 @@ use warpwire::sock::device::{
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from, events};
 use warpwire_apps::pattern;
 
-/// Longer than anything takes that works.
+/// Longer than any successful operation takes.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(60))
 }
-/// Whose PTX CUDA loads.
+/// The PTX that CUDA loads.
 pub const PTX: &str = "sock/puppet";
-/// What a puppet's buffer holds.
+/// Size of a kernel's buffer in bytes.
 pub const BUFFER: u64 = 1 << 20;
-/// A mailbox.
+/// Size of a mailbox in bytes.
 pub const MAILBOX: u64 = 256;
 
 /// Offsets in a mailbox.
@@ -39,7 +40,7 @@ pub mod mailbox_field {
     pub const FOUND: u64 = 120;
 }
 
-/// What a puppet can be told to do.
+/// Commands of a scripted kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum KernelOp {
@@ -63,25 +64,27 @@ pub enum KernelOp {
     Consume,
     Reserve,
     Commit,
-    /// Sends so many bytes of a pattern, in pieces of random length.
+    /// Sends a number of bytes of a pattern, in pieces of random length.
     StreamOut,
-    /// Receives so many bytes and compares them.
+    /// Receives a number of bytes and compares them with the pattern.
     StreamIn,
-    /// Sends back whatever comes, until the end.
+    /// Echoes until the end of the stream.
     Echo,
-    /// The same on many sockets at once, by poll, until all have ended.
+    /// Echoes on many sockets, with poll, until all have ended.
     EchoMany,
     Stop,
-    /// Sends so many messages to an echo and compares what comes back: by GPUnet's names, where the header has them.
+    /// Sends a number of messages to an echo server and compares what it returns; with GPUnet's
+    /// calls where the header has them.
     Gpunet,
-    /// The same by datagrams.
+    /// As [`Gpunet`](Self::Gpunet), with datagrams.
     GpunetDatagrams,
 }
 
-/// The header as C++ has one table of GPUnet's for all threads of this process: one case at a time uses it.
+/// The header as C++ has one GPUnet table for all threads of this process: one case at a time uses
+/// it.
 pub static GPUNET: Mutex<()> = Mutex::new(());
 
-/// A number that looks random: the pieces of streams.
+/// A pseudo-random number: the lengths of pieces.
 pub fn scramble(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -116,8 +119,8 @@ pub fn scripted_block(block: &Block<'_>) -> Result<(), KernelFault> {
             Ok(outcome) => outcome,
             Err(SockError::Errno(errno)) => (-i64::from(errno.raw_os_error()), 0, None),
             Err(SockError::KernelFault(fault)) => {
-                // A puppet that faulted is silent from now on.
-                eprintln!("puppet {} faulted: {fault:?}", block.index());
+                // A faulted kernel does not answer any more.
+                eprintln!("scripted kernel {} faulted: {fault:?}", block.index());
                 return Err(fault);
             }
         };
@@ -209,7 +212,7 @@ impl BlockRunner<'_> {
                 false => sockets.reserve(socket, args[2])?,
             };
             let mut bytes = vec![0; span.len as usize];
-            // A borrowed span is shown, a reserved one is filled.
+            // A borrowed span is copied out, a reserved one is filled.
             if is(KernelOp::Borrow) && span.len > 0 {
                 self.block.read(span.address, &mut bytes)?;
                 self.block.write(here, &bytes)?;
@@ -303,7 +306,7 @@ impl BlockRunner<'_> {
         }
     }
 
-    /// What the header's puppet does by GPUnet's names.
+    /// The block function of what puppet.cu does with GPUnet's calls.
     fn echo_client(&self, args: [u64; 5], to: Option<SocketAddr>) -> SockResult<OpResult> {
         let kind = if args[0] == SocketKind::WarpStream as u64 {
             SocketKind::WarpStream
@@ -381,7 +384,7 @@ impl BlockRunner<'_> {
     }
 }
 
-/// A puppet, as a test holds it.
+/// The test's handle of a scripted kernel.
 pub struct ScriptedKernel {
     mailboxes: Allocation,
     buffers: Allocation,
@@ -390,7 +393,7 @@ pub struct ScriptedKernel {
     pub family: crate::sock::peer::Family,
 }
 
-/// What came of a command.
+/// The result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub result: i64,
@@ -399,7 +402,7 @@ pub struct Answer {
 }
 
 impl ScriptedKernel {
-    /// Mailboxes and buffers for so many.
+    /// Mailboxes and buffers for `count` kernels.
     pub fn memory(gpu: &Device, count: u64) -> (Allocation, Allocation) {
         let mailboxes = gpu.alloc_pinned(count * MAILBOX).unwrap();
         mailboxes.write(0, &vec![0; (count * MAILBOX) as usize]).unwrap();
@@ -416,7 +419,7 @@ impl ScriptedKernel {
         Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number, family }
     }
 
-    /// Tells it what to do, and does not wait.
+    /// Writes a command, and does not wait.
     pub fn start(&self, what: KernelOp, args: &[u64], address: Option<SocketAddr>) {
         let bytes = self.mailboxes.host_bytes().unwrap();
         let base = self.index * MAILBOX;
@@ -429,17 +432,17 @@ impl ScriptedKernel {
         bytes.store_u64(base + mailbox_field::NUMBER, self.number.get()).unwrap();
     }
 
-    /// Whether it is done with what it was told.
+    /// Whether the last command has finished.
     pub fn is_done(&self) -> bool {
         let at = self.index * MAILBOX + mailbox_field::DONE;
         self.mailboxes.host_bytes().unwrap().load_u64(at).unwrap() == self.number.get()
     }
 
-    /// Waits for what came of it.
+    /// Waits for the result of the last command.
     pub fn finish(&self) -> Answer {
         let start = Instant::now();
         while !self.is_done() {
-            assert!(start.elapsed() < test_timeout(), "puppet {} hangs", self.index);
+            assert!(start.elapsed() < test_timeout(), "scripted kernel {} hangs", self.index);
             std::thread::sleep(Duration::from_micros(20));
         }
         let bytes = self.mailboxes.host_bytes().unwrap();
@@ -458,12 +461,12 @@ impl ScriptedKernel {
         self.finish()
     }
 
-    /// Puts bytes into its buffer.
+    /// Writes bytes into its buffer.
     pub fn put(&self, at: u64, bytes: &[u8]) {
         self.buffers.host_bytes().unwrap().write(self.index * BUFFER + at, bytes).unwrap();
     }
 
-    /// What is in its buffer.
+    /// Reads bytes of its buffer.
     pub fn show(&self, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.buffers.host_bytes().unwrap().read(self.index * BUFFER + at, &mut bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Without a copy: borrowed and reserved spans.
+//! Zero-copy: borrowed and reserved spans.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -12,33 +12,33 @@ use crate::sock::testbed::{Testbed, errno, loopbacks, until};
 use testkit::cases;
 
 cases!(Testbed; CASES:
-    a_borrowed_span_shows_what_came,
-    a_part_is_given_back,
+    a_borrowed_span_has_the_received_bytes,
+    unconsumed_bytes_are_received_again,
     a_reserved_span_is_sent,
     an_abandoned_reservation_sends_nothing,
     spans_at_the_ring_end_are_shorter,
-    spans_that_are_not_out,
-    a_span_keeps_others_away,
+    consume_and_commit_without_a_span,
+    a_span_excludes_other_calls,
 );
 
-fn a_borrowed_span_shows_what_came(testbed: &Testbed) {
+fn a_borrowed_span_has_the_received_bytes(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
-    peer.write_all(b"where it lies").unwrap();
+    peer.write_all(b"borrowed data").unwrap();
     let span = scripted.call(KernelOp::Borrow, &[socket, 0, 1000], None);
-    assert_eq!(scripted.show(0, span.result as usize), b"where it lies"[..span.result as usize]);
+    assert_eq!(scripted.show(0, span.result as usize), b"borrowed data"[..span.result as usize]);
     assert!(span.second != 0);
     scripted.expect(KernelOp::Consume, &[socket, 0, span.result as u64], None);
     drop(peer);
     while scripted.call(KernelOp::Borrow, &[socket, 0, 1000], None).result > 0 {
         scripted.expect(KernelOp::Consume, &[socket, 0, 1], None);
     }
-    // At the end there is nothing to give back.
+    // At the end of the stream there is nothing to consume.
     assert_eq!(scripted.call(KernelOp::Consume, &[socket, 0, 0], None).result, errno(Errno::INVAL));
 }
 
-fn a_part_is_given_back(testbed: &Testbed) {
+fn unconsumed_bytes_are_received_again(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
@@ -52,12 +52,12 @@ fn a_reserved_span_is_sent(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[1]);
-    scripted.put(0, b"written in place, and more");
+    scripted.put(0, b"written directly, and more");
     assert_eq!(scripted.expect(KernelOp::Reserve, &[socket, 0, 26], None), 26);
     scripted.expect(KernelOp::Commit, &[socket, 0, 16], None);
     let mut bytes = [0; 16];
     peer.read_exact(&mut bytes).unwrap();
-    assert_eq!(&bytes, b"written in place");
+    assert_eq!(&bytes, b"written directly");
 }
 
 fn an_abandoned_reservation_sends_nothing(testbed: &Testbed) {
@@ -81,9 +81,9 @@ fn spans_at_the_ring_end_are_shorter(testbed: &Testbed) {
     assert_eq!(scripted.send(socket, &[1; 4000]), 4000);
     let mut sink = vec![0; 4000];
     peer.read_exact(&mut sink).unwrap();
-    // Until the ring is free again, of which the host tells, or the peer.
+    // Until the ring is free again: the host's or the peer's counter shows it.
     match testbed.family {
-        Family::Inet => until("all is taken", || harness.host.stats().sent == 4000),
+        Family::Inet => until("everything is taken", || harness.host.stats().sent == 4000),
         Family::Warp => std::thread::sleep(Duration::from_millis(50)),
     }
     assert_eq!(scripted.expect(KernelOp::Reserve, &[socket, 0, 1000], None), 96, "up to the end");
@@ -91,14 +91,14 @@ fn spans_at_the_ring_end_are_shorter(testbed: &Testbed) {
     assert_eq!(
         scripted.expect(KernelOp::Reserve, &[socket, 0, 1000], None),
         1000,
-        "and from the beginning"
+        "then from the start"
     );
     scripted.expect(KernelOp::Commit, &[socket, 0, 1000], None);
     let mut sink = vec![0; 1096];
     peer.read_exact(&mut sink).unwrap();
 }
 
-fn spans_that_are_not_out(testbed: &Testbed) {
+fn consume_and_commit_without_a_span(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
@@ -110,25 +110,25 @@ fn spans_that_are_not_out(testbed: &Testbed) {
     assert_eq!(
         scripted.call(KernelOp::Consume, &[socket, 0, 5000], None).result,
         invalid,
-        "more than came"
+        "more than was received"
     );
     scripted.expect(KernelOp::Consume, &[socket, 0, 0], None);
     scripted.expect(KernelOp::Reserve, &[socket, 0, 4], None);
     assert_eq!(
         scripted.call(KernelOp::Commit, &[socket, 0, 1 << 30], None).result,
         invalid,
-        "than fits"
+        "more than fits"
     );
     scripted.expect(KernelOp::Commit, &[socket, 0, 0], None);
 }
 
-fn a_span_keeps_others_away(testbed: &Testbed) {
+fn a_span_excludes_other_calls(testbed: &Testbed) {
     let harness = testbed.harness(2);
     let (scripted, other) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
     peer.write_all(b"mine").unwrap();
     match testbed.family {
-        Family::Inet => until("it came", || harness.host.stats().received == 4),
+        Family::Inet => until("it arrived", || harness.host.stats().received == 4),
         Family::Warp => std::thread::sleep(Duration::from_millis(50)),
     }
     assert_eq!(scripted.expect(KernelOp::Borrow, &[socket, 0, 4], None), 4);

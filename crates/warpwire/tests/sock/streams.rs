@@ -1,4 +1,4 @@
-//! Bytes both ways, in pieces of every size; ends and time-outs.
+//! Bytes in both directions, in pieces of every size; ends and timeouts.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -16,18 +16,18 @@ use testkit::cases;
 
 cases!(Testbed; CASES:
     one_byte_there_and_back,
-    accepted_and_connected_are_alike,
-    random_pieces_both_ways_at_once,
+    accepted_and_connected_sockets_behave_alike,
+    random_pieces_both_ways,
     small_rings_carry_megabytes,
     an_ordered_end_is_zero,
     half_closed_by_the_kernel,
     half_closed_by_the_peer,
     receiving_is_shut_down,
-    nobody_waits_for_one_who_reads_no_more,
+    shutdown_of_receiving_releases_the_sender,
     sending_after_shutdown_is_a_broken_pipe,
-    what_was_sent_goes_after_close,
-    calls_that_may_not_wait,
-    calls_that_may_wait_for_a_while,
+    bytes_are_sent_after_close,
+    non_blocking_calls,
+    calls_with_timeouts,
     connecting_without_waiting,
     two_kernels_talk,
     gpunets_echo_client,
@@ -49,7 +49,7 @@ fn one_byte_there_and_back(testbed: &Testbed) {
     }
 }
 
-fn accepted_and_connected_are_alike(testbed: &Testbed) {
+fn accepted_and_connected_sockets_behave_alike(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     for at in loopbacks() {
@@ -64,7 +64,7 @@ fn accepted_and_connected_are_alike(testbed: &Testbed) {
                 let mut back = vec![0; size];
                 peer.read_exact(&mut back).unwrap();
                 writing.join().unwrap();
-                assert!(sent == back, "{size} bytes came back otherwise");
+                assert!(sent == back, "{size} bytes: wrong data");
             }
             peer.shutdown(Shutdown::Write);
             let echoed = scripted.finish().result;
@@ -74,7 +74,7 @@ fn accepted_and_connected_are_alike(testbed: &Testbed) {
     }
 }
 
-/// The test's end of a stream in both directions: sends one pattern, compares another.
+/// The test's end of a stream: sends one pattern and compares another.
 fn exchange(mut peer: Peer, sends: u64, expects: u64, total: usize) {
     let mut writer = peer.try_clone();
     let writing = std::thread::spawn(move || {
@@ -101,7 +101,7 @@ fn both_ways(testbed: &Testbed, options: SockOptions, totals: &[usize], most: u6
     for (number, total) in totals.iter().enumerate() {
         let at = loopbacks()[number % 2];
         let (socket, peer) = sender.connected(at);
-        // Two blocks use the two directions of one socket at the same time.
+        // Two blocks use the two directions of one socket concurrently.
         sender.start(KernelOp::StreamOut, &[socket, 11, *total as u64, most], None);
         receiver.start(KernelOp::StreamIn, &[socket, 12, *total as u64, most], None);
         exchange(peer, 12, 11, *total);
@@ -111,7 +111,7 @@ fn both_ways(testbed: &Testbed, options: SockOptions, totals: &[usize], most: u6
     }
 }
 
-fn random_pieces_both_ways_at_once(testbed: &Testbed) {
+fn random_pieces_both_ways(testbed: &Testbed) {
     let totals = [1, 2, 100, 65_535, 65_537, 1 << 20, 16 << 20];
     both_ways(testbed, SockOptions { sockets: 16, ..testbed.options() }, &totals, 50_000);
 }
@@ -130,7 +130,7 @@ fn an_ordered_end_is_zero(testbed: &Testbed) {
     assert_eq!(scripted.recv(socket, 4).unwrap(), b"last");
     assert_eq!(scripted.recv(socket, 100).unwrap(), b" words");
     assert_eq!(scripted.recv(socket, 100).unwrap(), b"");
-    assert_eq!(scripted.recv(socket, 100).unwrap(), b"", "and stays so");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"", "repeatedly");
 }
 
 fn half_closed_by_the_kernel(testbed: &Testbed) {
@@ -168,7 +168,7 @@ fn receiving_is_shut_down(testbed: &Testbed) {
     let harness = testbed.harness(2);
     let (scripted, other) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);
-    // A call that waits already ends too.
+    // A blocked call returns too.
     scripted.start(KernelOp::Recv, &[socket, 0, 10], None);
     std::thread::sleep(Duration::from_millis(20));
     assert!(!scripted.is_done());
@@ -181,36 +181,36 @@ fn receiving_is_shut_down(testbed: &Testbed) {
     assert_eq!(peer.read(&mut text).unwrap(), 0);
 }
 
-fn nobody_waits_for_one_who_reads_no_more(testbed: &Testbed) {
+fn shutdown_of_receiving_releases_the_sender(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, peer) = scripted.connected(loopbacks()[0]);
     let mut writer = peer.try_clone();
     std::thread::scope(|scope| {
-        // More than fits anywhere: it waits.
+        // More than all buffers hold: the writer blocks.
         let writing =
             scope.spawn(move || (0..400).try_for_each(|_| writer.write_all(&[7; 100_000])));
         std::thread::sleep(Duration::from_millis(80));
         assert!(!writing.is_finished());
-        // What had come is still there, and a span of it stays as it is.
+        // Bytes that had arrived are still available, and so is a borrowed span.
         assert_eq!(scripted.recv(socket, 3).unwrap(), [7; 3]);
         scripted.expect(KernelOp::Borrow, &[socket, 0, 100], None);
         scripted.expect(KernelOp::Shutdown, &[socket, 0], None);
         scripted.expect(KernelOp::Consume, &[socket, 0, 100], None);
         let wrote = writing.join().unwrap().map_err(|error| error.kind());
         match testbed.family {
-            // TCP's sender is not told; its bytes are thrown away.
+            // A TCP sender is not notified; its bytes are discarded.
             Family::Inet => assert_eq!(wrote, Ok(())),
             Family::Warp => assert_eq!(wrote, Err(std::io::ErrorKind::BrokenPipe)),
         }
     });
-    // The other direction goes on, and ends in good order.
+    // The other direction continues, and ends in an orderly way.
     let mut peer = peer;
     assert_eq!(scripted.send(socket, b"all is well"), 11);
     let mut text = [0; 11];
     peer.read_exact(&mut text).unwrap();
     scripted.expect(KernelOp::Close, &[socket], None);
-    // TCP resets who sent what nobody has read.
+    // TCP sends a reset if there are unread bytes at close.
     let end = peer.read(&mut text).map_err(|error| error.kind());
     let resets = testbed.family == Family::Inet && end == Err(std::io::ErrorKind::ConnectionReset);
     assert!(end == Ok(0) || resets, "{end:?}");
@@ -224,11 +224,12 @@ fn sending_after_shutdown_is_a_broken_pipe(testbed: &Testbed) {
     assert_eq!(scripted.send(socket, b"x"), errno(Errno::PIPE));
 }
 
-fn what_was_sent_goes_after_close(testbed: &Testbed) {
+fn bytes_are_sent_after_close(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.accepted(loopbacks()[0]);
-    // The kernel is done before the peer begins: with more than its ring holds where the operating system has buffers.
+    // The kernel closes before the peer reads: with more than its ring holds, if the operating
+    // system has buffers.
     let total = if testbed.family == Family::Warp { 60_001_u64 } else { 400_000 };
     scripted.expect(KernelOp::StreamOut, &[socket, 5, total, 60_000], None);
     scripted.expect(KernelOp::Close, &[socket], None);
@@ -237,10 +238,10 @@ fn what_was_sent_goes_after_close(testbed: &Testbed) {
     peer.read_to_end(&mut found).unwrap();
     let mut wanted = vec![0; total as usize];
     pattern::fill_bytes(&mut wanted, 5, 0);
-    assert!(found == wanted, "{} of {total} bytes came", found.len());
+    assert!(found == wanted, "{} of {total} bytes arrived", found.len());
 }
 
-fn calls_that_may_not_wait(testbed: &Testbed) {
+fn non_blocking_calls(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -249,10 +250,10 @@ fn calls_that_may_not_wait(testbed: &Testbed) {
     scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
     assert_eq!(scripted.recv(socket, 10), Err(again));
     peer.write_all(b"now").unwrap();
-    crate::sock::testbed::until("it comes", || {
+    crate::sock::testbed::until("it arrives", || {
         scripted.recv(socket, 10).is_ok_and(|bytes| bytes == b"now")
     });
-    // The peer takes nothing: at some time nothing fits any more, after a part did.
+    // The peer does not read: after a partial send nothing fits any more.
     let piece = vec![7; 60_000];
     let (mut total, mut partial) = (0, false);
     loop {
@@ -266,8 +267,8 @@ fn calls_that_may_not_wait(testbed: &Testbed) {
         }
         assert!(total < 1 << 30);
     }
-    assert!(partial, "a part of a piece was taken");
-    // The operating system may take a little more after that, so look again: nothing is lost.
+    assert!(partial, "a piece was sent partially");
+    // The operating system may take a little more after that; nothing is lost.
     scripted.expect(KernelOp::Shutdown, &[socket, 1], None);
     let mut found = Vec::new();
     peer.read_to_end(&mut found).unwrap();
@@ -275,16 +276,16 @@ fn calls_that_may_not_wait(testbed: &Testbed) {
     let (listener, name) = scripted.listener(at, 4);
     scripted.expect(KernelOp::Set, &[listener, SockOption::NonBlocking as u64, 1], None);
     assert_eq!(scripted.call(KernelOp::Accept, &[listener], None).result, again);
-    // And back.
+    // Blocking again.
     scripted.expect(KernelOp::Set, &[listener, SockOption::NonBlocking as u64, 0], None);
     scripted.start(KernelOp::Accept, &[listener], None);
     std::thread::sleep(Duration::from_millis(10));
-    assert!(!scripted.is_done(), "it waits again");
+    assert!(!scripted.is_done(), "it blocks again");
     let _late = testbed.family.dial(name);
     assert!(scripted.finish().result > 0);
 }
 
-fn calls_that_may_wait_for_a_while(testbed: &Testbed) {
+fn calls_with_timeouts(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -301,7 +302,9 @@ fn calls_that_may_wait_for_a_while(testbed: &Testbed) {
     let mut results = (0..1000).map(|_| scripted.send(socket, &piece));
     let stopped = results.find(|sent| *sent < 600_000).unwrap();
     assert!(stopped == late || stopped > 0, "a part, or nothing");
-    crate::sock::testbed::until("nothing goes", || scripted.send(socket, &piece[..1000]) == late);
+    crate::sock::testbed::until("nothing can be sent", || {
+        scripted.send(socket, &piece[..1000]) == late
+    });
     let (listener, _) = scripted.listener(at, 4);
     scripted.expect(KernelOp::Set, &[listener, SockOption::ReceiveTimeout as u64, nanos], None);
     assert_eq!(scripted.call(KernelOp::Accept, &[listener], None).result, late);
@@ -321,7 +324,7 @@ fn connecting_without_waiting(testbed: &Testbed) {
     let again = scripted.call(KernelOp::Connect, &[socket], Some(name)).result;
     assert!([Errno::ISCONN, Errno::ALREADY].map(errno).contains(&again), "{again}");
     let mut peer = server.accept();
-    crate::sock::testbed::until("it stands", || scripted.send(socket, b"!") == 1);
+    crate::sock::testbed::until("it is connected", || scripted.send(socket, b"!") == 1);
     let mut byte = [0];
     peer.read_exact(&mut byte).unwrap();
 }
@@ -335,7 +338,7 @@ fn gpunets_echo_client(testbed: &Testbed) {
     let accepted = server.expect(KernelOp::Accept, &[listener], None) as u64;
     assert_eq!(server.call(KernelOp::Echo, &[accepted], None).result, 20 * 65_537);
     assert_eq!(client.finish().result, 20 * 65_537, "or -84: a byte differs");
-    // And where nobody listens any more.
+    // Without a listener.
     server.expect(KernelOp::Close, &[listener], None);
     let refused = client.call(KernelOp::Gpunet, &[client.kind(STREAM), 1, 8], Some(name)).result;
     assert_eq!(refused, errno(Errno::CONNREFUSED));

@@ -1,5 +1,6 @@
-//! What a case gets to work with: a GPU with sockets, puppets, and peers that are ordinary sockets of this process.
-#![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
+//! The fixture of a case: a GPU with sockets, scripted kernels, and peers that are ordinary sockets
+//! of this process.
+#![allow(unsafe_code)] // launches and calls of the header's code, each with a SAFETY comment
 
 use rustix::net::{AddressFamily, SocketType};
 use std::fmt;
@@ -14,14 +15,14 @@ use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
 use warpwire::sock::{SockHost, SockMemory, SockOptions};
 use warpwire_apps::kv::{KvOptions, KvServer};
 use warpwire_apps::similarity::{
-    KernelClient, Match, Questions, SimilarOptions, SimilarServer, ask_from_thread,
+    KernelClient, Match, Queries, SimilarOptions, SimilarServer, ask_from_thread,
 };
 
 use crate::ptx;
 use crate::sock::peer::{Family, Peer};
 use crate::sock::scripted::{self, KernelOp, ScriptedKernel, test_timeout};
 
-/// Who makes the calls.
+/// What runs the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Platform {
     Sim,
@@ -68,15 +69,15 @@ impl Testbed {
         Self { platform, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
     }
 
-    /// The same, with kernels that stand still at random: only simulated ones do.
+    /// As [`new`](Self::new), with kernels that pause at random; simulated GPU only.
     pub fn with_jitter(&self, jitter: Duration) -> Self {
         match self.platform {
             Platform::Sim | Platform::SimPinned => Self::on_sim(self.platform, self.family, jitter),
-            _ => testkit::skip("only the simulated GPU stumbles"),
+            _ => testkit::skip("only the simulated GPU pauses kernels"),
         }
     }
 
-    /// The options of this way.
+    /// The options for this platform.
     pub fn options(&self) -> SockOptions {
         let memory = match self.platform {
             Platform::Sim | Platform::Cuda => SockMemory::Auto,
@@ -86,7 +87,7 @@ impl Testbed {
         SockOptions { memory, ..SockOptions::default() }
     }
 
-    /// Sockets with few places, and so many puppets.
+    /// Sockets with few slots, and `scripted_kernels` kernels that use them.
     pub fn harness(&self, scripted_kernels: u64) -> Harness {
         let options = SockOptions { sockets: 64, arena: 16 << 20, ..self.options() };
         self.harness_with(scripted_kernels, options)
@@ -97,8 +98,8 @@ impl Testbed {
         harness
     }
 
-    /// Several at a time. All is loaded and laid out before the first puppet begins: a GPU whose kernels wait for us
-    /// loads nothing more.
+    /// Several harnesses. Everything is loaded and allocated before the first kernel starts: a GPU
+    /// whose kernels wait for the host cannot load more.
     pub fn harnesses<const N: usize>(
         &self,
         scripted_kernels: u64,
@@ -121,7 +122,7 @@ impl Testbed {
         })
     }
 
-    /// The puppets' kernel, and where it will run; none for threads.
+    /// The kernel of scripted kernels and its stream; none for threads.
     fn kernel_and_stream(&self) -> Option<(Kernel, Stream)> {
         if self.platform == Platform::Threads {
             return None;
@@ -134,7 +135,7 @@ impl Testbed {
 }
 
 impl Testbed {
-    /// A key-value server with these options, run by this way.
+    /// A key-value server with these options, on this platform.
     pub fn kv<'a>(&self, host: &'a SockHost, options: KvOptions) -> KvServer<'a> {
         if self.platform != Platform::Threads {
             return KvServer::start(host, options).unwrap();
@@ -142,7 +143,7 @@ impl Testbed {
         KvServer::start_on_threads(host, options, worker(b"kv_server_thread\0")).unwrap()
     }
 
-    /// A similarity server with these vectors and options, run by this way.
+    /// A similarity server with these vectors and options, on this platform.
     pub fn similar<'a>(
         &self,
         host: &'a SockHost,
@@ -159,7 +160,7 @@ impl Testbed {
 }
 
 impl Testbed {
-    /// A client of similarity servers inside a kernel; to be made before a server runs.
+    /// A client of similarity servers in a kernel; to be created before a server runs.
     pub fn asker<'a>(&self, host: &'a SockHost) -> Asker<'a> {
         match self.platform {
             Platform::Threads => Asker::Thread(host),
@@ -175,7 +176,7 @@ pub enum Asker<'a> {
 }
 
 impl Asker<'_> {
-    pub fn ask(&self, asked: &Questions<'_>) -> warpwire::Result<Vec<Vec<Match>>> {
+    pub fn ask(&self, asked: &Queries<'_>) -> warpwire::Result<Vec<Vec<Match>>> {
         match self {
             Self::Kernel(client) => client.ask(asked),
             Self::Thread(host) => {
@@ -185,24 +186,26 @@ impl Asker<'_> {
     }
 }
 
-/// A server's worker as C++: it gets the address of the setup, and its number.
+/// A server's worker as C++: gets the address of the setup and its number.
 fn worker(name: &[u8]) -> impl Fn(u64, u64) + Clone + Send + 'static {
-    // SAFETY: the library was built from the servers' sources, where their functions have this type.
+    // SAFETY: the library was built from the servers' sources, which define the functions with this
+    // type.
     let run = unsafe { symbol::<unsafe extern "C" fn(u64, u64)>(name) };
-    // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
+    // SAFETY: the server passes the address of its setup, and keeps the setup and what it refers to
+    // alive until the worker has ended.
     move |setup, worker| unsafe { run(setup, worker) }
 }
 
-/// A function of what was compiled as C++.
+/// A function of the library compiled as C++.
 ///
 /// # Safety
-/// It must have that type there.
+/// The function must have the type `F` in the library.
 pub unsafe fn symbol<F: Copy>(name: &[u8]) -> F {
     // SAFETY: as promised by the caller; nothing unloads the library.
     unsafe { *compiled().as_ref().unwrap().get::<F>(name).unwrap() }
 }
 
-/// Sockets, and puppets that use them.
+/// Sockets, and scripted kernels that use them.
 pub struct Harness {
     pub scripted_kernels: Vec<ScriptedKernel>,
     kernel_run: Option<KernelRun>,
@@ -219,7 +222,7 @@ impl Harness {
 impl Drop for Harness {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // A puppet that hangs must not hang the test: calls end when the host does.
+            // A hanging kernel must not hang the test: its calls return when the host ends.
             self.host.stop();
         }
         for scripted in &self.scripted_kernels {
@@ -237,7 +240,7 @@ impl Drop for Harness {
     }
 }
 
-/// Puppets at work.
+/// Running scripted kernels.
 enum KernelRun {
     Device(Stream),
     Threads(Vec<std::thread::JoinHandle<()>>),
@@ -256,8 +259,8 @@ impl KernelRun {
             .value(host.table())
             .region(&memory.0.whole().unwrap())
             .region(&memory.1.whole().unwrap());
-        // SAFETY: the kernel uses its mailboxes and buffers, which the launch keeps, and the sockets' memory, which the
-        // stage keeps until the kernel has ended.
+        // SAFETY: the kernel uses its mailboxes and buffers, which the launch keeps alive, and the
+        // sockets' memory, which the harness keeps alive until the kernel has ended.
         unsafe { stream.launch(launch) }.unwrap();
         Self::Device(stream)
     }
@@ -268,7 +271,7 @@ impl KernelRun {
         scripted_kernels: u64,
     ) -> Self {
         let base = |memory: &Allocation| {
-            // The view begins where the memory does.
+            // The view starts at the address of the memory.
             let bytes = memory.host_bytes().unwrap();
             host_address(&bytes)
         };
@@ -279,8 +282,8 @@ impl KernelRun {
             let (mailbox, buffer) =
                 (mailboxes + index * scripted::MAILBOX, buffers + index * scripted::BUFFER);
             std::thread::spawn(move || {
-                // SAFETY: the addresses are those of the sockets' table, a mailbox and a buffer, which the stage keeps
-                // until this thread has ended.
+                // SAFETY: the addresses are those of the sockets' table, a mailbox and a buffer,
+                // which the harness keeps alive until this thread has ended.
                 unsafe { run(table, mailbox, buffer) }
             })
         };
@@ -297,14 +300,14 @@ impl KernelRun {
                     threads.into_iter().map(std::thread::JoinHandle::join).collect();
                 match ended.iter().all(Result::is_ok) {
                     true => Ok(()),
-                    false => Err("a puppet's thread panicked".into()),
+                    false => Err("the thread of a scripted kernel panicked".into()),
                 }
             }
         }
     }
 }
 
-/// Where the CPU finds pinned memory.
+/// The CPU address of pinned memory.
 fn host_address(bytes: &warpwire::mem::SharedBytes<'_>) -> u64 {
     bytes.address()
 }
@@ -315,7 +318,7 @@ fn compiled() -> &'static Result<libloading::Library, String> {
     LIBRARY.get_or_init(build_library)
 }
 
-/// Builds the header, with puppets around it, as a library for threads.
+/// Compiles the header and the scripted kernels as a library for threads.
 pub fn compile_for_threads() -> Result<(), String> {
     compiled().as_ref().map(|_| ()).map_err(Clone::clone)
 }
@@ -330,11 +333,11 @@ fn build_library() -> Result<libloading::Library, String> {
     ]
     .map(|path| root.join(path));
     if !sources[0].exists() {
-        return Err("the sources are not here".into());
+        return Err("the sources are missing".into());
     }
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
     let library = folder.path().join("libpuppet.so");
-    // What tools/sock-sanitizers asks for. Its preloaded runtime is not for the compiler.
+    // Flags of tools/sock-sanitizers. Its preloaded runtime is not meant for the compiler.
     let more = std::env::var("WARPWIRE_SOCK_CXXFLAGS").unwrap_or_default();
     let built = std::process::Command::new("g++")
         .env_remove("LD_PRELOAD")
@@ -348,13 +351,13 @@ fn build_library() -> Result<libloading::Library, String> {
         .output()
         .map_err(|error| format!("g++ did not run: {error}"))?;
     if !built.status.success() {
-        panic!("puppet.cu is no C++:\n{}", String::from_utf8_lossy(&built.stderr));
+        panic!("puppet.cu does not compile as C++:\n{}", String::from_utf8_lossy(&built.stderr));
     }
     // SAFETY: the library has no initializers, and nothing unloads it.
     unsafe { libloading::Library::new(&library) }.map_err(|error| error.to_string())
 }
 
-/// An address at which nobody listens, held so that nobody begins to.
+/// An address without a listener, bound so that none can appear.
 pub struct ClosedPort {
     pub name: SocketAddr,
     _held: OwnedFd,
@@ -370,12 +373,12 @@ impl ClosedPort {
     }
 }
 
-/// The two families, by an address that any port of this machine has.
+/// The loopback addresses of both IP versions, with port 0.
 pub fn loopbacks() -> [SocketAddr; 2] {
     [SocketAddr::from(([127, 0, 0, 1], 0)), "[::1]:0".parse().unwrap()]
 }
 
-/// 4 or 6.
+/// The IP version of an address: 4 or 6.
 pub fn family(address: SocketAddr) -> u64 {
     if address.is_ipv6() { 6 } else { 4 }
 }
@@ -383,15 +386,15 @@ pub fn family(address: SocketAddr) -> u64 {
 pub const STREAM: u64 = 1;
 pub const DATAGRAM: u64 = 2;
 pub const WARP_STREAM: u64 = 3;
-/// There are none: asking for one is refused.
+/// Does not exist: `socket` refuses it.
 pub const WARP_DATAGRAM: u64 = 4;
 
-/// The negative of an errno, as calls return it.
+/// A negated errno, as calls return it.
 pub fn errno(errno: rustix::io::Errno) -> i64 {
     -i64::from(errno.raw_os_error())
 }
 
-/// Calls that must work, by name.
+/// Calls that must succeed.
 impl ScriptedKernel {
     pub fn expect(&self, what: KernelOp, args: &[u64], address: Option<SocketAddr>) -> i64 {
         let answer = self.call(what, args, address);
@@ -399,7 +402,7 @@ impl ScriptedKernel {
         answer.result
     }
 
-    /// That kind in the family of the case; datagrams are always UDP's.
+    /// The kind in the family of the case; datagrams are always UDP.
     pub fn kind(&self, kind: u64) -> u64 {
         if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
     }
@@ -408,7 +411,7 @@ impl ScriptedKernel {
         self.expect(KernelOp::Socket, &[family(at), self.kind(kind)], None) as u64
     }
 
-    /// A listener at a port of its own, and its address.
+    /// A listener at a free port, and its address.
     pub fn listener(&self, at: SocketAddr, backlog: u64) -> (u64, SocketAddr) {
         let socket = self.socket(at, STREAM);
         self.expect(KernelOp::Bind, &[socket], Some(at));
@@ -431,7 +434,7 @@ impl ScriptedKernel {
         }
     }
 
-    /// A puppet's stream and the test's own end of it. The puppet connects.
+    /// A scripted kernel's stream and the test's end of it. The kernel connects.
     pub fn connected(&self, at: SocketAddr) -> (u64, Peer) {
         let server = self.family.serve(at);
         let socket = self.socket(at, STREAM);
@@ -439,7 +442,7 @@ impl ScriptedKernel {
         (socket, server.accept())
     }
 
-    /// The same, the puppet accepting.
+    /// As [`connected`](Self::connected), with the kernel accepting.
     pub fn accepted(&self, at: SocketAddr) -> (u64, Peer) {
         let (listener, name) = self.listener(at, 8);
         let peer = self.family.dial(name);
@@ -451,14 +454,14 @@ impl ScriptedKernel {
     }
 }
 
-/// A datagram socket of the test's own.
+/// A UDP socket of the test.
 pub fn udp(at: SocketAddr) -> UdpSocket {
     let socket = UdpSocket::bind(at).unwrap();
     socket.set_read_timeout(Some(test_timeout())).unwrap();
     socket
 }
 
-/// Waits until it is so.
+/// Waits until `ask` returns true.
 pub fn until(what: &str, mut ask: impl FnMut() -> bool) {
     let start = Instant::now();
     while !ask() {
@@ -468,7 +471,7 @@ pub fn until(what: &str, mut ask: impl FnMut() -> bool) {
 }
 
 impl Harness {
-    /// Writes nonsense where a kernel says how much it has sent.
+    /// Writes impossible device counters of a socket.
     pub fn corrupt_counters(&self, socket: u64) {
         self.host.corrupt_counters((socket & 0xffff) as u16);
     }

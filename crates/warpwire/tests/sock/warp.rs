@@ -1,5 +1,5 @@
-//! The family `warp` between two kernels, each served by a host of its own; and between a kernel and peers that do not keep
-//! the rules.
+//! `warp` sockets between two kernels, each served by a host of its own, and between a kernel and
+//! peers that violate the protocol.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -25,17 +25,17 @@ cases!(Testbed; CASES:
     random_pieces_between_kernels,
     rings_of_different_sizes,
     half_closed_between_kernels,
-    what_was_sent_lands_after_close,
+    bytes_arrive_after_close,
     a_reset_between_kernels,
     the_other_host_ends,
     the_other_host_dies,
     a_thousand_between_kernels,
     a_storm_between_kernels,
-    strangers_are_turned_away,
-    silent_strangers_harm_nobody,
-    servers_that_are_no_warp_sockets,
+    strangers_are_refused,
+    silent_strangers_do_no_harm,
+    servers_that_are_not_warp_sockets,
     the_family_is_limited,
-    peers_that_lie_are_found_out,
+    impossible_counters_of_a_peer,
     peers_reach_nothing_else,
     a_device_that_does_not_answer,
     bytes_are_counted,
@@ -43,7 +43,7 @@ cases!(Testbed; CASES:
     a_kernel_that_reads_no_more_breaks_the_pipe,
 );
 
-/// Two hosts with puppets.
+/// Two hosts with scripted kernels.
 struct HostPair {
     here: Harness,
     there: Harness,
@@ -67,13 +67,13 @@ impl HostPair {
         )
     }
 
-    /// A connection that the puppet of the one side made and that of the other has accepted.
+    /// A connection that a kernel of one host made and one of the other has accepted.
     fn connected(&self, at: SocketAddr) -> (u64, u64) {
         connect(self.here.first(), self.there.first(), at)
     }
 }
 
-/// A listener at a port of its own, and its address.
+/// A listener at a free port, and its address.
 fn listen(server: &ScriptedKernel, at: SocketAddr, backlog: u64) -> (u64, SocketAddr) {
     let listener = server.socket(at, WARP_STREAM);
     server.expect(KernelOp::Bind, &[listener], Some(at));
@@ -142,7 +142,8 @@ fn rings_of_different_sizes(testbed: &Testbed) {
     let hosts = HostPair::with(testbed, 2, [SockOptions { ring: 4096, ..large }, large]);
     let total = 1_000_003;
     let (socket, accepted) = hosts.connected(loopbacks()[0]);
-    // The small one can have 4096 bytes on their way, much less than the large one tells of by itself.
+    // The small end has at most 4096 bytes in flight, much less than the large one's default report
+    // threshold.
     hosts.here.scripted_kernels[0].start(KernelOp::StreamOut, &[socket, 11, total, 9_000], None);
     hosts.there.scripted_kernels[1].start(KernelOp::StreamIn, &[accepted, 11, total, 70_000], None);
     hosts.there.scripted_kernels[0].start(
@@ -175,22 +176,22 @@ fn half_closed_between_kernels(testbed: &Testbed) {
     }
 }
 
-fn what_was_sent_lands_after_close(testbed: &Testbed) {
+fn bytes_arrive_after_close(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 1);
     let (client, server) = (hosts.here.first(), hosts.there.first());
     let (socket, accepted) = hosts.connected(loopbacks()[0]);
-    // As much as the ring holds: the one is gone before the other begins.
+    // As much as the ring holds: the sender is closed before the receiver reads.
     client.expect(KernelOp::StreamOut, &[socket, 5, 64 << 10, 60_000], None);
     client.expect(KernelOp::Close, &[socket], None);
-    until("it is gone", || hosts.here.host.stats().open == 0);
+    until("the sender is released", || hosts.here.host.stats().open == 0);
     assert_eq!(
         server.call(KernelOp::StreamIn, &[accepted, 5, 1 << 20, 5_000], None).result,
         64 << 10
     );
     assert_eq!(server.recv(accepted, 1).unwrap(), b"");
-    until("it is known", || server.send(accepted, b"anybody there?") == errno(Errno::PIPE));
+    until("the error is known", || server.send(accepted, b"are you there?") == errno(Errno::PIPE));
     server.expect(KernelOp::Close, &[accepted], None);
-    until("both are gone", || hosts.there.host.stats().open == 0);
+    until("both are released", || hosts.there.host.stats().open == 0);
 }
 
 fn a_reset_between_kernels(testbed: &Testbed) {
@@ -200,25 +201,25 @@ fn a_reset_between_kernels(testbed: &Testbed) {
         let (socket, accepted) = hosts.connected(loopbacks()[0]);
         server.start(waits, &[accepted, 0, 1 << 30, 60_000], None);
         std::thread::sleep(Duration::from_millis(20));
-        assert!(!server.is_done(), "{waits:?} waits");
+        assert!(!server.is_done(), "{waits:?} is blocked");
         client.expect(KernelOp::Set, &[socket, SockOption::Linger as u64, 0], None);
         client.expect(KernelOp::Close, &[socket], None);
         assert_eq!(server.finish().result, errno(Errno::CONNRESET), "{waits:?}");
         assert!(server.send(accepted, b"x") < 0);
         server.expect(KernelOp::Close, &[accepted], None);
     }
-    // What came before is received.
+    // Bytes that arrived before the reset are received.
     let (socket, accepted) = hosts.connected(loopbacks()[0]);
-    assert_eq!(client.send(socket, b"the last you hear of me"), 23);
+    assert_eq!(client.send(socket, b"last bytes before reset"), 23);
     std::thread::sleep(Duration::from_millis(20));
     client.expect(KernelOp::Set, &[socket, SockOption::Linger as u64, 0], None);
     client.expect(KernelOp::Close, &[socket], None);
-    assert_eq!(server.recv(accepted, 100).unwrap(), b"the last you hear of me");
+    assert_eq!(server.recv(accepted, 100).unwrap(), b"last bytes before reset");
     assert_eq!(server.recv(accepted, 100), Err(errno(Errno::CONNRESET)));
 }
 
-/// Somebody waits at the one host in each way, while something happens to the other.
-fn the_other_ends(testbed: &Testbed, happens: fn(&SockHost)) {
+/// All kinds of calls are blocked at one host, when something happens to the other.
+fn with_other_host(testbed: &Testbed, happens: fn(&SockHost)) {
     let hosts = HostPair::small(testbed, 3);
     let server = &hosts.there.scripted_kernels;
     let pairs: Vec<_> = (0..3).map(|_| hosts.connected(loopbacks()[0])).collect();
@@ -228,12 +229,12 @@ fn the_other_ends(testbed: &Testbed, happens: fn(&SockHost)) {
     server[2].put(4, &[1, 0, 0, 0]);
     server[2].start(KernelOp::Poll, &[0, 1, u64::MAX], None);
     std::thread::sleep(Duration::from_millis(30));
-    assert!(server.iter().all(|scripted| !scripted.is_done()), "all wait");
+    assert!(server.iter().all(|scripted| !scripted.is_done()), "all are blocked");
     let start = Instant::now();
     happens(&hosts.here.host);
     assert_eq!(server[0].finish().result, errno(Errno::CONNRESET));
     assert_eq!(server[1].finish().result, errno(Errno::CONNRESET));
-    assert_eq!(server[2].finish().result, 1, "the end is told unasked");
+    assert_eq!(server[2].finish().result, 1, "HUP is always reported");
     assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     for (_, accepted) in pairs {
         server[0].expect(KernelOp::Close, &[accepted], None);
@@ -242,11 +243,11 @@ fn the_other_ends(testbed: &Testbed, happens: fn(&SockHost)) {
 }
 
 fn the_other_host_ends(testbed: &Testbed) {
-    the_other_ends(testbed, SockHost::stop);
+    with_other_host(testbed, SockHost::stop);
 }
 
 fn the_other_host_dies(testbed: &Testbed) {
-    the_other_ends(testbed, SockHost::simulate_crash);
+    with_other_host(testbed, SockHost::simulate_crash);
 }
 
 fn a_thousand_between_kernels(testbed: &Testbed) {
@@ -283,7 +284,7 @@ fn a_storm_between_kernels(testbed: &Testbed) {
     let hosts = HostPair::new(testbed, 4, options);
     let at = loopbacks()[0];
     let (listener, name) = listen(hosts.there.first(), at, 64);
-    // Four blocks connect without waiting, ten each, before anybody accepts.
+    // Four blocks connect without waiting, ten times each, before the first accept.
     let mut sockets = Vec::new();
     for client in &hosts.here.scripted_kernels {
         for _ in 0..10 {
@@ -302,26 +303,26 @@ fn a_storm_between_kernels(testbed: &Testbed) {
         .collect();
     let client = hosts.here.first();
     for (number, socket) in sockets.iter().enumerate() {
-        until("it stands", || client.send(*socket, &[number as u8]) == 1);
+        until("it is connected", || client.send(*socket, &[number as u8]) == 1);
     }
     let mut seen: Vec<_> =
         accepted.iter().map(|socket| hosts.there.first().recv(*socket, 10).unwrap()[0]).collect();
     seen.sort_unstable();
-    assert_eq!(seen, (0..40).collect::<Vec<u8>>(), "each once");
+    assert_eq!(seen, (0..40).collect::<Vec<u8>>(), "each connection once");
 }
 
-fn strangers_are_turned_away(testbed: &Testbed) {
+fn strangers_are_refused(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 1);
     let server = hosts.there.first();
     let (listener, name) = listen(server, loopbacks()[0], 8);
     let long = vec![b'x'; 5000];
-    for said in
+    for message in
         [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\n", b"{\"warpwire\":1,\"words\":\"ready\"}\n", &long]
     {
         let mut stranger = TcpStream::connect(name).unwrap();
         stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        stranger.write_all(said).unwrap();
-        // It is told why, if it reads that before the reset, and is let go.
+        stranger.write_all(message).unwrap();
+        // The stranger gets the reason, unless the reset is faster, and is disconnected.
         let mut answer = Vec::new();
         let _ = stranger.read_to_end(&mut answer);
         assert!(stranger.read(&mut [0]).is_ok_and(|count| count == 0));
@@ -330,16 +331,16 @@ fn strangers_are_turned_away(testbed: &Testbed) {
     hosts.here.first().expect(KernelOp::Connect, &[socket], Some(name));
     assert!(
         server.expect(KernelOp::Accept, &[listener], None) > 0,
-        "the first that is handed out is no stranger"
+        "the first accepted connection is not a stranger"
     );
     until("nothing else is left", || hosts.there.host.stats().open == 2);
 }
 
-fn silent_strangers_harm_nobody(testbed: &Testbed) {
+fn silent_strangers_do_no_harm(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 1);
     let server = hosts.there.first();
     let (listener, name) = listen(server, loopbacks()[0], 100);
-    // More than there are places; some of them say a little.
+    // More than there are slots; some of them send a part of a hello.
     let strangers: Vec<_> = (0..100)
         .map(|number| {
             let mut stranger = TcpStream::connect(name).unwrap();
@@ -359,7 +360,7 @@ fn silent_strangers_harm_nobody(testbed: &Testbed) {
     drop(strangers);
 }
 
-fn servers_that_are_no_warp_sockets(testbed: &Testbed) {
+fn servers_that_are_not_warp_sockets(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -367,7 +368,7 @@ fn servers_that_are_no_warp_sockets(testbed: &Testbed) {
     let cases: [(Serve, Errno); 3] = [
         (|mut peer| peer.write_all(b"220 mail.example.org ESMTP\r\n").unwrap(), Errno::PROTO),
         (drop, Errno::CONNRESET),
-        // It says nothing, for longer than anybody waits.
+        // A server that sends nothing for longer than the timeout.
         (|mut peer| drop(peer.read_to_end(&mut Vec::new())), Errno::TIMEDOUT),
     ];
     for (serve, expected) in cases {
@@ -400,10 +401,10 @@ fn the_family_is_limited(testbed: &Testbed) {
     until("its queue pair is free", || hosts.here.host.stats().open == 2);
     client.expect(KernelOp::Connect, &[third], Some(name));
     let off = none.first().call(KernelOp::Socket, &[4, WARP_STREAM], None).result;
-    assert_eq!(off, errno(Errno::OPNOTSUPP), "the family is switched off");
+    assert_eq!(off, errno(Errno::OPNOTSUPP), "the family is disabled");
 }
 
-/// A peer that the test plays by hand: it meets a kernel by the rules, and then does as it likes.
+/// A peer implemented by the test: it completes the handshake, and then does what the case needs.
 struct RawPeer {
     tcp: TcpStream,
     qp: Qp,
@@ -426,7 +427,7 @@ impl RawPeer {
         let any = SocketAddr::new(name.ip(), 0);
         let link = Auto::bind(any, udp::Options::default(), shm::Options::default()).unwrap();
         let context = Context::open_with(link, options).unwrap();
-        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+        let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let memory = context.register(&pd, HostMemory::new(2 * Self::RING).unwrap(), all).unwrap();
@@ -452,7 +453,7 @@ impl RawPeer {
             }
             let mut bytes = [0; 1024];
             let count = tcp_side.read(&mut bytes).unwrap();
-            assert!(count > 0, "it hung up");
+            assert!(count > 0, "the connection was closed");
             handshake.take(&bytes[..count]).unwrap();
             if let Some(theirs) = handshake.peer().copied()
                 && !handshake.is_ready()
@@ -465,12 +466,12 @@ impl RawPeer {
         Self { tcp, qp, cq, memory, theirs, _context: context }
     }
 
-    /// Writes a word somewhere; whether it was let.
+    /// Writes a remote word; returns whether that succeeded.
     fn write(&self, to: Remote, value: u64) -> bool {
         let bytes = value.to_le_bytes();
         let request = SendRequest::new(1, WrOp::Write(to)).inline(&bytes);
         self.qp.post_send(&[request]).unwrap();
-        self.cq.next(Duration::from_secs(10)).unwrap().unwrap().is_success()
+        self.cq.wait_next(Duration::from_secs(10)).unwrap().unwrap().is_success()
     }
 
     fn write_received(&self, value: u64) {
@@ -482,53 +483,53 @@ impl RawPeer {
     }
 }
 
-/// A listener, and a connection between two honest kernels.
+/// A listener, and a connection between two correct kernels.
 fn with_bystanders(hosts: &HostPair) -> (u64, SocketAddr, (u64, u64)) {
     let bystanders = hosts.connected(loopbacks()[0]);
     let (listener, name) = listen(hosts.there.first(), loopbacks()[0], 8);
     (listener, name, bystanders)
 }
 
-fn peers_that_lie_are_found_out(testbed: &Testbed) {
+fn impossible_counters_of_a_peer(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 1);
     let server = hosts.there.first();
     let (listener, name, (socket, accepted)) = with_bystanders(&hosts);
     let ring = 64 << 10;
-    let meet = || {
+    let connect_raw = || {
         let raw_peer = RawPeer::connect(name);
         (raw_peer, server.expect(KernelOp::Accept, &[listener], None) as u64)
     };
-    // More than the ring holds, by a byte or by all; and an end that lies far beyond.
+    // More than the ring holds, by a byte or by far; and a FIN with such a count.
     for bad_write in [ring + 1, u64::MAX >> 1, FIN | (ring + 1), FIN | 1 << 62] {
-        let (raw_peer, victim) = meet();
+        let (raw_peer, victim) = connect_raw();
         raw_peer.write_received(ring);
-        assert_eq!(server.recv(victim, 10).unwrap().len(), 10, "all that fits is believed");
+        assert_eq!(server.recv(victim, 10).unwrap().len(), 10, "a count that fits is accepted");
         raw_peer.write_received(bad_write + 10);
         assert_eq!(server.recv(victim, 100), Err(errno(Errno::PROTO)), "{bad_write:#x}");
-        assert_eq!(server.recv(victim, 100), Err(errno(Errno::PROTO)), "and stays so");
+        assert_eq!(server.recv(victim, 100), Err(errno(Errno::PROTO)), "repeatedly");
         assert_eq!(server.send(victim, b"x"), errno(Errno::PROTO));
         let end = (&raw_peer.tcp).read(&mut [0]);
         assert!(end.is_err_and(|why| why.kind() == std::io::ErrorKind::ConnectionReset));
         server.expect(KernelOp::Close, &[victim], None);
     }
-    // A counter that goes back behind what was read.
-    let (raw_peer, victim) = meet();
+    // A counter less than what was read.
+    let (raw_peer, victim) = connect_raw();
     raw_peer.write_received(10);
     assert_eq!(server.recv(victim, 10).unwrap().len(), 10);
     raw_peer.write_received(9);
     assert_eq!(server.recv(victim, 10), Err(errno(Errno::PROTO)));
     server.expect(KernelOp::Close, &[victim], None);
-    // More was taken than sent.
+    // More taken than sent.
     for bad_write in [6, u64::MAX, 1 << 40, READ_CLOSED | 6] {
-        let (raw_peer, victim) = meet();
+        let (raw_peer, victim) = connect_raw();
         assert_eq!(server.send(victim, b"hello"), 5);
         raw_peer.write_taken(bad_write);
         assert_eq!(server.send(victim, b"hello"), errno(Errno::PROTO), "{bad_write:#x}");
         server.expect(KernelOp::Close, &[victim], None);
         drop(raw_peer);
     }
-    // A byte on the connection where nobody speaks any more.
-    let (raw_peer, victim) = meet();
+    // A byte on the TCP connection after the handshake.
+    let (raw_peer, victim) = connect_raw();
     (&raw_peer.tcp).write_all(b"!").unwrap();
     assert_eq!(server.recv(victim, 10), Err(errno(Errno::PROTO)));
     server.expect(KernelOp::Close, &[victim], None);
@@ -554,7 +555,7 @@ fn peers_reach_nothing_else(testbed: &Testbed) {
         let raw_peer = RawPeer::connect(name);
         let victim = server.expect(KernelOp::Accept, &[listener], None) as u64;
         assert!(!raw_peer.write(target(&raw_peer.theirs, &other.theirs), 7), "target {number}");
-        // Its connection has failed by that, and no other.
+        // Only its own connection has failed.
         let ended = server.recv(victim, 1);
         assert_eq!(ended, Err(errno(Errno::CONNRESET)), "target {number}");
         server.expect(KernelOp::Close, &[victim], None);
@@ -566,22 +567,22 @@ fn peers_reach_nothing_else(testbed: &Testbed) {
 
 fn a_device_that_does_not_answer(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 2);
-    let [server, other] = &hosts.there.scripted_kernels[..] else { panic!("two puppets") };
+    let [server, other] = &hosts.there.scripted_kernels[..] else { panic!("two scripted kernels") };
     let (listener, name, (socket, accepted)) = with_bystanders(&hosts);
-    // Nobody drives it, as if its network were cut. Its TCP connection stands.
+    // Its engine does not run, as if its network were down. The TCP connection is intact.
     let raw_peer =
         RawPeer::with(name, HcaOptions { progress_mode: ProgressMode::Manual, direct: false });
     let victim = server.expect(KernelOp::Accept, &[listener], None) as u64;
     let start = Instant::now();
     server.start(KernelOp::Recv, &[victim, 0, 10], None);
-    assert_eq!(other.send(victim, b"hello?"), 6, "it is on its way");
-    assert_eq!(server.finish().result, errno(Errno::TIMEDOUT), "what waits is released");
+    assert_eq!(other.send(victim, b"hello?"), 6, "it is posted");
+    assert_eq!(server.finish().result, errno(Errno::TIMEDOUT), "the blocked call returns");
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     assert_eq!(other.send(victim, b"hello?"), errno(Errno::TIMEDOUT));
     server.expect(KernelOp::Close, &[victim], None);
     assert_eq!(hosts.here.first().send(socket, b"fine"), 4);
     assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
-    until("its place is free", || hosts.there.host.stats().open == 2);
+    until("its slot is free", || hosts.there.host.stats().open == 2);
     drop(raw_peer);
 }
 
@@ -599,23 +600,23 @@ fn bytes_are_counted(testbed: &Testbed) {
     assert_eq!(counted(), [(0, 0); 2]);
     assert_eq!(client.send(socket, b"twelve bytes"), 12);
     assert_eq!(server.recv(accepted, 5).unwrap().len(), 5);
-    assert_eq!(counted(), [(12, 0), (0, 5)], "while it stands, and as far as they were read");
+    assert_eq!(counted(), [(12, 0), (0, 5)], "while connected; received counts bytes read");
     server.expect(KernelOp::Close, &[accepted], None);
     assert_eq!(counted(), [(12, 0), (0, 5)], "when one end is closed");
     client.expect(KernelOp::Close, &[socket], None);
     assert_eq!(counted(), [(12, 0), (0, 5)], "and when both are");
 
-    // The places are used again; one is never accepted.
+    // The slots are reused; one connection is never accepted.
     let (listener, name) = listen(server, loopbacks()[0], 8);
     let socket = client.socket(name, WARP_STREAM);
     client.expect(KernelOp::Connect, &[socket], Some(name));
-    assert_eq!(client.send(socket, b"nobody reads it"), 15);
+    assert_eq!(client.send(socket, b"it is not read!"), 15);
     assert_eq!(counted(), [(27, 0), (0, 5)]);
     server.expect(KernelOp::Close, &[listener], None);
     client.expect(KernelOp::Close, &[socket], None);
     assert_eq!(counted(), [(27, 0), (0, 5)]);
 
-    // More than 32 bits count is tried elsewhere; here more than rings hold, both ways, and a reset in the end.
+    // More bytes than the rings hold, in both directions, and a reset at the end.
     let (socket, accepted) = hosts.connected(loopbacks()[1]);
     let total = 3_000_000;
     hosts.here.scripted_kernels[1].start(KernelOp::StreamIn, &[socket, 2, total, 9_000], None);
@@ -632,10 +633,10 @@ fn bytes_are_counted(testbed: &Testbed) {
     assert_eq!(server.recv(accepted, 1), Err(errno(Errno::CONNRESET)));
     assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
     hosts.there.host.stop();
-    assert_eq!(counted(), [(total + 27, total), (total, total + 5)], "after its end, too");
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)], "after the reset, too");
 }
 
-/// A CPU program that has shut down: the kernel that waits for room, and whoever comes later, are told.
+/// A CPU program shuts down its receiving direction: blocked and later sends of the kernel fail.
 fn a_peer_that_reads_no_more_breaks_the_pipe(testbed: &Testbed) {
     let harness = testbed.harness(2);
     let (scripted, other) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
@@ -645,26 +646,26 @@ fn a_peer_that_reads_no_more_breaks_the_pipe(testbed: &Testbed) {
     assert!(!scripted.is_done());
     peer.shutdown(std::net::Shutdown::Read);
     assert_eq!(scripted.finish().result, errno(Errno::PIPE));
-    assert_eq!(scripted.send(socket, b"x"), errno(Errno::PIPE), "and stays so");
+    assert_eq!(scripted.send(socket, b"x"), errno(Errno::PIPE), "repeatedly");
     assert_eq!(scripted.call(KernelOp::Reserve, &[socket, 0, 10], None).result, errno(Errno::PIPE));
     other.put(0, &(socket as u32).to_le_bytes());
     other.put(4, &[4, 0, 0, 0]);
     assert_eq!(
         other.call(KernelOp::Poll, &[0, 1, u64::MAX], None).result,
         1,
-        "sending would not wait"
+        "a send would not block"
     );
-    // It still talks.
-    peer.write_all(b"I am no listener").unwrap();
-    assert_eq!(scripted.recv(socket, 100).unwrap(), b"I am no listener");
+    // The peer can still send.
+    peer.write_all(b"not a listener!").unwrap();
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"not a listener!");
     scripted.expect(KernelOp::Close, &[socket], None);
 
-    // A span that is out when it happens.
+    // With a reserved span at that time.
     let (socket, peer) = scripted.accepted(loopbacks()[1]);
     scripted.expect(KernelOp::Reserve, &[socket, 0, 10], None);
     peer.shutdown(std::net::Shutdown::Read);
     let mut result = 0;
-    until("it has landed", || {
+    until("READ_CLOSED has arrived", || {
         result = scripted.call(KernelOp::Commit, &[socket, 0, 10], None).result;
         if result == 0 {
             result = scripted.call(KernelOp::Reserve, &[socket, 0, 10], None).result;
@@ -673,10 +674,10 @@ fn a_peer_that_reads_no_more_breaks_the_pipe(testbed: &Testbed) {
     });
     assert_eq!(result, errno(Errno::PIPE));
     scripted.expect(KernelOp::Close, &[socket], None);
-    until("both are gone", || harness.host.stats().open == 0);
+    until("both are released", || harness.host.stats().open == 0);
 }
 
-/// Between kernels, with a span that is out.
+/// Between kernels, with a borrowed span.
 fn a_kernel_that_reads_no_more_breaks_the_pipe(testbed: &Testbed) {
     let hosts = HostPair::small(testbed, 1);
     let (client, server) = (hosts.here.first(), hosts.there.first());
@@ -693,11 +694,11 @@ fn a_kernel_that_reads_no_more_breaks_the_pipe(testbed: &Testbed) {
             server.expect(KernelOp::Consume, &[accepted, 0, 1], None);
         }
         assert_eq!(client.finish().result, errno(Errno::PIPE), "span: {span}");
-        assert_eq!(server.send(accepted, b"heard enough"), 12);
-        assert_eq!(client.recv(socket, 100).unwrap(), b"heard enough");
+        assert_eq!(server.send(accepted, b"no more data"), 12);
+        assert_eq!(client.recv(socket, 100).unwrap(), b"no more data");
         client.expect(KernelOp::Close, &[socket], None);
         server.expect(KernelOp::Close, &[accepted], None);
-        until("all is given back", || {
+        until("everything is released", || {
             [&hosts.here, &hosts.there].iter().all(|harness| harness.host.stats().open == 0)
         });
     }

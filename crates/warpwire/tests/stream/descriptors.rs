@@ -1,4 +1,4 @@
-//! Lists of operations: one submission, all or nothing.
+//! Descriptor lists: one submission, all or nothing.
 
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, Word, WordWidth};
@@ -10,10 +10,10 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     a_list_does_everything_in_order,
-    the_four_conditions_mean_what_they_say,
-    bytes_are_taken_when_they_are_given,
+    all_four_wait_conditions,
+    bytes_are_copied_when_added,
     a_failing_element_leaves_nothing_behind,
-    a_list_that_is_dropped_never_was,
+    a_dropped_list_has_no_effect,
     two_queue_pairs_play_ping_pong_in_lists,
     a_wait_may_follow_its_request_in_the_list,
 );
@@ -51,14 +51,14 @@ fn a_list_does_everything_in_order(fixture: &Fixture) {
     assert_eq!(far.read(0, 1024), wanted);
     sync(&sender);
     assert_eq!(passed.load().unwrap(), 1 << 40);
-    // Nothing to do is nothing to refuse.
+    // Posting an empty list succeeds.
     list.post().unwrap();
 }
 
-fn the_four_conditions_mean_what_they_say(fixture: &Fixture) {
+fn all_four_wait_conditions(fixture: &Fixture) {
     let stream = fixture.stream();
     let high = 1_u64 << 63;
-    // Condition, width, value, a word that does not satisfy it, one that does.
+    // Condition, width, value, a word that does not satisfy the condition, one that does.
     let table = [
         (Condition::AtLeast, WordWidth::Bits32, 5, 4, 6),
         (Condition::AtLeast, WordWidth::Bits32, 0xffff_fff0, 0xffff_ff00, 3),
@@ -92,7 +92,7 @@ fn the_four_conditions_mean_what_they_say(fixture: &Fixture) {
     }
 }
 
-fn bytes_are_taken_when_they_are_given(fixture: &Fixture) {
+fn bytes_are_copied_when_added(fixture: &Fixture) {
     let stream = fixture.stream();
     let gate = fixture.word64();
     let memory = fixture.gpu.alloc(1 << 20).unwrap();
@@ -101,7 +101,7 @@ fn bytes_are_taken_when_they_are_given(fixture: &Fixture) {
     list.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let mut expected = Vec::new();
     let mut bytes = Vec::new();
-    // Words and copies; odd lengths and odd places; nothing.
+    // Words and copies, unaligned lengths and offsets, an empty range.
     for (at, (offset, len)) in
         [(0, 4), (64, 64), (129, 8), (1000, 3), (4096, 300_000), (600_000, 1), (700_001, 0)]
             .into_iter()
@@ -122,7 +122,7 @@ fn bytes_are_taken_when_they_are_given(fixture: &Fixture) {
         let mut found = vec![0; bytes.len() + 1];
         memory.read(offset, &mut found).unwrap();
         assert_eq!(found[..bytes.len()], bytes);
-        assert_eq!(found[bytes.len()], 0xee, "behind {} bytes at {offset}", bytes.len());
+        assert_eq!(found[bytes.len()], 0xee, "after {} bytes at {offset}", bytes.len());
     }
 }
 
@@ -133,8 +133,8 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     let (stream, word) = (fixture.stream(), fixture.word64());
     post_receives(&b, &far, 1, 8);
     let write = WrOp::Write(far.mr.remote(0));
-    // The list is refused as a whole: its third element waits for a request that was prepared elsewhere, and never
-    // posted.
+    // The list is refused as a whole: its third element waits for a request that was prepared
+    // outside the list and not posted.
     let elsewhere = a.prepare(&nop(9)).unwrap();
     let mut list = Descriptors::on(&stream);
     list.write_value(&word, 1).unwrap();
@@ -147,7 +147,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     sync(&stream);
     assert_eq!((word.load().unwrap(), far.word(0)), (0, 0));
     drop(elsewhere);
-    // All of it is as it was: the same receive is waited for, and requests go out.
+    // Nothing changed: the next wait is for the same receive, and requests can be posted.
     let mut list = Descriptors::on(&stream);
     assert_eq!(list.wait_receive(&b).unwrap().number(), 0);
     drop(list);
@@ -155,7 +155,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     a.wait_send(&stream, ticket).unwrap();
     sync(&stream);
     assert_eq!((done(&a), far.read(0, 8)), (2, vec![2; 8]));
-    // A stream that has failed takes nothing, and the queue pair works on.
+    // A failed stream refuses work; the queue pair still works.
     if fixture.other_gpu().is_some() {
         let broken = fixture.stream();
         broken.call_host(|| std::panic::resume_unwind(Box::new("on purpose"))).unwrap();
@@ -170,7 +170,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     }
 }
 
-fn a_list_that_is_dropped_never_was(fixture: &Fixture) {
+fn a_dropped_list_has_no_effect(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, b] = fixture.pair(&testbed);
     let far = fixture.memory(&testbed.b, 64);
@@ -224,7 +224,7 @@ fn a_wait_may_follow_its_request_in_the_list(fixture: &Fixture) {
     let [a, _b] = fixture.pair(&testbed);
     let stream = fixture.stream();
     let mut list = Descriptors::on(&stream);
-    // The other way round it would wait for ever.
+    // In the other order the stream would wait for ever, so it is refused.
     let work = a.prepare(&nop(1)).unwrap();
     list.wait_send(&a, work.ticket()).unwrap();
     list.send_prepared(work).unwrap();

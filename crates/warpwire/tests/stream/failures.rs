@@ -1,4 +1,4 @@
-//! What goes wrong releases every stream, and says why.
+//! Every failure releases the waiting streams and is reported with its cause.
 
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,13 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     an_error_completion_releases_the_stream,
-    what_was_posted_behind_a_failure_comes_back,
-    a_peer_that_is_gone_wakes_those_who_send,
-    a_peer_that_is_silent_wakes_those_who_receive,
-    patience_begins_when_the_stream_comes_to_the_wait,
+    work_posted_after_a_failure_is_flushed,
+    a_lost_peer_releases_sending_streams,
+    a_silent_peer_releases_receiving_streams,
+    the_timeout_starts_when_the_stream_reaches_the_wait,
     streams_that_wait_for_each_other_are_released,
-    a_queue_pair_that_is_dropped_releases_its_streams,
-    a_queue_pair_that_is_ended_releases_its_streams,
+    a_dropped_queue_pair_releases_its_streams,
+    an_aborted_queue_pair_releases_its_streams,
 );
 
 fn an_error_completion_releases_the_stream(fixture: &Fixture) {
@@ -36,21 +36,21 @@ fn an_error_completion_releases_the_stream(fixture: &Fixture) {
     let failure = a.failure().expect("the write failed");
     assert_eq!(failure.status, Some(Status::RemoteAccess), "{failure}");
     assert_eq!((failure.id, failure.ticket), (Some(77), Some(ticket)));
-    // The peer fails as well, and whoever waits there goes on.
+    // The peer's queue pair fails as well, and streams that wait there are released.
     sync(&other);
     assert!(b.failure().is_some());
-    // Nothing more is taken, and the reason is the same.
+    // Further work is refused for the same reason.
     let refused = a.queue(&stream, &nop(1)).unwrap_err();
     assert_eq!(refused.to_string(), failure.error.to_string());
-    // The completion is there to be taken.
+    // The failed completion can be polled.
     let done = next(&a);
     assert_eq!((done.id, done.status), (77, Status::RemoteAccess));
-    // Waits for what has ended are still over at once.
+    // Waits for completed work still return immediately.
     a.wait_send(&stream, ticket).unwrap();
     sync(&stream);
 }
 
-fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
+fn work_posted_after_a_failure_is_flushed(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let near = fixture.memory(&testbed.a, 64);
@@ -59,7 +59,7 @@ fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
     let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let bad = SendRequest::new(1, WrOp::Write(nowhere));
     a.queue(&streams[0], &bad.with(&[near.sge(0, 8)])).unwrap();
-    // The second stream has not come to its request when the first one fails.
+    // The second stream has not reached its request when the first request fails.
     streams[1].wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let late = a.queue(&streams[1], &nop(2)).unwrap();
     let last = a.queue(&streams[2], &nop(3)).unwrap();
@@ -75,14 +75,14 @@ fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
     assert_eq!(all, [(1, Status::RemoteAccess), (2, flushed), (3, flushed)]);
 }
 
-fn short_patience() -> QpOptions {
-    // 4.096 µs · 2^10, three times.
+fn short_retries() -> QpOptions {
+    // 4.096 µs · 2^10 per transmission, three transmissions.
     QpOptions { timeout: 10, retry_count: 2, ..QpOptions::default() }
 }
 
-fn a_peer_that_is_gone_wakes_those_who_send(fixture: &Fixture) {
+fn a_lost_peer_releases_sending_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = StreamQpOptions { qp: short_patience(), ..fixture.options() };
+    let options = StreamQpOptions { qp: short_retries(), ..fixture.options() };
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
@@ -99,7 +99,7 @@ fn a_peer_that_is_gone_wakes_those_who_send(fixture: &Fixture) {
     assert!(failure.to_string().contains("peer"), "{failure}");
 }
 
-fn a_peer_that_is_silent_wakes_those_who_receive(fixture: &Fixture) {
+fn a_silent_peer_releases_receiving_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let wait_timeout = Duration::from_millis(200);
     let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
@@ -124,7 +124,7 @@ fn a_peer_that_is_silent_wakes_those_who_receive(fixture: &Fixture) {
     }
 }
 
-fn patience_begins_when_the_stream_comes_to_the_wait(fixture: &Fixture) {
+fn the_timeout_starts_when_the_stream_reaches_the_wait(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let wait_timeout = Duration::from_millis(400);
     let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
@@ -134,7 +134,7 @@ fn patience_begins_when_the_stream_comes_to_the_wait(fixture: &Fixture) {
     let (stream, gate) = (fixture.stream(), fixture.word64());
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     a.wait_receive(&stream).unwrap();
-    // Far beyond all patience, but elsewhere.
+    // Longer than the timeout, but the stream has not reached the wait yet.
     std::thread::sleep(wait_timeout * 2);
     assert!(a.failure().is_none());
     gate.store(1).unwrap();
@@ -150,7 +150,8 @@ fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
     let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
     let [a, _b] = fixture.pair_with(&testbed, &options);
     let (first, second, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
-    // The first waits for a request of the second, which waits for what the first does after that.
+    // A deadlock: the first stream waits for a request of the second, which waits for a word that
+    // the first writes afterwards.
     second.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let ticket = a.queue(&second, &nop(1)).unwrap();
     let mut list = Descriptors::on(&first);
@@ -164,7 +165,7 @@ fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
     assert_eq!(failure.waiters[0].stream, first.label());
 }
 
-fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
+fn a_dropped_queue_pair_releases_its_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let near = fixture.memory(&testbed.a, 64);
@@ -178,12 +179,12 @@ fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
     assert_blocked(&waiting);
     drop(a);
     sync(&waiting);
-    // This one comes to it when nobody is there any more.
+    // This stream reaches its waits after the queue pair was dropped.
     gate.store(1).unwrap();
     sync(&later);
 }
 
-fn a_queue_pair_that_is_ended_releases_its_streams(fixture: &Fixture) {
+fn an_aborted_queue_pair_releases_its_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let near = fixture.memory(&testbed.a, 64);
@@ -194,7 +195,7 @@ fn a_queue_pair_that_is_ended_releases_its_streams(fixture: &Fixture) {
     a.abort();
     sync(&stream);
     let failure = a.failure().unwrap();
-    assert!(failure.to_string().contains("program ended it"), "{failure}");
+    assert!(failure.to_string().contains("the application aborted"), "{failure}");
     assert_eq!(failure.waiters[0].ticket, ticket);
     a.abort();
 }

@@ -1,4 +1,4 @@
-//! What a case gets to work with: a GPU, two devices on a link with a thread each, and queue pairs between them.
+//! A GPU, two devices on a link with a thread each, and queue pairs between them.
 
 use std::time::{Duration, Instant};
 
@@ -12,14 +12,14 @@ use warpwire::verbs::{
 };
 use warpwire_apps::pattern;
 
-/// Longer than anything takes that works.
+/// Longer than any operation takes that works.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
-/// Long enough to be sure that something does not happen.
+/// How long a case waits before it concludes that something does not happen.
 pub const SHORT_WAIT: Duration = Duration::from_millis(30);
 
-/// How queue pairs are made, and what the device can do.
+/// Options of the queue pairs, and capabilities of the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Variant {
     pub name: &'static str,
@@ -37,7 +37,7 @@ const PLAIN: Variant = Variant {
     shm: false,
 };
 
-/// A new way to make queue pairs is a line here.
+/// Every case of `EVERYWHERE` runs with each of these.
 pub const VARIANTS: [Variant; 5] = [
     PLAIN,
     Variant { name: "without-nor", nor: false, ..PLAIN },
@@ -92,7 +92,7 @@ impl Fixture {
         StreamQpOptions { cq_memory, doorbell_mode, wait_timeout, ..StreamQpOptions::default() }
     }
 
-    /// Two queue pairs that are connected.
+    /// Two connected queue pairs.
     pub fn pair(&self, testbed: &Testbed) -> [StreamQp; 2] {
         self.pair_with(testbed, &self.options())
     }
@@ -138,11 +138,11 @@ impl Fixture {
         word
     }
 
-    /// The simulator counts: after every case, nothing may be left.
+    /// Fails if the case left objects on the simulated device.
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
         if let Err(live_objects) = sim.control(0).unwrap().wait_empty(test_timeout()) {
-            panic!("it still holds {live_objects:?}");
+            panic!("sim:0 still holds {live_objects:?}");
         }
     }
 }
@@ -161,12 +161,12 @@ pub struct Endpoint {
 impl Endpoint {
     pub fn open(link: impl Link + 'static, options: HcaOptions) -> Self {
         let context = Context::open_with(link, options).unwrap();
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         Self { context, pd }
     }
 }
 
-/// Two devices that reach each other.
+/// Two devices on one link.
 pub struct Testbed {
     pub a: Endpoint,
     pub b: Endpoint,
@@ -194,7 +194,7 @@ impl TestBuffer {
         u64::from_le_bytes(self.read(offset, 8).try_into().unwrap())
     }
 
-    /// Fills part of it with the pattern of `seed`, and returns what it wrote.
+    /// Fills a range with the pattern of `seed` and returns the bytes.
     pub fn pattern(&self, offset: u64, len: usize, seed: u64) -> Vec<u8> {
         let mut bytes = vec![0; len];
         pattern::fill_bytes(&mut bytes, seed, 0);
@@ -207,7 +207,7 @@ impl TestBuffer {
     }
 }
 
-/// Posts receives of so many bytes each, one after the other in that memory.
+/// Posts `count` receives of `len` bytes each, contiguous in the buffer.
 pub fn post_receives(qp: &StreamQp, buffer: &TestBuffer, count: u64, len: u32) {
     for id in 0..count {
         let range = buffer.sge(id * u64::from(len), len);
@@ -219,18 +219,18 @@ pub fn sync(stream: &Stream) {
     stream.synchronize(test_timeout()).unwrap();
 }
 
-/// Asserts that the stream does not come to its end for a while.
+/// Asserts that the stream still has work after [`SHORT_WAIT`].
 pub fn assert_blocked(stream: &Stream) {
     std::thread::sleep(SHORT_WAIT);
     assert!(!stream.is_idle().unwrap(), "{stream:?} should wait");
 }
 
 pub fn next(qp: &StreamQp) -> Completion {
-    let completion = qp.next(test_timeout()).unwrap();
-    completion.unwrap_or_else(|| panic!("a completion of {:#x} in time", qp.number()))
+    let completion = qp.wait_next(test_timeout()).unwrap();
+    completion.unwrap_or_else(|| panic!("no completion of {:#x} in time", qp.number()))
 }
 
-/// The name of the next piece of work that ended, with success: waits end for failures too, and what failed has moved nothing.
+/// The id of the next completion, which must be a success: stream waits also end on failures.
 pub fn done(qp: &StreamQp) -> u64 {
     let completion = next(qp);
     assert!(completion.is_success(), "{completion:?}: {:?}", qp.failure());
@@ -240,12 +240,12 @@ pub fn done(qp: &StreamQp) -> u64 {
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < test_timeout(), "it did not come to this: {what}");
+        assert!(start.elapsed() < test_timeout(), "timeout: {what}");
         std::thread::sleep(Duration::from_micros(50));
     }
 }
 
-/// A request that does nothing but complete.
+/// A request that only completes.
 pub fn nop(id: u64) -> SendRequest<'static> {
     SendRequest::new(id, warpwire::verbs::WrOp::Nop)
 }

@@ -1,4 +1,4 @@
-//! Every call, doing what it says.
+//! Every call of stream queue pairs, when it succeeds.
 
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
@@ -14,16 +14,16 @@ use testkit::cases;
 cases!(Fixture; CASES:
     a_queued_send_carries_what_the_kernel_wrote,
     every_operation_can_be_queued,
-    nothing_goes_before_it_is_posted,
+    prepared_work_is_not_sent_before_it_is_posted,
     dropped_work_leaves_no_hole,
-    the_cpu_posts_in_its_turn,
+    the_cpu_posts_in_order,
     streams_that_share_a_queue_pair_keep_its_order,
     several_streams_wait_for_one_completion,
-    each_stream_waits_for_its_own,
-    completions_come_in_order_with_their_names,
-    what_has_ended_holds_nobody_up,
-    waits_are_prepared_and_posted_apart,
-    rings_go_round_many_times,
+    each_stream_waits_for_its_own_receive,
+    completions_are_in_order_with_their_ids,
+    waits_for_completed_work_do_not_block,
+    waits_are_prepared_and_posted_separately,
+    ring_buffers_wrap_around_many_times,
 );
 
 fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
@@ -45,7 +45,7 @@ fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
     let ticket =
         a.queue(&sender, &SendRequest::new(5, WrOp::Send).with(&[from.sge(0, LEN)])).unwrap();
     a.wait_send(&sender, ticket).unwrap();
-    // The buffer may be used again once the wait is over.
+    // After the wait the buffer may be reused.
     pattern.fill(&sender, &from.memory.whole().unwrap(), 10).unwrap();
 
     assert_blocked(&sender);
@@ -81,24 +81,24 @@ fn every_operation_can_be_queued(fixture: &Fixture) {
     a.wait_send(&stream, last).unwrap();
     sync(&stream);
 
-    let ids: Vec<u64> = (0..6).map(|_| next(&a)).map(|done| ended(done).id).collect();
+    let ids: Vec<u64> = (0..6).map(|_| next(&a)).map(|done| expect_success(done).id).collect();
     assert_eq!(ids, [1, 2, 3, 4, 5, 6]);
     assert_eq!(far.read(0, 1024), wanted);
     assert_eq!(near.read(1024, 512), other);
     assert_eq!((near.word(2048), far.word(2048)), (41, 42));
     assert_eq!(far.read(1024, 5), b"small");
-    let kinds: Vec<_> = (0..3).map(|_| ended(next(&b)).kind).collect();
+    let kinds: Vec<_> = (0..3).map(|_| expect_success(next(&b)).kind).collect();
     let [first, second] =
         [CompletionKind::WriteImm(*b"imm!"), CompletionKind::ReceiveImm(*b"more")];
     assert_eq!(kinds, [first, second, CompletionKind::Receive]);
 }
 
-fn ended(completion: Completion) -> Completion {
+fn expect_success(completion: Completion) -> Completion {
     assert!(completion.is_success(), "{completion:?}");
     completion
 }
 
-fn nothing_goes_before_it_is_posted(fixture: &Fixture) {
+fn prepared_work_is_not_sent_before_it_is_posted(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let far = fixture.memory(&testbed.b, 64);
@@ -115,7 +115,7 @@ fn nothing_goes_before_it_is_posted(fixture: &Fixture) {
     std::thread::sleep(SHORT_WAIT);
     assert_eq!(far.read(0, 5), [0; 5]);
     gate.store(1).unwrap();
-    assert_eq!(ended(next(&a)).id, 1);
+    assert_eq!(expect_success(next(&a)).id, 1);
     assert_eq!(far.read(0, 5), b"later");
 }
 
@@ -126,11 +126,11 @@ fn dropped_work_leaves_no_hole(fixture: &Fixture) {
     let far = fixture.memory(&testbed.b, 64);
     let stream = fixture.stream();
     let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(id * 8)));
-    // At the end: the room is there again, any number of times.
+    // Dropped at the end of the queue: its space is free again, any number of times.
     for _ in 0..1000 {
         drop(a.prepare(&write(0).inline(b"never")).unwrap());
     }
-    // In between: what follows is posted, and the dropped one does nothing, of any length.
+    // Dropped between others, with any length: the later ones are posted, the dropped one is a NOP.
     for round in 0..50_u64 {
         let first = a.prepare(&write(0).inline(b"never")).unwrap();
         let second = a.prepare(&write(0).inline(&[7; 60])).unwrap();
@@ -138,10 +138,10 @@ fn dropped_work_leaves_no_hole(fixture: &Fixture) {
         drop(second);
         drop(first);
         third.post(&stream).unwrap();
-        assert_eq!(ended(next(&a)).id, 1);
+        assert_eq!(expect_success(next(&a)).id, 1);
         assert_eq!((far.word(0), far.word(8)), (0, round));
     }
-    // All of them, the last first and the first first.
+    // All dropped, in both orders.
     for backwards in [true, false] {
         let mut all: Vec<_> =
             (0..3).map(|_| a.prepare(&write(0).inline(b"never")).unwrap()).collect();
@@ -156,14 +156,14 @@ fn dropped_work_leaves_no_hole(fixture: &Fixture) {
     assert_eq!(far.word(0), 0);
 }
 
-fn the_cpu_posts_in_its_turn(fixture: &Fixture) {
+fn the_cpu_posts_in_order(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let far = fixture.memory(&testbed.b, 64);
     let (stream, gate) = (fixture.stream(), fixture.word64());
     let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(0)));
     a.post_now(&write(1).inline(&[1; 8])).unwrap();
-    assert_eq!(ended(next(&a)).id, 1);
+    assert_eq!(expect_success(next(&a)).id, 1);
 
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     a.queue(&stream, &write(2).inline(&[2; 8])).unwrap();
@@ -173,9 +173,9 @@ fn the_cpu_posts_in_its_turn(fixture: &Fixture) {
     gate.store(1).unwrap();
     sync(&stream);
     a.post_now(&write(4).inline(&[4; 8])).unwrap();
-    // And a stream after the CPU.
+    // A stream posts after the CPU.
     a.queue(&stream, &write(5).inline(&[5; 8])).unwrap();
-    let ids: Vec<u64> = (0..3).map(|_| ended(next(&a)).id).collect();
+    let ids: Vec<u64> = (0..3).map(|_| expect_success(next(&a)).id).collect();
     assert_eq!(ids, [2, 4, 5]);
     assert_eq!(far.read(0, 8), [5; 8]);
 }
@@ -196,7 +196,7 @@ fn streams_that_share_a_queue_pair_keep_its_order(fixture: &Fixture) {
     gate.store(1).unwrap();
     sync(&first);
     sync(&second);
-    let ids: Vec<u64> = (0..4).map(|_| ended(next(&a)).id).collect();
+    let ids: Vec<u64> = (0..4).map(|_| expect_success(next(&a)).id).collect();
     assert_eq!(ids, [1, 2, 3, 4]);
     assert_eq!(far.read(0, 8), [4; 8]);
 }
@@ -217,7 +217,7 @@ fn several_streams_wait_for_one_completion(fixture: &Fixture) {
     assert_eq!(to.read(0, 8), b"everyone");
 }
 
-fn each_stream_waits_for_its_own(fixture: &Fixture) {
+fn each_stream_waits_for_its_own_receive(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, b] = fixture.pair(&testbed);
     let to = fixture.memory(&testbed.b, 64);
@@ -236,7 +236,7 @@ fn each_stream_waits_for_its_own(fixture: &Fixture) {
     }
 }
 
-fn completions_come_in_order_with_their_names(fixture: &Fixture) {
+fn completions_are_in_order_with_their_ids(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, b] = fixture.pair(&testbed);
     let to = fixture.memory(&testbed.b, 4096);
@@ -250,51 +250,51 @@ fn completions_come_in_order_with_their_names(fixture: &Fixture) {
         a.queue(&streams[round as usize % 2], &request).unwrap();
         for (qp, ids) in [(&a, &mut sent), (&b, &mut received)] {
             let count = qp.poll(&mut some).unwrap();
-            ids.extend(some[..count].iter().map(|completion| ended(*completion).id));
+            ids.extend(some[..count].iter().map(|completion| expect_success(*completion).id));
         }
     }
     while sent.len() < 100 {
-        sent.push(ended(next(&a)).id);
+        sent.push(expect_success(next(&a)).id);
     }
     while received.len() < 100 {
-        received.push(ended(next(&b)).id);
+        received.push(expect_success(next(&b)).id);
     }
     assert_eq!(sent, (0..100).collect::<Vec<u64>>());
     assert_eq!(received, (1000..1100).collect::<Vec<u64>>());
     assert_eq!(a.poll(&mut some).unwrap() + b.poll(&mut some).unwrap(), 0);
 }
 
-fn what_has_ended_holds_nobody_up(fixture: &Fixture) {
+fn waits_for_completed_work_do_not_block(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, _b] = fixture.pair(&testbed);
     let stream = fixture.stream();
     let mut tickets = Vec::new();
     for id in 0..1000 {
         tickets.push(a.queue(&stream, &nop(id)).unwrap());
-        assert_eq!(ended(next(&a)).id, id);
+        assert_eq!(expect_success(next(&a)).id, id);
     }
-    // Their places have been used many times over.
+    // The CQEs of these tickets have been reused many times.
     for ticket in tickets {
         a.wait_send(&stream, ticket).unwrap();
     }
     sync(&stream);
 }
 
-fn waits_are_prepared_and_posted_apart(fixture: &Fixture) {
+fn waits_are_prepared_and_posted_separately(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, b] = fixture.pair(&testbed);
     let to = fixture.memory(&testbed.b, 64);
     post_receives(&b, &to, 2, 8);
     let stream = fixture.stream();
-    // A wait that is dropped is for nobody: the next is for the same receive.
+    // A dropped wait consumes no receive: the next wait is for the same one.
     let wait = b.prepare_wait_receive().unwrap();
     assert_eq!(wait.ticket().number(), 0);
     drop(wait);
     let wait = b.prepare_wait_receive().unwrap();
     assert_eq!(wait.ticket().number(), 0);
-    // It ends before the stream knows of it, and is read by the CPU.
+    // The receive completes, and the CPU polls it, before the wait is posted to the stream.
     a.post_now(&SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
-    assert_eq!(ended(next(&b)).id, 0);
+    assert_eq!(expect_success(next(&b)).id, 0);
     wait.post(&stream).unwrap();
     sync(&stream);
     let wait = b.prepare_wait_receive().unwrap();
@@ -304,9 +304,9 @@ fn waits_are_prepared_and_posted_apart(fixture: &Fixture) {
     sync(&stream);
 }
 
-/// More blocks than 16 bits count, and hundreds of laps of every ring.
-fn rings_go_round_many_times(fixture: &Fixture) {
-    const MESSAGES: u64 = 40_000; // of two blocks each
+/// More WQEBBs than a 16-bit index counts, and hundreds of laps of every ring buffer.
+fn ring_buffers_wrap_around_many_times(fixture: &Fixture) {
+    const MESSAGES: u64 = 40_000; // of two WQEBBs each
     let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 64, receive_depth: 64, ..QpOptions::default() };
     let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
@@ -347,7 +347,7 @@ fn rings_go_round_many_times(fixture: &Fixture) {
         a.poll(&mut some).unwrap();
         let count = b.poll(&mut some).unwrap();
         for done in &some[..count] {
-            assert_eq!(ended(*done).id, seen);
+            assert_eq!(expect_success(*done).id, seen);
             assert_eq!(to.word(seen % 64 * 64), seen);
             seen += 1;
         }

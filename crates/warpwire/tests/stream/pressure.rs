@@ -1,4 +1,4 @@
-//! Full queues are told, and nothing is lost by them.
+//! Back-pressure: full queues are reported as `Busy`, and nothing is lost.
 
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
@@ -9,14 +9,14 @@ use crate::stream::fixture::*;
 use testkit::cases;
 
 cases!(Fixture; ONCE:
-    a_full_send_queue_says_so,
-    completions_that_nobody_takes_hold_work_up,
-    streams_that_lag_behind_hold_work_up,
-    too_many_waits_are_told,
-    receives_are_held_up_as_well,
+    a_full_send_queue_is_busy,
+    unpolled_completions_block_new_work,
+    lagging_streams_block_new_work,
+    too_many_waits_are_busy,
+    a_full_receive_queue_is_busy,
 );
 
-fn a_full_send_queue_says_so(fixture: &Fixture) {
+fn a_full_send_queue_is_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
     let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
@@ -41,7 +41,7 @@ fn a_full_send_queue_says_so(fixture: &Fixture) {
     assert_eq!(done(&a), count);
 }
 
-fn completions_that_nobody_takes_hold_work_up(fixture: &Fixture) {
+fn unpolled_completions_block_new_work(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
     let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
@@ -60,8 +60,9 @@ fn completions_that_nobody_takes_hold_work_up(fixture: &Fixture) {
     assert_eq!(done(&a), 7);
 }
 
-/// The CPU takes completions that a stream has not looked at yet: their places are not given back before.
-fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
+/// The CPU polls completions that a stream still waits for: their CQEs are not reused before the
+/// stream has passed.
+fn lagging_streams_block_new_work(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
     let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
@@ -70,7 +71,7 @@ fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
     let first = a.queue(&stream, &nop(0)).unwrap();
     a.wait_send(&slow, first).unwrap();
     assert_eq!(done(&a), 0);
-    // The ring of completions is as long as it is: one lap, and no further.
+    // One lap of the CQ, and no further.
     let mut count = 1;
     let busy = loop {
         match a.queue(&stream, &nop(count)) {
@@ -81,7 +82,7 @@ fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
         assert!(count < 1000);
     };
     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-    assert_eq!(count, 8, "twice the depth");
+    assert_eq!(count, 8, "the CQ has twice the depth");
     gate.store(1).unwrap();
     sync(&slow);
     for id in count..1000 {
@@ -90,7 +91,7 @@ fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
     }
 }
 
-fn too_many_waits_are_told(fixture: &Fixture) {
+fn too_many_waits_are_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { waits: 3, ..fixture.options() });
     let far = fixture.memory(&testbed.b, 64);
@@ -106,13 +107,13 @@ fn too_many_waits_are_told(fixture: &Fixture) {
         a.post_now(&send(id).inline(&[1; 8])).unwrap();
     }
     sync(&stream);
-    // The refused one is the next.
+    // The refused wait consumed no receive.
     assert_eq!(b.wait_receive(&stream).unwrap().number(), 3);
     a.post_now(&send(3).inline(&[1; 8])).unwrap();
     sync(&stream);
 }
 
-fn receives_are_held_up_as_well(fixture: &Fixture) {
+fn a_full_receive_queue_is_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let qp = QpOptions { receive_depth: 4, ..QpOptions::default() };
     let [_a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
@@ -122,7 +123,7 @@ fn receives_are_held_up_as_well(fixture: &Fixture) {
     let busy = b.post_receive(&many).unwrap_err();
     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
     let first = b.post_receive(&many[..4]).unwrap();
-    assert_eq!(first.number(), 0, "of those that were refused none was posted");
+    assert_eq!(first.number(), 0, "a refused batch posts nothing");
     let busy = b.post_receive(&many[..1]).unwrap_err();
     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
 }

@@ -1,4 +1,4 @@
-//! A peer in another process, which is killed.
+//! A peer in another process that is killed.
 
 use std::net::TcpListener;
 
@@ -14,23 +14,23 @@ use warpwire::verbs::{
 use crate::stream::fixture::*;
 use testkit::{Process, Role, cases};
 
-cases!(Fixture; ONCE: a_peer_that_is_killed_wakes_everybody);
+cases!(Fixture; ONCE: a_killed_peer_releases_all_streams);
 
 fn link(name: &str) -> Box<dyn Link> {
-    let anywhere = "127.0.0.1:0".parse().unwrap();
+    let any_port = "127.0.0.1:0".parse().unwrap();
     match name {
-        "shm" => Box::new(Shm::bind(anywhere, shm::Options::default()).unwrap()),
-        _ => Box::new(Udp::bind(anywhere, udp::Options::default()).unwrap()),
+        "shm" => Box::new(Shm::bind(any_port, shm::Options::default()).unwrap()),
+        _ => Box::new(Udp::bind(any_port, udp::Options::default()).unwrap()),
     }
 }
 
-/// The peer: takes messages until it is killed. It is told the link, and the port where to ask for the rest.
+/// The peer: receives messages until it is killed. `words` is `<link>:<bootstrap port>`.
 pub fn run_role(words: &str) {
     let (name, port) = words.split_once(':').unwrap();
     let mut bootstrap =
         Bootstrap::connect(("127.0.0.1", port.parse().unwrap()), test_timeout()).unwrap();
     let context = Context::open_with(link(name), HcaOptions::default()).unwrap();
-    let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+    let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
     let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
     let endpoint: QpEndpoint = bootstrap.swap(&qp.endpoint()).unwrap();
     qp.connect(&endpoint).unwrap();
@@ -42,14 +42,14 @@ pub fn run_role(words: &str) {
     std::thread::sleep(test_timeout());
 }
 
-fn a_peer_that_is_killed_wakes_everybody(fixture: &Fixture) {
+fn a_killed_peer_releases_all_streams(fixture: &Fixture) {
     for name in ["udp", "shm"] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let peer = Process::start(&mut Role::new("stream", format!("{name}:{port}")).command());
         let mut bootstrap = Bootstrap::accept(&listener, test_timeout()).unwrap();
         let end = Endpoint::open(link(name), thread());
-        // 4.096 µs · 2^12, four times.
+        // 4.096 µs · 2^12 per transmission, four transmissions.
         let qp = QpOptions { timeout: 12, retry_count: 3, ..QpOptions::default() };
         let options = StreamQpOptions { qp, ..fixture.options() };
         let a = StreamQp::create(&end.context, &end.pd, &fixture.gpu, options).unwrap();

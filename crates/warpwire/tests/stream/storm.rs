@@ -1,8 +1,8 @@
-//! Many operations of all sorts, over many streams and queue pairs, in order.
+//! Many operations of all kinds on many streams and queue pairs, in order.
 //!
-//! One thread queues; each operation has places of its own in memory, and what depends on what points back in that one
-//! sequence, so that nothing waits in a circle. A consumer on another stream copies what arrived right after its wait:
-//! had the wait ended too early, the copy would hold nothing.
+//! One thread queues all operations. Each has memory slots of its own, and depends only on earlier
+//! ones in that sequence, so no deadlock is possible. A consumer on another stream copies the data
+//! right after its wait: if the wait ended too early, the copy is still zero.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -15,18 +15,18 @@ use warpwire::verbs::{Atomic, Completion, QpOptions, ReceiveRequest, SendRequest
 use crate::stream::fixture::*;
 use testkit::{Effort, cases};
 
-cases!(Fixture; ONCE: thousands_of_operations_come_in_order);
+cases!(Fixture; ONCE: thousands_of_operations_complete_in_order);
 
 const PAIRS: usize = 16;
 const STREAMS: usize = 8;
 const SLOT: u64 = 8;
 
-/// One end of a connection, and what it still has to hear of.
+/// One end of a connection, and the ids of its outstanding work in posting order.
 struct StormQp {
     qp: StreamQp,
     sends: VecDeque<u64>,
     receives: VecDeque<u64>,
-    /// How many fetch-and-adds it has made.
+    /// Number of fetch-and-adds posted.
     added: u64,
 }
 
@@ -35,7 +35,7 @@ impl StormQp {
         Self { qp, sends: VecDeque::new(), receives: VecDeque::new(), added: 0 }
     }
 
-    /// Takes what has ended, and sees that it ended in order, and well.
+    /// Polls completions and asserts that they succeeded in order. Returns their number.
     fn drain_completions(&mut self) -> usize {
         let mut some = [Completion::EMPTY; 32];
         let count = self.qp.poll(&mut some).unwrap();
@@ -51,10 +51,11 @@ impl StormQp {
 struct Storm<'f> {
     storm_qps: Vec<StormQp>,
     streams: Vec<Stream>,
-    /// By end: where messages and fetched values land, and what the peer writes and counts in.
+    /// Per end: slots for received, fetched and written values, and counters for the peer's
+    /// atomics.
     slots: [TestBuffer; 2],
     counters: [TestBuffer; 2],
-    /// What consumers copied.
+    /// Filled by the consumers' copies.
     log: TestBuffer,
     expected: Vec<u64>,
     random: u64,
@@ -62,14 +63,15 @@ struct Storm<'f> {
 }
 
 impl Storm<'_> {
-    fn any(&mut self, below: u64) -> u64 {
+    /// A pseudo-random number (xorshift64).
+    fn random_below(&mut self, below: u64) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         self.random % below
     }
 
-    /// Tries until there is room; completions are taken meanwhile.
+    /// Retries while the queue is full; polls completions in between.
     fn retry_while_busy<T>(
         &mut self,
         mut attempt: impl FnMut(&mut Self) -> warpwire::Result<T>,
@@ -85,17 +87,14 @@ impl Storm<'_> {
                         std::thread::sleep(Duration::from_micros(100));
                     }
                     let blocked: Vec<_> = self.streams.iter().map(Stream::blocked_on).collect();
-                    assert!(
-                        start.elapsed() < test_timeout(),
-                        "no room in time: {busy}; {blocked:?}"
-                    );
+                    assert!(start.elapsed() < test_timeout(), "still full: {busy}; {blocked:?}");
                 }
                 Err(other) => panic!("{other}"),
             }
         }
     }
 
-    /// A consumer: copies an operation's slot to the log, on that stream.
+    /// A consumer: copies an operation's slot to the log, in stream order.
     fn consume(&mut self, stream: usize, end: usize, number: u64, value: u64) {
         let from = self.slots[end].memory.region(number * SLOT, SLOT).unwrap();
         let to = self.log.memory.region(number * SLOT, SLOT).unwrap();
@@ -104,16 +103,19 @@ impl Storm<'_> {
     }
 
     fn step(&mut self, number: u64) {
-        let qp_index = self.any(2 * PAIRS as u64) as usize;
+        let qp_index = self.random_below(2 * PAIRS as u64) as usize;
         let (pair, end) = (qp_index / 2, qp_index % 2);
-        let [from, to] = [self.any(STREAMS as u64) as usize, self.any(STREAMS as u64) as usize];
-        if self.any(10) == 0 {
-            // Somebody changes his mind.
+        let [from, to] = [
+            self.random_below(STREAMS as u64) as usize,
+            self.random_below(STREAMS as u64) as usize,
+        ];
+        if self.random_below(10) == 0 {
+            // A prepared request is dropped.
             let idle =
                 self.retry_while_busy(|storm| storm.storm_qps[qp_index].qp.prepare(&nop(u64::MAX)));
             drop(idle);
         }
-        match self.any(4) {
+        match self.random_below(4) {
             0 => self.message(number, qp_index, from, to),
             1 => self.write_and_read(number, qp_index, from, to),
             2 => self.fetch_and_add(number, qp_index, from, to),
@@ -130,7 +132,7 @@ impl Storm<'_> {
         self.storm_qps[qp_index].receives.push_back(number);
     }
 
-    /// From one stream to another.
+    /// A message from one stream to another.
     fn message(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
         let peer = qp_index ^ 1;
         self.receive(number, peer);
@@ -144,7 +146,7 @@ impl Storm<'_> {
         self.consume(to, peer % 2, number, number + 1);
     }
 
-    /// Writes to the peer, and reads it back: in the order of the queue pair, over two streams.
+    /// Writes to the peer and reads it back: ordered by the queue pair, posted by two streams.
     fn write_and_read(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
         let (end, peer) = (qp_index % 2, (qp_index % 2) ^ 1);
         let bytes = (number + 1).to_le_bytes();
@@ -167,7 +169,7 @@ impl Storm<'_> {
         self.consume(from, end, number, number + 1);
     }
 
-    /// What it fetches says how many came before.
+    /// The fetched value is the number of earlier fetch-and-adds.
     fn fetch_and_add(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
         let (end, peer) = (qp_index % 2, (qp_index % 2) ^ 1);
         let counter = self.counters[peer].mr.remote(qp_index as u64 * SLOT);
@@ -188,7 +190,7 @@ impl Storm<'_> {
         self.consume(to, end, number, before);
     }
 
-    /// There and back in one list of one stream.
+    /// A send and the waits for it on both ends, in one list on one stream.
     fn list(&mut self, number: u64, pair: usize, end: usize, on: usize) {
         let [qp_index, peer] = [pair * 2 + end, pair * 2 + (end ^ 1)];
         self.receive(number, peer);
@@ -205,7 +207,7 @@ impl Storm<'_> {
         self.consume(on, peer % 2, number, number + 1);
     }
 
-    /// Everything ends, and was right.
+    /// Waits for all work and checks the log and the counters.
     fn check(&mut self) {
         self.streams.iter().for_each(sync);
         let start = Instant::now();
@@ -217,7 +219,7 @@ impl Storm<'_> {
             for storm_qp in &mut self.storm_qps {
                 storm_qp.drain_completions();
             }
-            assert!(start.elapsed() < test_timeout(), "everything ends");
+            assert!(start.elapsed() < test_timeout(), "some work does not complete");
         }
         let log = self.log.read(0, self.expected.len() * SLOT as usize);
         for (number, (found, wanted)) in log.chunks(SLOT as usize).zip(&self.expected).enumerate() {
@@ -234,7 +236,7 @@ impl Storm<'_> {
     }
 }
 
-fn thousands_of_operations_come_in_order(fixture: &Fixture) {
+fn thousands_of_operations_complete_in_order(fixture: &Fixture) {
     let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 100_000, 1_000_000]);
     let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 32, receive_depth: 32, ..QpOptions::default() };

@@ -1,4 +1,4 @@
-//! A peer that is not one of ours, and answers what it likes: each answer gives the status that it deserves.
+//! A peer that sends arbitrary responses: each leads to the status that the specification demands.
 
 use std::time::Instant;
 
@@ -16,17 +16,17 @@ use crate::verbs::fixture::{
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    answers_that_make_no_sense,
-    refusals_of_a_peer,
-    answers_to_nothing,
-    long_packets_that_are_not_right,
-    random_answers,
+    invalid_responses,
+    naks_of_a_peer,
+    responses_to_no_request,
+    corrupted_long_packets,
+    random_responses,
 );
 
 const NUMBER: u32 = 0x77;
 const LEN: u32 = 2048;
 
-/// A real queue pair, and a peer that is a bare link.
+/// A real queue pair whose peer is a bare link.
 struct Harness {
     end: Endpoint,
     test_qp: TestQp,
@@ -35,7 +35,7 @@ struct Harness {
     flow: FlowId,
 }
 
-/// What it is asked for: where in the table, and the number of the request.
+/// The request in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestKind {
     Write,
@@ -74,7 +74,8 @@ impl Harness {
         self.test_qp.qp.connect(&endpoint).unwrap();
     }
 
-    /// Asks, and waits for the request on the other side: the number of its last packet.
+    /// Posts a request and waits until the link has received it; returns the PSN of its last
+    /// packet.
     fn send_request(&mut self, request_kind: RequestKind) -> Psn {
         let at = warpwire::verbs::Remote { address: 64, rkey: 9 };
         let (op, len) = match request_kind {
@@ -97,7 +98,7 @@ impl Harness {
                 seen += 1;
             };
             self.link.receive(&mut take).unwrap();
-            assert!(start.elapsed() < test_timeout(), "no request");
+            assert!(start.elapsed() < test_timeout(), "no request arrived");
         }
         last.unwrap()
     }
@@ -118,14 +119,14 @@ impl Harness {
             self.link.receive(&mut |_| {}).unwrap();
             assert!(
                 start.elapsed() < test_timeout(),
-                "it does not end: {:?}",
+                "no completion: {:?}",
                 self.test_qp.qp.stats()
             );
         }
         one[0]
     }
 
-    /// The work fails with that status, and the queue pair with it; then it begins anew.
+    /// Asserts that the request fails with `status` and the queue pair with it, then reconnects.
     fn expect_failure(&mut self, status: Status, what: &str) {
         let first = self.next();
         assert_eq!((first.id, first.status), (1, status), "{what}");
@@ -148,7 +149,7 @@ fn aeth(byte: u8) -> Aeth {
 
 const ACK: u8 = 0x1f;
 
-fn answers_that_make_no_sense(fixture: &Fixture) {
+fn invalid_responses(fixture: &Fixture) {
     let mut harness = Harness::new(fixture);
     let data = Extension::Aeth(aeth(ACK));
     let value = Extension::AethAtomic(aeth(ACK), 7);
@@ -156,11 +157,11 @@ fn answers_that_make_no_sense(fixture: &Fixture) {
     let table = [
         (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0x5f)), 0, "a reserved syndrome"),
         (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0xff)), 0, "another"),
-        (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0x7f)), 0, "an unknown refusal"),
+        (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0x7f)), 0, "an unknown NAK code"),
         (RequestKind::Write, ReadResponseOnly, data, 1024, "data for a write"),
         (RequestKind::Write, AtomicAcknowledge, value, 0, "a value for a write"),
         (RequestKind::Read, AtomicAcknowledge, value, 0, "a value for a read"),
-        (RequestKind::Read, ReadResponseFirst, data, 1000, "less data than a packet has"),
+        (RequestKind::Read, ReadResponseFirst, data, 1000, "a first packet shorter than the MTU"),
         (RequestKind::Read, ReadResponseOnly, data, 0, "no data"),
         (RequestKind::Atomic, ReadResponseOnly, data, 8, "data for an atomic"),
     ];
@@ -169,17 +170,17 @@ fn answers_that_make_no_sense(fixture: &Fixture) {
         let psn = harness.send_request(request_kind);
         harness.send_response(opcode, psn, extension, payload);
         harness.expect_failure(Status::BadResponse, what);
-        same(&harness.near.read(0, 8192), &[0x11; 8192], "nothing is placed");
+        same(&harness.near.read(0, 8192), &[0x11; 8192], "memory that must not be written");
     }
-    // The right answer is one after all that.
+    // A valid response is still accepted.
     let psn = harness.send_request(RequestKind::Atomic);
     harness.send_response(AtomicAcknowledge, psn, value, 0);
     assert!(harness.next().is_success() && harness.next().is_success());
     assert_eq!(harness.near.word(0), 7);
 }
 
-/// What a peer may say no with, whatever it was asked for.
-fn refusals_of_a_peer(fixture: &Fixture) {
+/// Every NAK that a peer may send, for every kind of request.
+fn naks_of_a_peer(fixture: &Fixture) {
     let mut harness = Harness::new(fixture);
     for request_kind in [RequestKind::Write, RequestKind::Read, RequestKind::Atomic] {
         for (byte, status) in [
@@ -189,13 +190,13 @@ fn refusals_of_a_peer(fixture: &Fixture) {
         ] {
             let psn = harness.send_request(request_kind);
             harness.send_response(Opcode::Acknowledge, psn, Extension::Aeth(aeth(byte)), 0);
-            harness.expect_failure(status, "a refusal");
+            harness.expect_failure(status, "a NAK");
         }
     }
 }
 
-/// Answers to what was never asked, or by somebody else, change nothing.
-fn answers_to_nothing(fixture: &Fixture) {
+/// Responses to requests that were never sent change nothing.
+fn responses_to_no_request(fixture: &Fixture) {
     let mut harness = Harness::new(fixture);
     let psn = harness.send_request(RequestKind::Write);
     let ack = Extension::Aeth(aeth(ACK));
@@ -218,18 +219,18 @@ fn answers_to_nothing(fixture: &Fixture) {
     assert_eq!(dropped, 12, "{:?}", harness.test_qp.qp.stats());
     harness.send_response(Opcode::Acknowledge, psn, ack, 0);
     assert!(harness.next().is_success() && harness.next().is_success());
-    // Twice is once too often, and nothing happens.
+    // A duplicate ACK is ignored.
     harness.send_response(Opcode::Acknowledge, psn, ack, 0);
     let psn = harness.send_request(RequestKind::Write);
     harness.send_response(Opcode::Acknowledge, psn, ack, 0);
     assert!(harness.next().is_success() && harness.next().is_success());
 }
 
-/// One that is damaged on its way is as if it had not come, and the next one that is right is taken.
-fn long_packets_that_are_not_right(fixture: &Fixture) {
+/// A corrupted packet counts as lost, and a valid retransmission is accepted.
+fn corrupted_long_packets(fixture: &Fixture) {
     const LONG: usize = 20_000;
     if !matches!(fixture.test_link, TestLink::Udp4 | TestLink::Udp6) {
-        println!("skipped: packets through memory are neither damaged nor summed");
+        println!("skipped: packets in shared memory have no ICRC and are not corrupted");
         return;
     }
     let mut harness = Harness::new(fixture);
@@ -255,12 +256,13 @@ fn long_packets_that_are_not_right(fixture: &Fixture) {
             (Instant::now(), harness.test_qp.qp.stats().unwrap().packets_received);
         let dropped = || harness.end.context.hca().link_counters().drops.icrc;
         let dropped_before = dropped();
-        // Packets that the link drops are not the queue pair's, unless it had begun with them.
+        // A packet dropped by the link does not reach the queue pair, unless its payload was
+        // deferred.
         while harness.test_qp.qp.stats().unwrap().packets_received == before
             && dropped() == dropped_before
         {
             harness.end.context.hca().poll().unwrap();
-            assert!(start.elapsed() < test_timeout(), "it does not come");
+            assert!(start.elapsed() < test_timeout(), "the packet did not arrive");
         }
         (far.read(LONG as u64 - 64, 64), dropped() - dropped_before)
     };
@@ -272,13 +274,14 @@ fn long_packets_that_are_not_right(fixture: &Fixture) {
         let (end, dropped) = write(psn, bad, Corruption::FlipBit(last - psn));
         assert!(!end.contains(&bad) && dropped == 1, "{psn}: {dropped} dropped");
         assert_eq!(write(psn, good, Corruption::Intact), (vec![good; 64], 0));
-        same(&far.read(0, LONG), &[good; LONG], "what was right");
+        same(&far.read(0, LONG), &[good; LONG], "the valid packet's payload");
     }
     assert_eq!(harness.test_qp.qp.state().unwrap(), State::Rts);
 }
 
-/// Any answer, any request of its own: work ends with success or a status, and nothing but its memory changes.
-fn random_answers(fixture: &Fixture) {
+/// Random packets in reply to each request: work completes with some status, and only its own
+/// memory changes.
+fn random_responses(fixture: &Fixture) {
     let mut harness = Harness::new(fixture);
     harness.near.write(0, &[0x11; 8192]);
     let mut rng = Rng::new(77);
@@ -289,7 +292,8 @@ fn random_answers(fixture: &Fixture) {
         for _ in 0..1 + rng.below(4) {
             let number = harness.test_qp.qp.number();
             let opcode = opcodes[rng.below(opcodes.len() as u64) as usize];
-            // Where there are long ones, some are, which are not read before it is known what they are.
+            // Where the link carries long packets, some are long: their payload is deferred until
+            // the headers are parsed.
             let max_packet = harness.link.max_packet().min(20_000) as u64;
             let len_limit = if rng.below(3) == 0 { max_packet } else { 1216 };
             let len = 16 + rng.below((len_limit - 16) / 4) as usize * 4;
@@ -311,8 +315,8 @@ fn random_answers(fixture: &Fixture) {
         harness.reconnect();
         while harness.test_qp.sends.poll(&mut [Completion::EMPTY; 8]).unwrap() > 0 {}
     }
-    same(&harness.near.read(LEN.into(), 6144), &[0x11; 6144], "what no work named");
-    // And it works.
+    same(&harness.near.read(LEN.into(), 6144), &[0x11; 6144], "memory that no request named");
+    // The queue pair still works.
     let psn = harness.send_request(RequestKind::Write);
     harness.send_response(Opcode::Acknowledge, psn, Extension::Aeth(aeth(ACK)), 0);
     assert!(harness.next().is_success() && harness.next().is_success());

@@ -1,4 +1,4 @@
-//! Faults on the way: no byte wrong, no hang, and who survives goes on.
+//! Fault injection: no corrupted byte, no hang, and unaffected connections keep working.
 
 use std::time::Duration;
 
@@ -29,12 +29,12 @@ cases!(Fixture; ONCE:
 
 const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
 
-/// Answers are waited for a short time: losses are many.
-fn long_timeouts() -> QpOptions {
+/// A short ACK timeout (2 ms), because many packets are lost.
+fn lossy_options() -> QpOptions {
     QpOptions { timeout: 9, retry_count: 7, ..QpOptions::default() }
 }
 
-/// Traffic of every sort on one connection, each piece checked when it is done.
+/// Operations of every kind on one connection, each checked when it completes.
 struct Traffic {
     conn: QpPair,
     near: TestBuffer,
@@ -47,7 +47,7 @@ const CHUNK: u64 = 32_768;
 
 impl Traffic {
     fn new(fixture: &Fixture, testbed: &Testbed, kind: Kind, seed: u64) -> Self {
-        Self::with(fixture, testbed, kind, seed, long_timeouts())
+        Self::with(fixture, testbed, kind, seed, lossy_options())
     }
 
     fn with(
@@ -63,10 +63,11 @@ impl Traffic {
         Self { conn, near, far, added: 0, rng: Rng::new(seed) }
     }
 
-    /// A write, a read back, a message and a count, all at once; then everything is looked at.
+    /// Posts a write, a read of the same range, an atomic and a message together, waits for all,
+    /// and checks the results.
     fn round(&mut self, testbed: &Testbed) {
         let mut round = self.begin();
-        testbed.until("the end of a round", || self.is_over(&mut round));
+        testbed.until("a complete round", || self.is_over(&mut round));
         self.check(&round);
     }
 
@@ -101,13 +102,13 @@ impl Traffic {
         Round { wanted, shift, add, sent: 0, received: false, failed: None }
     }
 
-    /// Takes what has ended; tells whether all has.
+    /// Polls completions; returns whether the round is complete.
     fn is_over(&self, round: &mut Round) -> bool {
         let mut done = [Completion::EMPTY; 4];
         let count = self.conn.a.sends.poll(&mut done).unwrap();
         for one in &done[..count] {
             round.sent += 1;
-            assert_eq!(one.id, round.sent, "in the order of posting");
+            assert_eq!(one.id, round.sent, "completions out of order");
             if !one.is_success() {
                 round.failed = round.failed.or(Some(one.status));
             }
@@ -129,22 +130,22 @@ impl Traffic {
         same(&far.read(*shift, len), wanted, "a write over a bad network");
         same(&near.read(CHUNK, len), wanted, "a read over a bad network");
         same(&far.read(2 * CHUNK, len), wanted, "a message over a bad network");
-        assert_eq!(near.word(3 * CHUNK), self.added, "the value before");
+        assert_eq!(near.word(3 * CHUNK), self.added, "the value before the addition");
         self.added = self.added.wrapping_add(*add);
-        assert_eq!(far.word(3 * CHUNK), self.added, "each addition once");
+        assert_eq!(far.word(3 * CHUNK), self.added, "each addition is executed once");
     }
 
-    /// Forgets what is under way, and connects anew.
+    /// Discards work in flight and reconnects.
     fn reconnect(&mut self) {
         for test_qp in [&self.conn.a, &self.conn.b] {
             test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         connect(&self.conn.a.qp, &self.conn.b.qp);
-        self.added = self.far.word(3 * CHUNK); // it was added or not: nobody can know
+        self.added = self.far.word(3 * CHUNK); // it was executed or not
     }
 }
 
-/// A round that has begun.
+/// A posted round.
 struct Round {
     wanted: Vec<u8>,
     shift: u64,
@@ -154,17 +155,18 @@ struct Round {
     failed: Option<Status>,
 }
 
-/// Many connections over a network that loses, repeats, turns round and damages packets, while either device stands still
-/// at times and connections are reset in the middle of their work.
+/// Many connections over a network that loses, duplicates, reorders and corrupts packets, while
+/// either device stalls and connections are reset in the middle of their work.
 fn a_storm(fixture: &Fixture) {
-    // Packets that it takes, at least.
+    // Minimum number of packets dropped by fault injection.
     let goal = Effort::pick("WARPWIRE_STORM", [500, 5000, 200_000]);
     let seed = std::env::var("WARPWIRE_SEED").map_or(42, |seed| seed.parse().unwrap());
-    println!("{:?}: a storm of {goal} packets lost, seed {seed}", fixture.test_link);
+    println!("{:?}: a storm with {goal} dropped packets, seed {seed}", fixture.test_link);
     let testbed = fixture.faulty(PLAN, seed, ProgressMode::Manual);
     let mut rng = Rng::new(seed);
-    // So long a wait for answers that a busy machine, with twelve connections' packets in its queues, is no silent peer.
-    let options = QpOptions { timeout: 12, ..long_timeouts() };
+    // Long enough (17 ms) that a busy machine with packets of twelve connections queued does not
+    // look like an unresponsive peer.
+    let options = QpOptions { timeout: 12, ..lossy_options() };
     let mut all: Vec<_> = (0..12)
         .map(|n| {
             let kind = KINDS[n as usize % 3];
@@ -173,14 +175,14 @@ fn a_storm(fixture: &Fixture) {
         .collect();
     let mut rounds: Vec<_> = all.iter_mut().map(Traffic::begin).collect();
     let registered = testbed.b.context.hca().registry().len();
-    let taken = || {
+    let injected_drops = || {
         let ends =
             [&testbed.a, &testbed.b].map(|end| end.context.hca().link_counters().drops.injected);
         ends.iter().sum::<u64>()
     };
     let (mut over, mut failures) = (0, 0);
     let (mut last, mut next) = (std::time::Instant::now(), std::time::Instant::now());
-    while taken() < goal {
+    while injected_drops() < goal {
         testbed.step();
         for (traffic, round) in all.iter_mut().zip(&mut rounds) {
             if !traffic.is_over(round) {
@@ -188,7 +190,7 @@ fn a_storm(fixture: &Fixture) {
             }
             match round.failed {
                 None => traffic.check(round),
-                // Eight tries of one packet may all be lost.
+                // All eight transmissions of a packet may be lost.
                 Some(status) => {
                     assert_eq!(status, Status::RetryExceeded);
                     failures += 1;
@@ -198,7 +200,7 @@ fn a_storm(fixture: &Fixture) {
             (over, last) = (over + 1, std::time::Instant::now());
             *round = traffic.begin();
         }
-        assert!(last.elapsed() < crate::verbs::fixture::test_timeout(), "it hangs: seed {seed}");
+        assert!(last.elapsed() < crate::verbs::fixture::test_timeout(), "no progress, seed {seed}");
         if std::time::Instant::now() < next {
             continue;
         }
@@ -206,21 +208,21 @@ fn a_storm(fixture: &Fixture) {
             0 => stall(&testbed.a),
             1 => stall(&testbed.b),
             _ => {
-                let test_link = rng.below(12) as usize;
-                all[test_link].reconnect();
-                rounds[test_link] = all[test_link].begin();
+                let index = rng.below(12) as usize;
+                all[index].reconnect();
+                rounds[index] = all[index].begin();
             }
         }
-        // Not so soon that standing still alone would cost all tries.
+        // Not so soon that the stalls alone would exhaust the retries.
         next = std::time::Instant::now() + Duration::from_millis(20 + rng.below(100));
     }
-    assert!(failures <= 2 + over / 500, "{failures} of {over} rounds were given up");
+    assert!(failures <= 2 + over / 500, "{failures} of {over} rounds failed");
     assert_eq!(testbed.b.context.hca().registry().len(), registered);
     assert_eq!(testbed.a.context.stats().queue_pairs, 12);
-    println!("{:?}: {over} rounds, {failures} given up", fixture.test_link);
+    println!("{:?}: {over} rounds, {failures} failed", fixture.test_link);
 }
 
-/// Only this one is driven, for less time than it takes to lose patience.
+/// Polls only this device for 30 ms, which is less than the retries last.
 fn stall(only: &Endpoint) {
     let start = std::time::Instant::now();
     while start.elapsed() < Duration::from_millis(30) {
@@ -228,7 +230,8 @@ fn stall(only: &Endpoint) {
     }
 }
 
-/// A whole device ends in the middle of transfers, its own and its peers'; theirs fail in time, and all else goes on.
+/// A device is closed in the middle of its own and its peers' transfers: the peers' work fails in
+/// time, and other connections keep working.
 fn a_device_that_vanishes(fixture: &Fixture) {
     let mut links = fixture.test_link.links(4).unwrap().into_iter();
     let mut open =
@@ -255,16 +258,16 @@ fn a_device_that_vanishes(fixture: &Fixture) {
             };
             received(&ours.b) > 0 && received(&theirs.a) > 0
         };
-        pair.until("transfers that have begun", begun);
-        let (QpPair { a: survivor, b: one }, QpPair { a: listener, b: two }) = (ours, theirs);
+        pair.until("packets of both transfers", begun);
+        let (QpPair { a: survivor, b: one }, QpPair { a: responder, b: two }) = (ours, theirs);
         let Testbed { b: gone, .. } = pair;
         drop((one, two, far, gone));
         testbed.failed(&survivor.sends, 1, Status::RetryExceeded);
         testbed.failed(&survivor.sends, 2, Status::Flushed);
         testbed.check_traffic(&bystander);
-        // Who was written to sees nothing of it.
-        assert_eq!(listener.qp.state().unwrap(), State::Rts);
-        testbed.expect_no_completion(&listener.receives);
+        // A responder is not affected.
+        assert_eq!(responder.qp.state().unwrap(), State::Rts);
+        testbed.expect_no_completion(&responder.receives);
     }
     assert_eq!(testbed.a.context.stats().queue_pairs, 1);
 }
@@ -277,11 +280,11 @@ fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {
             traffic.round(&testbed);
         }
         let stats = testbed.a.context.stats();
-        assert!(stats.pairs.resent > 0, "there were faults: {stats:?}");
+        assert!(stats.pairs.resent > 0, "no retransmissions despite faults: {stats:?}");
     }
 }
 
-/// Each seed is another network. `WARPWIRE_SEED` runs that one alone.
+/// Each seed gives another sequence of faults. `WARPWIRE_SEED` runs a single seed.
 fn many_seeds(fixture: &Fixture) {
     let seeds = Effort::pick("WARPWIRE_SEEDS", [10, 60, 1000]);
     for_each_seed(1000..1000 + seeds, |seed| {
@@ -294,11 +297,12 @@ fn many_seeds(fixture: &Fixture) {
     });
 }
 
-/// An engine that gets no processor for longer than an answer may take finds the answer in its link: nothing is missing.
+/// An engine that is not scheduled for longer than the ACK timeout finds the response already in
+/// its link and does not retransmit.
 fn an_engine_that_wakes_up_late(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (near, far) = (fixture.host(&testbed.a, 64), fixture.host(&testbed.b, 64));
-    // 0.26 ms, and not a second try.
+    // 0.26 ms, and no retry.
     let few_retries = QpOptions { timeout: 6, retry_count: 0, ..QpOptions::default() };
     let conn = testbed.join(few_retries);
     for id in 0..20 {
@@ -318,7 +322,8 @@ fn an_engine_that_wakes_up_late(fixture: &Fixture) {
     assert_eq!(conn.a.qp.stats().unwrap().timeouts, 0);
 }
 
-/// The peer's device ends in the middle of a transfer: that fails in time, and other connections go on.
+/// The peer's queue pair is destroyed in the middle of a transfer: the transfer fails in time, and
+/// other connections keep working.
 fn a_peer_that_vanishes(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let near = fixture.host(&testbed.a, 4 << 20);
@@ -338,7 +343,7 @@ fn a_peer_that_vanishes(fixture: &Fixture) {
             .post_send(&[SendRequest::new(1, op).with(&data), SendRequest::new(2, WrOp::Nop)])
             .unwrap();
         let begun = || doomed.a.qp.stats().unwrap().packets_sent > 0;
-        testbed.until("a transfer that has begun", begun);
+        testbed.until("the first packet of a transfer", begun);
         (0..round).for_each(|_| testbed.step());
         let QpPair { a: survivor, b: gone } = doomed;
         drop(gone);
@@ -348,7 +353,7 @@ fn a_peer_that_vanishes(fixture: &Fixture) {
     }
 }
 
-/// Nobody drives the peer for 200 ms: tries are lost, the connection is not.
+/// The peer is not polled for 200 ms: retries are used up, but the connection survives.
 fn an_engine_that_stalls(fixture: &Fixture) {
     let testbed = fixture.faulty("loss=1%", 3, ProgressMode::Manual);
     let options = QpOptions { timeout: 14, ..QpOptions::default() };
@@ -386,14 +391,14 @@ fn a_network_that_is_cut_and_healed(fixture: &Fixture) {
     testbed.check_traffic(&conn);
 }
 
-/// Four connections, each with threads of its own on both sides, over faults.
+/// Four connections, one thread each, with fallback threads and faults.
 fn threads_over_a_bad_network(fixture: &Fixture) {
     let testbed = fixture.faulty("loss=3%,reorder=3%,dup=3%,corrupt=1%", 7, ProgressMode::Auto);
     let ends: [&Endpoint; 2] = [&testbed.a, &testbed.b];
     std::thread::scope(|scope| {
         for n in 0..4u64 {
-            // On a busy machine a thread may have to wait for its turn.
-            let conn = testbed.join(QpOptions { timeout: 12, ..long_timeouts() });
+            // On a busy machine a thread may not be scheduled in time.
+            let conn = testbed.join(QpOptions { timeout: 12, ..lossy_options() });
             let memory = ends.map(|end| fixture.host(end, 1 << 17));
             scope.spawn(move || {
                 let [near, far] = memory;
@@ -405,16 +410,16 @@ fn threads_over_a_bad_network(fixture: &Fixture) {
                     let done = conn
                         .a
                         .sends
-                        .next(crate::verbs::fixture::test_timeout())
+                        .wait_next(crate::verbs::fixture::test_timeout())
                         .unwrap()
-                        .expect("it ends");
+                        .expect("a completion");
                     assert!(
                         done.is_success(),
                         "{done:?} {:?} {:?}",
                         conn.a.qp.stats(),
                         conn.b.qp.stats()
                     );
-                    same(&far.read(n, 100_000), &wanted, "a write among threads");
+                    same(&far.read(n, 100_000), &wanted, "a write in one of several threads");
                 }
             });
         }

@@ -1,4 +1,5 @@
-//! Datagrams: to anyone who has the key, without promise, and no harm from anyone who has not.
+//! Datagrams: delivered to any queue pair whose Q_Key matches, unreliably; wrong or forged ones do
+//! no harm.
 
 use std::net::SocketAddr;
 
@@ -19,50 +20,59 @@ use testkit::{cases, for_each_seed};
 
 cases!(Fixture; CASES:
     messages_of_every_length,
-    answers_go_to_the_sender,
+    replies_reach_the_sender,
     many_peers_in_one_batch,
-    keys_that_do_not_fit,
-    nobody_waits_for_it,
+    wrong_qkeys_are_dropped,
+    undeliverable_datagrams_are_counted,
     longer_than_a_packet,
     a_shared_receive_queue,
     beside_connections,
-    a_receiver_that_stands_still,
+    a_stalled_receiver,
     a_long_series,
     anything_from_the_network,
     datagrams_over_a_bad_network,
 );
 cases!(Fixture; ONCE:
-    what_needs_a_connection,
-    addresses_that_cannot_be,
-    requests_without_sense,
-    local_memory_that_is_wrong,
-    entries_that_name_nobody,
+    operations_that_need_a_connection,
+    invalid_addresses,
+    invalid_requests,
+    invalid_local_memory,
+    wqes_without_an_address_handle,
     a_failure_flushes,
     waits_and_nops_in_order,
     states_of_a_datagram_queue_pair,
-    random_entries_of_datagrams,
+    random_datagram_wqes,
 );
 
 const QKEY: u32 = 0x1234;
-/// The route before a message.
+/// Bytes of the GRH before each payload.
 const GRH: u32 = GRH_LEN;
 
 fn options() -> QpOptions {
     QpOptions { service: Service::Ud, ..QpOptions::default() }
 }
 
-/// A queue pair that is ready, with that key.
+/// A queue pair in RTS with that Q_Key.
 fn activate_ud(testbed: &Testbed, end: &Endpoint, qkey: u32) -> TestQp {
     let test_qp = testbed.test_qp(end, options());
     test_qp.qp.activate_ud(qkey).unwrap();
     test_qp
 }
 
+fn reset(test_qp: &TestQp) {
+    test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
+    test_qp.qp.activate_ud(QKEY).unwrap();
+}
+
 fn address(end: &Endpoint) -> SocketAddr {
     end.context.path().local
 }
 
-/// Two ready queue pairs, memory for each, and the way from one to the other.
+fn lost(end: &Endpoint, reason: &str) -> u64 {
+    end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
+}
+
+/// Two queue pairs in RTS, a buffer for each, and an address handle from `a` to `b`.
 struct UdPair {
     testbed: Testbed,
     a: TestQp,
@@ -94,7 +104,7 @@ impl UdPair {
         self.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
     }
 
-    /// A message goes through.
+    /// Asserts that a message arrives.
     fn check_traffic(&self) {
         self.receive(900, 0, GRH + 5);
         self.a.qp.post_send(&[self.request(901).inline(b"hello")]).unwrap();
@@ -104,7 +114,7 @@ impl UdPair {
         same(&self.far.read(GRH.into(), 5), b"hello", "a datagram");
     }
 
-    /// A sender, by the port that it listens on: NICs send from another.
+    /// The sender with its listening port: NICs send from another source port.
     fn known(&self, sender: Option<DatagramSender>) -> Option<DatagramSender> {
         let is_device = self.testbed.a.is_device() && !self.testbed.b.is_device();
         sender.map(|DatagramSender { qpn, mut address }| {
@@ -117,14 +127,14 @@ impl UdPair {
 
     fn sender(&self) -> DatagramSender {
         let address = match self.testbed.b.is_device() {
-            // It stands before the message, and nowhere else.
+            // A device reports the address only in the GRH.
             true => "[::]:0".parse().unwrap(),
             false => address(&self.testbed.a),
         };
         DatagramSender { qpn: self.a.qp.number(), address }
     }
 
-    /// How many datagrams the receiver dropped for that reason.
+    /// How many datagrams the receiver dropped for `reason`.
     fn dropped(&self, reason: &str) -> u64 {
         let stats = self.testbed.b.context.stats();
         stats.discarded.iter().find(|(name, _)| *name == reason).unwrap().1
@@ -145,7 +155,7 @@ fn messages_of_every_length(fixture: &Fixture) {
             let shift = n as u64;
             let wanted = ud_pair.near.pattern(shift, len as usize, seed + shift);
             ud_pair.far.write(0, &vec![0xee; (GRH + len) as usize + 8]);
-            // The route and the message in pieces of their own.
+            // The GRH and the message in separate ranges.
             let pieces = [ud_pair.far.mr.sge(0, GRH + 1), ud_pair.far.mr.sge(41, len + 7)];
             ud_pair.b.qp.post_receive(&[ReceiveRequest { id: 7, data: &pieces }]).unwrap();
             let op = if n % 2 == 0 { WrOp::Send } else { WrOp::SendImm([1, 2, 3, n as u8]) };
@@ -166,7 +176,7 @@ fn messages_of_every_length(fixture: &Fixture) {
             let ends = [&ud_pair.testbed.a, &ud_pair.testbed.b].map(|end| address(end).ip());
             assert_eq!([route.source, route.destination], ends);
             same(&ud_pair.far.read(GRH.into(), len as usize), &wanted, "a datagram");
-            same(&ud_pair.far.read((GRH + len).into(), 8), &[0xee; 8], "what lies behind it");
+            same(&ud_pair.far.read((GRH + len).into(), 8), &[0xee; 8], "bytes after the datagram");
         }
         if let (Ok(sent), Ok(received)) = (ud_pair.a.qp.stats(), ud_pair.b.qp.stats()) {
             assert_eq!((sent.packets_sent, received.packets_received), (9, 9));
@@ -174,29 +184,29 @@ fn messages_of_every_length(fixture: &Fixture) {
     }
 }
 
-/// Whoever gets a datagram can answer it: with what the completion says, and nothing else.
-fn answers_go_to_the_sender(fixture: &Fixture) {
+/// The completion (on a device, also the GRH) has all that is needed to reply to a datagram.
+fn replies_reach_the_sender(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     ud_pair.receive(1, 0, GRH + 4);
     ud_pair.a.qp.post_send(&[ud_pair.request(2).inline(b"ask!")]).unwrap();
-    let asked = ud_pair.testbed.done(&ud_pair.b.receives, 1);
-    let DatagramSender { qpn, mut address } = ud_pair.known(asked.sender).unwrap();
+    let request = ud_pair.testbed.done(&ud_pair.b.receives, 1);
+    let DatagramSender { qpn, mut address } = ud_pair.known(request.sender).unwrap();
     if address.ip().is_unspecified() {
         let route = ud_pair.far.read(0, 40).try_into().unwrap();
         address = (Grh::parse(&route).expect("a header").source, 4791).into();
     }
     let back = ud_pair.testbed.b.context.create_address_handle(address).unwrap();
-    let place = [ud_pair.near.mr.sge(0, GRH + 6)];
-    ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 3, data: &place }]).unwrap();
-    let answer = SendRequest::new(4, WrOp::Send).to(&back, qpn, QKEY).inline(b"answer");
-    ud_pair.b.qp.post_send(&[answer]).unwrap();
+    let buffer = [ud_pair.near.mr.sge(0, GRH + 6)];
+    ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 3, data: &buffer }]).unwrap();
+    let reply = SendRequest::new(4, WrOp::Send).to(&back, qpn, QKEY).inline(b"answer");
+    ud_pair.b.qp.post_send(&[reply]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 2);
     ud_pair.testbed.done(&ud_pair.b.sends, 4);
     ud_pair.testbed.done(&ud_pair.a.receives, 3);
-    same(&ud_pair.near.read(GRH.into(), 6), b"answer", "an answer");
+    same(&ud_pair.near.read(GRH.into(), 6), b"answer", "a reply");
 }
 
-/// One batch to queue pairs of three other devices, and to one of its own.
+/// One batch to queue pairs of three other devices and of the sender's own.
 fn many_peers_in_one_batch(fixture: &Fixture) {
     let mut links = fixture.test_link.links(4).unwrap().into_iter();
     let mut open =
@@ -217,7 +227,7 @@ fn many_peers_in_one_batch(fixture: &Fixture) {
             (test_qp, memory, handle, qkey)
         })
         .collect();
-    let mut batch = from.qp.batch();
+    let mut batch = from.qp.batch().unwrap();
     for (n, (test_qp, _, handle, qkey)) in there.iter().enumerate() {
         let text = [n as u8; 8];
         let request = SendRequest::new(n as u64, WrOp::Send).to(handle, test_qp.qp.number(), *qkey);
@@ -238,12 +248,12 @@ fn many_peers_in_one_batch(fixture: &Fixture) {
         });
         assert_eq!((one[0].id, one[0].len), (5, GRH + 8));
         assert_eq!(one[0].sender.unwrap().qpn, from.qp.number());
-        same(&memory.read(GRH.into(), 8), &[n as u8; 8], "each its own");
+        same(&memory.read(GRH.into(), 8), &[n as u8; 8], "a datagram of the batch");
         testbed.done(&from.sends, n as u64);
     }
 }
 
-fn keys_that_do_not_fit(fixture: &Fixture) {
+fn wrong_qkeys_are_dropped(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     ud_pair.receive(1, 0, 64);
     let number = ud_pair.b.qp.number();
@@ -252,28 +262,24 @@ fn keys_that_do_not_fit(fixture: &Fixture) {
     ud_pair.testbed.done(&ud_pair.a.sends, 2);
     ud_pair.testbed.until("a dropped datagram", || ud_pair.dropped("qkey") == 1);
     ud_pair.testbed.expect_no_completion(&ud_pair.b.receives);
-    // The upper bit stands for the sender's own key, which is the right one here.
+    // With the upper bit set the sender's own Q_Key is used, which is the right one here.
     let own = SendRequest::new(3, WrOp::Send).to(&ud_pair.to_b, number, 0x8000_0000).inline(b"own");
     ud_pair.a.qp.post_send(&[own]).unwrap();
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
-    same(&ud_pair.far.read(GRH.into(), 3), b"own", "by its own key");
+    same(&ud_pair.far.read(GRH.into(), 3), b"own", "with the sender's own Q_Key");
     ud_pair.testbed.done(&ud_pair.a.sends, 3);
-    // Another key for the receiver, at once.
-    let change = QpAttributes { qkey: Some(77), ..QpAttributes::new(State::Rts) };
-    ud_pair.b.qp.modify(&change).unwrap();
+    // A changed Q_Key takes effect immediately.
+    let qkey = |key| QpAttributes { qkey: Some(key), ..QpAttributes::new(State::Rts) };
+    ud_pair.b.qp.modify(&qkey(77)).unwrap();
     ud_pair.a.qp.post_send(&[ud_pair.request(4)]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 4);
-    ud_pair.testbed.until("another dropped one", || ud_pair.dropped("qkey") == 2);
-    ud_pair
-        .b
-        .qp
-        .modify(&QpAttributes { qkey: Some(QKEY), ..QpAttributes::new(State::Rts) })
-        .unwrap();
+    ud_pair.testbed.until("a second dropped datagram", || ud_pair.dropped("qkey") == 2);
+    ud_pair.b.qp.modify(&qkey(QKEY)).unwrap();
     ud_pair.check_traffic();
 }
 
-/// No receive, one that is too small, no such queue pair: lost and counted, and the sender is content.
-fn nobody_waits_for_it(fixture: &Fixture) {
+/// No receive, too small a receive, no such queue pair: dropped and counted; the send succeeds.
+fn undeliverable_datagrams_are_counted(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     ud_pair.a.qp.post_send(&[ud_pair.request(1)]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 1);
@@ -284,19 +290,13 @@ fn nobody_waits_for_it(fixture: &Fixture) {
     ud_pair.testbed.until("too small a receive", || ud_pair.dropped("length") == 1);
     ud_pair.a.qp.post_send(&[ud_pair.request(4).inline(b"thr")]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 4);
-    ud_pair.testbed.done(&ud_pair.b.receives, 2); // it serves the next
-    let nobody = ud_pair.b.qp.number() ^ 0x8000;
-    ud_pair
-        .a
-        .qp
-        .post_send(&[SendRequest::new(5, WrOp::Send).to(&ud_pair.to_b, nobody, QKEY)])
-        .unwrap();
+    ud_pair.testbed.done(&ud_pair.b.receives, 2); // it was not consumed
+    let absent = ud_pair.b.qp.number() ^ 0x8000;
+    let to_absent = SendRequest::new(5, WrOp::Send).to(&ud_pair.to_b, absent, QKEY);
+    ud_pair.a.qp.post_send(&[to_absent]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 5);
-    let lost = || {
-        let stats = ud_pair.testbed.b.context.stats();
-        stats.lost.iter().find(|(name, _)| *name == "no-queue-pair").unwrap().1
-    };
-    ud_pair.testbed.until("nobody", || lost() == 1);
+    let unknown_qps = || lost(&ud_pair.testbed.b, "no-queue-pair");
+    ud_pair.testbed.until("a datagram to an unknown queue pair", || unknown_qps() == 1);
     ud_pair.check_traffic();
 }
 
@@ -309,11 +309,11 @@ fn longer_than_a_packet(fixture: &Fixture) {
     ud_pair.testbed.failed(&ud_pair.a.sends, 2, Status::LocalLength);
     ud_pair.testbed.failed(&ud_pair.a.sends, 3, Status::Flushed);
     ud_pair.testbed.expect_no_completion(&ud_pair.b.receives);
-    // The send queue stands still; receiving goes on.
+    // The send queue is in SQE; receives still work.
     let back =
         ud_pair.testbed.b.context.create_address_handle(address(&ud_pair.testbed.a)).unwrap();
-    let place = [ud_pair.near.mr.sge(0, 64)];
-    ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 4, data: &place }]).unwrap();
+    let buffer = [ud_pair.near.mr.sge(0, 64)];
+    ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 4, data: &buffer }]).unwrap();
     let request = SendRequest::new(5, WrOp::Send).to(&back, ud_pair.a.qp.number(), QKEY);
     ud_pair.b.qp.post_send(&[request]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.receives, 4);
@@ -321,7 +321,7 @@ fn longer_than_a_packet(fixture: &Fixture) {
     ud_pair.a.qp.post_send(&[ud_pair.request(6)]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 6);
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
-    // A smaller MTU is the queue pair's own.
+    // A queue pair may have a smaller MTU than its device.
     let small = QpOptions { mtu: Mtu::new(256), ..options() };
     let test_qp = ud_pair.testbed.test_qp(&ud_pair.testbed.a, small);
     test_qp.qp.activate_ud(QKEY).unwrap();
@@ -338,30 +338,26 @@ fn a_shared_receive_queue(fixture: &Fixture) {
     let test_qps: Vec<_> = (0..3).map(|_| ud_pair.testbed.test_qp(end, shared.clone())).collect();
     test_qps.iter().for_each(|test_qp| test_qp.qp.activate_ud(QKEY).unwrap());
     for round in 0..20u64 {
-        let place = [ud_pair.far.mr.sge(round * 64, 64)];
-        srq.post_receive(&[ReceiveRequest { id: round, data: &place }]).unwrap();
+        let buffer = [ud_pair.far.mr.sge(round * 64, 64)];
+        srq.post_receive(&[ReceiveRequest { id: round, data: &buffer }]).unwrap();
         let test_qp = &test_qps[round as usize % 3];
-        // One that does not fit takes a receive, and keeps it for the next.
+        // A datagram that does not fit takes a receive, which is kept for the next one.
         let data = [ud_pair.near.mr.sge(0, 64)];
-        let long = SendRequest::new(1, WrOp::Send)
-            .to(&ud_pair.to_b, test_qp.qp.number(), QKEY)
-            .with(&data);
-        let text = round.to_ne_bytes();
-        let short = SendRequest::new(2, WrOp::Send)
-            .to(&ud_pair.to_b, test_qp.qp.number(), QKEY)
-            .inline(&text);
+        let (number, text) = (test_qp.qp.number(), round.to_ne_bytes());
+        let request = |id| SendRequest::new(id, WrOp::Send).to(&ud_pair.to_b, number, QKEY);
+        let (long, short) = (request(1).with(&data), request(2).inline(&text));
         ud_pair.a.qp.post_send(&[long, short]).unwrap();
         ud_pair.testbed.done(&ud_pair.a.sends, 1);
         ud_pair.testbed.done(&ud_pair.a.sends, 2);
         ud_pair.testbed.done(&test_qp.receives, round);
         same(&ud_pair.far.read(round * 64 + 40, 8), &text, "through a shared queue");
         if round % 5 == 4 {
-            // A receive in hand is not lost with its queue pair: another gets it.
-            srq.post_receive(&[ReceiveRequest { id: 100, data: &place }]).unwrap();
+            // A taken receive is not lost when its queue pair is reset: another one gets it.
+            srq.post_receive(&[ReceiveRequest { id: 100, data: &buffer }]).unwrap();
             let seen = ud_pair.dropped("length");
             ud_pair.a.qp.post_send(&[long]).unwrap();
             ud_pair.testbed.done(&ud_pair.a.sends, 1);
-            ud_pair.testbed.until("one in hand", || ud_pair.dropped("length") > seen);
+            ud_pair.testbed.until("a kept receive", || ud_pair.dropped("length") > seen);
             test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
             let next = &test_qps[(round as usize + 1) % 3];
             let to_next = SendRequest::new(3, WrOp::Send).to(&ud_pair.to_b, next.qp.number(), QKEY);
@@ -373,7 +369,8 @@ fn a_shared_receive_queue(fixture: &Fixture) {
     }
 }
 
-/// Connections and datagrams of one device do not disturb each other, and neither takes the other's packets.
+/// RC and UD queue pairs of one device do not disturb each other, and neither accepts the other's
+/// packets.
 fn beside_connections(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let conn = ud_pair.testbed.join(QpOptions::default());
@@ -382,34 +379,32 @@ fn beside_connections(fixture: &Fixture) {
     let other = SendRequest::new(1, WrOp::Send).to(&ud_pair.to_b, conn.b.qp.number(), QKEY);
     ud_pair.a.qp.post_send(&[other]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 1);
-    let odd_peer = || {
-        let stats = ud_pair.testbed.b.context.stats();
-        // A connection that has one peer knows strangers by their address, if that differs, or by their service.
-        ud_pair.dropped("service")
-            + stats.lost.iter().find(|(name, _)| *name == "stranger").unwrap().1
-    };
-    ud_pair.testbed.until("a datagram to a connection", || odd_peer() == 1);
+    // A connected queue pair recognizes foreign packets by their source address or their service.
+    let rejected = || ud_pair.dropped("service") + lost(&ud_pair.testbed.b, "stranger");
+    ud_pair.testbed.until("a datagram to a connection", || rejected() == 1);
     ud_pair.testbed.check_traffic(&conn);
-    // And a connection whose peer is a datagram queue pair gets no answer.
-    let lost = ud_pair.testbed.test_qp(&ud_pair.testbed.a, crate::verbs::fixture::short_timeouts());
-    lost.qp.connect(&ud_pair.b.qp.endpoint()).unwrap();
-    lost.qp.post_send(&[SendRequest::new(2, WrOp::Send)]).unwrap();
-    ud_pair.testbed.failed(&lost.sends, 2, Status::RetryExceeded);
+    // An RC queue pair connected to a UD queue pair gets no response.
+    let rc = ud_pair.testbed.test_qp(&ud_pair.testbed.a, crate::verbs::fixture::short_timeouts());
+    rc.qp.connect(&ud_pair.b.qp.endpoint()).unwrap();
+    rc.qp.post_send(&[SendRequest::new(2, WrOp::Send)]).unwrap();
+    ud_pair.testbed.failed(&rc.sends, 2, Status::RetryExceeded);
     assert!(ud_pair.dropped("service") > 0);
     ud_pair.check_traffic();
 }
 
-/// Nobody drives the receiver: datagrams are lost, and neither their sender nor others wait for it.
-fn a_receiver_that_stands_still(fixture: &Fixture) {
+/// The receiver makes no progress: datagrams to it are lost, and neither their sender nor other
+/// receivers are blocked.
+fn a_stalled_receiver(fixture: &Fixture) {
     let mut links = fixture.test_link.links(3).unwrap().into_iter();
     let mut open =
         || Endpoint::open(links.next().unwrap(), fixture.test_link.options(ProgressMode::Manual));
-    let (still, testbed) = (open(), Testbed { a: open(), b: open() });
+    let (stalled, testbed) = (open(), Testbed { a: open(), b: open() });
     let ud_pair = UdPair::with(fixture, testbed, Kind::Host);
-    let there = ud_pair.testbed.a.context.create_address_handle(address(&still)).unwrap();
-    let asleep = activate_ud(&ud_pair.testbed, &still, QKEY);
+    let there = ud_pair.testbed.a.context.create_address_handle(address(&stalled)).unwrap();
+    let receiver = activate_ud(&ud_pair.testbed, &stalled, QKEY);
     let data = [ud_pair.near.mr.sge(0, 1 << 12)];
-    let request = SendRequest::new(3, WrOp::Send).to(&there, asleep.qp.number(), QKEY).with(&data);
+    let request =
+        SendRequest::new(3, WrOp::Send).to(&there, receiver.qp.number(), QKEY).with(&data);
     for _ in 0..60 {
         ud_pair.a.qp.post_send(&[request; 64]).unwrap();
         for _ in 0..64 {
@@ -417,26 +412,24 @@ fn a_receiver_that_stands_still(fixture: &Fixture) {
         }
     }
     if fixture.test_link != TestLink::Loopback {
-        ud_pair.check_traffic(); // on that link, one queue is for all
+        ud_pair.check_traffic(); // the loopback link has one queue for all flows
     }
-    let lost = |reason: &str| {
-        let stats = ud_pair.testbed.a.context.stats();
-        stats.lost.iter().find(|(name, _)| *name == reason).unwrap().1
-    };
+    let link_full = lost(&ud_pair.testbed.a, "no-room");
     match fixture.test_link {
-        TestLink::Udp4 | TestLink::Udp6 => assert_eq!(lost("no-room"), 0, "the kernel loses them"),
-        _ => assert!(lost("no-room") > 0),
+        TestLink::Udp4 | TestLink::Udp6 => assert_eq!(link_full, 0, "the kernel drops them"),
+        _ => assert!(link_full > 0),
     }
-    // When it moves again, so do they.
-    let place = fixture.host(&still, 1 << 13);
-    asleep.qp.post_receive(&[ReceiveRequest { id: 4, data: &[place.mr.sge(0, 1 << 13)] }]).unwrap();
+    // Once the receiver is polled again, datagrams arrive.
+    let memory = fixture.host(&stalled, 1 << 13);
+    let data = [memory.mr.sge(0, 1 << 13)];
+    receiver.qp.post_receive(&[ReceiveRequest { id: 4, data: &data }]).unwrap();
     let mut one = [Completion::EMPTY];
-    ud_pair.testbed.until("it moves again", || asleep.receives.poll(&mut one).unwrap() == 1);
+    ud_pair.testbed.until("a datagram", || receiver.receives.poll(&mut one).unwrap() == 1);
     assert_eq!((one[0].id, one[0].len), (4, GRH + (1 << 12)));
     ud_pair.check_traffic();
 }
 
-/// Rings go round many times.
+/// The ring buffers wrap many times.
 fn a_long_series(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let (mut sent, mut arrived) = (0u64, 0u64);
@@ -460,7 +453,8 @@ fn a_long_series(fixture: &Fixture) {
     });
 }
 
-/// A stranger sends noise, right packets with wrong parts, and right ones, to a datagram queue pair.
+/// A foreign link sends noise, valid packets with invalid parts, and valid packets to a UD queue
+/// pair.
 fn anything_from_the_network(fixture: &Fixture) {
     let mut links = fixture.test_link.links(3).unwrap();
     let mut stranger = links.pop().unwrap();
@@ -471,12 +465,12 @@ fn anything_from_the_network(fixture: &Fixture) {
     let flow = stranger.open(address(&ud_pair.testbed.b), 0).unwrap();
     let number = ud_pair.b.qp.number();
     let mut rng = Rng::new(11);
-    let mut right = 0;
+    let mut valid = 0;
     for round in 0..400u64 {
         let data = [ud_pair.far.mr.sge(0, 200 + rng.below(200) as u32)];
-        // Full of those that nobody used, at times.
+        // The queue may be full of unconsumed receives.
         let _ = ud_pair.b.qp.post_receive(&[ReceiveRequest { id: round, data: &data }]);
-        right += u64::from(send_something(&mut *stranger, flow, number, round, &mut rng));
+        valid += u64::from(send_something(&mut *stranger, flow, number, round, &mut rng));
         stranger.flush().unwrap();
         ud_pair.testbed.step();
         let mut done = [Completion::EMPTY; 16];
@@ -486,17 +480,16 @@ fn anything_from_the_network(fixture: &Fixture) {
             done[..count].iter().all(|one| one.is_success() && one.sender.unwrap().address != ours)
         );
     }
-    assert!(right > 50, "the rng have six sides");
-    let all = || ud_pair.b.qp.stats().unwrap().packets_received >= right;
-    ud_pair.testbed.until("those that were right", all);
+    assert!(valid > 50, "only {valid} of 400 packets were valid");
+    let all = || ud_pair.b.qp.stats().unwrap().packets_received >= valid;
+    ud_pair.testbed.until("all valid packets", all);
     assert_eq!(ud_pair.b.qp.state().unwrap(), State::Rts);
     ud_pair.testbed.check_traffic(&bystander);
-    ud_pair.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-    ud_pair.b.qp.activate_ud(QKEY).unwrap();
+    reset(&ud_pair.b);
     ud_pair.check_traffic();
 }
 
-/// Tells whether it was a datagram that the queue pair counts.
+/// Returns whether the packet is one that the queue pair counts as received.
 fn send_something(
     link: &mut dyn Link,
     flow: warpwire::link::FlowId,
@@ -525,7 +518,7 @@ fn send_something(
     let Ok(slot) = link.reserve(flow, len) else { return false };
     slot.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
     if noise {
-        // Sometimes for this queue pair, so that it is looked at further.
+        // With this queue pair's number, so that it gets past the lookup.
         slot[5..8].copy_from_slice(&number.to_be_bytes()[1..]);
     } else {
         headers.emit(slot, payload).unwrap();
@@ -534,7 +527,7 @@ fn send_something(
     !noise
 }
 
-/// What arrives is whole, whatever else happens; what does not arrive is missing and nothing worse.
+/// A datagram arrives whole or not at all.
 fn datagrams_over_a_bad_network(fixture: &Fixture) {
     let testbed =
         fixture.faulty("loss=5%,reorder=5%,dup=5%,corrupt=3%,cut=1%", 5, ProgressMode::Manual);
@@ -555,17 +548,15 @@ fn datagrams_over_a_bad_network(fixture: &Fixture) {
             arrived += 1;
         }
         let found = ud_pair.far.read(GRH.into(), 48);
-        assert!(found.iter().all(|byte| *byte == found[0]), "whole: {found:?}");
+        assert!(found.iter().all(|byte| *byte == found[0]), "a torn datagram: {found:?}");
         if round % 100 == 99 {
-            // Receives that nobody used up.
-            ud_pair.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-            ud_pair.b.qp.activate_ud(QKEY).unwrap();
+            reset(&ud_pair.b); // drops unconsumed receives
         }
     }
     assert!((200..330).contains(&arrived), "{arrived} of 300");
 }
 
-fn what_needs_a_connection(fixture: &Fixture) {
+fn operations_that_need_a_connection(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let (at, data) = (ud_pair.far.mr.remote(0), [ud_pair.near.mr.sge(0, 8)]);
     let refused = [
@@ -584,32 +575,32 @@ fn what_needs_a_connection(fixture: &Fixture) {
     same(&ud_pair.far.read(100, 100), &[0; 100], "nothing was written");
 }
 
-fn addresses_that_cannot_be(fixture: &Fixture) {
+fn invalid_addresses(fixture: &Fixture) {
     let testbed = fixture.testbed();
     for wrong in ["10.0.0.2:0", "0.0.0.0:4791", "224.0.0.1:4791", "[::1]:4791"] {
         let refused = testbed.a.context.create_address_handle(wrong.parse().unwrap()).unwrap_err();
         assert!(refused.to_string().contains(wrong), "{refused}");
     }
-    // Nobody has this one: datagrams are lost, as on any network.
-    let nobody =
+    // No link has this address: datagrams to it are lost, as on any network.
+    let absent =
         testbed.a.context.create_address_handle("10.0.0.77:5000".parse().unwrap()).unwrap();
     let test_qp = activate_ud(&testbed, &testbed.a, QKEY);
-    test_qp.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&nobody, 17, QKEY)]).unwrap();
+    test_qp.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&absent, 17, QKEY)]).unwrap();
     testbed.done(&test_qp.sends, 1);
     assert_eq!(testbed.a.context.hca().link_counters().drops.no_peer, 1);
 }
 
-fn requests_without_sense(fixture: &Fixture) {
+fn invalid_requests(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let conn = ud_pair.testbed.join(QpOptions::default());
     let text = |refused: warpwire::Result<()>| refused.unwrap_err().to_string();
     let why = text(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]));
-    assert!(why.contains("needs an address"), "{why}");
+    assert!(why.contains("needs a destination"), "{why}");
     let why = text(conn.a.qp.post_send(&[ud_pair.request(1)]));
-    assert!(why.contains("leave the address out"), "{why}");
+    assert!(why.contains("omit the destination"), "{why}");
     let write = SendRequest { op: WrOp::Write(ud_pair.far.mr.remote(0)), ..ud_pair.request(1) };
     let why = text(ud_pair.a.qp.post_send(&[write]));
-    assert!(why.contains("leave the address out"), "{why}");
+    assert!(why.contains("omit the destination"), "{why}");
     let foreign =
         ud_pair.testbed.b.context.create_address_handle(address(&ud_pair.testbed.a)).unwrap();
     let why = text(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&foreign, 17, 1)]));
@@ -617,7 +608,7 @@ fn requests_without_sense(fixture: &Fixture) {
     let why = text(
         ud_pair.testbed.test_qp(&ud_pair.testbed.a, options()).qp.connect(&ud_pair.b.qp.endpoint()),
     );
-    assert!(why.contains("queue key"), "{why}");
+    assert!(why.contains("Q_Key"), "{why}");
     let why =
         text(ud_pair.testbed.test_qp(&ud_pair.testbed.a, QpOptions::default()).qp.activate_ud(1));
     assert!(why.contains("access flags"), "{why}");
@@ -625,25 +616,25 @@ fn requests_without_sense(fixture: &Fixture) {
     let cq = &ud_pair.a.sends;
     let end = &ud_pair.testbed.a;
     let why = end.context.create_qp(&end.pd, cq, cq, long).unwrap_err().to_string();
-    assert!(why.contains("what the link carries"), "{why}");
+    assert!(why.contains("the maximum of the link"), "{why}");
     ud_pair.check_traffic();
     ud_pair.testbed.check_traffic(&conn);
 }
 
-fn local_memory_that_is_wrong(fixture: &Fixture) {
+fn invalid_local_memory(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
-    let right = ud_pair.near.mr.sge(0, 8);
+    let valid = ud_pair.near.mr.sge(0, 8);
     for wrong in [
-        Sge { lkey: right.lkey ^ 0x100, ..right },
-        Sge { address: right.address + (1 << 17), ..right },
-        Sge { len: 1 << 10, address: right.address + (1 << 17) - 8, ..right },
+        Sge { lkey: valid.lkey ^ 0x100, ..valid },
+        Sge { address: valid.address + (1 << 17), ..valid },
+        Sge { len: 1 << 10, address: valid.address + (1 << 17) - 8, ..valid },
     ] {
         ud_pair.a.qp.post_send(&[ud_pair.request(1).with(&[wrong]), ud_pair.request(2)]).unwrap();
         ud_pair.testbed.failed(&ud_pair.a.sends, 1, Status::LocalProtection);
         ud_pair.testbed.failed(&ud_pair.a.sends, 2, Status::Flushed);
         ud_pair.restart();
     }
-    // A receive whose key is wrong takes its queue pair with it, as no sender is to blame.
+    // A receive with an invalid lkey fails its own queue pair: the sender is not at fault.
     let wrong = [Sge { len: 64, lkey: 0x7777_0000, ..ud_pair.far.mr.sge(0, 64) }];
     ud_pair.b.qp.post_receive(&[ReceiveRequest { id: 3, data: &wrong }]).unwrap();
     ud_pair.receive(4, 0, 64);
@@ -652,12 +643,11 @@ fn local_memory_that_is_wrong(fixture: &Fixture) {
     ud_pair.testbed.failed(&ud_pair.b.receives, 3, Status::LocalProtection);
     ud_pair.testbed.failed(&ud_pair.b.receives, 4, Status::Flushed);
     assert_eq!(ud_pair.b.qp.state().unwrap(), State::Err);
-    ud_pair.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-    ud_pair.b.qp.activate_ud(QKEY).unwrap();
+    reset(&ud_pair.b);
     ud_pair.check_traffic();
 }
 
-/// Writes an entry as a stream or a kernel would.
+/// Writes a WQE directly into the send queue, as a stream or a kernel does.
 fn put(ud_pair: &UdPair, index: u16, entry: &[u8]) {
     let (memory, layout) = ud_pair.a.qp.queues();
     let at = u64::from(index) * 64;
@@ -667,8 +657,8 @@ fn put(ud_pair: &UdPair, index: u16, entry: &[u8]) {
     ud_pair.testbed.a.context.hca().ring(ud_pair.a.qp.number());
 }
 
-/// An entry may name any address; only those with a handle are sent to.
-fn entries_that_name_nobody(fixture: &Fixture) {
+/// A WQE may contain any address; only those with an address handle are sent to.
+fn wqes_without_an_address_handle(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let (mut scratch, mut index) = (Scratch::default(), 0u16);
     let mut entry = |peer: &str, index: u16| {
@@ -678,24 +668,21 @@ fn entries_that_name_nobody(fixture: &Fixture) {
         entry.address(&to).inline(b"by hand").finish().unwrap().bytes().to_vec()
     };
     ud_pair.receive(1, 0, 64);
-    let right = entry(&address(&ud_pair.testbed.b).to_string(), index);
-    put(&ud_pair, index, &right);
-    index += right.len().div_ceil(64) as u16;
+    let valid = entry(&address(&ud_pair.testbed.b).to_string(), index);
+    put(&ud_pair, index, &valid);
+    index += valid.len().div_ceil(64) as u16;
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
     assert!(ud_pair.testbed.next(&ud_pair.a.sends).is_success());
-    same(&ud_pair.far.read(GRH.into(), 7), b"by hand", "an entry by hand");
+    same(&ud_pair.far.read(GRH.into(), 7), b"by hand", "a datagram from a handwritten WQE");
     for peer in ["10.0.0.3:4791", "10.0.0.2:4792", "[2001:db8::1]:4791", "0.0.0.0:0"] {
         let entry = entry(peer, index);
         put(&ud_pair, index, &entry);
         index += entry.len().div_ceil(64) as u16;
-        assert_eq!(
-            ud_pair.testbed.next(&ud_pair.a.sends).status,
-            Status::LocalQpOperation,
-            "{peer}"
-        );
+        let status = ud_pair.testbed.next(&ud_pair.a.sends).status;
+        assert_eq!(status, Status::LocalQpOperation, "{peer}");
         ud_pair.a.qp.modify(&QpAttributes::new(State::Rts)).unwrap();
     }
-    // Nor is one sent to whose handle is gone.
+    // Nor to an address whose last handle was dropped.
     let ud_pair = UdPair::new(fixture);
     ud_pair.receive(1, 0, 64);
     ud_pair.a.qp.post_send(&[ud_pair.request(2)]).unwrap();
@@ -722,9 +709,8 @@ fn a_failure_flushes(fixture: &Fixture) {
     ud_pair.testbed.failed(&ud_pair.b.sends, 3, Status::Flushed);
     ud_pair.a.qp.post_send(&[ud_pair.request(4)]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 4);
-    ud_pair.testbed.until("a datagram that nobody takes", || ud_pair.dropped("state") == 1);
-    ud_pair.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-    ud_pair.b.qp.activate_ud(QKEY).unwrap();
+    ud_pair.testbed.until("a datagram dropped by the state", || ud_pair.dropped("state") == 1);
+    reset(&ud_pair.b);
     ud_pair.check_traffic();
 }
 
@@ -745,12 +731,12 @@ fn waits_and_nops_in_order(fixture: &Fixture) {
     ud_pair.testbed.expect_no_completion(&ud_pair.b.receives);
     gate.post_send(&[SendRequest::new(9, WrOp::Nop)]).unwrap();
     for id in 3..=6 {
-        ud_pair.testbed.done(&ud_pair.a.sends, id); // all are signaled by default
+        ud_pair.testbed.done(&ud_pair.a.sends, id); // signal_all is the default
     }
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
 }
 
-/// The steps of a datagram queue pair, and draining.
+/// State transitions of a UD queue pair, and draining.
 fn states_of_a_datagram_queue_pair(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let fresh = ud_pair.testbed.test_qp(&ud_pair.testbed.a, options());
@@ -768,20 +754,17 @@ fn states_of_a_datagram_queue_pair(fixture: &Fixture) {
     ud_pair.receive(1, 0, 64);
     ud_pair.a.qp.post_send(&[ud_pair.request(2)]).unwrap();
     ud_pair.testbed.expect_no_completion(&ud_pair.a.sends);
-    assert_eq!(
-        ud_pair.testbed.a.async_events(),
-        [AsyncEvent::Drained { qpn: ud_pair.a.qp.number() }]
-    );
+    let drained = [AsyncEvent::Drained { qpn: ud_pair.a.qp.number() }];
+    assert_eq!(ud_pair.testbed.a.async_events(), drained);
     ud_pair.a.qp.modify(&QpAttributes::new(State::Rts)).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 2);
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
-    ud_pair.a.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-    ud_pair.a.qp.activate_ud(QKEY).unwrap();
+    reset(&ud_pair.a);
     ud_pair.check_traffic();
 }
 
-/// Noise in the send queue of a datagram queue pair.
-fn random_entries_of_datagrams(fixture: &Fixture) {
+/// Random bytes in the send queue of a UD queue pair.
+fn random_datagram_wqes(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let peer = address(&ud_pair.testbed.b);
     for_each_seed(crate::verbs::garbage::seeds(1500), |seed| {
@@ -793,21 +776,17 @@ fn random_entries_of_datagrams(fixture: &Fixture) {
         entry[3] = codes[rng.below(codes.len() as u64) as usize];
         entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
         if rng.below(2) == 0 {
-            // An address that leads somewhere.
+            // A valid address.
             let to = AddressVector::new(peer, ud_pair.b.qp.number(), QKEY).encode();
             entry[16..64].copy_from_slice(&to);
         }
         ud_pair.receive(1, 0, 4096);
         put(&ud_pair, 0, &entry);
         (0..6).for_each(|_| ud_pair.testbed.step());
-        for test_qp in [&ud_pair.a, &ud_pair.b] {
-            test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-            test_qp.qp.activate_ud(QKEY).unwrap();
-        }
+        [&ud_pair.a, &ud_pair.b].into_iter().for_each(reset);
         if seed % 10 == 0 {
             ud_pair.check_traffic();
-            ud_pair.a.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-            ud_pair.a.qp.activate_ud(QKEY).unwrap();
+            reset(&ud_pair.a);
         }
     });
 }

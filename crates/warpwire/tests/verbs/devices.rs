@@ -1,4 +1,4 @@
-//! What only RDMA devices of the machine have: names, ports, addresses, ways to GPU memory.
+//! RDMA devices of the machine only: names, ports, GIDs, access paths to GPU memory.
 
 use warpwire::error::Kind as ErrorKind;
 use warpwire::link::{Hub, LinkKind};
@@ -14,21 +14,21 @@ use crate::verbs::fixture::{Endpoint, Fixture, TestLink, same};
 use testkit::{cases, skip};
 
 cases!(Fixture; CASES:
-    names_ports_and_addresses_that_are_not_there,
-    nobody_is_at_the_address,
-    queues_of_different_sorts,
-    ways_to_device_memory,
-    dma_bufs_of_ones_own,
+    unknown_names_ports_and_gids,
+    no_host_at_the_address,
+    queues_of_different_contexts,
+    paths_to_device_memory,
+    dma_bufs_of_the_caller,
     batches,
     one_completion_queue_for_both_sides,
-    it_says_what_it_is,
+    device_and_path_are_described,
     no_queues_for_streams_and_kernels,
 );
 
-/// An end that is a device.
+/// An RDMA device; skips the case in all configurations but one.
 fn device(fixture: &Fixture) -> Endpoint {
     if fixture.test_link != TestLink::Device {
-        skip("once is enough");
+        skip("runs in one device configuration only");
     }
     fixture.testbed().a
 }
@@ -37,7 +37,7 @@ fn name(end: &Endpoint) -> String {
     end.context.device().unwrap().device().name.clone()
 }
 
-fn it_says_what_it_is(fixture: &Fixture) {
+fn device_and_path_are_described(fixture: &Fixture) {
     let end = device(fixture);
     assert!(devices().unwrap().iter().any(|device| device.name == name(&end)));
     assert!(end.context.soft().is_none());
@@ -48,13 +48,13 @@ fn it_says_what_it_is(fixture: &Fixture) {
     let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
     assert_eq!(qp.path().unwrap().local, path.local);
     assert_eq!((qp.endpoint().address, qp.endpoint().lid), (path.local, 0));
-    // Queues in ConnectX's format are for mlx5, and say so.
+    // Direct verbs need mlx5, and the error says so.
     let refused = qp.direct_queues().unwrap_err().to_string();
     assert!(refused.contains("its driver is rxe"), "{refused}");
     assert_eq!(qp.stats().unwrap_err().kind(), &ErrorKind::Unsupported);
 }
 
-/// Streams and kernels fill queues in ConnectX's format, which rxe has not.
+/// Streams and kernels write WQEs in the mlx5 format, which rxe does not have.
 fn no_queues_for_streams_and_kernels(fixture: &Fixture) {
     let end = device(fixture);
     let (context, pd, gpu) = (&end.context, &end.pd, &fixture.gpu());
@@ -63,76 +63,83 @@ fn no_queues_for_streams_and_kernels(fixture: &Fixture) {
     let manual_release = CqOptions { manual_release: true, ..CqOptions::default() };
     let queue = context.create_cq_with(manual_release).map(drop);
     for (refused, what) in [
-        (streams, "make a queue pair for streams"),
-        (kernels, "make a queue pair for kernels"),
-        (queue, "find the queues"),
+        (streams, "create a stream queue pair"),
+        (kernels, "create a kernel queue pair"),
+        (queue, "map the queues"),
     ] {
         let refused = refused.unwrap_err();
         assert_eq!(refused.kind(), &ErrorKind::Unsupported, "{refused}");
         let text = refused.to_string();
-        for part in [what, "no direct queues: its driver is rxe, and not mlx5", "ConnectX NIC"] {
+        for part in [what, "no direct verbs: its driver is rxe, not mlx5", "ConnectX NIC"] {
             assert!(text.contains(part), "no {part}: {text}");
         }
     }
 }
 
-fn names_ports_and_addresses_that_are_not_there(fixture: &Fixture) {
+fn unknown_names_ports_and_gids(fixture: &Fixture) {
     let end = device(fixture);
     let name = name(&end);
     let refused = Context::open_device("mlx9_9").unwrap_err().to_string();
     assert!(refused.contains("mlx9_9") && refused.contains(&name), "{refused}");
     let open = |options| Context::open_device_with(&name, options).unwrap_err().to_string();
     let refused = open(DeviceOptions { gid_index: Some(200), ..DeviceOptions::default() });
-    assert!(refused.contains("no address at that place") && refused.contains("take one of"));
+    assert!(refused.contains("no GID at this index") && refused.contains("use one of"));
     let refused = open(DeviceOptions { port: Some(9), ..DeviceOptions::default() });
     assert!(refused.contains("no port 9"), "{refused}");
     let cq = end.context.create_cq(4).unwrap();
     let make = |options| end.context.create_qp(&end.pd, &cq, &cq, options).unwrap_err().to_string();
     let refused = make(QpOptions { gid_index: Some(200), ..QpOptions::default() });
-    assert!(refused.contains("GID 200") && refused.contains("take one of"), "{refused}");
+    assert!(refused.contains("GID 200") && refused.contains("use one of"), "{refused}");
     let refused = make(QpOptions { port: Some(7), ..QpOptions::default() });
     assert!(refused.contains("no port 7"), "{refused}");
 }
 
-fn nobody_is_at_the_address(fixture: &Fixture) {
+fn no_host_at_the_address(fixture: &Fixture) {
     let end = device(fixture);
     let cq = end.context.create_cq(4).unwrap();
     let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
-    let std::net::IpAddr::V4(own) = qp.endpoint().address.ip() else { skip("it has IPv6 alone") };
+    let std::net::IpAddr::V4(own) = qp.endpoint().address.ip() else {
+        skip("the device has only IPv6")
+    };
     let [a, b, c, _] = own.octets();
-    let nobody = QpEndpoint { address: ([a, b, c, 99], 4791).into(), ..qp.endpoint() };
-    let refused = qp.connect(&nobody).unwrap_err();
+    let absent = QpEndpoint { address: ([a, b, c, 99], 4791).into(), ..qp.endpoint() };
+    let refused = qp.connect(&absent).unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Unavailable, "{refused}");
-    assert!(refused.to_string().contains("nobody answers"), "{refused}");
-    // An MTU that no device has, from a peer.
+    assert!(refused.to_string().contains("no reply to ARP"), "{refused}");
+    // An invalid MTU from a peer.
     qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     let odd = QpEndpoint { mtu: 1000, ..qp.endpoint() };
     assert_eq!(qp.connect(&odd).unwrap_err().kind(), &ErrorKind::Malformed);
     assert!(Mtu::new(1000).is_none());
 }
 
-fn queues_of_different_sorts(fixture: &Fixture) {
+fn queues_of_different_contexts(fixture: &Fixture) {
     let end = device(fixture);
     let hub = Hub::new();
     let soft = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap()).unwrap()).unwrap();
     let (own, foreign) = (end.context.create_cq(4).unwrap(), soft.create_cq(4).unwrap());
     let options = QpOptions::default;
-    let says = |refused: warpwire::Result<warpwire::verbs::Qp>| {
+    let assert_rejected = |refused: warpwire::Result<warpwire::verbs::Qp>| {
         let refused = refused.unwrap_err();
         assert_eq!(refused.kind(), &ErrorKind::InvalidArgument, "{refused}");
         assert!(refused.to_string().contains("another context"), "{refused}");
     };
-    says(end.context.create_qp(&end.pd, &own, &foreign, options()));
-    says(soft.create_qp(&soft.pd(), &foreign, &own, options()));
-    says(end.context.create_qp(&soft.pd(), &own, &own, options()));
-    let srq = soft.create_srq(&soft.pd(), warpwire::verbs::SrqOptions::default()).unwrap();
-    says(end.context.create_qp(&end.pd, &own, &own, QpOptions { srq: Some(srq), ..options() }));
+    assert_rejected(end.context.create_qp(&end.pd, &own, &foreign, options()));
+    assert_rejected(soft.create_qp(&soft.alloc_pd(), &foreign, &own, options()));
+    assert_rejected(end.context.create_qp(&soft.alloc_pd(), &own, &own, options()));
+    let srq = soft.create_srq(&soft.alloc_pd(), warpwire::verbs::SrqOptions::default()).unwrap();
+    assert_rejected(end.context.create_qp(
+        &end.pd,
+        &own,
+        &own,
+        QpOptions { srq: Some(srq), ..options() },
+    ));
     let memory = HostMemory::new(4096).unwrap();
-    assert!(end.context.register(&soft.pd(), memory, Access::ALL).is_err());
+    assert!(end.context.register(&soft.alloc_pd(), memory, Access::ALL).is_err());
 }
 
-/// The best way that there is, and why not a better one.
-fn ways_to_device_memory(fixture: &Fixture) {
+/// The best available access path is used, and `why` says why not a better one.
+fn paths_to_device_memory(fixture: &Fixture) {
     let end = device(fixture);
     let memory = fixture.gpu().alloc(1 << 20).unwrap();
     let whole = || MemorySource::from(memory.whole().unwrap());
@@ -144,19 +151,19 @@ fn ways_to_device_memory(fixture: &Fixture) {
     let refused = end.context.register(&end.pd, whole().without_window(), Access::ALL).unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Unsupported);
     let text = refused.to_string();
-    for part in ["no dma-buf", "no peer memory", "without one", "not staged", "nvidia-peermem"] {
+    for part in ["no dma-buf", "no peer memory", "no window", "not staged", "nvidia-peermem"] {
         assert!(text.contains(part), "{text}");
     }
-    // By its address, the same way is found.
+    // Registration by address finds the same path.
     let at = memory.address().raw();
     #[allow(unsafe_code)]
-    // SAFETY: the memory outlives the registration, and nobody has references to it.
+    // SAFETY: the memory outlives the registration, and there are no references to it.
     let mr = unsafe { end.context.register_address(&end.pd, at, 4096, None, Access::ALL) }.unwrap();
     assert!(matches!(mr.path(), AccessPath::Window(_)) && mr.client() == Some("sim"));
     assert_eq!(mr.iova(), at);
 }
 
-fn dma_bufs_of_ones_own(fixture: &Fixture) {
+fn dma_bufs_of_the_caller(fixture: &Fixture) {
     let end = device(fixture);
     let memory = HostMemory::new(4096).unwrap();
     let range = DmaBufRange { fd: std::os::fd::AsFd::as_fd(&memory), offset: 0, len: 4096 };
@@ -165,24 +172,24 @@ fn dma_bufs_of_ones_own(fixture: &Fixture) {
         .register_dmabuf(&end.pd, range, None, Access::ALL, AttachMode::Static)
         .unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Unsupported);
-    assert!(refused.to_string().contains("rxe does on no kernel"), "{refused}");
-    // The way out.
+    assert!(refused.to_string().contains("rxe never does"), "{refused}");
+    // The suggested alternative works.
     let mr = end.context.register(&end.pd, memory, Access::ALL).unwrap();
     assert_eq!((mr.path(), mr.why()), (AccessPath::Host, vec![]));
 }
 
-/// A batch is seen whole or not at all, whatever is pushed between.
+/// A batch is posted as a whole or not at all, whatever is pushed in between.
 fn batches(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
     let far = fixture.host(&testbed.b, 4096);
     let write = |id, at| SendRequest::new(id, WrOp::Write(far.mr.remote(at)));
-    let mut batch = conn.a.qp.batch();
+    let mut batch = conn.a.qp.batch().unwrap();
     batch.push(&write(1, 0).inline(b"never")).unwrap();
     drop(batch);
     testbed.expect_no_completion(&conn.a.sends);
     same(&far.read(0, 5), &[0; 5], "a batch that was dropped");
-    let mut batch = conn.a.qp.batch();
+    let mut batch = conn.a.qp.batch().unwrap();
     {
         let text = *b"first";
         batch.push(&write(2, 0).inline(&text)).unwrap();
@@ -197,7 +204,7 @@ fn batches(fixture: &Fixture) {
     }
     same(&far.read(0, 5), b"first", "the first of a batch");
     same(&far.read(100, 6), b"ranges", "the second of a batch");
-    // All or none.
+    // All requests are posted, or none.
     let requests = [write(5, 0).inline(b"x"); 200];
     let refused = conn.a.qp.post_send(&requests).unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Busy, "{refused}");
@@ -205,7 +212,7 @@ fn batches(fixture: &Fixture) {
     testbed.check_traffic(&conn);
 }
 
-/// Failures say whether they were sends or receives, where both come to one queue.
+/// Failed completions distinguish sends and receives where both use one CQ.
 fn one_completion_queue_for_both_sides(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let cq = testbed.a.context.create_cq(16).unwrap();

@@ -1,6 +1,7 @@
-//! Work without packets: taken where it can be, in order, with the protocol's own statuses, and over when it must be.
+//! Direct access to peer memory: used where possible, ordered with other work, with the protocol's
+//! statuses, and revoked in time.
 //!
-//! Every link runs every case: where there is no such way, the same must come of it by packets.
+//! Every case runs over every link: without direct access, packets must give the same result.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,22 +20,22 @@ use crate::verbs::fixture::{
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    direct_where_it_can_be,
+    direct_where_possible,
     direct_work_keeps_its_order,
     direct_data_is_right_at_every_size,
     direct_atomics_count_with_the_others,
-    direct_failures_are_the_protocols,
+    direct_failures_have_the_protocols_statuses,
     direct_ends_with_the_registration,
     direct_ends_with_the_queue_pair,
     direct_over_a_thousand_registrations,
     direct_registrations_end_under_traffic,
     direct_leaves_other_memory_to_packets,
-    direct_begins_anew_with_the_next_connection,
-    direct_writes_lap_the_queue_with_entries_between,
-    direct_work_that_fell_behind_is_caught_up_with,
+    direct_access_restarts_with_the_next_connection,
+    direct_writes_wrap_the_queue_with_wqes_between,
+    direct_batches_are_executed_when_posted,
 );
 
-/// Two connected ends with memory, and operations until the peer's memory is mapped.
+/// Two connected ends with memory; `new` writes until the peer's memory is mapped.
 struct TransferTest {
     testbed: Testbed,
     conn: QpPair,
@@ -56,7 +57,7 @@ impl TransferTest {
         transfer
     }
 
-    /// Works in that memory until it is done without packets, where it can be.
+    /// Writes until a write is direct, on links with direct access; otherwise writes once.
     fn warm_up(&self, test_link: TestLink, mr: &Mr) {
         let before = operations(&self.testbed.a);
         let start = Instant::now();
@@ -76,7 +77,7 @@ impl TransferTest {
         self.testbed.done(&self.conn.a.sends, request.id);
     }
 
-    /// Runs it, and tells whether it needed no packets.
+    /// Executes the request; returns whether it was direct.
     fn is_direct(&self, request: SendRequest<'_>) -> bool {
         let before = operations(&self.testbed.a);
         self.run(request);
@@ -84,7 +85,7 @@ impl TransferTest {
     }
 }
 
-fn direct_where_it_can_be(fixture: &Fixture) {
+fn direct_where_possible(fixture: &Fixture) {
     let transfer = TransferTest::new(fixture, QpOptions::default());
     let TransferTest { testbed, conn, near, far } = &transfer;
     let (remote, data) = (far.mr.remote(64), [near.mr.sge(0, 8)]);
@@ -96,7 +97,7 @@ fn direct_where_it_can_be(fixture: &Fixture) {
         let sent = conn.a.qp.stats().unwrap().packets_sent - packets;
         assert_eq!(sent > 0, !direct, "{sent} packets for {op:?}");
     }
-    // Those that take a receive, or nothing at all, go by packets.
+    // Operations that consume a receive, and empty ones, use packets.
     conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }; 2]).unwrap();
     for op in [WrOp::Send, WrOp::WriteImm(remote, [1; 4]), WrOp::Write(remote)] {
         assert!(!transfer.is_direct(SendRequest::new(2, op)), "{op:?}");
@@ -105,10 +106,9 @@ fn direct_where_it_can_be(fixture: &Fixture) {
     assert_eq!(mine.operations > 0, direct);
     assert_eq!((theirs.by_peers, theirs.bytes_by_peers), (mine.operations, mine.bytes));
     let path = conn.a.qp.path().unwrap().why;
-    let word =
-        if direct { "direct: writes, reads and atomics in 1 mapped" } else { "packets only: " };
+    let word = if direct { "direct access: on (peer mappings: 1)" } else { "direct access: off (" };
     assert!(path.contains(word), "{path}");
-    let word = if direct { "; direct where" } else { "; packets only: " };
+    let word = if direct { "; direct access: on" } else { "; direct access: off (" };
     assert!(testbed.a.context.path().why.contains(word), "{}", testbed.a.context.path());
     for _ in 0..2 {
         testbed.done(&conn.b.receives, 9);
@@ -116,27 +116,28 @@ fn direct_where_it_can_be(fixture: &Fixture) {
     testbed.check_traffic(conn);
 }
 
-/// More than one turn's worth is done as it is posted, so that the queue is empty again and what follows needs no entry.
-fn direct_work_that_fell_behind_is_caught_up_with(fixture: &Fixture) {
+/// A batch larger than one turn's budget is executed when it is posted, so that the queue is empty
+/// again and later work can take the fast path.
+fn direct_batches_are_executed_when_posted(fixture: &Fixture) {
     const EACH: u64 = 64 << 10;
     let transfer = TransferTest::new(fixture, QpOptions::default());
     let TransferTest { testbed, conn, near, far } = &transfer;
     let data = [near.mr.sge(0, EACH as u32)];
     near.write(0, &[7; EACH as usize]);
     let before = operations(&testbed.a);
-    let mut batch = conn.a.qp.batch();
-    for place in 0..8 {
-        let request = SendRequest::new(place, WrOp::Write(far.mr.remote(place * EACH)));
+    let mut batch = conn.a.qp.batch().unwrap();
+    for slot in 0..8 {
+        let request = SendRequest::new(slot, WrOp::Write(far.mr.remote(slot * EACH)));
         batch.push(&request.with(&data)).unwrap();
     }
     batch.post();
-    // Nobody has polled.
+    // Before any poll.
     if fixture.test_link.is_direct() {
         assert_eq!(operations(&testbed.a) - before, 8);
     }
-    for place in 0..8 {
-        testbed.done(&conn.a.sends, place);
-        assert_eq!(far.word(place * EACH + EACH - 8), u64::from_ne_bytes([7; 8]));
+    for slot in 0..8 {
+        testbed.done(&conn.a.sends, slot);
+        assert_eq!(far.word(slot * EACH + EACH - 8), u64::from_ne_bytes([7; 8]));
     }
 }
 
@@ -145,7 +146,7 @@ fn direct_work_keeps_its_order(fixture: &Fixture) {
     let TransferTest { testbed, conn, near, far } = &transfer;
     for round in 0..200_u64 {
         let word = |step: u64| (round * 10 + step).to_ne_bytes();
-        // What a message tells of is there when it comes; what follows it has not undone that.
+        // Writes before a message are visible when it arrives.
         conn.b.qp.post_receive(&[ReceiveRequest { id: round, data: &[] }]).unwrap();
         let (large, at) = ([near.mr.sge(0, 20_000)], |offset| WrOp::Write(far.mr.remote(offset)));
         near.write(0, &[round as u8; 20_000]);
@@ -157,7 +158,7 @@ fn direct_work_keeps_its_order(fixture: &Fixture) {
             SendRequest::new(3, at(8)).inline(&second),
             SendRequest::new(4, at(4096)).with(&large),
             SendRequest::new(5, WrOp::Read(far.mr.remote(0))).with(&back),
-            // A read may be overtaken, by verbs' own rules.
+            // Without a fence, a later write may overtake a read.
             SendRequest { fence: Fence::Reads, ..SendRequest::new(6, at(0)).inline(&third) },
         ];
         if round % 3 == 0 {
@@ -169,7 +170,7 @@ fn direct_work_keeps_its_order(fixture: &Fixture) {
         testbed.until("the message", || conn.b.receives.poll(&mut reported).unwrap() == 1);
         assert!(
             far.word(0) == round * 10 + 1 || far.word(0) == round * 10 + 3,
-            "before the message"
+            "the write before the message"
         );
         for id in 1..=6 {
             testbed.done(&conn.a.sends, id);
@@ -214,7 +215,7 @@ fn direct_atomics_count_with_the_others(fixture: &Fixture) {
     let (result, other) = ([near.mr.sge(0, 8)], [near.mr.sge(8, 8)]);
     let add = |id, at| SendRequest::new(id, WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }));
     for round in 0..100 {
-        // Behind a message it goes by packets.
+        // After a send in flight, the atomic uses packets.
         slow.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &[] }]).unwrap();
         let at = far.mr.remote(0);
         slow.a.qp.post_send(&[SendRequest::new(1, WrOp::Send), add(2, at).with(&other)]).unwrap();
@@ -222,25 +223,29 @@ fn direct_atomics_count_with_the_others(fixture: &Fixture) {
         testbed.done(&slow.a.sends, 1);
         testbed.done(&slow.a.sends, 2);
         testbed.done(&slow.b.receives, 1);
-        assert_eq!(near.word(0) + near.word(8), 4 * round + 1, "each saw another's");
+        assert_eq!(
+            near.word(0) + near.word(8),
+            4 * round + 1,
+            "both atomics returned the same value"
+        );
     }
     assert_eq!(far.word(0), 200);
     let swap = Atomic::CompareSwap { compare: 200, swap: 7 };
     transfer.run(SendRequest::new(1, WrOp::Atomic(far.mr.remote(0), swap)).with(&result));
     assert_eq!((near.word(0), far.word(0)), (200, 7));
-    // The result has no place: the word may change or not, but nothing else does.
+    // The result does not fit: the request fails, and the word may or may not change.
     let narrow = [near.mr.sge(0, 4)];
     transfer.conn.a.qp.post_send(&[add(5, far.mr.remote(8)).with(&narrow)]).unwrap();
     assert!(!testbed.next(&transfer.conn.a.sends).is_success());
 }
 
-/// Makes an operation that is wrong: with memory of another domain, and with memory that may only be read.
-type Wrong = fn(&TransferTest, &TestBuffer, &TestBuffer) -> WrOp;
+/// Builds an invalid operation, given memory of another protection domain and read-only memory.
+type InvalidOp = fn(&TransferTest, &TestBuffer, &TestBuffer) -> WrOp;
 
-/// Every way in which an operation may be wrong, on a connection that works without packets.
-fn direct_failures_are_the_protocols(fixture: &Fixture) {
+/// All kinds of invalid operations on a connection that uses direct access.
+fn direct_failures_have_the_protocols_statuses(fixture: &Fixture) {
     let read_only = QpAccess::REMOTE_READ;
-    let trials: [(QpOptions, Wrong, Status); 9] = [
+    let trials: [(QpOptions, InvalidOp, Status); 9] = [
         (
             short_timeouts(),
             |f, _, _| write(f.far.mr.rkey() ^ 1, f.far.mr.iova()),
@@ -274,11 +279,11 @@ fn direct_failures_are_the_protocols(fixture: &Fixture) {
         let transfer = TransferTest { testbed, conn, near, far };
         let other = Endpoint {
             context: transfer.testbed.b.context.clone(),
-            pd: transfer.testbed.b.context.pd(),
+            pd: transfer.testbed.b.context.alloc_pd(),
         };
         let foreign = fixture.host(&other, 4096);
         let shut = fixture.memory(&transfer.testbed.b, Kind::Host, 4096, Access::REMOTE_READ);
-        // By reads, which all of them allow.
+        // Reads establish direct access: all options allow them.
         let data = [transfer.near.mr.sge(0, 8)];
         for _ in 0..200 {
             transfer.run(SendRequest::new(1, WrOp::Read(transfer.far.mr.remote(0))).with(&data));
@@ -289,12 +294,12 @@ fn direct_failures_are_the_protocols(fixture: &Fixture) {
         transfer.conn.a.qp.post_send(&[SendRequest::new(2, op).with(&data)]).unwrap();
         let ended = transfer.testbed.next(&transfer.conn.a.sends);
         let expected = if number == 7 && ended.status == Status::RemoteAccess {
-            Status::RemoteAccess // either is right for a word that is not aligned
+            Status::RemoteAccess // both are valid for a misaligned word
         } else {
             status
         };
         assert_eq!((ended.id, ended.status), (2, expected), "trial {number}");
-        assert_eq!(operations(&transfer.testbed.a), before, "trial {number} was done");
+        assert_eq!(operations(&transfer.testbed.a), before, "trial {number} was executed");
         assert_eq!(transfer.conn.b.qp.state().unwrap(), State::Err, "trial {number}");
     }
 }
@@ -341,14 +346,14 @@ fn direct_ends_with_the_queue_pair(fixture: &Fixture) {
         transfer.conn.a.qp.post_send(&[request]).unwrap();
         transfer.testbed.failed(&transfer.conn.a.sends, 2, Status::RetryExceeded);
         assert_eq!(transfer.far.word(0), word);
-        // It begins anew, with a peer of the same number, and works again.
+        // Reconnected to the same peer, direct access works again.
         for test_qp in [&transfer.conn.a, &transfer.conn.b] {
             test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         connect(&transfer.conn.a.qp, &transfer.conn.b.qp);
         transfer.warm_up(fixture.test_link, &transfer.far.mr);
     }
-    // Another connection of the same devices does not pass for this one.
+    // Another connection between the same devices maps the memory again.
     let other = transfer.testbed.join(short_timeouts());
     drop(std::mem::replace(&mut transfer.conn, other));
     transfer.warm_up(fixture.test_link, &transfer.far.mr);
@@ -376,7 +381,7 @@ fn direct_over_a_thousand_registrations(fixture: &Fixture) {
         }
         for (number, memory) in memories.iter().enumerate() {
             let expected = match number % 2 == 0 && number < 500 {
-                true => number as u64 + 500, // the same place of the shared memory is written later
+                true => number as u64 + 500, // overwritten later: shared memory
                 false => number as u64,
             };
             let found = memory.bytes().load_u64(number as u64 % 500 * 8).unwrap();
@@ -388,7 +393,7 @@ fn direct_over_a_thousand_registrations(fixture: &Fixture) {
     transfer.warm_up(fixture.test_link, &transfer.far.mr);
 }
 
-/// Registrations end while another thread works in their memory: afterwards nothing of it changes.
+/// Registrations end while another thread writes to their memory: nothing changes afterwards.
 fn direct_registrations_end_under_traffic(fixture: &Fixture) {
     let transfer = TransferTest::new(fixture, QpOptions { timeout: 10, ..QpOptions::default() });
     let TransferTest { testbed, near, .. } = &transfer;
@@ -418,7 +423,10 @@ fn direct_registrations_end_under_traffic(fixture: &Fixture) {
         });
         let mut found = vec![0; 1 << 20];
         memory.bytes().read(0, &mut found).unwrap();
-        assert!(found.iter().all(|byte| *byte == 0xee), "round {round}: written after its end");
+        assert!(
+            found.iter().all(|byte| *byte == 0xee),
+            "round {round}: written after deregistration"
+        );
     }
 }
 
@@ -443,7 +451,7 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
     let not = transfer.testbed.a.context.stats().direct.not;
     let counted = not.contains_key("key-not-granted") && not.contains_key("local-memory");
     assert_eq!(counted, fixture.test_link.is_direct(), "{not:?}");
-    // And where one may only read, nothing is written.
+    // Read-only memory can be read directly.
     let shut = fixture.memory(&transfer.testbed.b, Kind::Host, 4096, Access::REMOTE_READ);
     let data = [transfer.near.mr.sge(0, 64)];
     let read =
@@ -452,8 +460,8 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
     assert_eq!(direct > 50, fixture.test_link.is_direct());
 }
 
-/// The last connection to a peer ends, and with it all that was mapped; the next begins anew.
-fn direct_begins_anew_with_the_next_connection(fixture: &Fixture) {
+/// Closing the last connection to a peer drops all its mappings; the next connection maps again.
+fn direct_access_restarts_with_the_next_connection(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let near = fixture.host(&testbed.a, 4096);
     for _ in 0..3 {
@@ -469,7 +477,7 @@ fn direct_begins_anew_with_the_next_connection(fixture: &Fixture) {
             direct += operations(&testbed.a) - before;
         }
         assert_eq!(direct > 50, fixture.test_link.is_direct());
-        // The last flow takes the connection with it; the next one is made anew.
+        // Closing the last flow closes the link's connection; the next round opens a new one.
         drop(conn);
         testbed.poll_for(Duration::from_millis(2));
     }
@@ -477,9 +485,9 @@ fn direct_begins_anew_with_the_next_connection(fixture: &Fixture) {
     assert_eq!(direct_ops > 150, fixture.test_link.is_direct());
 }
 
-/// Single writes have no entry in the queue; those with one find their place among them, also after the count of blocks,
-/// which has sixteen bits, has come round.
-fn direct_writes_lap_the_queue_with_entries_between(fixture: &Fixture) {
+/// Single direct writes use no WQE. Requests with a WQE keep their order among them, also after the
+/// 16-bit WQEBB counter has wrapped.
+fn direct_writes_wrap_the_queue_with_wqes_between(fixture: &Fixture) {
     let options = QpOptions { send_depth: 8, signal_all: false, ..QpOptions::default() };
     let transfer = TransferTest::new(fixture, options);
     let TransferTest { testbed, conn, near, far } = &transfer;
@@ -488,7 +496,7 @@ fn direct_writes_lap_the_queue_with_entries_between(fixture: &Fixture) {
     for number in 0..count {
         let word = number.to_ne_bytes();
         let write = SendRequest::new(number, WrOp::Write(far.mr.remote(0))).inline(&word);
-        // One in four is told of, so that the queue's places are given back in its turn.
+        // One in four is signaled, so that queue slots are released.
         let reported = number % 4 == 3;
         conn.a.qp.post_send(&[if reported { write } else { write.unsignaled() }]).unwrap();
         if reported {

@@ -1,4 +1,4 @@
-//! Waking: who sleeps is woken when he asked for it, and only then.
+//! Completion events and wake-ups: a thread is woken if it armed the queue, and only then.
 
 use std::os::fd::AsFd;
 
@@ -16,23 +16,23 @@ use crate::verbs::fixture::{Fixture, Kind, QpPair, TestQp, Testbed, connect, sam
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    sleepers_are_woken,
-    guards_and_threads_move_bytes,
+    waiting_threads_are_woken,
+    fallback_and_engine_threads_move_bytes,
     ping_pong_without_lost_wakeups,
-    several_sleep_on_one_queue,
-    who_polls_and_then_sleeps_is_served_soon,
+    several_threads_wait_on_one_queue,
+    a_poller_that_goes_to_sleep_is_served_soon,
 );
 cases!(Fixture; ONCE:
     armed_before_or_after,
     solicited_only,
     the_file_descriptor,
-    waits_and_late_entries_on_a_thread,
+    waits_and_late_wqes_on_a_thread,
     an_idle_device_sleeps,
-    a_doorbell_that_wakes_nobody,
+    a_polled_doorbell_is_noticed,
 );
 
-/// A stream rings a device that has been at rest: it is seen, soon enough.
-fn a_doorbell_that_wakes_nobody(fixture: &Fixture) {
+/// A doorbell store to an idle device, as from a stream, is noticed within the polling interval.
+fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
     let testbed = fixture.with_progress(ProgressMode::Thread { spin: Duration::ZERO, core: None });
     let conn = testbed.join(QpOptions { poll_doorbell: true, ..QpOptions::default() });
     let QpPair { a: test_qp, .. } = &conn;
@@ -49,8 +49,8 @@ fn a_doorbell_that_wakes_nobody(fixture: &Fixture) {
         let doorbell = u64::from_ne_bytes(Doorbell::next(number, block + 1));
         bytes.store_u64(layout.doorbell, doorbell).unwrap();
         let start = Instant::now();
-        assert!(test_qp.sends.wait(test_timeout()).unwrap(), "nobody saw it");
-        // Once a second a thread at rest makes a step in any case.
+        assert!(test_qp.sends.wait_event(test_timeout()).unwrap(), "the doorbell was not noticed");
+        // Less than the engine's one step per second when idle.
         assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
         assert_eq!(drain(&test_qp.sends), 1);
     }
@@ -75,29 +75,29 @@ fn armed_before_or_after(fixture: &Fixture) {
         testbed.poll_for(Duration::from_millis(1));
     };
     nop(&testbed);
-    assert!(!readable(cq), "nobody asked");
+    assert!(!readable(cq), "an event without arming");
     assert_eq!(drain(cq), 1);
     for round in 0..10 {
-        // Before the completion.
+        // Armed before the completion.
         cq.arm(false).unwrap();
         assert!(!readable(cq), "round {round}");
         nop(&testbed);
-        assert!(readable(cq) && cq.wait(Duration::ZERO).unwrap() && !readable(cq));
+        assert!(readable(cq) && cq.wait_event(Duration::ZERO).unwrap() && !readable(cq));
         nop(&testbed);
-        assert!(!readable(cq), "one event for each arming");
-        // After it.
+        assert!(!readable(cq), "more than one event per arming");
+        // Armed after the completion.
         cq.arm(false).unwrap();
         assert!(readable(cq) && cq.take_event() && !cq.take_event());
         assert_eq!(drain(cq), 2);
     }
-    // Armed many times, read never.
+    // Armed many times without polling.
     nop(&testbed);
     for _ in 0..9 {
         cq.arm(false).unwrap();
-        assert!(cq.wait(Duration::ZERO).unwrap());
+        assert!(cq.wait_event(Duration::ZERO).unwrap());
     }
     assert_eq!(drain(cq), 1);
-    assert!(!cq.wait(Duration::from_millis(1)).unwrap());
+    assert!(!cq.wait_event(Duration::from_millis(1)).unwrap());
 }
 
 fn solicited_only(fixture: &Fixture) {
@@ -113,7 +113,7 @@ fn solicited_only(fixture: &Fixture) {
     };
     cq.arm(true).unwrap();
     send(SendRequest::new(1, WrOp::Send));
-    assert!(!readable(cq), "not solicited");
+    assert!(!readable(cq), "an event for an unsolicited send");
     send(SendRequest::new(2, WrOp::Send).solicited());
     assert!(readable(cq) && cq.take_event());
     let (first, second) = (testbed.next(cq), testbed.next(cq));
@@ -125,7 +125,7 @@ fn solicited_only(fixture: &Fixture) {
     send(SendRequest::new(4, WrOp::WriteImm(far.mr.remote(0), [0; 4])).inline(b"x").solicited());
     assert!(readable(cq) && cq.take_event());
     assert_eq!(drain(cq), 2);
-    // An error always counts.
+    // An error always raises an event.
     cq.arm(true).unwrap();
     conn.b.qp.modify(&QpAttributes::new(State::Err)).unwrap();
     testbed.poll_for(Duration::from_millis(1));
@@ -145,8 +145,8 @@ fn the_file_descriptor(fixture: &Fixture) {
     let wait = Timespec { tv_sec: 10, tv_nsec: 0 };
     assert_eq!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait)).unwrap(), 1);
     assert!(cq.take_event());
-    assert_eq!(cq.next(test_timeout()).unwrap().unwrap().id, 3);
-    // News have one too; rxe has none of this sort.
+    assert_eq!(cq.wait_next(test_timeout()).unwrap().unwrap().id, 3);
+    // Async events have a file descriptor too; rxe reports no such event.
     if testbed.b.is_device() {
         return assert!(!readable(testbed.b.context.events()));
     }
@@ -166,8 +166,8 @@ fn the_file_descriptor(fixture: &Fixture) {
     assert!(!readable(events));
 }
 
-/// Threads that sleep until they are woken, under either drive that wakes.
-fn sleepers_are_woken(fixture: &Fixture) {
+/// Blocked threads are woken in both progress modes with a thread.
+fn waiting_threads_are_woken(fixture: &Fixture) {
     for progress_mode in
         [ProgressMode::Auto, ProgressMode::Thread { spin: Duration::ZERO, core: None }]
     {
@@ -176,29 +176,30 @@ fn sleepers_are_woken(fixture: &Fixture) {
         conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
         let start = Instant::now();
         std::thread::scope(|scope| {
-            let sleeper =
-                scope.spawn(|| conn.b.receives.next(test_timeout()).unwrap().expect("it comes"));
+            let waiter = scope.spawn(|| {
+                conn.b.receives.wait_next(test_timeout()).unwrap().expect("a completion")
+            });
             std::thread::sleep(Duration::from_millis(30));
             conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
-            assert_eq!(sleeper.join().unwrap().id, 9);
+            assert_eq!(waiter.join().unwrap().id, 9);
         });
         assert!(
             start.elapsed() < Duration::from_millis(500),
             "{progress_mode:?}: {:?}",
             start.elapsed()
         );
-        assert_eq!(conn.a.sends.next(test_timeout()).unwrap().unwrap().id, 1);
-        assert!(conn.a.sends.next(Duration::from_millis(5)).unwrap().is_none());
+        assert_eq!(conn.a.sends.wait_next(test_timeout()).unwrap().unwrap().id, 1);
+        assert!(conn.a.sends.wait_next(Duration::from_millis(5)).unwrap().is_none());
     }
 }
 
-fn guards_and_threads_move_bytes(fixture: &Fixture) {
-    let drives = [
+fn fallback_and_engine_threads_move_bytes(fixture: &Fixture) {
+    let progress_modes = [
         ProgressMode::Auto,
         ProgressMode::Thread { spin: Duration::ZERO, core: None },
         ProgressMode::Thread { spin: Duration::from_micros(100), core: Some(0) },
     ];
-    for progress_mode in drives {
+    for progress_mode in progress_modes {
         let testbed = fixture.with_progress(progress_mode);
         let conn = testbed.join(QpOptions::default());
         let (near, far) = (fixture.host(&testbed.a, 1 << 21), fixture.host(&testbed.b, 1 << 21));
@@ -209,15 +210,15 @@ fn guards_and_threads_move_bytes(fixture: &Fixture) {
         let read = SendRequest::new(2, WrOp::Read(far.mr.remote(5))).with(&range);
         conn.a.qp.post_send(&[write, read]).unwrap();
         for id in 1..=2 {
-            let done = conn.a.sends.next(test_timeout()).unwrap().expect("it ends");
+            let done = conn.a.sends.wait_next(test_timeout()).unwrap().expect("a completion");
             assert_eq!((done.id, done.is_success()), (id, true), "{progress_mode:?}");
         }
-        same(&far.read(5, len), &wanted, "a write with nobody polling there");
-        same(&near.read(3, len), &wanted, "a read with nobody polling there");
+        same(&far.read(5, len), &wanted, "a write to a device that is not polled");
+        same(&near.read(3, len), &wanted, "a read from a device that is not polled");
     }
 }
 
-/// Two threads that only ever sleep on events: if one wake-up is lost, this stands still.
+/// Two threads that only block on events: a single lost wake-up stalls this case.
 fn ping_pong_without_lost_wakeups(fixture: &Fixture) {
     const ROUNDS: u64 = 300;
     for progress_mode in
@@ -240,8 +241,8 @@ fn ping_pong_without_lost_wakeups(fixture: &Fixture) {
                     return;
                 }
                 cq.arm(false).unwrap();
-                // A lost one would cost all of this time.
-                cq.wait(Duration::from_secs(5)).unwrap();
+                // After a lost wake-up this waits for the whole timeout.
+                cq.wait_event(Duration::from_secs(5)).unwrap();
                 assert!(start.elapsed() < Duration::from_secs(4), "a wake-up was lost");
             }
         };
@@ -265,10 +266,11 @@ fn ping_pong_without_lost_wakeups(fixture: &Fixture) {
     }
 }
 
-/// A guard stays away while somebody polls; whoever goes to sleep after that must not wait for it to look again.
-fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
+/// The fallback thread backs off while an application thread polls. When that thread goes to sleep,
+/// the fallback thread must take over without its usual delay.
+fn a_poller_that_goes_to_sleep_is_served_soon(fixture: &Fixture) {
     const ROUNDS: usize = 40;
-    /// A guard that is not called comes after 2 ms.
+    /// Without a wake-up the fallback thread would take over after 2 ms.
     const LIMIT: Duration = Duration::from_micros(1500);
     let testbed = fixture.with_progress(ProgressMode::Auto);
     let conn = testbed.join(QpOptions::default());
@@ -278,7 +280,7 @@ fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
             test_qp.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
         }
     }
-    let next = |cq: &Cq| assert!(cq.next(test_timeout()).unwrap().unwrap().is_success());
+    let next = |cq: &Cq| assert!(cq.wait_next(test_timeout()).unwrap().unwrap().is_success());
     let send = |test_qp: &TestQp| {
         test_qp.qp.post_send(&[SendRequest::new(0, WrOp::Send)]).unwrap();
         next(&test_qp.sends);
@@ -291,7 +293,7 @@ fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
         scope.spawn(|| {
             for _ in 0..ROUNDS {
                 take(b);
-                // Longer than the other polls.
+                // Longer than the other side spins.
                 std::thread::sleep(Duration::from_micros(200));
                 send(b);
             }
@@ -308,15 +310,16 @@ fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
     let quarter = times[ROUNDS / 4];
     let any_thread = testkit::wakeup_time();
     if quarter >= LIMIT && any_thread > LIMIT / 4 {
-        testkit::skip(&format!("the machine is busy: any thread wakes up after {any_thread:?}"));
+        testkit::skip(&format!("the machine is busy: waking a thread takes {any_thread:?}"));
     }
-    assert!(quarter < LIMIT, "a quarter of the rounds took more than {quarter:?}");
+    assert!(quarter < LIMIT, "three quarters of the rounds took more than {quarter:?}");
 }
 
-/// A thread that has gone to sleep sees that a wait is over, and does not wait for ever for an entry that is torn.
-fn waits_and_late_entries_on_a_thread(fixture: &Fixture) {
+/// A sleeping engine thread notices that a WAIT is satisfied, and does not wait forever for a WQE
+/// that is never written.
+fn waits_and_late_wqes_on_a_thread(fixture: &Fixture) {
     let testbed = fixture.with_progress(ProgressMode::Thread { spin: Duration::ZERO, core: None });
-    // A chain: each queue pair waits for the one before it, in the order in which that is worst.
+    // A chain: each queue pair waits for the next one, the worst case for the order of polling.
     let all: Vec<_> = (0..6).map(|_| testbed.join(QpOptions::default())).collect();
     for pair in all.windows(2) {
         let wait = WrOp::Wait { cqn: pair[1].a.sends.number(), index: 0 };
@@ -325,23 +328,28 @@ fn waits_and_late_entries_on_a_thread(fixture: &Fixture) {
     std::thread::sleep(Duration::from_millis(20));
     let start = Instant::now();
     all[5].a.qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap();
-    let done = all[0].a.sends.next(test_timeout()).unwrap().expect("the chain ends");
+    let done = all[0]
+        .a
+        .sends
+        .wait_next(test_timeout())
+        .unwrap()
+        .expect("a completion at the end of the chain");
     assert!(done.is_success());
     assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
-    // The doorbell promises an entry that never comes.
+    // The doorbell announces a WQE that is never written.
     let qp = &all[5].a.qp;
     let (memory, layout) = qp.queues();
     let doorbell = warpwire::mlx5::Doorbell::next(qp.number(), 3);
     memory.bytes().store_u64(layout.doorbell, u64::from_ne_bytes(doorbell)).unwrap();
     let start = Instant::now();
     testbed.a.context.hca().ring(qp.number());
-    all[5].a.sends.next(test_timeout()).unwrap().expect("the first one's");
-    let done = all[5].a.sends.next(test_timeout()).unwrap().expect("an end");
+    all[5].a.sends.wait_next(test_timeout()).unwrap().expect("the completion of the nop");
+    let done = all[5].a.sends.wait_next(test_timeout()).unwrap().expect("an error completion");
     assert_eq!(done.status, Status::LocalQpOperation);
     assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
 }
 
-/// With nothing to do, a device makes a few steps a second at most, and a sleeper's time ends when it should.
+/// An idle device makes less than 100 steps per second, and waits end at their timeout.
 fn an_idle_device_sleeps(fixture: &Fixture) {
     for progress_mode in
         [ProgressMode::Auto, ProgressMode::Thread { spin: Duration::ZERO, core: None }]
@@ -355,12 +363,13 @@ fn an_idle_device_sleeps(fixture: &Fixture) {
         std::thread::sleep(Duration::from_millis(200));
         let steps = testbed.a.context.stats().steps - before;
         assert!(steps < 20, "{progress_mode:?}: {steps} steps");
-        assert!(!one.sends.wait(Duration::from_millis(2)).unwrap());
+        assert!(!one.sends.wait_event(Duration::from_millis(2)).unwrap());
     }
 }
 
-/// Three threads wait for completions of one queue: each completion wakes somebody, also when one event stood for two.
-fn several_sleep_on_one_queue(fixture: &Fixture) {
+/// Three threads wait on one completion queue: each completion wakes one of them, even if one event
+/// covers two completions.
+fn several_threads_wait_on_one_queue(fixture: &Fixture) {
     const MESSAGES: u64 = 200;
     let testbed = fixture.with_progress(ProgressMode::Auto);
     let conn = testbed.join(QpOptions { receive_depth: 256, ..QpOptions::default() });
@@ -371,10 +380,10 @@ fn several_sleep_on_one_queue(fixture: &Fixture) {
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
-                // The last ones are woken by three more messages.
+                // Three extra messages wake the threads that are left at the end.
                 while left.load(Ordering::Relaxed) > 0 {
                     let start = Instant::now();
-                    let done = conn.b.receives.next(Duration::from_secs(5)).unwrap();
+                    let done = conn.b.receives.wait_next(Duration::from_secs(5)).unwrap();
                     assert!(done.is_some_and(|done| done.is_success()), "a wake-up was lost");
                     assert!(start.elapsed() < Duration::from_secs(4));
                     let _ = left
@@ -387,10 +396,10 @@ fn several_sleep_on_one_queue(fixture: &Fixture) {
                 [SendRequest::new(0, WrOp::Send).unsignaled(), SendRequest::new(1, WrOp::Send)];
             conn.a.qp.post_send(&two).unwrap();
             for _ in 0..2 {
-                conn.a.sends.next(test_timeout()).unwrap().expect("it ends");
+                conn.a.sends.wait_next(test_timeout()).unwrap().expect("a completion");
             }
             if round % 4 == 0 {
-                std::thread::sleep(Duration::from_micros(300)); // all are asleep
+                std::thread::sleep(Duration::from_micros(300)); // until all threads wait
             }
         }
         for _ in 0..3 {

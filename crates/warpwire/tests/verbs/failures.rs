@@ -1,4 +1,4 @@
-//! Each row of the table of failures: the right status on the right side; and what follows a failure.
+//! Every kind of failure has the right status at the right end; and recovery from failures.
 
 use std::time::Duration;
 
@@ -20,10 +20,10 @@ cases!(Fixture; CASES:
     remote_memory_that_may_not_be_used,
     flags_of_the_queue_pair,
     receives_that_do_not_fit,
-    answers_without_a_place,
-    nobody_answers,
-    a_peer_that_takes_nothing,
-    nobody_is_ready,
+    responses_that_do_not_fit,
+    a_peer_that_does_not_respond,
+    a_peer_that_stops_draining,
+    receiver_not_ready,
     a_failure_flushes_in_order,
     a_failure_in_the_middle_of_a_message,
     after_a_reset_it_works_again,
@@ -31,12 +31,12 @@ cases!(Fixture; CASES:
 );
 cases!(Fixture; ONCE:
     atomics_that_are_not_aligned,
-    unread_completions_of_a_former_life,
+    unread_completions_do_not_survive_a_reset,
     freed_memory_under_a_registration,
     zero_bytes_need_no_key,
 );
 
-/// A connection on trial, and one of the same devices that must not suffer.
+/// A connection under test, and a bystander between the same devices that must keep working.
 struct Trial {
     testbed: Testbed,
     conn: QpPair,
@@ -66,13 +66,14 @@ impl Trial {
         self.conn.b.qp.post_receive(&[ReceiveRequest { id, data }]).unwrap();
     }
 
-    /// The requester fails with that status, and its peer with that news, or with none.
+    /// The requester fails with `status`; its peer reports the given async event and fails, or
+    /// reports none and stays in RTS.
     fn expect(&self, id: u64, status: Status, async_events: Option<fn(u32) -> AsyncEvent>) {
         let Self { testbed, conn, .. } = self;
         testbed.failed(&conn.a.sends, id, status);
         assert_eq!(conn.a.qp.state().unwrap(), State::Err);
         if testbed.b.is_device() {
-            testbed.b.async_events(); // rxe tells of nothing, others do
+            testbed.b.async_events(); // rxe reports none, other devices do
             testbed.check_traffic(&self.bystander);
             return self.reconnect();
         }
@@ -91,7 +92,7 @@ impl Trial {
         self.reconnect();
     }
 
-    /// Both go back to the beginning, and talk anew.
+    /// Resets and reconnects both, and checks that they work.
     fn reconnect(&self) {
         reset(&self.conn);
         self.testbed.check_traffic(&self.conn);
@@ -123,8 +124,10 @@ fn fatal(qpn: u32) -> AsyncEvent {
 fn local_memory_that_may_not_be_read(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let near = &trial.near.mr;
-    let foreign =
-        Endpoint { context: trial.testbed.a.context.clone(), pd: trial.testbed.a.context.pd() };
+    let foreign = Endpoint {
+        context: trial.testbed.a.context.clone(),
+        pd: trial.testbed.a.context.alloc_pd(),
+    };
     let foreign = fixture.host(&foreign, 4096);
     let good = near.sge(0, 100);
     let bad = [
@@ -151,7 +154,7 @@ fn local_memory_that_may_not_be_read(fixture: &Fixture) {
 fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let end = &trial.testbed.b;
-    let other_pd = Endpoint { context: end.context.clone(), pd: end.context.pd() };
+    let other_pd = Endpoint { context: end.context.clone(), pd: end.context.alloc_pd() };
     let foreign = fixture.host(&other_pd, 4096);
     let no_write = fixture.memory(
         end,
@@ -189,7 +192,7 @@ fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
     ];
     bad.extend(places.into_iter().flat_map(|at| [WrOp::Write(at), WrOp::Read(at)]));
     bad.push(WrOp::Atomic(Remote { rkey: far.rkey ^ 0x80, ..far }, add));
-    // rxe takes the message, and fails afterwards.
+    // rxe accepts the message and fails afterwards.
     if !end.is_device() {
         bad.push(WrOp::SendInvalidate(far.rkey ^ 0x80));
         bad.push(WrOp::SendInvalidate(foreign.mr.rkey()));
@@ -204,13 +207,13 @@ fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
         let invalidates = matches!(op, WrOp::SendInvalidate(_));
         trial.post(if invalidates { request } else { request.with(&data) });
         if receives {
-            // The receive is used up, and tells why.
+            // The receive is consumed and fails with the reason.
             trial.testbed.failed(&trial.conn.b.receives, 1, Status::LocalAccess);
         }
         trial.expect(2, Status::RemoteAccess, Some(access_error));
     }
     for buffer in [&no_write, &no_read, &no_atomic, &foreign] {
-        same(&buffer.read(0, 64), &[0; 64], "memory that may not be used");
+        same(&buffer.read(0, 64), &[0; 64], "memory without access");
     }
 }
 
@@ -245,8 +248,8 @@ fn receives_that_do_not_fit(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let end = &trial.testbed.b;
     let read_only = fixture.memory(end, Kind::Host, 4096, Access::NONE);
-    for (len, room) in [(1, 0), (100, 99), (5000, 4999), (20_000, 4096)] {
-        trial.receive(1, &[trial.far.mr.sge(0, room)]);
+    for (len, capacity) in [(1, 0), (100, 99), (5000, 4999), (20_000, 4096)] {
+        trial.receive(1, &[trial.far.mr.sge(0, capacity)]);
         trial.post(SendRequest::new(2, WrOp::Send).with(&[trial.near.mr.sge(0, len)]));
         trial.testbed.failed(&trial.conn.b.receives, 1, Status::LocalLength);
         trial.expect(2, Status::RemoteInvalidRequest, Some(request_error));
@@ -265,7 +268,7 @@ fn receives_that_do_not_fit(fixture: &Fixture) {
     }
 }
 
-fn answers_without_a_place(fixture: &Fixture) {
+fn responses_that_do_not_fit(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let read_only = fixture.memory(&trial.testbed.a, Kind::Host, 4096, Access::NONE);
     let far = trial.far.mr.remote(0);
@@ -281,7 +284,7 @@ fn answers_without_a_place(fixture: &Fixture) {
             trial.expect(1, Status::LocalProtection, None);
         }
     }
-    // No place for the value before.
+    // No space for the result.
     trial.post(
         SendRequest::new(1, WrOp::Atomic(far, Atomic::FetchAdd { add: 1 }))
             .with(&[trial.near.mr.sge(0, 7)]),
@@ -289,7 +292,7 @@ fn answers_without_a_place(fixture: &Fixture) {
     trial.expect(1, Status::LocalLength, None);
 }
 
-fn nobody_answers(fixture: &Fixture) {
+fn a_peer_that_does_not_respond(fixture: &Fixture) {
     let Testbed { a, b } = fixture.testbed();
     let testbed = Testbed { a, b };
     let options = short_timeouts();
@@ -300,7 +303,7 @@ fn nobody_answers(fixture: &Fixture) {
     let far = fixture.host(&testbed.b, 4096);
     let remote = far.mr.remote(0);
     drop((two, far));
-    // The queue pair is gone, its device is there.
+    // The queue pair is destroyed, its device is open.
     one.qp
         .post_send(&[SendRequest::new(1, WrOp::Write(remote)).with(&[near.mr.sge(0, 4096)])])
         .unwrap();
@@ -309,7 +312,7 @@ fn nobody_answers(fixture: &Fixture) {
         assert!(stats.timeouts >= 3);
     }
     assert!(testbed.b.is_device() || lost(&testbed.b, "no-queue-pair") > 0);
-    // The device is gone too.
+    // The device is closed too.
     let Testbed { a, b } = testbed;
     let three = {
         let testbed = Testbed { a, b };
@@ -324,16 +327,17 @@ fn nobody_answers(fixture: &Fixture) {
     for op in [WrOp::Read(remote), WrOp::Send] {
         test_qp.qp.post_send(&[SendRequest::new(5, op)]).unwrap();
     }
-    assert_eq!(alone(&end, &test_qp).status, Status::RetryExceeded);
-    assert_eq!(alone(&end, &test_qp).status, Status::Flushed);
+    assert_eq!(next_polling_one_end(&end, &test_qp).status, Status::RetryExceeded);
+    assert_eq!(next_polling_one_end(&end, &test_qp).status, Status::Flushed);
 }
 
-/// The peer lives, and its device stands still: what lies between the two fills up, and nobody waits for ever.
-fn a_peer_that_takes_nothing(fixture: &Fixture) {
+/// The peer's device is open but not polled: the link fills up, and senders use up their retries
+/// instead of waiting forever.
+fn a_peer_that_stops_draining(fixture: &Fixture) {
     const LEN: u32 = 1 << 20;
     const COUNT: u64 = 32;
     if fixture.test_link.has_device() {
-        skip("a device answers by itself");
+        skip("a device responds without being polled");
     }
     let testbed = fixture.testbed();
     let [first, second] = [(); 2].map(|()| testbed.join(short_timeouts()));
@@ -343,14 +347,14 @@ fn a_peer_that_takes_nothing(fixture: &Fixture) {
         first.a.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&data)]).unwrap();
     }
     for id in 0..COUNT {
-        let completion = alone(&testbed.a, &first.a);
+        let completion = next_polling_one_end(&testbed.a, &first.a);
         let wanted = if id == 0 { Status::RetryExceeded } else { Status::Flushed };
         assert_eq!((completion.id, completion.status), (id, wanted));
     }
-    // Another queue pair finds no room at all.
+    // Another queue pair finds the link full.
     second.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
-    assert_eq!(alone(&testbed.a, &second.a).status, Status::RetryExceeded);
-    // Once it goes on, so does everybody else.
+    assert_eq!(next_polling_one_end(&testbed.a, &second.a).status, Status::RetryExceeded);
+    // Once the peer is polled again, connections work.
     testbed.poll_for(SHORT_WAIT);
     testbed.check_traffic(&testbed.join(QpOptions::default()));
 }
@@ -359,8 +363,8 @@ fn lost(end: &Endpoint, reason: &str) -> u64 {
     end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
-/// The next completion of a side whose peer is gone.
-fn alone(end: &Endpoint, test_qp: &TestQp) -> Completion {
+/// The next completion, polling only this end.
+fn next_polling_one_end(end: &Endpoint, test_qp: &TestQp) -> Completion {
     let mut one = [Completion::EMPTY];
     let start = std::time::Instant::now();
     while test_qp.sends.poll(&mut one).unwrap() == 0 {
@@ -370,24 +374,24 @@ fn alone(end: &Endpoint, test_qp: &TestQp) -> Completion {
     one[0]
 }
 
-fn nobody_is_ready(fixture: &Fixture) {
+fn receiver_not_ready(fixture: &Fixture) {
     let trial = Trial::new(fixture, short_timeouts());
     trial.post(SendRequest::new(1, WrOp::Send).inline(b"hello"));
     trial.expect(1, Status::RnrRetryExceeded, None);
     trial
         .post(SendRequest::new(2, WrOp::WriteImm(trial.far.mr.remote(0), [0; 4])).inline(b"hello"));
     trial.expect(2, Status::RnrRetryExceeded, None);
-    // Without end, and with a receive in the end.
-    let patient = Trial::new(fixture, QpOptions { rnr_retry: 7, ..short_timeouts() });
-    patient.post(SendRequest::new(3, WrOp::Send).inline(b"hello"));
-    patient.testbed.poll_for(Duration::from_millis(10));
-    patient.receive(4, &[patient.far.mr.sge(0, 5)]);
-    patient.testbed.done(&patient.conn.a.sends, 3);
-    patient.testbed.done(&patient.conn.b.receives, 4);
-    if let Ok(stats) = patient.conn.b.qp.stats() {
+    // `rnr_retry` 7 retries forever, until a receive is posted.
+    let retrying = Trial::new(fixture, QpOptions { rnr_retry: 7, ..short_timeouts() });
+    retrying.post(SendRequest::new(3, WrOp::Send).inline(b"hello"));
+    retrying.testbed.poll_for(Duration::from_millis(10));
+    retrying.receive(4, &[retrying.far.mr.sge(0, 5)]);
+    retrying.testbed.done(&retrying.conn.a.sends, 3);
+    retrying.testbed.done(&retrying.conn.b.receives, 4);
+    if let Ok(stats) = retrying.conn.b.qp.stats() {
         assert!(stats.rnr_sent > 2);
     }
-    same(&patient.far.read(0, 5), b"hello", "a message that had to wait");
+    same(&retrying.far.read(0, 5), b"hello", "a message after RNR NAKs");
 }
 
 fn a_failure_flushes_in_order(fixture: &Fixture) {
@@ -422,8 +426,12 @@ fn a_failure_flushes_in_order(fixture: &Fixture) {
     for id in 50..55 {
         trial.testbed.failed(&trial.conn.a.receives, id, Status::Flushed);
     }
-    same(&trial.far.read(0, 21), b"before\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", "what was written");
-    // What is posted to a queue pair that has failed comes back, in order.
+    same(
+        &trial.far.read(0, 21),
+        b"before\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+        "bytes written before the failure",
+    );
+    // Work posted in ERR is flushed in order.
     for id in 10..20 {
         trial.post(later(id));
         trial.conn.a.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
@@ -436,7 +444,7 @@ fn a_failure_flushes_in_order(fixture: &Fixture) {
     trial.reconnect();
 }
 
-/// The receiver fails while a message comes in: the receive that it had begun comes back too.
+/// The receiver fails in the middle of a message: the receive in use is flushed too.
 fn a_failure_in_the_middle_of_a_message(fixture: &Fixture) {
     let trial = Trial::new(fixture, short_timeouts());
     let (near, far) =
@@ -445,7 +453,7 @@ fn a_failure_in_the_middle_of_a_message(fixture: &Fixture) {
     trial.receive(2, &[]);
     trial.post(SendRequest::new(3, WrOp::Send).with(&[near.mr.sge(0, 4 << 20)]));
     let begun = || trial.conn.b.qp.stats().unwrap().packets_received > 20;
-    trial.testbed.until("a message that has begun", begun);
+    trial.testbed.until("twenty packets of a message", begun);
     trial.conn.b.qp.modify(&warpwire::verbs::QpAttributes::new(State::Err)).unwrap();
     trial.testbed.failed(&trial.conn.b.receives, 1, Status::Flushed);
     trial.testbed.failed(&trial.conn.b.receives, 2, Status::Flushed);
@@ -457,7 +465,7 @@ fn a_failure_in_the_middle_of_a_message(fixture: &Fixture) {
 fn after_a_reset_it_works_again(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     for round in 0..30 {
-        // Reset with work of either side in every stage.
+        // Reset with sends and receives at every stage.
         trial.post(
             SendRequest::new(1, WrOp::Read(trial.far.mr.remote(0)))
                 .with(&[trial.near.mr.sge(0, 1 << 15)]),
@@ -478,10 +486,11 @@ fn after_a_reset_it_works_again(fixture: &Fixture) {
     }
 }
 
-/// Registrations end while they are read and written, on either side: never a crash, never another's memory.
+/// Registrations at either end are dropped while they are read or written: never a crash, and no
+/// access to other memory.
 fn registrations_that_end_under_traffic(fixture: &Fixture) {
     for (round, kind) in KINDS.into_iter().cycle().take(12).enumerate() {
-        // Small packets, so that some are always left to send.
+        // Small packets, so that some always remain to be sent.
         let options = QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
         let trial = Trial::new(fixture, options);
         let near = fixture.memory(&trial.testbed.a, kind, 1 << 20, crate::verbs::fixture::ALL);
@@ -497,7 +506,7 @@ fn registrations_that_end_under_traffic(fixture: &Fixture) {
         }
         let remote_ends = round % 4 < 2;
         let gone = if remote_ends { far } else { near };
-        drop(gone); // waits for whoever is inside
+        drop(gone); // waits for accesses in progress
         let completion = trial.testbed.next(&trial.conn.a.sends);
         let wanted = if remote_ends { Status::RemoteAccess } else { Status::LocalProtection };
         assert_eq!(completion.status, wanted, "round {round}, {kind:?}");
@@ -521,8 +530,8 @@ fn atomics_that_are_not_aligned(fixture: &Fixture) {
     }
 }
 
-/// Completions that nobody took belong neither to the next life of a queue pair nor to the next in its place.
-fn unread_completions_of_a_former_life(fixture: &Fixture) {
+/// Unread completions are not reported after a reset, nor for a new queue pair in the same slot.
+fn unread_completions_do_not_survive_a_reset(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
     for id in 0..5 {
@@ -534,7 +543,7 @@ fn unread_completions_of_a_former_life(fixture: &Fixture) {
         conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Nop)]).unwrap();
         testbed.done(&conn.a.sends, id);
     }
-    // The next one in the place of one that is no more, on the same completion queue.
+    // A new queue pair in the slot of a destroyed one, on the same completion queue.
     let QpPair { a, b } = conn;
     a.qp.post_send(&[SendRequest::new(7, WrOp::Nop), SendRequest::new(8, WrOp::Nop)]).unwrap();
     b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();

@@ -1,4 +1,4 @@
-//! What a case gets to work with: two devices on a link, and memory of every sort.
+//! What cases share: two devices on a link, and registered memory of every kind.
 
 use std::cell::OnceCell;
 use std::time::{Duration, Instant};
@@ -16,17 +16,17 @@ use warpwire::verbs::{
 };
 use warpwire_apps::pattern;
 
-/// Longer than anything takes that works.
+/// Upper bound for anything that works.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
 }
-/// Long enough to be sure that something does not happen.
+/// How long a case waits before it concludes that something does not happen.
 pub const SHORT_WAIT: Duration = Duration::from_millis(20);
 
-/// What local and remote use may do: everything.
+/// All local and remote access rights.
 pub const ALL: Access = Access::ALL;
 
-/// The links that cases run over. A new one is a line here and a line in [`TestLink::links`].
+/// The links that cases run over. A new one needs a line here and one in [`TestLink::links`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TestLink {
     Loopback,
@@ -34,10 +34,10 @@ pub enum TestLink {
     Udp6,
     Shm,
     Auto,
-    /// As those two, and nobody reaches another's memory by itself.
+    /// `Shm` and `Auto` with direct access to peer memory off.
     ShmPackets,
     AutoPackets,
-    /// Not a link: an RDMA device of the machine, at both ends or at one of them.
+    /// Not a link: an RDMA device of the machine at both ends, or at one of them.
     Device,
     SoftToDevice,
     DeviceToSoft,
@@ -45,10 +45,11 @@ pub enum TestLink {
 
 /// Names an RDMA device to run the suite on, instead of links.
 const DEVICE: &str = "WARPWIRE_VERBS_DEVICE";
-/// Where the software HCA reaches that device from: a network namespace, and an address in it (`soft,10.79.0.2`).
+/// Where the software HCA is, as seen from that device: a network namespace, and an address in it
+/// (`soft,10.79.0.2`).
 const SOFT_PEER: &str = "WARPWIRE_VERBS_BESIDE";
 
-/// A folder for what the software HCA beside a device sent and received in cases that failed.
+/// Directory for packet captures of the software HCA in failed cases.
 const RECORDS: &str = "WARPWIRE_VERBS_RECORDS";
 
 impl TestLink {
@@ -67,7 +68,7 @@ impl TestLink {
         (Self::DeviceToSoft, "device-to-soft"),
     ];
 
-    /// What the suite is asked to run on.
+    /// The RDMA device configurations if one is named in the environment, otherwise the links.
     pub fn all() -> Vec<(Self, &'static str)> {
         match std::env::var_os(DEVICE) {
             None => Self::LINKS.to_vec(),
@@ -75,17 +76,17 @@ impl TestLink {
         }
     }
 
-    /// Whether a device of the machine is at one end at least.
+    /// Whether at least one end is an RDMA device of the machine.
     pub fn has_device(self) -> bool {
         Self::DEVICES.iter().any(|(test_link, _)| *test_link == self)
     }
 
-    /// Whether peers reach each other's memory by themselves.
+    /// Whether peers access each other's memory directly, without packets.
     pub fn is_direct(self) -> bool {
         matches!(self, Self::Shm | Self::Auto)
     }
 
-    /// How devices on it are opened.
+    /// Options for devices on this link.
     pub fn options(self, progress_mode: ProgressMode) -> HcaOptions {
         HcaOptions { progress_mode, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
     }
@@ -96,10 +97,10 @@ impl TestLink {
         Ok(std::array::from_fn(|_| links.next().unwrap()))
     }
 
-    /// So many links that reach each other.
+    /// `count` links that reach each other.
     pub fn links(self, count: u8) -> warpwire::Result<Vec<Box<dyn Link>>> {
         if self.has_device() {
-            testkit::skip("it is about links, and this is an RDMA device");
+            testkit::skip("it needs links, and this is an RDMA device");
         }
         let hub = Hub::new();
         let make = |n| match self {
@@ -116,7 +117,7 @@ impl TestLink {
         (0..count).map(make).collect()
     }
 
-    /// Why it is not there, if it is not.
+    /// Why this link or device is unavailable, if it is.
     pub fn missing(self) -> Option<String> {
         if !self.has_device() {
             return self.ends().err().map(|why| why.to_string());
@@ -124,13 +125,15 @@ impl TestLink {
         let soft_peer = self == Self::Device || std::env::var_os(SOFT_PEER).is_some();
         match soft_peer {
             true => device().err().map(|why| why.to_string()),
-            false => Some(format!("{SOFT_PEER} does not say where the software HCA is")),
+            false => {
+                Some(format!("{SOFT_PEER} does not name the software HCA's namespace and address"))
+            }
         }
     }
 }
 
-/// The device that the suite runs on, with an address of the family that the software HCA has: the table fills a moment
-/// after the device is there.
+/// Opens the device under test with a GID of the software HCA's address family. The GID table fills
+/// shortly after the device appears, so this retries.
 fn device() -> warpwire::Result<Context> {
     let name = std::env::var(DEVICE).unwrap();
     let is_ipv6 = std::env::var(SOFT_PEER).is_ok_and(|words| words.contains(':'));
@@ -154,12 +157,12 @@ fn device() -> warpwire::Result<Context> {
     }
 }
 
-/// The software HCA beside the device, in the network that [`enter_netns`] went to.
+/// The software HCA opposite the device, in the network namespace that [`enter_netns`] joined.
 fn soft_peer(progress_mode: ProgressMode) -> Context {
     let words = std::env::var(SOFT_PEER).unwrap();
     let (_, address) = words.split_once(',').expect("a namespace and an address");
     let address = (address.parse::<std::net::IpAddr>().unwrap(), 4791).into();
-    // There is one such port, and the thread of a context before may not have let go of it yet.
+    // There is one such port, and the previous context's thread may not have closed it yet.
     let start = Instant::now();
     let link = loop {
         match Udp::bind(address, udp::Options::default()) {
@@ -179,12 +182,12 @@ fn soft_peer(progress_mode: ProgressMode) -> Context {
     }
 }
 
-/// Where the packets of the case that runs are recorded, if anybody wants them.
+/// Capture file of the running case, if captures are enabled.
 fn recording() -> Option<std::path::PathBuf> {
     Some(std::path::PathBuf::from(std::env::var_os(RECORDS)?).join("running.pcap"))
 }
 
-/// The case has ended: what it recorded is kept under its name if it failed.
+/// Ends a case's capture: renames it to the case's name if the case failed, deletes it otherwise.
 pub fn end_recording(name: &str, failed: bool) {
     let Some(path) = recording() else { return };
     let _ = match failed {
@@ -193,8 +196,8 @@ pub fn end_recording(name: &str, failed: bool) {
     };
 }
 
-/// Takes this thread, and all that it starts, into the network from which the software HCA reaches the device. The kernel
-/// keeps the device itself in the network that it was made in.
+/// Moves this thread, and all threads it starts, into the network namespace from which the software
+/// HCA reaches the device. The RDMA device itself stays in the namespace it was created in.
 pub fn enter_netns() {
     let Ok(words) = std::env::var(SOFT_PEER) else { return };
     let (name, _) = words.split_once(',').expect("a namespace and an address");
@@ -217,13 +220,13 @@ fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
     Ok(Box::new(Auto::bind(address, udp::Options::default(), prompt_control())?))
 }
 
-/// Peers hear of each other's memory within a few steps: most of what cases do is then done without packets, where
-/// that is possible.
+/// Peers learn of each other's exports within a few steps, so that most operations of a case run
+/// without packets where that is possible.
 fn prompt_control() -> shm::Options {
     shm::Options { control_poll_interval: 1, ..shm::Options::default() }
 }
 
-/// What memory a case uses.
+/// Kinds of memory, by access path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Host,
@@ -234,7 +237,7 @@ pub enum Kind {
 
 pub const KINDS: [Kind; 4] = [Kind::Host, Kind::Window, Kind::Engine, Kind::Staged];
 
-/// What a case gets: which link to use, and a simulated GPU.
+/// The link under test, and a simulated GPU that starts on first use.
 pub struct Fixture {
     pub test_link: TestLink,
     sim: OnceCell<Sim>,
@@ -258,7 +261,7 @@ impl Fixture {
         self.sim().control(0).unwrap()
     }
 
-    /// Two devices that only the case drives.
+    /// Two devices that make progress only when the case polls them.
     pub fn testbed(&self) -> Testbed {
         self.with_progress(ProgressMode::Manual)
     }
@@ -278,7 +281,7 @@ impl Fixture {
         Testbed { a, b }
     }
 
-    /// Two devices over links with faults.
+    /// Two devices over fault-injecting links.
     pub fn faulty(&self, plan: &str, seed: u64, progress_mode: ProgressMode) -> Testbed {
         let [a, b] = self.test_link.ends().unwrap();
         let plan: FaultPlan = plan.parse().unwrap();
@@ -287,7 +290,7 @@ impl Fixture {
         Testbed::over(a, b, progress_mode)
     }
 
-    /// Registered memory of that kind, all zero.
+    /// Registered, zeroed memory of that kind.
     pub fn memory(&self, end: &Endpoint, kind: Kind, len: u64, access: Access) -> TestBuffer {
         match kind {
             Kind::Host => {
@@ -316,7 +319,8 @@ impl Fixture {
         }
     }
 
-    /// What goes through other memory is not for peers: it says so, with the way out, which is memory of the host.
+    /// Staged memory cannot be given remote access: checks that the error says so and names pinned
+    /// host memory as the alternative, then returns host memory.
     fn host_fallback(
         &self,
         end: &Endpoint,
@@ -328,22 +332,21 @@ impl Fixture {
         assert!(access.is_remote(), "{text}");
         let wanted_parts: &[&str] = match kind {
             Kind::Staged => &[],
-            _ => &["no dma-buf", "no peer memory", "without one"],
+            _ => &["no dma-buf", "no peer memory", "no window"],
         };
-        for part in wanted_parts.iter().chain(&["nobody would copy for them", "pinned host memory"])
-        {
+        for part in wanted_parts.iter().chain(&["would not be copied", "pinned host memory"]) {
             assert!(text.contains(part), "{text}");
         }
         self.memory(end, Kind::Host, len, access)
     }
 
-    /// Registered host memory that everybody may use for everything.
+    /// Registered host memory with all access rights.
     pub fn host(&self, end: &Endpoint, len: u64) -> TestBuffer {
         self.memory(end, Kind::Host, len, ALL)
     }
 }
 
-/// Registered memory, and a way to its bytes beside the device.
+/// Registered memory, with access to its bytes that bypasses the device under test.
 pub struct TestBuffer {
     backing: Backing,
     pub mr: Mr,
@@ -375,7 +378,7 @@ impl TestBuffer {
         u64::from_ne_bytes(self.read(offset, 8).try_into().unwrap())
     }
 
-    /// Fills part of it with the pattern of `seed`, and returns what it wrote.
+    /// Fills a range with the pattern of `seed`, and returns the bytes.
     pub fn pattern(&self, offset: u64, len: usize, seed: u64) -> Vec<u8> {
         let mut bytes = vec![0; len];
         pattern::fill_bytes(&mut bytes, seed, 0);
@@ -386,7 +389,7 @@ impl TestBuffer {
     pub fn allocation(&self) -> &Allocation {
         match &self.backing {
             Backing::Device(memory) => memory,
-            Backing::Host(_) => panic!("it is host memory"),
+            Backing::Host(_) => panic!("not device memory"),
         }
     }
 }
@@ -404,16 +407,16 @@ impl Endpoint {
     }
 
     pub fn of(context: Context) -> Self {
-        let pd = context.pd();
+        let pd = context.alloc_pd();
         Self { context, pd }
     }
 
-    /// Whether it is a device of the machine.
+    /// Whether this end is an RDMA device of the machine.
     pub fn is_device(&self) -> bool {
         self.context.device().is_some()
     }
 
-    /// All news so far.
+    /// Drains the async event queue.
     pub fn async_events(&self) -> Vec<AsyncEvent> {
         std::iter::from_fn(|| self.context.next_event()).collect()
     }
@@ -425,14 +428,14 @@ pub struct Testbed {
     pub b: Endpoint,
 }
 
-/// A queue pair with completion queues of its own for either side.
+/// A queue pair with one completion queue for sends and one for receives.
 pub struct TestQp {
     pub qp: Qp,
     pub sends: Cq,
     pub receives: Cq,
 }
 
-/// Two queue pairs that are connected.
+/// Two connected queue pairs.
 pub struct QpPair {
     pub a: TestQp,
     pub b: TestQp,
@@ -455,13 +458,13 @@ impl Testbed {
         for end in [&self.a, &self.b] {
             match end.context.soft() {
                 Some(hca) => drop(hca.poll().unwrap()),
-                // It works by itself, if it gets a processor.
+                // Hardware and rxe make progress on their own, if they get a processor.
                 None => std::thread::yield_now(),
             }
         }
     }
 
-    /// Drives both until something is so.
+    /// Drives both devices until `condition` holds; `what` names it in the failure message.
     pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let start = Instant::now();
         while !condition() {
@@ -469,13 +472,13 @@ impl Testbed {
             let stats_now = || [&self.a, &self.b].map(|end| end.context.stats());
             assert!(
                 start.elapsed() < test_timeout(),
-                "it did not come to this: {what} {:#?}",
+                "timed out waiting for: {what} {:#?}",
                 stats_now()
             );
         }
     }
 
-    /// Drives both for a while.
+    /// Drives both devices for `time`.
     pub fn poll_for(&self, time: Duration) {
         let start = Instant::now();
         while start.elapsed() < time {
@@ -483,21 +486,21 @@ impl Testbed {
         }
     }
 
-    /// The next completion of a queue.
+    /// Waits for the next completion.
     pub fn next(&self, cq: &Cq) -> Completion {
         let mut one = [Completion::EMPTY];
         self.until("a completion", || cq.poll(&mut one).unwrap() == 1);
         one[0]
     }
 
-    /// The next completion, which must be a success of that work.
+    /// The next completion, which must be `id` with success.
     pub fn done(&self, cq: &Cq, id: u64) -> Completion {
         let completion = self.next(cq);
         assert_eq!((completion.id, completion.status), (id, Status::Success), "{completion:?}");
         completion
     }
 
-    /// The next completion, which must be a failure of that work.
+    /// The next completion, which must be `id` with `status`, or with what rxe reports instead.
     pub fn failed(&self, cq: &Cq, id: u64, status: Status) {
         let completion = self.next(cq);
         assert_eq!(completion.id, id, "{completion:?}");
@@ -507,7 +510,7 @@ impl Testbed {
         assert!(expected, "not {status:?}: {completion:?}");
     }
 
-    /// Nothing comes to that queue.
+    /// Asserts that no completion arrives within [`SHORT_WAIT`].
     pub fn expect_no_completion(&self, cq: &Cq) {
         self.poll_for(SHORT_WAIT);
         let mut one = [Completion::EMPTY];
@@ -516,9 +519,10 @@ impl Testbed {
 
     pub fn test_qp(&self, end: &Endpoint, mut options: QpOptions) -> TestQp {
         if self.a.is_device() || self.b.is_device() {
-            // The device may be emulated, on a busy machine: a second, or a quarter for those in a hurry. With less,
-            // rxe sends a long message again and again before its first packets are answered, which takes all of an
-            // emulated processor, and gives up or stands still.
+            // The device may be emulated on a busy machine: about 1 s, or 0.27 s for cases that
+            // want short timeouts. With less, rxe retransmits a long message before its first
+            // packets are acknowledged, which saturates an emulated processor, and gives up or
+            // stalls.
             let short_timeout =
                 options.timeout < QpOptions::default().timeout && options.timeout > 0;
             options.timeout = if short_timeout { 16 } else { options.timeout.max(18) };
@@ -530,7 +534,7 @@ impl Testbed {
         TestQp { qp, sends, receives }
     }
 
-    /// Two connected queue pairs.
+    /// Two connected queue pairs with the same options.
     pub fn join(&self, options: QpOptions) -> QpPair {
         self.join_with(options.clone(), options)
     }
@@ -541,7 +545,7 @@ impl Testbed {
         conn
     }
 
-    /// Shows that a connection works: a message each way.
+    /// Asserts that a connection works: a message each way.
     pub fn check_traffic(&self, conn: &QpPair) {
         for (from, to) in [(&conn.a, &conn.b), (&conn.b, &conn.a)] {
             to.qp.post_receive(&[ReceiveRequest { id: 77, data: &[] }]).unwrap();
@@ -553,7 +557,7 @@ impl Testbed {
     }
 }
 
-/// What rxe tells in the place of a status, on one kernel or another: docs/devices.md.
+/// Statuses that rxe reports instead, depending on the kernel: docs/devices.md.
 fn device_specific(status: Status) -> &'static [Status] {
     match status {
         Status::LocalProtection => &[Status::LocalQpOperation, Status::Flushed],
@@ -570,7 +574,7 @@ pub fn connect(one: &Qp, two: &Qp) {
     two.connect(&first).unwrap();
 }
 
-/// Options for failures that should not take long.
+/// Options with which failures take little time.
 pub fn short_timeouts() -> QpOptions {
     QpOptions { timeout: 11, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
 }

@@ -1,4 +1,5 @@
-//! Anything at all in queues, records and doorbells: errors, but never a crash, a hang, or harm to others.
+//! Arbitrary bytes in queues, doorbell records and doorbells cause errors, but never a crash, a
+//! hang, or harm to other queue pairs.
 
 use std::time::{Duration, Instant};
 
@@ -13,21 +14,21 @@ use crate::verbs::fixture::{
 use testkit::{Effort, cases, for_each_seed};
 
 cases!(Fixture; ONCE:
-    random_entries,
-    mutated_entries,
+    random_wqes,
+    mutated_wqes,
     random_doorbells_and_records,
     random_receives,
-    random_links_of_shared_receives,
+    random_srq_links,
     random_completions,
     queues_that_change_while_they_are_read,
 );
 
-/// Seeds of a case: a tenth of them in the inner loop, ten times as many in `./ci.sh full`.
+/// Seeds of a case: `change / 10` in the inner loop, `10 * change` in `./ci.sh full`.
 pub fn seeds(change: u64) -> std::ops::Range<u64> {
     0..Effort::pick("WARPWIRE_SEEDS", [change / 10, change, change * 10])
 }
 
-/// A connection to be abused, one beside it that must not suffer, and memory whose guards must not change.
+/// A connection under attack, a bystander that must keep working, and memory that must not change.
 struct GarbageTest {
     testbed: Testbed,
     victim: QpPair,
@@ -43,18 +44,18 @@ impl GarbageTest {
         let bystander = testbed.join(QpOptions::default());
         let victim = testbed.join(options);
         let [near, far] = [&testbed.a, &testbed.b].map(|end| fixture.host(end, 4096));
-        // Registered under another domain: no key of the victim's opens it.
+        // Registered in another protection domain: no key of the victim gives access to it.
         let secret = [&testbed.a, &testbed.b].map(|end| {
             let other = crate::verbs::fixture::Endpoint {
                 context: end.context.clone(),
-                pd: end.context.pd(),
+                pd: end.context.alloc_pd(),
             };
             fixture.host(&other, 4096)
         });
         Self { testbed, victim, bystander, near, far, secret }
     }
 
-    /// Drives both for a bounded number of steps, and takes what completes.
+    /// Drives both devices for 40 steps and returns the number of completions.
     fn drain(&self) -> usize {
         let mut done = [Completion::EMPTY; 32];
         let mut count = 0;
@@ -82,7 +83,7 @@ impl GarbageTest {
         }
         self.reconnect();
         self.testbed.check_traffic(&self.victim);
-        self.reconnect(); // the next one begins at the first block
+        self.reconnect(); // the next WQE starts at WQEBB 0
         self.testbed.a.async_events();
         self.testbed.b.async_events();
     }
@@ -92,7 +93,7 @@ fn options() -> QpOptions {
     QpOptions { timeout: 6, retry_count: 1, rnr_retry: 1, send_depth: 8, ..QpOptions::default() }
 }
 
-/// Writes bytes into a send queue from `index` on, going round, and rings.
+/// Writes bytes into a send queue from WQEBB `index` on, wrapping, and rings the doorbell.
 fn put(testbed: &Testbed, test_qp: &TestQp, index: u16, bytes: &[u8]) {
     let (memory, layout) = test_qp.qp.queues();
     let size = layout.dbrec - layout.send;
@@ -106,8 +107,9 @@ fn put(testbed: &Testbed, test_qp: &TestQp, index: u16, bytes: &[u8]) {
     testbed.a.context.hca().ring(test_qp.qp.number());
 }
 
-/// Pure noise, in which the index and the size of the first entry are right: it would never be looked at else.
-fn random_entries(fixture: &Fixture) {
+/// Random bytes. The index and the size of the first WQE are mostly valid; otherwise the engine
+/// would reject it immediately.
+fn random_wqes(fixture: &Fixture) {
     let garbage = GarbageTest::new(fixture, options());
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
@@ -120,7 +122,7 @@ fn random_entries(fixture: &Fixture) {
             entry[3] = codes[rng.below(codes.len() as u64) as usize];
             entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
         }
-        // What is not there within a millisecond is an error: the rest of the noise, mostly.
+        // WQEs that do not appear within a millisecond are an error, as most of the noise.
         put(&garbage.testbed, &garbage.victim.a, index, &entry);
         garbage.drain();
         if seed % 200 == 0 {
@@ -131,8 +133,8 @@ fn random_entries(fixture: &Fixture) {
     });
 }
 
-/// A right entry of every sort.
-fn right_entry(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, index: u16) -> Vec<u8> {
+/// A valid WQE of a random kind.
+fn valid_wqe(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, index: u16) -> Vec<u8> {
     let (near, far) = (&garbage.near.mr, &garbage.far.mr);
     let number = garbage.victim.a.qp.number();
     let build = |scratch: &mut Scratch, opcode, with: &dyn Fn(Builder<'_>) -> Option<Vec<u8>>| {
@@ -171,16 +173,16 @@ fn right_entry(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, inde
     }
 }
 
-/// Entries of every sort with a few bits or bytes changed: each ends, well or not.
-fn mutated_entries(fixture: &Fixture) {
+/// WQEs of every kind with a few bits or bytes changed: each completes, successfully or not.
+fn mutated_wqes(fixture: &Fixture) {
     let garbage = GarbageTest::new(fixture, options());
     let mut scratch = Scratch::default();
     let scratch = std::cell::RefCell::new(&mut scratch);
     for_each_seed(seeds(4000), |seed| {
         let mut rng = Rng::new(seed);
-        let mut entry = right_entry(&garbage, &mut rng, &mut scratch.borrow_mut(), 0);
+        let mut entry = valid_wqe(&garbage, &mut rng, &mut scratch.borrow_mut(), 0);
         for _ in 0..1 + rng.below(3) {
-            // Not the index: an entry with another is not there yet.
+            // Not the index: a WQE with another index counts as not yet written.
             let at = 3 + rng.below(entry.len() as u64 - 3) as usize;
             if rng.below(2) == 0 {
                 entry[at] ^= 1 << rng.below(8);
@@ -195,13 +197,17 @@ fn mutated_entries(fixture: &Fixture) {
             .post_receive(&[ReceiveRequest { id: 1, data: &[garbage.far.mr.sge(0, 128)] }])
             .unwrap();
         put(&garbage.testbed, &garbage.victim.a, 0, &entry);
-        // Unless it became a wait, or asks for no completion. One that is longer than what was promised takes its time.
+        // Unless it became a WAIT or is unsignaled. A WQE longer than the doorbell announced takes
+        // longer.
         let silent = entry[11] & 0x0c != 0x08 || entry[3] == 0x0f;
         let start = Instant::now();
         let mut ended = garbage.drain();
         while ended == 0 && !silent {
             ended += garbage.drain();
-            assert!(start.elapsed() < test_timeout(), "seed {seed}: nothing came of {entry:02x?}");
+            assert!(
+                start.elapsed() < test_timeout(),
+                "seed {seed}: no completion for {entry:02x?}"
+            );
         }
         garbage.check_unaffected();
     });
@@ -225,7 +231,7 @@ fn random_doorbells_and_records(fixture: &Fixture) {
         }
         garbage.drain();
         if seed % 200 == 0 {
-            garbage.testbed.poll_for(Duration::from_millis(25)); // entries that never come
+            garbage.testbed.poll_for(Duration::from_millis(25)); // WQEs that are never written
             garbage.drain();
         }
         garbage.check_unaffected();
@@ -249,7 +255,7 @@ fn random_receives(fixture: &Fixture) {
                     entries[segment * 16 + 4..][..4].copy_from_slice(&range.lkey.to_be_bytes());
                     entries[segment * 16 + 8..][..8].copy_from_slice(&range.address.to_be_bytes());
                 }
-                _ => entries[segment * 16] &= 0x80, // lengths that could be
+                _ => entries[segment * 16] &= 0x80, // plausible lengths
             }
         }
         memory.bytes().write(layout.receive, &entries).unwrap();
@@ -267,9 +273,9 @@ fn random_receives(fixture: &Fixture) {
     });
 }
 
-/// Links that lead anywhere: in circles, to themselves, beyond the end. Its memory is not ours to write through
-/// verbs, so this one is made by hand.
-fn random_links_of_shared_receives(fixture: &Fixture) {
+/// SRQ links that point anywhere: in circles, to themselves, beyond the end. Verbs give no write
+/// access to the SRQ's memory, so this SRQ is built by hand.
+fn random_srq_links(fixture: &Fixture) {
     use warpwire::hca::{QpLayout, QpSpec, QueueMemory, SrqSpec};
     let testbed = fixture.testbed();
     let bystander = testbed.join(QpOptions::default());
@@ -311,7 +317,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
                 datagrams: None,
             })
             .unwrap();
-        let peer = testbed.test_qp(&testbed.b, options()); // lends its steps
+        let peer = testbed.test_qp(&testbed.b, options()); // only for its attributes
         let steps = [
             peer.qp.init_attr(),
             peer.qp.rtr_attr(&test_qp.qp.endpoint()).unwrap(),
@@ -332,7 +338,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
     });
 }
 
-/// Completions and consumer counts that nobody wrote: reading them is harmless, and so is what follows.
+/// Random CQEs and consumer indices: polling them is harmless, and so is what follows.
 fn random_completions(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let bystander = testbed.join(QpOptions::default());
@@ -344,18 +350,18 @@ fn random_completions(fixture: &Fixture) {
         let conn = testbed.join_with(QpOptions { srq, ..options() }, options());
         let cq = &conn.a.sends;
         let bytes = cq.memory().bytes();
-        for place in 0..bytes.len() / 8 {
+        for word in 0..bytes.len() / 8 {
             if rng.below(3) == 0 {
-                bytes.store_u64(place * 8, rng.next_u64()).unwrap();
+                bytes.store_u64(word * 8, rng.next_u64()).unwrap();
             }
         }
-        // Some that could be: of this queue pair, with the right owner.
-        for place in 0..8 {
-            bytes.store_u32(place * 64 + 32, 0).unwrap();
-            bytes.store_u32(place * 64 + 56, u32::from_be(conn.a.qp.number())).unwrap();
+        // Some plausible ones: of this queue pair, with the right owner bit.
+        for slot in 0..8 {
+            bytes.store_u32(slot * 64 + 32, 0).unwrap();
+            bytes.store_u32(slot * 64 + 56, u32::from_be(conn.a.qp.number())).unwrap();
             let code = [0, 2, 13, 14][rng.below(4) as usize];
             let tail = [rng.next_u64() as u8, rng.next_u64() as u8, 0, code << 4];
-            bytes.store_u32(place * 64 + 60, u32::from_ne_bytes(tail)).unwrap();
+            bytes.store_u32(slot * 64 + 60, u32::from_ne_bytes(tail)).unwrap();
         }
         let mut done = [Completion::EMPTY; 16];
         for id in 0..20 {
@@ -369,7 +375,7 @@ fn random_completions(fixture: &Fixture) {
     });
 }
 
-/// A writer that keeps changing a queue, its record and its doorbell while the engine reads them.
+/// Threads keep changing a queue, its doorbell record and its doorbell while the engine reads them.
 fn queues_that_change_while_they_are_read(fixture: &Fixture) {
     let garbage = GarbageTest::new(fixture, QpOptions { poll_doorbell: true, ..options() });
     let stop = std::sync::atomic::AtomicBool::new(false);

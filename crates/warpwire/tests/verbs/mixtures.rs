@@ -1,4 +1,4 @@
-//! Several things at once: devices that talk to themselves, many answers outstanding, many threads.
+//! Concurrency: loopback connections, many outstanding reads, both directions, several threads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     a_device_talks_to_itself,
-    many_answers_outstanding,
+    many_outstanding_reads_and_atomics,
     both_directions_at_once,
     threads_share_a_queue_pair,
 );
-cases!(Fixture; ONCE: memory_that_moves, one_turn_each);
+cases!(Fixture; ONCE: memory_that_moves, small_transfers_are_not_starved);
 
-/// Two queue pairs of one device, and one that is its own peer.
+/// Two connected queue pairs of one device, and one connected to itself.
 fn a_device_talks_to_itself(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.a;
@@ -48,13 +48,14 @@ fn a_device_talks_to_itself(fixture: &Fixture) {
             testbed.done(&from.sends, id);
         }
         testbed.done(&to.receives, 4);
-        same(&memory.read(0, 50_000), &wanted, "what went round");
+        same(&memory.read(0, 50_000), &wanted, "data sent and read back");
     }
     assert_eq!(memory.word(120_008), 3);
 }
 
-/// More reads and atomics than may be outstanding, among writes and messages: each answer finds its own work.
-fn many_answers_outstanding(fixture: &Fixture) {
+/// More reads and atomics than `max_rd_atomic`, with NOPs between them: each response is matched to
+/// its request.
+fn many_outstanding_reads_and_atomics(fixture: &Fixture) {
     for max_rd_atomic in [1, 2, 16] {
         let testbed = fixture.testbed();
         let options = QpOptions { max_rd_atomic, ..QpOptions::default() };
@@ -93,7 +94,7 @@ fn many_answers_outstanding(fixture: &Fixture) {
     }
 }
 
-/// Each is requester and responder of large transfers at the same time.
+/// Both ends are requester and responder of large transfers at the same time.
 fn both_directions_at_once(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -115,14 +116,15 @@ fn both_directions_at_once(fixture: &Fixture) {
         testbed.done(&test_qp.sends, 1);
     }
     for n in 0..2 {
-        same(&memory[n].read(half as u64, half), &wanted[1 - n], "what the other wrote");
+        same(&memory[n].read(half as u64, half), &wanted[1 - n], "data written by the peer");
     }
     for test_qp in [&conn.a, &conn.b] {
         testbed.done(&test_qp.sends, 2);
     }
 }
 
-/// Threads post to one queue pair and poll one completion queue, all at once: nothing is lost or told twice.
+/// Threads concurrently post to one queue pair and poll one completion queue: no completion is lost
+/// or reported twice.
 fn threads_share_a_queue_pair(fixture: &Fixture) {
     const EACH: u64 = 300;
     for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
@@ -170,7 +172,7 @@ fn threads_share_a_queue_pair(fixture: &Fixture) {
     }
 }
 
-/// Device memory moves under traffic: it waits, and no byte is wrong.
+/// Device memory is relocated during transfers: they wait for it, and no byte is wrong.
 fn memory_that_moves(fixture: &Fixture) {
     let control = fixture.control();
     for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
@@ -205,8 +207,8 @@ fn memory_that_moves(fixture: &Fixture) {
     }
 }
 
-/// A large transfer does not keep a small one waiting until it is done.
-fn one_turn_each(fixture: &Fixture) {
+/// A large transfer does not block small ones (no head-of-line blocking between queue pairs).
+fn small_transfers_are_not_starved(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let options = || QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
     let (large, small) = (testbed.join(options()), testbed.join(options()));
@@ -229,7 +231,7 @@ fn one_turn_each(fixture: &Fixture) {
     assert_eq!(
         large.a.sends.poll(&mut one).unwrap(),
         0,
-        "twenty small ones are done before the large one"
+        "the large write completed before twenty small ones"
     );
     testbed.done(&large.a.sends, 1);
     testbed.poll_for(Duration::ZERO);

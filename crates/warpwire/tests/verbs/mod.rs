@@ -1,8 +1,8 @@
-//! The verbs: one suite for every link of the software HCA, and for RDMA devices of the machine.
+//! Verbs conformance: one suite for every link of the software HCA, and for RDMA devices of the
+//! machine.
 //!
-//! Each case runs over each link that is there; where one is absent, a line `skipped: why` is printed, and
-//! `WARPWIRE_REQUIRE` with the link's name in it makes it a failure. Cases that are about the device alone run over
-//! the loopback link only.
+//! Each case runs over every available link. A missing link prints `skipped: why`, or fails if
+//! `WARPWIRE_REQUIRE` names it. Cases that only concern the device run over the loopback link.
 mod bad_responses;
 mod chaos;
 mod datagrams;
@@ -29,7 +29,7 @@ use fixture::{Fixture, TestLink};
 
 pub const SUITE: Suite = Suite { name: "verbs", env: &[], collect, role };
 
-/// Cases that every link runs.
+/// Cases that run over every link.
 const EVERYWHERE: &[&[Case<Fixture>]] = &[
     operations::CASES,
     zero_copy::CASES,
@@ -43,9 +43,9 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     datagrams::CASES,
     bad_responses::CASES,
 ];
-/// Cases with a process on either side.
+/// Cases whose peer is another process.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES, peer_process::CASES];
-/// Cases for which the link does not matter.
+/// Cases that do not depend on the link.
 const ONCE: &[&[Case<Fixture>]] = &[
     failures::ONCE,
     queues::ONCE,
@@ -60,7 +60,7 @@ const ONCE: &[&[Case<Fixture>]] = &[
     refusals::ONCE,
 ];
 
-/// Cases for which the link does not matter, and that a device of the machine can run too.
+/// Cases that do not depend on the link and also run on an RDMA device of the machine.
 const ON_DEVICES: &[&[Case<Fixture>]] = &[
     devices::CASES,
     staged::CASES,
@@ -71,40 +71,40 @@ const ON_DEVICES: &[&[Case<Fixture>]] = &[
     states::ONCE,
 ];
 
-/// What devices of the machine cannot be asked for, and why.
+/// Cases that an RDMA device of the machine cannot run, by reason.
 const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
     (
-        "libibverbs has no such work",
+        "libibverbs has no such operation",
         &[
             "masked_atomics",
             "local_work",
             "waiting_for_another_queue",
-            "waits_and_late_entries_on_a_thread",
+            "waits_and_late_wqes_on_a_thread",
             "a_failure_flushes_in_order",
         ],
     ),
-    ("a device has limits of its own", &["inline_up_to_the_limit", "sizes_that_cannot_be"]),
+    ("the limits are those of the device", &["inline_up_to_the_limit", "invalid_sizes"]),
     (
-        "the provider refuses such work as it is posted",
-        &["answers_without_a_place", "atomics_that_are_not_aligned"],
+        "the provider rejects such work requests when they are posted",
+        &["responses_that_do_not_fit", "atomics_that_are_not_aligned"],
     ),
     (
-        "nobody else fills or reads the queues of a device",
+        "only the provider fills and reads a device's queues",
         &[
-            "entries_of_other_writers",
+            "wqes_of_other_writers",
             "only_the_first_error",
-            "a_doorbell_that_wakes_nobody",
-            "overruns_that_nobody_minds",
+            "a_polled_doorbell_is_noticed",
+            "ignored_overruns",
             "a_collapsed_queue",
             "queues_in_device_memory",
         ],
     ),
     (
-        "a device does not count what it drops, nor packets of a queue pair",
+        "a device counts neither dropped packets nor packets per queue pair",
         &[
             "strangers_are_dropped",
-            "keys_that_do_not_fit",
-            "nobody_waits_for_it",
+            "wrong_qkeys_are_dropped",
+            "undeliverable_datagrams_are_counted",
             "beside_connections",
             "a_failure_in_the_middle_of_a_message",
             "a_shared_receive_in_use",
@@ -112,28 +112,28 @@ const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
             "a_peer_that_vanishes",
         ],
     ),
-    ("rxe sends datagrams that are longer than its MTU", &["longer_than_a_packet"]),
+    ("rxe sends datagrams longer than its MTU", &["longer_than_a_packet"]),
     (
-        "rxe tells no such news",
+        "rxe reports no such async events",
         &[
             "limits_of_shared_receives",
-            "the_last_receive_is_told",
+            "last_wqe_reached_is_reported",
             "an_overrun_fails_its_users",
             "the_queue_is_drained",
         ],
     ),
-    ("rxe does not give back what was posted to it in ERR", &["work_before_its_time"]),
+    ("rxe does not flush work posted in ERR", &["work_before_rts"]),
     (
-        "the memory of a device's registration stays until it ends",
+        "a device's registration pins its memory until deregistration",
         &["freed_memory_under_a_registration", "registrations_that_end_under_traffic"],
     ),
-    ("a driver has the last word about attributes", &["attributes_that_do_not_belong"]),
+    ("the driver decides which attributes it accepts", &["attributes_of_other_transitions"]),
     (
-        "it is about our own device's time, and processors are emulated there",
-        &["who_polls_and_then_sleeps_is_served_soon"],
+        "it measures wake-up times of the software HCA, and these processors are emulated",
+        &["a_poller_that_goes_to_sleep_is_served_soon"],
     ),
     (
-        "counters of 16 bits are ConnectX's, and many rounds take long where processors are emulated",
+        "16-bit counters are specific to mlx5, and wrapping them takes long on emulated processors",
         &[
             "indices_wrap_at_sixteen_bits",
             "receive_counters_wrap_at_sixteen_bits",
@@ -142,19 +142,19 @@ const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Why a case cannot run on devices of the machine, if it cannot.
+/// Why a case cannot run on an RDMA device of the machine, if it cannot.
 fn not_on_devices(name: &str) -> Option<&'static str> {
     NOT_ON_DEVICES.iter().find(|(_, names)| names.contains(&name)).map(|(why, _)| *why)
 }
 
-/// What a process of this suite does, by the first of its words.
+/// Entry point of child processes: the first word names the role, the rest are its arguments.
 fn role(words: &str) {
     let (kind, words) = words.split_once(' ').unwrap_or((words, ""));
     match kind {
         "peer" => processes::run_role(words),
-        "apart" => peer_process::run(words),
+        "writer" => peer_process::run(words),
         "try" => refusals::run(words),
-        other => panic!("no role is called {other:?}"),
+        other => panic!("unknown role {other:?}"),
     }
 }
 
@@ -171,13 +171,13 @@ fn collect(suite: &mut Collector) {
         let special = match test_link {
             TestLink::Loopback => ONCE,
             test_link if test_link.has_device() => {
-                suite.run_serially(); // there is one RoCE port
+                suite.run_serially(); // there is only one RoCE port
                 ON_DEVICES
             }
             _ => BETWEEN_PROCESSES,
         };
         for cases in EVERYWHERE.iter().chain(special) {
-            // How peers of one machine do without packets is no affair of devices.
+            // Direct access between peers of one machine does not concern RDMA devices.
             if test_link.has_device() && cases[0].name == direct::CASES[0].name {
                 continue;
             }
@@ -189,9 +189,10 @@ fn collect(suite: &mut Collector) {
 /// Runs a case, unless it cannot run on this backend.
 fn run(backend: &str, case: &Case<Fixture>, test_link: TestLink) {
     let start = std::time::Instant::now();
-    let two_testbeds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
+    let two_testbeds =
+        matches!(case.name, "receiver_not_ready" | "fallback_and_engine_threads_move_bytes");
     if two_testbeds && test_link.has_device() && test_link != TestLink::Device {
-        testkit::skip("it opens two worlds, and there is one port 4791");
+        testkit::skip("it opens two testbeds, and there is only one port 4791");
     }
     if let Some(why) = not_on_devices(case.name).filter(|_| test_link.has_device()) {
         testkit::skip(why);

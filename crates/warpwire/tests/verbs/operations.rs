@@ -1,4 +1,4 @@
-//! Every operation, with sizes and alignments that are odd, over every sort of memory.
+//! Every operation, with odd sizes and alignments, on every kind of memory.
 
 use warpwire::mlx5::AtomicWidth;
 use warpwire::verbs::{
@@ -15,14 +15,14 @@ cases!(Fixture; CASES:
     messages_arrive,
     large_transfers,
     every_mtu,
-    ranges_are_joined,
+    scatter_gather_lists,
     inline_up_to_the_limit,
     immediates_and_invalidation,
-    atomics_of_every_sort,
+    atomics_of_every_kind,
     masked_atomics,
     local_work,
     waiting_for_another_queue,
-    entries_wrap_in_the_ring,
+    wqes_wrap_in_the_ring,
     fences_keep_order,
     atomics_under_contention,
 );
@@ -31,7 +31,7 @@ const SIZES: [usize; 18] =
     [0, 1, 2, 3, 4, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 65535];
 const GUARD: u8 = 0xa5;
 
-/// Source and target, on either side, of one kind.
+/// Two connected queue pairs with a buffer of the same kind at each end.
 struct TransferTest {
     testbed: Testbed,
     conn: QpPair,
@@ -63,17 +63,17 @@ impl TransferTest {
     }
 }
 
-/// Guard bytes around the place at `offset`.
+/// Fills the range at `offset`, and 64 bytes on either side, with guard bytes.
 fn guard(buffer: &TestBuffer, offset: u64, len: usize) {
     buffer.write(offset - 64, &vec![GUARD; len + 128]);
 }
 
-/// The place holds `wanted`, and around it nothing has changed.
+/// Asserts that the range holds `wanted` and that the guard bytes are intact.
 fn expect(buffer: &TestBuffer, offset: u64, wanted: &[u8], what: &str) {
     let found = buffer.read(offset - 64, wanted.len() + 128);
-    same(&found[..64], &[GUARD; 64], &format!("{what}, before it"));
+    same(&found[..64], &[GUARD; 64], &format!("{what}: guard before it"));
     same(&found[64..64 + wanted.len()], wanted, what);
-    same(&found[64 + wanted.len()..], &[GUARD; 64], &format!("{what}, behind it"));
+    same(&found[64 + wanted.len()..], &[GUARD; 64], &format!("{what}: guard after it"));
 }
 
 fn writes_arrive(fixture: &Fixture) {
@@ -117,7 +117,7 @@ fn messages_arrive(fixture: &Fixture) {
             let (from, to) = (100 + n as u64 * 7 % 13, 100 + n as u64 * 5 % 17);
             let wanted = transfer.near.pattern(from, len, n as u64);
             guard(&transfer.far, to, len);
-            // The receive has room for more than comes.
+            // The receive is longer than the message.
             transfer.receive_into(n as u64, &[transfer.far.mr.sge(to, len as u32 + 13)]);
             transfer.send(
                 SendRequest::new(n as u64, WrOp::Send)
@@ -131,7 +131,7 @@ fn messages_arrive(fixture: &Fixture) {
 }
 
 fn large_transfers(fixture: &Fixture) {
-    // A device of the machine may be emulated, which takes its time.
+    // An RDMA device of the machine may be emulated and slow.
     let max_len = if fixture.test_link.has_device() { 1 << 20 } else { 64 << 20 };
     for (kind, len) in [
         (Kind::Host, max_len),
@@ -156,7 +156,7 @@ fn large_transfers(fixture: &Fixture) {
     }
 }
 
-/// How many packets were sent; a device of the machine does not tell.
+/// Packets sent; 0 for an RDMA device of the machine, which does not count them.
 fn packets_sent(transfer: &TransferTest) -> u64 {
     transfer.conn.a.qp.stats().map_or(0, |stats| stats.packets_sent)
 }
@@ -199,8 +199,9 @@ fn every_mtu(fixture: &Fixture) {
     }
 }
 
-/// Several ranges on either side, cut at places that fit neither each other nor the MTU; empty ones among them.
-fn ranges_are_joined(fixture: &Fixture) {
+/// Scatter-gather lists at both ends, with lengths that match neither each other nor the MTU, and
+/// empty ranges among them.
+fn scatter_gather_lists(fixture: &Fixture) {
     let options = QpOptions { max_send_sge: 12, max_recv_sge: 12, ..QpOptions::default() };
     for kind in KINDS {
         let transfer = TransferTest::new(fixture, kind, 1 << 16, options.clone());
@@ -246,7 +247,7 @@ fn ranges_are_joined(fixture: &Fixture) {
 }
 
 fn inline_up_to_the_limit(fixture: &Fixture) {
-    let options = QpOptions { inline: 900, ..QpOptions::default() };
+    let options = QpOptions { max_inline_data: 900, ..QpOptions::default() };
     let transfer = TransferTest::new(fixture, Kind::Host, 1 << 16, options);
     let mut bytes = [0; 1000];
     for len in [0usize, 1, 11, 12, 13, 27, 28, 29, 44, 45, 60, 61, 200, 899, 900] {
@@ -256,7 +257,7 @@ fn inline_up_to_the_limit(fixture: &Fixture) {
         let request = SendRequest::new(1, WrOp::Write(remote)).inline(&bytes[..len]);
         transfer.conn.a.qp.post_send(&[request]).unwrap();
         let kept = bytes;
-        bytes.fill(0xee); // taken when it was posted
+        bytes.fill(0xee); // copied when it was posted
         transfer.testbed.done(&transfer.conn.a.sends, 1);
         expect(&transfer.far, 128, &kept[..len], &format!("{len} inline bytes"));
         transfer.receive_into(2, &[transfer.far.mr.sge(4096, 1000)]);
@@ -270,7 +271,7 @@ fn inline_up_to_the_limit(fixture: &Fixture) {
     let refused =
         transfer.conn.a.qp.post_send(&[SendRequest::new(4, WrOp::Send).inline(&[0; 989])]);
     let text = refused.unwrap_err().to_string();
-    assert!(text.contains("989 bytes do not fit"), "{text}");
+    assert!(text.contains("989 inline bytes do not fit"), "{text}");
     transfer.testbed.expect_no_completion(&transfer.conn.a.sends);
 }
 
@@ -283,7 +284,7 @@ fn immediates_and_invalidation(fixture: &Fixture) {
     let arrived = transfer.received(1);
     assert_eq!((arrived.kind, arrived.len), (CompletionKind::ReceiveImm([1, 2, 3, 4]), 5000));
     same(&transfer.far.read(0, 5000), &wanted, "a message with an immediate");
-    // A write with an immediate takes a receive, and leaves its memory alone.
+    // A write with immediate consumes a receive and does not write to its memory.
     guard(&transfer.far, 20_000, 5000);
     transfer.far.write(100, &[7; 64]);
     transfer.receive_into(3, &[transfer.far.mr.sge(100, 64)]);
@@ -293,14 +294,14 @@ fn immediates_and_invalidation(fixture: &Fixture) {
     let arrived = transfer.received(3);
     assert_eq!((arrived.kind, arrived.len), (CompletionKind::WriteImm([9; 4]), 5000));
     expect(&transfer.far, 20_000, &wanted, "a write with an immediate");
-    same(&transfer.far.read(100, 64), &[7; 64], "the receive of a write");
+    same(&transfer.far.read(100, 64), &[7; 64], "the memory of the consumed receive");
     if transfer.testbed.b.is_device() {
-        return; // peers invalidate memory windows there, and no plain registration
+        return; // there only memory windows can be invalidated
     }
     transfer.receive_into(5, &[]);
     transfer.send(SendRequest::new(6, WrOp::WriteImm(transfer.far.mr.remote(0), [8; 4])));
     assert_eq!(transfer.received(5).len, 0);
-    // Invalidation: the key is dead when the receive completes.
+    // The key is invalid once the receive completes.
     let victim = fixture.host(&transfer.testbed.b, 4096);
     transfer.receive_into(7, &[]);
     transfer.send(SendRequest::new(8, WrOp::SendInvalidate(victim.mr.rkey())));
@@ -312,10 +313,10 @@ fn immediates_and_invalidation(fixture: &Fixture) {
         .post_send(&[SendRequest::new(9, WrOp::Write(victim.mr.remote(0))).inline(b"x")])
         .unwrap();
     transfer.testbed.failed(&transfer.conn.a.sends, 9, Status::RemoteAccess);
-    same(&victim.read(0, 1), &[0], "memory behind a key that is no more");
+    same(&victim.read(0, 1), &[0], "memory behind an invalidated key");
 }
 
-fn atomics_of_every_sort(fixture: &Fixture) {
+fn atomics_of_every_kind(fixture: &Fixture) {
     for kind in KINDS {
         let transfer = TransferTest::new(fixture, kind, 4096, QpOptions::default());
         let run = |op: Atomic, before: u64| {
@@ -324,7 +325,7 @@ fn atomics_of_every_sort(fixture: &Fixture) {
             let request = SendRequest::new(1, WrOp::Atomic(transfer.far.mr.remote(64), op));
             let done = transfer.send(request.with(&[transfer.near.mr.sge(128, 8)]));
             assert_eq!(done.len, 8);
-            expect(&transfer.near, 128, &before.to_ne_bytes(), "the value before");
+            expect(&transfer.near, 128, &before.to_ne_bytes(), "the value before the atomic");
             transfer.far.word(64)
         };
         assert_eq!(run(Atomic::FetchAdd { add: 5 }, u64::MAX - 1), 3);
@@ -351,7 +352,7 @@ fn masked_atomics_on(transfer: &TransferTest) {
     let width = AtomicWidth::Eight;
     let add = |add, boundary| Atomic::MaskedFetchAdd { width, add, boundary };
     assert_eq!(eight(add(1, 0), u64::MAX), 0);
-    assert_eq!(eight(add(0xf0f0, u64::MAX), 0xff00), 0x0ff0); // no carry at all: exclusive or
+    assert_eq!(eight(add(0xf0f0, u64::MAX), 0xff00), 0x0ff0); // no carry at all: XOR
     assert_eq!(eight(add(1, 1 << 7), 0xff), 0); // two fields, the carry stops between them
     let swap = |compare, swap, compare_mask, swap_mask| Atomic::MaskedCompareSwap {
         width,
@@ -371,9 +372,14 @@ fn masked_atomics_on(transfer: &TransferTest) {
         let request = SendRequest::new(1, WrOp::Atomic(transfer.far.mr.remote(68), op));
         let done = transfer.send(request.with(&[transfer.near.mr.sge(128, 4)]));
         assert_eq!(done.len, 4);
-        expect(&transfer.near, 128, &before.to_be_bytes(), "the value before, big-endian");
+        expect(
+            &transfer.near,
+            128,
+            &before.to_be_bytes(),
+            "the value before the atomic, big-endian",
+        );
         same(&transfer.far.read(64, 4), &[0x77; 4], "the word before it");
-        same(&transfer.far.read(72, 4), &[0x77; 4], "the word behind it");
+        same(&transfer.far.read(72, 4), &[0x77; 4], "the word after it");
         u32::from_ne_bytes(transfer.far.read(68, 4).try_into().unwrap())
     };
     let width = AtomicWidth::Four;
@@ -393,7 +399,7 @@ fn local_work(fixture: &Fixture) {
     for id in [3, 4, 5] {
         transfer.testbed.done(&transfer.conn.a.sends, id); // signal_all
     }
-    assert_eq!(transfer.conn.a.qp.stats().unwrap().packets_sent, before, "they send nothing");
+    assert_eq!(transfer.conn.a.qp.stats().unwrap().packets_sent, before, "local work sent packets");
     transfer
         .conn
         .a
@@ -403,7 +409,7 @@ fn local_work(fixture: &Fixture) {
     transfer.testbed.failed(&transfer.conn.a.sends, 6, Status::LocalProtection);
 }
 
-/// A queue pair of the same device stands still until another's completion queue is so far.
+/// A queue pair waits until a completion queue of the same device has reached an index.
 fn waiting_for_another_queue(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (main, other) = (testbed.join(QpOptions::default()), testbed.join(QpOptions::default()));
@@ -416,24 +422,28 @@ fn waiting_for_another_queue(fixture: &Fixture) {
     main.a.qp.post_send(&[SendRequest::new(3, WrOp::Nop)]).unwrap();
     testbed.done(&main.a.sends, 3);
     testbed.poll_for(std::time::Duration::from_millis(5));
-    same(&far.read(0, 2), &[0; 2], "a write that waits for one more");
+    same(&far.read(0, 2), &[0; 2], "a write that waits for one more completion");
     main.a.qp.post_send(&[SendRequest::new(4, WrOp::Nop)]).unwrap();
     testbed.done(&main.a.sends, 4);
     testbed.done(&other.a.sends, 1);
     testbed.done(&other.a.sends, 2);
     same(&far.read(0, 2), b"go", "a write that has waited");
-    // What is there already is not waited for, and no queue is never there.
+    // An index that is already reached does not wait; a queue that does not exist waits forever.
     other.a.qp.post_send(&[SendRequest::new(5, wait)]).unwrap();
     testbed.done(&other.a.sends, 5);
-    let nobody = WrOp::Wait { cqn: 0xabcdef, index: 0 };
-    other.a.qp.post_send(&[SendRequest::new(6, nobody), SendRequest::new(7, WrOp::Nop)]).unwrap();
+    let no_such_cq = WrOp::Wait { cqn: 0xabcdef, index: 0 };
+    other
+        .a
+        .qp
+        .post_send(&[SendRequest::new(6, no_such_cq), SendRequest::new(7, WrOp::Nop)])
+        .unwrap();
     testbed.expect_no_completion(&other.a.sends);
     testbed.check_traffic(&main);
 }
 
-/// Entries of three blocks in a ring of a power of two: each place in the ring is in the middle of one, sometime.
-fn entries_wrap_in_the_ring(fixture: &Fixture) {
-    let options = QpOptions { send_depth: 4, inline: 150, ..QpOptions::default() };
+/// WQEs of one to three WQEBBs in a power-of-two ring: every WQEBB becomes the middle of a WQE.
+fn wqes_wrap_in_the_ring(fixture: &Fixture) {
+    let options = QpOptions { send_depth: 4, max_inline_data: 150, ..QpOptions::default() };
     let transfer = TransferTest::new(fixture, Kind::Host, 4096, options);
     let mut bytes = [0; 150];
     for round in 0..300 {
@@ -446,7 +456,7 @@ fn entries_wrap_in_the_ring(fixture: &Fixture) {
     }
 }
 
-/// What is sent behind a fence carries what was read before it.
+/// A fenced request sends the data of the read before it.
 fn fences_keep_order(fixture: &Fixture) {
     let transfer = TransferTest::new(fixture, Kind::Host, 1 << 18, QpOptions::default());
     let strongest_fence = if transfer.testbed.a.is_device() { Fence::Reads } else { Fence::All };
@@ -461,11 +471,11 @@ fn fences_keep_order(fixture: &Fixture) {
         transfer.conn.a.qp.post_send(&[read, write]).unwrap();
         transfer.testbed.done(&transfer.conn.a.sends, 1);
         transfer.testbed.done(&transfer.conn.a.sends, 2);
-        same(&transfer.far.read(100_000, 60_000), &wanted, "what was read, then written");
+        same(&transfer.far.read(100_000, 60_000), &wanted, "data that was read, then written");
     }
 }
 
-/// Eight queue pairs count in one word; every value before is seen once.
+/// Eight queue pairs increment one word; each previous value is returned once.
 fn atomics_under_contention(fixture: &Fixture) {
     const EACH: u64 = 100;
     for kind in [Kind::Host, Kind::Window] {
@@ -475,11 +485,11 @@ fn atomics_under_contention(fixture: &Fixture) {
         let all: Vec<_> = (0..8).map(|_| testbed.join(QpOptions::default())).collect();
         for (n, conn) in all.iter().enumerate() {
             for turn in 0..EACH {
-                let place = (n as u64 * EACH + turn) * 8;
+                let offset = (n as u64 * EACH + turn) * 8;
                 let add = WrOp::Atomic(far.mr.remote(8), Atomic::FetchAdd { add: 1 });
                 conn.a
                     .qp
-                    .post_send(&[SendRequest::new(turn, add).with(&[near.mr.sge(place, 8)])])
+                    .post_send(&[SendRequest::new(turn, add).with(&[near.mr.sge(offset, 8)])])
                     .unwrap();
             }
         }
@@ -491,6 +501,6 @@ fn atomics_under_contention(fixture: &Fixture) {
         assert_eq!(far.word(8), 8 * EACH);
         let mut seen: Vec<_> = (0..8 * EACH).map(|n| near.word(n * 8)).collect();
         seen.sort_unstable();
-        assert!(seen.into_iter().eq(0..8 * EACH), "every value before is seen once");
+        assert!(seen.into_iter().eq(0..8 * EACH), "each previous value is returned once");
     }
 }

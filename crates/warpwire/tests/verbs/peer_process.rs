@@ -1,6 +1,8 @@
-//! Work without packets between real processes: registrations end, and peers are killed and stopped, in the middle of it.
+//! Direct access between processes: registrations end, and peers are killed or stopped, during
+//! accesses.
 //!
-//! The test binary starts itself as the peer, which writes without end into memory that it is told of.
+//! The test binary starts itself as the peer, which writes in a loop into memory that the test
+//! names.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
@@ -23,15 +25,15 @@ use testkit::{Role, cases};
 
 cases!(Fixture; CASES:
     a_peer_process_writes_until_the_registration_ends,
-    a_peer_process_is_killed_inside,
-    a_peer_process_is_stopped_inside,
+    a_peer_process_is_killed_during_an_access,
+    a_peer_process_is_stopped_during_an_access,
 );
 
-cases!(Fixture; ONCE: a_visitor_is_waited_for_while_it_lives);
+cases!(Fixture; ONCE: revocation_waits_for_a_live_importer);
 
 const LEN: usize = 1 << 20;
 
-/// A device with a queue pair that is patient with a peer under load.
+/// A device with a queue pair whose timeouts allow for a peer under load.
 struct Endpoint {
     context: Context,
     pd: Pd,
@@ -47,19 +49,19 @@ impl Endpoint {
             ..test_link.options(ProgressMode::Auto)
         };
         let context = Context::open_with(link, options).unwrap();
-        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
-        // A second for an answer, rather than 67 ms.
+        let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
+        // An ACK timeout of 1 s instead of 67 ms.
         let long_timeouts = QpOptions { timeout: 18, ..QpOptions::default() };
         let qp = context.create_qp(&pd, &cq, &cq, long_timeouts).unwrap();
         Self { context, pd, cq, qp }
     }
 }
 
-/// In a peer: writes into memory that it is told of until the writes fail.
+/// Entry point of the child process: writes to the memory named on its stdin until a write fails.
 pub fn run(name: &str) {
-    match name.strip_prefix("visit ") {
+    match name.strip_prefix("import ") {
         Some(owner) => begin_access(owner.parse().unwrap()),
-        // Its parent may hang up at any time.
+        // The parent may close the pipe at any time.
         None => drop(write_forever(name)),
     }
 }
@@ -93,19 +95,19 @@ fn write_forever(name: &str) -> Option<()> {
             print_line(&format!("wrote {direct}"));
         }
     }
-    // A failed queue pair ends this peer.
+    // A failed queue pair ends this process.
     print_line("failed");
     Some(())
 }
 
 fn print_line(line: &str) {
     let mut out = std::io::stdout();
-    // Nobody may be listening any more.
+    // The parent may have closed the pipe.
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }
 
-/// A process, and its lines.
+/// A child process and the lines it prints.
 struct ChildPeer {
     child: Child,
     input: ChildStdin,
@@ -113,7 +115,7 @@ struct ChildPeer {
 }
 
 fn start(role: &str) -> ChildPeer {
-    let mut child = Role::new("verbs", format!("apart {role}"))
+    let mut child = Role::new("verbs", format!("writer {role}"))
         .command()
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -138,7 +140,7 @@ impl Drop for ChildPeer {
 
 impl ChildPeer {
     fn next_line(&self) -> String {
-        self.lines.recv_timeout(test_timeout()).expect("the peer says something")
+        self.lines.recv_timeout(test_timeout()).expect("a line from the peer")
     }
 
     fn signal(&self, signal: Signal) {
@@ -146,7 +148,7 @@ impl ChildPeer {
     }
 }
 
-/// A peer process that is connected to us.
+/// A child process connected to a queue pair of this one.
 struct Peer {
     process: ChildPeer,
     end: Endpoint,
@@ -164,7 +166,7 @@ impl Peer {
         peer
     }
 
-    /// Has it write there; returns once it does, and without packets where it can.
+    /// Makes the peer write to `at`. Returns once it does so, without packets on direct links.
     fn write_to(&mut self, test_link: TestLink, at: Remote) {
         writeln!(self.process.input, "{} {}", at.rkey, at.address).unwrap();
         let mut line = self.process.next_line();
@@ -175,14 +177,14 @@ impl Peer {
     }
 }
 
-/// Nothing of the memory changes any more, however long one looks.
+/// Asserts that the peer does not write to the memory within 5 ms.
 fn expect_unwritten(memory: &HostMemory, what: &str) {
     memory.bytes().fill(0, LEN as u64, &[0xee]).unwrap();
     std::thread::sleep(Duration::from_millis(5));
     let mut found = vec![0; LEN];
     memory.bytes().read(0, &mut found).unwrap();
     let wrong = found.iter().position(|byte| *byte != 0xee);
-    assert_eq!(wrong, None, "the first byte that was written {what}");
+    assert_eq!(wrong, None, "offset of a byte written {what}");
 }
 
 fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
@@ -195,18 +197,18 @@ fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
         peer.write_to(fixture.test_link, at);
         std::thread::sleep(Duration::from_millis(3));
         drop(mr);
-        expect_unwritten(&memory, "after the registration had ended");
-        // Whoever polls or not: it fails at the peer, by the protocol.
+        expect_unwritten(&memory, "after deregistration");
+        // Next, the peer's writes fail by the protocol, whether or not this process polls.
         let start = Instant::now();
         while peer.process.lines.try_recv().as_deref() != Ok("failed") {
-            assert!(start.elapsed() < test_timeout(), "the peer's writes go on");
+            assert!(start.elapsed() < test_timeout(), "the peer's writes still succeed");
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert!(peer.end.context.next_event().is_some(), "an access error is told here too");
+        assert!(peer.end.context.next_event().is_some(), "an access error is reported here too");
     }
 }
 
-fn a_peer_process_is_killed_inside(fixture: &Fixture) {
+fn a_peer_process_is_killed_during_an_access(fixture: &Fixture) {
     for _ in 0..6 {
         let mut peer = Peer::start(fixture.test_link);
         let memory = HostMemory::new(LEN as u64).unwrap();
@@ -217,13 +219,13 @@ fn a_peer_process_is_killed_inside(fixture: &Fixture) {
         peer.process.signal(Signal::KILL);
         let start = Instant::now();
         drop(mr);
-        assert!(start.elapsed() < test_timeout(), "a dead peer is waited for");
-        expect_unwritten(&memory, "by a peer that was killed");
+        assert!(start.elapsed() < test_timeout(), "deregistration waited for a dead peer");
+        expect_unwritten(&memory, "by a killed peer");
         peer.process.child.wait().unwrap();
     }
 }
 
-fn a_peer_process_is_stopped_inside(fixture: &Fixture) {
+fn a_peer_process_is_stopped_during_an_access(fixture: &Fixture) {
     for _ in 0..6 {
         let mut peer = Peer::start(fixture.test_link);
         let memory = HostMemory::new(LEN as u64).unwrap();
@@ -234,25 +236,27 @@ fn a_peer_process_is_stopped_inside(fixture: &Fixture) {
         peer.process.signal(Signal::STOP);
         std::thread::scope(|scope| {
             let (reporter, reported) = mpsc::channel();
-            let taken_back = &memory;
+            let revoked = &memory;
             scope.spawn(move || {
                 drop(mr);
-                expect_unwritten(taken_back, "by a peer that was stopped");
+                expect_unwritten(revoked, "by a stopped peer");
                 reporter.send(()).unwrap();
             });
-            // It was inside and is waited for, or it was not. In either case it cannot write afterwards.
+            // Deregistration waits if the peer was stopped during an access. In either case the
+            // peer cannot write afterwards.
             let in_time = reported.recv_timeout(Duration::from_millis(50)).is_ok();
             peer.process.signal(Signal::CONT);
             assert!(
                 in_time || reported.recv_timeout(test_timeout()).is_ok(),
-                "it is waited for in vain"
+                "deregistration never finished"
             );
         });
-        expect_unwritten(&memory, "by a peer that goes on");
+        expect_unwritten(&memory, "by a resumed peer");
     }
 }
 
-/// In a peer: goes into rows 0 and 1 of another process's table, says so, and goes out at the next line of its input.
+/// In the child process: begins an access to rows 0 and 1 of the owner's export table, prints
+/// `inside`, and ends the access at the next line of its stdin.
 fn begin_access(owner: SocketAddr) {
     let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
     link.install_exports(&exports::ExportTable::new(Box::new(|_| None)).unwrap()).unwrap();
@@ -264,18 +268,19 @@ fn begin_access(owner: SocketAddr) {
     let generations = [0, 1].map(|row| peer.generation(row));
     assert!(
         peer.begin_access([0, 1], [generations[0], generations[1] + 1], 8).is_none(),
-        "another opening"
+        "a stale generation was accepted"
     );
-    let begin_access = peer.begin_access([0, 1], generations, 8).expect("both rows are open");
+    let access = peer.begin_access([0, 1], generations, 8).expect("access to two open rows");
     print_line("inside");
     let _ = std::io::stdin().read_line(&mut String::new());
-    drop(begin_access);
+    drop(access);
     print_line("outside");
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
-/// The owner waits for a visitor inside as long as it lives, stopped or not, and no longer.
-fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
+/// Closing a row waits for an importer's access while that process lives, stopped or not, and no
+/// longer.
+fn revocation_waits_for_a_live_importer(_: &Fixture) {
     for killed in [true, false] {
         let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
         let table = exports::ExportTable::new(Box::new(|_| None)).unwrap();
@@ -283,12 +288,12 @@ fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
         for row in 0..3 {
             assert!(table.open(row, &[row as u64; 7]));
         }
-        let mut child = start(&format!("visit {}", link.local()));
+        let mut child = start(&format!("import {}", link.local()));
         while table.importers() == 0 {
             link.receive(&mut |_| ()).unwrap();
         }
         assert_eq!(child.next_line(), "inside");
-        table.close(2); // nobody is there
+        table.close(2); // no access to this row
         child.signal(Signal::STOP);
         std::thread::scope(|scope| {
             let (reporter, reported) = mpsc::channel();
@@ -300,14 +305,14 @@ fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
             writeln!(child.input, "go").unwrap();
             assert!(
                 reported.recv_timeout(Duration::from_millis(100)).is_err(),
-                "it is inside still"
+                "the access has not ended"
             );
             child.signal(if killed { Signal::KILL } else { Signal::CONT });
-            reported.recv_timeout(test_timeout()).expect("nobody is inside");
+            reported.recv_timeout(test_timeout()).expect("the access has ended");
         });
         assert_eq!(table.access_counts(), if killed { [0, 0] } else { [1, 8] });
         drop(child);
-        // It is forgotten once its end is seen, and what it did is not.
+        // Its slot is freed once its end is noticed, but its access counts are kept.
         let start = Instant::now();
         while table.importers() > 0 {
             link.receive(&mut |_| ()).unwrap();

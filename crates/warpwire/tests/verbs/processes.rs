@@ -1,7 +1,7 @@
-//! Peers that are processes of their own: killed, stopped, idle.
+//! Peers in other processes: killed, stopped, idle.
 //!
-//! The other process is this same program, in the role of a peer. It ends with the conversation over TCP
-//! that its parent holds, so that none is left behind.
+//! The peer process is this same binary in the role of a peer. It exits when the bootstrap
+//! connection to its parent closes, so that none is left behind.
 
 use std::net::TcpListener;
 use std::process::{Child, Stdio};
@@ -25,42 +25,43 @@ cases!(Fixture; CASES:
     idle_processes_sleep,
 );
 
-/// How much memory a peer lends.
+/// Bytes of memory that a peer registers.
 const LEN: u64 = 4 << 20;
-/// How many queue pairs it has.
+/// Queue pairs of a peer.
 const PAIRS: usize = 2;
 
-/// What a peer tells.
+/// Sent by the peer: its queue pairs, and the address and rkey of its memory.
 #[derive(Serialize, Deserialize)]
 struct PeerInfo {
     endpoints: Vec<QpEndpoint>,
     memory: (u64, u32),
 }
 
-/// What it is told.
+/// Sent to the peer.
 #[derive(Serialize, Deserialize)]
 struct Task {
     endpoints: Vec<QpEndpoint>,
-    /// Memory to write to, again and again.
+    /// Address and rkey of memory to write to in a loop.
     write_to: Option<(u64, u32)>,
-    /// Whether a thread waits for completions all the time.
+    /// Whether a thread waits for a completion during the whole test.
     waits: bool,
 }
 
-/// Patient enough for a machine with more to do.
+/// 268 ms per retry: enough for a busy machine.
 fn options() -> QpOptions {
     QpOptions { timeout: 16, retry_count: 7, ..QpOptions::default() }
 }
 
-/// Gives up after a second or so.
+/// Fails about a second after the peer stops responding.
 fn few_retries() -> QpOptions {
     QpOptions { timeout: 15, retry_count: 3, ..QpOptions::default() }
 }
 
-/// A peer's whole life: the name of the link, the port of the conversation, and whether its doorbells are watched.
+/// The peer process. Arguments: name of the link, port of the bootstrap connection, and `polled` or
+/// `rung` for its doorbells.
 pub fn run_role(words: &str) {
     let [name, port, poll_doorbell] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
-    let poll_doorbell = poll_doorbell == "watched";
+    let poll_doorbell = poll_doorbell == "polled";
     let test_link = TestLink::LINKS.into_iter().find(|(_, known)| *known == name).unwrap().0;
     let mut parent =
         Bootstrap::connect(("127.0.0.1", port.parse::<u16>().unwrap()), test_timeout()).unwrap();
@@ -88,7 +89,7 @@ pub fn run_role(words: &str) {
             test_qps[0].qp.post_send(&[write]).unwrap();
             if !test_qps[0]
                 .sends
-                .next(test_timeout())
+                .wait_next(test_timeout())
                 .unwrap()
                 .is_some_and(|done| done.is_success())
             {
@@ -98,9 +99,9 @@ pub fn run_role(words: &str) {
     }
     if task.waits {
         let cq = test_qps[1].receives.clone();
-        std::thread::spawn(move || cq.next(Duration::from_secs(600)));
+        std::thread::spawn(move || cq.wait_next(Duration::from_secs(600)));
     }
-    // Until the parent hangs up, or forgets us.
+    // Until the parent closes the connection or dies.
     while parent.recv::<bool>().is_ok() {}
 }
 
@@ -111,7 +112,7 @@ fn test_qp(end: &Endpoint, options: QpOptions) -> TestQp {
     TestQp { qp, sends, receives }
 }
 
-/// Another process, and what it told.
+/// A peer process and what it reported.
 struct Peer {
     process: Process,
     bootstrap: Bootstrap,
@@ -134,14 +135,14 @@ impl Peer {
         Self { process, bootstrap, peer_info }
     }
 
-    /// Tells it what to do, and whom to connect to.
+    /// Sends the peer its task, and waits until its queue pairs are connected.
     fn task(&mut self, endpoints: Vec<QpEndpoint>, write_to: Option<Remote>, waits: bool) {
         let write_to = write_to.map(|at| (at.address, at.rkey));
         self.bootstrap.send(&Task { endpoints, write_to, waits }).unwrap();
         assert!(self.bootstrap.recv::<bool>().unwrap());
     }
 
-    /// Connects these to its queue pairs, in order.
+    /// Connects `pairs` to the peer's queue pairs, in order.
     fn join(&mut self, pairs: &[&Qp], write_to: Option<Remote>) {
         self.task(pairs.iter().map(|qp| qp.endpoint()).collect(), write_to, false);
         for (qp, endpoint) in pairs.iter().zip(&self.peer_info.endpoints) {
@@ -160,11 +161,11 @@ impl Peer {
 }
 
 fn next(test_qp: &TestQp) -> Completion {
-    test_qp.sends.next(test_timeout()).unwrap().expect("it ends")
+    test_qp.sends.wait_next(test_timeout()).unwrap().expect("a completion")
 }
 
-/// What is written to a peer is read back.
-fn there_and_back(test_qp: &TestQp, peer: &Peer, near: &TestBuffer, seed: u64) {
+/// Writes to the peer's memory, reads it back and compares.
+fn write_and_read_back(test_qp: &TestQp, peer: &Peer, near: &TestBuffer, seed: u64) {
     let len = 100_000;
     let wanted = near.pattern(0, len, seed);
     near.write(1 << 20, &vec![0; len]);
@@ -176,10 +177,10 @@ fn there_and_back(test_qp: &TestQp, peer: &Peer, near: &TestBuffer, seed: u64) {
         let done = next(test_qp);
         assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", test_qp.qp.stats());
     }
-    same(&near.read(1 << 20, len), &wanted, "a write, read back");
+    same(&near.read(1 << 20, len), &wanted, "data read back");
 }
 
-/// One end here; the other ends are processes.
+/// The local end; the other ends are processes.
 struct LocalSetup {
     end: Endpoint,
     near: TestBuffer,
@@ -194,7 +195,8 @@ impl LocalSetup {
     }
 }
 
-/// Its requests fail in time, others' go on, and when it comes again everything works again.
+/// Requests to a killed peer fail in time, those to other peers succeed, and a restarted peer
+/// works.
 fn a_process_that_is_killed(fixture: &Fixture) {
     let LocalSetup { end, near } = LocalSetup::new(fixture);
     let mut survivor = Peer::start(fixture.test_link);
@@ -205,8 +207,8 @@ fn a_process_that_is_killed(fixture: &Fixture) {
     for round in 0..2 {
         let mut doomed = Peer::start(fixture.test_link);
         doomed.join(&[&pairs[0].qp, &pairs[1].qp], None);
-        there_and_back(&pairs[0], &doomed, &near, round);
-        there_and_back(&pairs[1], &doomed, &near, round + 10);
+        write_and_read_back(&pairs[0], &doomed, &near, round);
+        write_and_read_back(&pairs[1], &doomed, &near, round + 10);
         let data = [big.mr.sge(0, LEN as u32)];
         for (n, test_qp) in pairs.iter().enumerate() {
             let op = [WrOp::Write(doomed.at(0)), WrOp::Read(doomed.at(0))][n];
@@ -216,7 +218,7 @@ fn a_process_that_is_killed(fixture: &Fixture) {
         let first = next(&pairs[0]);
         assert_eq!((first.id, first.status), (0, Status::Success));
         doomed.signal(Signal::KILL);
-        there_and_back(&other, &survivor, &near, 7);
+        write_and_read_back(&other, &survivor, &near, 7);
         for (n, test_qp) in pairs.iter().enumerate() {
             let op = [WrOp::Write(doomed.at(0)), WrOp::Read(doomed.at(0))][n];
             expect_one_failure(test_qp, 1 - n as u64, || {
@@ -224,18 +226,19 @@ fn a_process_that_is_killed(fixture: &Fixture) {
             });
             test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
-        there_and_back(&other, &survivor, &near, 8);
+        write_and_read_back(&other, &survivor, &near, 8);
     }
 }
 
-/// Work up to 19 ends: some of it well, then one because nobody answered, the rest flushed. Where no packets are needed
-/// all of it may have been done before the end was noticed; then `more` is posted until it is.
+/// Work up to id 19 completes: some with success, one with `RetryExceeded`, the rest flushed. With
+/// direct access all of it may have been done before the peer's death is noticed; then `more` is
+/// posted until one fails.
 fn expect_one_failure(test_qp: &TestQp, from: u64, more: impl Fn()) {
     let mut ends: Vec<_> = (from..20).map(|id| (id, next(test_qp))).collect();
-    assert!(ends.iter().all(|(id, done)| done.id == *id), "in order: {ends:?}");
+    assert!(ends.iter().all(|(id, done)| done.id == *id), "out of order: {ends:?}");
     let start = Instant::now();
     while ends.iter().all(|(_, done)| done.is_success()) {
-        assert!(start.elapsed() < test_timeout(), "nobody notices");
+        assert!(start.elapsed() < test_timeout(), "no request fails");
         more();
         ends = vec![(99, next(test_qp))];
     }
@@ -245,7 +248,8 @@ fn expect_one_failure(test_qp: &TestQp, from: u64, more: impl Fn()) {
     assert!(failed[1..].iter().all(|status| *status == Status::Flushed), "{ends:?}");
 }
 
-/// A peer that only answers learns nothing of it, and its queue pair can be used for another.
+/// A responder is not affected by its peer's death, and its queue pair can be connected to another
+/// peer.
 fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
     let LocalSetup { end, near } = LocalSetup::new(fixture);
     let target = fixture.host(&end, LEN);
@@ -253,10 +257,10 @@ fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
     let mut doomed = Peer::start(fixture.test_link);
     doomed.join(&[&ours.qp], Some(target.mr.remote(0)));
     let start = Instant::now();
-    // By packets, and without any where the peer reaches our memory by itself.
-    let came =
+    // Bytes by packets, and by direct access.
+    let bytes_received_so_far =
         || ours.qp.stats().unwrap().bytes_received + end.context.stats().direct.bytes_by_peers;
-    while came() < 2 * LEN {
+    while bytes_received_so_far() < 2 * LEN {
         assert!(start.elapsed() < test_timeout(), "{:?}", ours.qp.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -265,14 +269,14 @@ fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
     let mut peer = Peer::start(fixture.test_link);
     ours.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     peer.join(&[&ours.qp], None);
-    there_and_back(&ours, &peer, &near, 3);
+    write_and_read_back(&ours, &peer, &near, 3);
 }
 
-/// Nothing is lost by a stop that is shorter than our patience, and nobody else waits for it.
+/// A stop shorter than the retries loses nothing and does not delay other peers.
 fn a_process_that_is_stopped(fixture: &Fixture) {
     let LocalSetup { end, near } = LocalSetup::new(fixture);
     let (mut slow, mut other) = (Peer::start(fixture.test_link), Peer::start(fixture.test_link));
-    // 268 ms a try: two seconds in all.
+    // 268 ms per retry: two seconds in total.
     let pairs = [test_qp(&end, options()), test_qp(&end, options())];
     slow.join(&[&pairs[0].qp], None);
     other.join(&[&pairs[1].qp], None);
@@ -287,9 +291,12 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
         slow.signal(Signal::STOP);
         let stopped = Instant::now();
         for n in 0..5 {
-            there_and_back(&pairs[1], &other, &near, n);
+            write_and_read_back(&pairs[1], &other, &near, n);
         }
-        assert!(stopped.elapsed() < Duration::from_millis(1500), "others do not wait for it");
+        assert!(
+            stopped.elapsed() < Duration::from_millis(1500),
+            "a stopped peer delayed the others"
+        );
         std::thread::sleep(Duration::from_millis(300).saturating_sub(stopped.elapsed()));
         slow.signal(Signal::CONT);
         done.extend((1..16).map(|_| next(&pairs[0])));
@@ -299,12 +306,12 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
         big.write(0, &vec![0; LEN as usize]);
         pairs[0].qp.post_send(&[SendRequest::new(99, WrOp::Read(slow.at(0))).with(&data)]).unwrap();
         assert!(next(&pairs[0]).is_success());
-        same(&big.read(0, LEN as usize), &wanted, "what was written across a stop");
+        same(&big.read(0, LEN as usize), &wanted, "data written across a stop");
     }
 }
 
-/// The processor time that a process has used.
-fn used(child: &Child) -> Duration {
+/// CPU time used by a process, from `/proc`.
+fn cpu_time(child: &Child) -> Duration {
     let of_thread = |entry: std::io::Result<std::fs::DirEntry>| -> Option<u64> {
         let text = std::fs::read_to_string(entry.ok()?.path().join("schedstat")).ok()?;
         text.split_whitespace().next()?.parse().ok()
@@ -313,14 +320,14 @@ fn used(child: &Child) -> Duration {
     Duration::from_nanos(threads.filter_map(of_thread).sum())
 }
 
-/// Two processes, connected and with nothing to say, one of them waiting for a message: less than 1 % of a core each,
-/// also where a stream or a kernel may ring a doorbell, which wakes nobody.
+/// Connected, idle processes use less than 1 % of a core each: with and without a thread that waits
+/// for a message, and with polled doorbells, whose writers cannot wake a thread.
 fn idle_processes_sleep(fixture: &Fixture) {
     let mut peers = [
         Peer::start(fixture.test_link),
         Peer::start(fixture.test_link),
-        Peer::start_with(fixture.test_link, "watched"),
-        Peer::start_with(fixture.test_link, "watched"),
+        Peer::start_with(fixture.test_link, "polled"),
+        Peer::start_with(fixture.test_link, "polled"),
     ];
     let endpoints = [1, 0, 3, 2].map(|other: usize| peers[other].peer_info.endpoints.clone());
     for ((peer, endpoints), waits) in
@@ -329,16 +336,16 @@ fn idle_processes_sleep(fixture: &Fixture) {
         peer.task(endpoints, None, waits);
     }
     std::thread::sleep(Duration::from_millis(500));
-    let before = peers.each_ref().map(|peer| used(&peer.process.child));
+    let before = peers.each_ref().map(|peer| cpu_time(&peer.process.child));
     let start = Instant::now();
     std::thread::sleep(Duration::from_secs(4));
     let shares: Vec<_> = peers
         .iter()
         .zip(before)
         .map(|(peer, before)| {
-            (used(&peer.process.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
+            (cpu_time(&peer.process.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
         })
         .collect();
-    println!("idle, as shares of a core: {shares:.5?}");
+    println!("idle CPU use, as a fraction of a core: {shares:.5?}");
     assert!(shares.iter().all(|share| *share < 0.01), "{shares:.5?}");
 }

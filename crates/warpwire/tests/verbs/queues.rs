@@ -1,4 +1,5 @@
-//! Rings that fill, wrap and are shared; completion queues of every sort; entries that others write.
+//! Queues that fill up, wrap and are shared; all kinds of completion queues; WQEs written by other
+//! writers.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ cases!(Fixture; CASES:
     unsignaled_chains,
     a_full_ring_is_busy,
     receive_queues_wrap,
-    many_share_receives,
+    many_queue_pairs_share_an_srq,
     two_queue_pairs_on_one_completion_queue,
 );
 cases!(Fixture; ONCE:
@@ -26,13 +27,14 @@ cases!(Fixture; ONCE:
     limits_of_shared_receives,
     shared_receives_outlive_their_users,
     a_shared_receive_in_use,
-    the_last_receive_is_told,
+    last_wqe_reached_is_reported,
     an_overrun_fails_its_users,
-    overruns_that_nobody_minds,
+    ignored_overruns,
     a_collapsed_queue,
     queues_in_device_memory,
-    entries_of_other_writers,
+    wqes_of_other_writers,
     only_the_first_error,
+    a_thread_that_holds_a_batch_cannot_post_beside_it,
 );
 
 fn unsignaled_chains(fixture: &Fixture) {
@@ -41,7 +43,7 @@ fn unsignaled_chains(fixture: &Fixture) {
         testbed.join(QpOptions { signal_all: false, send_depth: 16, ..QpOptions::default() });
     let far = fixture.host(&testbed.b, 4096);
     for round in 0..50u64 {
-        let mut batch = conn.a.qp.batch();
+        let mut batch = conn.a.qp.batch().unwrap();
         for n in 0..15 {
             let at = far.mr.remote(n * 8);
             let bytes = (round * 100 + n).to_ne_bytes();
@@ -53,13 +55,34 @@ fn unsignaled_chains(fixture: &Fixture) {
         assert!((0..15).all(|n| far.word(n * 8) == round * 100 + n));
     }
     testbed.expect_no_completion(&conn.a.sends);
-    // A batch that is dropped never was.
-    let mut batch = conn.a.qp.batch();
+    // A dropped batch posts nothing.
+    let mut batch = conn.a.qp.batch().unwrap();
     batch.push(&SendRequest::new(5, WrOp::Write(far.mr.remote(0))).inline(b"never")).unwrap();
     drop(batch);
     conn.a.qp.post_send(&[SendRequest::new(6, WrOp::Nop)]).unwrap();
     testbed.done(&conn.a.sends, 6);
     assert_eq!(far.word(0), 4900);
+}
+
+/// The lock of a send queue is not reentrant: the thread would wait for itself.
+fn a_thread_that_holds_a_batch_cannot_post_beside_it(fixture: &Fixture) {
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let mut batch = conn.a.qp.batch().unwrap();
+    let refused = conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Busy, "{refused}");
+    assert!(refused.to_string().contains("holds a batch"), "{refused}");
+    assert_eq!(conn.a.qp.batch().unwrap_err().kind(), &ErrorKind::Busy);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| conn.a.qp.post_send(&[SendRequest::new(3, WrOp::Nop)]));
+        batch.push(&SendRequest::new(2, WrOp::Nop)).unwrap();
+        batch.post();
+        other.join().unwrap().unwrap();
+    });
+    conn.a.qp.post_send(&[SendRequest::new(4, WrOp::Nop)]).unwrap();
+    for id in [2, 3, 4] {
+        testbed.done(&conn.a.sends, id);
+    }
 }
 
 fn a_full_ring_is_busy(fixture: &Fixture) {
@@ -79,12 +102,12 @@ fn a_full_ring_is_busy(fixture: &Fixture) {
         for n in 0..posted {
             testbed.done(&conn.a.sends, round * 1000 + n);
         }
-        // All or none.
+        // All requests are posted, or none.
         let many = vec![SendRequest::new(0, WrOp::Nop); posted as usize + 1];
         assert_eq!(conn.a.qp.post_send(&many).unwrap_err().kind(), &ErrorKind::Busy);
         testbed.step();
         let mut one = [Completion::EMPTY];
-        assert_eq!(conn.a.sends.poll(&mut one).unwrap(), 0, "nothing of it was posted");
+        assert_eq!(conn.a.sends.poll(&mut one).unwrap(), 0, "part of a rejected batch was posted");
     }
     let four = [ReceiveRequest { id: 1, data: &[] }; 4];
     conn.b.qp.post_receive(&four[..3]).unwrap();
@@ -97,10 +120,12 @@ fn a_full_ring_is_busy(fixture: &Fixture) {
     assert_eq!(srq.post_receive(&four[..1]).unwrap_err().kind(), &ErrorKind::Busy);
 }
 
-/// The doorbell's and the record's counts go round; at each step of the last lap the engine has time to be misled.
+/// The 16-bit counters of doorbell and doorbell record wrap. Near each wrap the engine runs for 22
+/// ms, so that a misread counter would show.
 fn indices_wrap_at_sixteen_bits(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { signal_all: false, inline: 20, ..QpOptions::default() });
+    let conn =
+        testbed.join(QpOptions { signal_all: false, max_inline_data: 20, ..QpOptions::default() });
     let far = fixture.host(&testbed.b, 4096);
     let nop = SendRequest::new(1, WrOp::Nop).unsignaled();
     let mut posted = 0u64;
@@ -115,9 +140,9 @@ fn indices_wrap_at_sixteen_bits(fixture: &Fixture) {
         assert_eq!(far.word(8), posted);
         posted += requests.len() as u64;
         if near_the_end {
-            conn.a.qp.post_receive(&[]).unwrap(); // a ring without news
+            conn.a.qp.post_receive(&[]).unwrap(); // rings without new WQEs
             testbed.poll_for(Duration::from_millis(22));
-            assert_eq!(conn.a.qp.state().unwrap(), State::Rts, "at block {posted}");
+            assert_eq!(conn.a.qp.state().unwrap(), State::Rts, "at WQEBB {posted}");
         }
     }
 }
@@ -159,8 +184,8 @@ fn receive_counters_wrap_at_sixteen_bits(fixture: &Fixture) {
     exchange(&conn, 66_000, 32);
 }
 
-/// Twenty queue pairs take from one queue of receives; each message is whole, and each slot used again and again.
-fn many_share_receives(fixture: &Fixture) {
+/// Twenty queue pairs share one SRQ of 15 slots; all messages arrive whole, and slots are reused.
+fn many_queue_pairs_share_an_srq(fixture: &Fixture) {
     const PAIRS: usize = 20;
     let testbed = fixture.testbed();
     let end = &testbed.b;
@@ -172,15 +197,16 @@ fn many_share_receives(fixture: &Fixture) {
         srq.post_receive(&[ReceiveRequest { id: slot, data: &data }]).unwrap();
     };
     (0..15).for_each(post);
-    // More is sent than received at a time, so that senders are told to come again. If twenty of them come after 10 µs,
-    // an emulated processor does nothing else: 3 messages a second were seen to arrive. These come after 10 ms.
+    // More messages are in flight than receives are posted, so senders get RNR NAKs. On an emulated
+    // processor, twenty senders that retry after 10 µs leave no time for anything else (3 messages
+    // per second); code 20 stands for 10 ms.
     let min_rnr_timer = if end.is_device() { 20 } else { QpOptions::default().min_rnr_timer };
     let mut pairs = Vec::new();
     for _ in 0..PAIRS {
         let options = QpOptions { srq: Some(srq.clone()), min_rnr_timer, ..QpOptions::default() };
         let a = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
-        assert!(qp.post_receive(&[]).unwrap_err().to_string().contains("shared"));
+        assert!(qp.post_receive(&[]).unwrap_err().to_string().contains("SRQ"));
         connect(&a.qp, &qp);
         pairs.push((a, qp));
     }
@@ -190,7 +216,7 @@ fn many_share_receives(fixture: &Fixture) {
     let (mut sent, mut received) = (0, 0);
     let start = std::time::Instant::now();
     while received < 600 {
-        assert!(start.elapsed() < test_timeout() * 3, "{received} of {sent} have come");
+        assert!(start.elapsed() < test_timeout() * 3, "{received} of {sent} messages arrived");
         while sent < 600 && sent < received + 40 {
             let len = 1 + (sent * 397) % 10_000;
             let request = SendRequest::new(sent as u64, WrOp::Send);
@@ -216,7 +242,7 @@ fn many_share_receives(fixture: &Fixture) {
     }
 }
 
-/// A queue pair with shared receives, and its peer.
+/// A connected pair whose second queue pair uses an SRQ.
 fn sharing(testbed: &Testbed, depth: u32) -> (warpwire::verbs::Srq, QpPair) {
     let end = &testbed.b;
     let srq = end.context.create_srq(&end.pd, SrqOptions { depth, max_sge: 1 }).unwrap();
@@ -246,22 +272,23 @@ fn limits_of_shared_receives(fixture: &Fixture) {
     };
     send(&testbed, &conn.a);
     send(&testbed, &conn.a);
-    assert_eq!(async_events(), 0, "four wait, which is not fewer than four");
+    assert_eq!(async_events(), 0, "four receives left are not fewer than four");
     send(&testbed, &conn.a);
-    testbed.until("news", || testbed.b.context.events().wait(Duration::ZERO).unwrap());
+    testbed.until("a limit event", || testbed.b.context.events().wait(Duration::ZERO).unwrap());
     assert_eq!(async_events(), 1);
     send(&testbed, &conn.a);
-    assert_eq!(async_events(), 0, "told once");
+    assert_eq!(async_events(), 0, "reported more than once");
     srq.arm(4);
-    assert_eq!(async_events(), 1, "it was passed already");
+    assert_eq!(async_events(), 1, "the limit was already passed when armed");
     srq.arm(1);
     srq.arm(0);
     send(&testbed, &conn.a);
     send(&testbed, &conn.a);
-    assert_eq!(async_events(), 0, "nobody asks any more");
+    assert_eq!(async_events(), 0, "an event after disarming");
 }
 
-/// Slots come back, whatever becomes of the queue pairs that used them and of their completions.
+/// SRQ slots are returned, whatever happens to the queue pairs that used them and to their
+/// completions.
 fn shared_receives_outlive_their_users(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.b;
@@ -277,12 +304,13 @@ fn shared_receives_outlive_their_users(fixture: &Fixture) {
         if round % 2 == 0 {
             qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
-        drop(qp); // with three completions that nobody has read
+        drop(qp); // with three unread completions
     }
     testbed.expect_no_completion(&cq);
 }
 
-/// A queue pair goes in the middle of a message: the receive that it took serves the next.
+/// A queue pair is reset or destroyed in the middle of a message: the next queue pair gets its
+/// receive.
 fn a_shared_receive_in_use(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.b;
@@ -291,13 +319,13 @@ fn a_shared_receive_in_use(fixture: &Fixture) {
     let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 1, max_sge: 1 }).unwrap();
     let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
     let data = [near.mr.sge(0, 1 << 20)];
-    let place = [far.mr.sge(0, 1 << 20)];
-    srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
+    let buffer = [far.mr.sge(0, 1 << 20)];
+    srq.post_receive(&[ReceiveRequest { id: 1, data: &buffer }]).unwrap();
     for round in 0..4 {
         let conn = testbed.join_with(QpOptions::default(), options.clone());
         conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Send).with(&data)]).unwrap();
         let begun = || conn.b.qp.stats().unwrap().packets_received > 0;
-        testbed.until("a message that has begun", begun);
+        testbed.until("the first packet of a message", begun);
         if round % 2 == 0 {
             conn.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
@@ -307,21 +335,21 @@ fn a_shared_receive_in_use(fixture: &Fixture) {
     conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Send).with(&data)]).unwrap();
     testbed.done(&conn.a.sends, 2);
     testbed.done(&conn.b.receives, 1);
-    same(&far.read(0, 1 << 20), &wanted, "the receive that nobody used up");
-    srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
+    same(&far.read(0, 1 << 20), &wanted, "the receive of a destroyed queue pair");
+    srq.post_receive(&[ReceiveRequest { id: 1, data: &buffer }]).unwrap();
 }
 
-fn the_last_receive_is_told(fixture: &Fixture) {
+fn last_wqe_reached_is_reported(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (srq, conn) = sharing(&testbed, 8);
     srq.post_receive(&[ReceiveRequest { id: 0, data: &[] }; 5]).unwrap();
     send(&testbed, &conn.a);
     testbed.done(&conn.b.receives, 0);
     conn.b.qp.modify(&QpAttributes::new(State::Err)).unwrap();
-    testbed.expect_no_completion(&conn.b.receives); // what is shared is not flushed
+    testbed.expect_no_completion(&conn.b.receives); // shared receives are not flushed
     let qpn = conn.b.qp.number();
     assert_eq!(testbed.b.async_events(), [AsyncEvent::LastReceiveReached { qpn }]);
-    // Another takes from it.
+    // Another queue pair can still use the SRQ.
     let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
     let other = testbed.join_with(QpOptions::default(), options);
     (0..4).for_each(|_| send(&testbed, &other.a));
@@ -351,13 +379,18 @@ fn two_queue_pairs_on_one_completion_queue(fixture: &Fixture) {
         let done = testbed.next(&cq);
         let which = usize::from(done.qpn == peers[1].0.number());
         let count = &mut counts[which][usize::from(done.is_receive())];
-        assert_eq!((done.id, done.is_success()), (*count, true), "each queue in its own order");
+        assert_eq!(
+            (done.id, done.is_success()),
+            (*count, true),
+            "completions of a queue out of order"
+        );
         *count += 1;
     }
     assert_eq!(counts, [[50; 2]; 2]);
 }
 
-/// Nobody reads, and it is full: that is told once, and those who use it fail; others go on.
+/// A full CQ that is not polled raises one overrun event and fails its users; other queue pairs
+/// keep working.
 fn an_overrun_fails_its_users(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let bystander = testbed.join(QpOptions::default());
@@ -374,7 +407,7 @@ fn an_overrun_fails_its_users(fixture: &Fixture) {
         (qp, peer)
     };
     let users: [(Qp, TestQp); 3] = [qp(&cq, &other_cq), qp(&other_cq, &cq), qp(&cq, &cq)];
-    let ignoring_qp = qp(&other_cq, &other_cq);
+    let other_user = qp(&other_cq, &other_cq);
     let nops: Vec<_> = (0..10).map(|id| SendRequest::new(id, WrOp::Nop)).collect();
     users[0].0.post_send(&nops).unwrap();
     testbed.until("an overrun", || testbed.a.context.events().wait(Duration::ZERO).unwrap());
@@ -387,16 +420,16 @@ fn an_overrun_fails_its_users(fixture: &Fixture) {
         assert_eq!(user.state().unwrap(), State::Err);
     }
     let mut done = [Completion::EMPTY; 16];
-    assert_eq!(cq.poll(&mut done).unwrap(), 4, "what fitted is there");
+    assert_eq!(cq.poll(&mut done).unwrap(), 4, "the CQEs before the overrun");
     assert!(done[..4].iter().zip(0..).all(|(done, id)| done.id == id && done.is_success()));
     users[0].0.post_send(&nops).unwrap();
     testbed.poll_for(Duration::from_millis(2));
-    assert_eq!(cq.poll(&mut done).unwrap(), 0, "it takes no more");
-    assert_eq!(ignoring_qp.0.state().unwrap(), State::Rts);
+    assert_eq!(cq.poll(&mut done).unwrap(), 0, "a CQE after the overrun");
+    assert_eq!(other_user.0.state().unwrap(), State::Rts);
     testbed.check_traffic(&bystander);
 }
 
-fn overruns_that_nobody_minds(fixture: &Fixture) {
+fn ignored_overruns(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let options = CqOptions { entries: 4, ignore_overrun: true, ..CqOptions::default() };
     let cq = testbed.a.context.create_cq_with(options).unwrap();
@@ -407,8 +440,8 @@ fn overruns_that_nobody_minds(fixture: &Fixture) {
     for count in 1..=10u16 {
         qp.post_send(&[SendRequest::new(0, WrOp::Nop)]).unwrap();
         testbed.poll_for(Duration::from_millis(1));
-        let place = u64::from(count - 1) % 4;
-        let tail = cq.memory().bytes().load_u32(place * 64 + 60).unwrap();
+        let slot = u64::from(count - 1) % 4;
+        let tail = cq.memory().bytes().load_u32(slot * 64 + 60).unwrap();
         let tail = mlx5::CqeTail::parse(tail.to_ne_bytes());
         assert_eq!((tail.counter, tail.owner), (count - 1, (count - 1) / 4 % 2 == 1));
     }
@@ -439,7 +472,8 @@ fn a_collapsed_queue(fixture: &Fixture) {
     }
 }
 
-/// Queues, records and doorbells behind a window of a simulated GPU, and in its pinned memory.
+/// Queues, doorbell records and doorbells behind a window of a simulated GPU, and in its pinned
+/// memory.
 fn queues_in_device_memory(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let gpu = fixture.gpu();
@@ -480,16 +514,17 @@ fn queues_in_device_memory(fixture: &Fixture) {
     assert!(testbed.a.context.create_cq_with(short).is_err());
 }
 
-/// Puts an entry into a send queue by hand.
-fn put(qp: &Qp, index: u16, blocks: u64, entry: &[u8]) {
+/// Writes a WQE into a send queue of `wqebbs` WQEBBs.
+fn put(qp: &Qp, index: u16, wqebbs: u64, entry: &[u8]) {
     let (memory, layout) = qp.queues();
-    let place = u64::from(index) % blocks;
-    memory.bytes().write(layout.send + place * 64, entry).unwrap();
+    let slot = u64::from(index) % wqebbs;
+    memory.bytes().write(layout.send + slot * 64, entry).unwrap();
 }
 
-/// The manners of other writers: the last entry's own bytes as the doorbell, either half, the record alone, the
-/// doorbell alone, the entry behind the doorbell; and nobody tells the engine.
-fn entries_of_other_writers(fixture: &Fixture) {
+/// Ways in which streams and kernels post: the last WQE's first bytes as the doorbell, in either
+/// BlueFlame buffer; the doorbell alone; the doorbell record alone; the doorbell before the WQE.
+/// The engine is not notified in any of them.
+fn wqes_of_other_writers(fixture: &Fixture) {
     let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
     let testbed = fixture.with_progress(progress_mode);
     let conn = testbed.join(QpOptions { poll_doorbell: true, ..QpOptions::default() });
@@ -504,14 +539,14 @@ fn entries_of_other_writers(fixture: &Fixture) {
         let entry =
             entry.signaled().remote(address, rkey).inline(&value.to_ne_bytes()).finish().unwrap();
         let (doorbell, next) = (entry.doorbell(), Doorbell::next(qp.number(), index + 1));
-        let manner = index % 5;
-        if manner != 4 {
+        let method = index % 5;
+        if method != 4 {
             put(qp, index, 1 << 15, entry.bytes());
         }
         let store = |at: u64, value: [u8; 8]| {
             memory.bytes().store_u64(at, u64::from_ne_bytes(value)).unwrap()
         };
-        match manner {
+        match method {
             0 => store(layout.doorbell, doorbell),
             1 => store(layout.doorbell + 256, doorbell),
             2 => store(layout.doorbell, next),
@@ -525,13 +560,13 @@ fn entries_of_other_writers(fixture: &Fixture) {
                 put(qp, index, 1 << 15, entry.bytes());
             }
         }
-        let done = conn.a.sends.next(Duration::from_secs(5)).unwrap().expect("it ends");
+        let done = conn.a.sends.wait_next(Duration::from_secs(5)).unwrap().expect("a completion");
         assert!(done.is_success(), "{index}: {done:?}");
         assert_eq!(far.word(8), value);
     }
 }
 
-/// An entry may ask for a completion of the first error only.
+/// A WQE may request a completion for the first error only.
 fn only_the_first_error(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
@@ -541,7 +576,7 @@ fn only_the_first_error(fixture: &Fixture) {
     for index in 0..4u16 {
         let entry = Builder::new(&mut scratch, Opcode::RdmaWrite, index, qp.number());
         let mut bytes = entry.remote(0, 0).inline(b"x").finish().unwrap().bytes().to_vec();
-        bytes[11] |= 1 << 2; // completions: of the first error
+        bytes[11] |= 1 << 2; // completion mode: first error only
         put(qp, index, 1 << 15, &bytes);
     }
     let word = u32::from_ne_bytes(DoorbellRecord::word(4));

@@ -1,4 +1,4 @@
-//! Many of everything, nothing left over, and nobody let in.
+//! Many queue pairs, no leaks, and no access for foreign packets.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::verbs::fixture::{Fixture, Rng, TestLink, connect, same};
 use testkit::cases;
 
 cases!(Fixture; CASES: a_thousand_queue_pairs, strangers_are_dropped);
-cases!(Fixture; ONCE: nothing_is_left_over, numbers_are_not_used_again_at_once);
+cases!(Fixture; ONCE: nothing_is_left_over, queue_pair_numbers_are_not_reused_soon);
 
 fn a_thousand_queue_pairs(fixture: &Fixture) {
     const PAIRS: usize = 1000;
@@ -43,7 +43,7 @@ fn a_thousand_queue_pairs(fixture: &Fixture) {
     }
     let mut done = [Completion::EMPTY; 64];
     let (mut sent, mut received) = (0, 0);
-    testbed.until("all are done", || {
+    testbed.until("all completions", || {
         let count = cq.poll(&mut done).unwrap();
         assert!(done[..count].iter().all(Completion::is_success));
         sent += count;
@@ -66,9 +66,10 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Made and dropped again and again, in the middle of work too; run alone in its process, as others open files too.
+/// Queue pairs and SRQs are created and dropped repeatedly, also with work in flight, without
+/// leaking.
 fn nothing_is_left_over(fixture: &Fixture) {
-    // In a process of its own: the cases beside it open and close descriptors too.
+    // Runs in a child process: concurrent cases open and close file descriptors too.
     const ALONE: &str = "WARPWIRE_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let ran = std::process::Command::new(std::env::current_exe().unwrap())
@@ -83,7 +84,7 @@ fn nothing_is_left_over(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let far = fixture.host(&testbed.b, 1 << 20);
     let near = fixture.host(&testbed.a, 1 << 20);
-    let mut most = 0;
+    let mut max_descriptors = 0;
     for round in 0..200u64 {
         let conn = testbed.join(QpOptions::default());
         let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
@@ -104,38 +105,42 @@ fn nothing_is_left_over(fixture: &Fixture) {
             assert_eq!(end.context.stats().queue_pairs, 0);
         }
         if round < 100 {
-            most = most.max(descriptors());
+            max_descriptors = max_descriptors.max(descriptors());
         }
     }
-    assert!(descriptors() <= most, "{} descriptors, {most} at most before", descriptors());
+    assert!(
+        descriptors() <= max_descriptors,
+        "{} descriptors, {max_descriptors} before",
+        descriptors()
+    );
     let registered = testbed.a.context.hca().registry().len();
     for _ in 0..100 {
         drop(fixture.host(&testbed.a, 4096));
     }
     assert_eq!(testbed.a.context.hca().registry().len(), registered);
-    // Devices too, with their threads.
+    // Devices and their threads as well.
     for _ in 0..20 {
         let testbed = fixture.with_progress(warpwire::verbs::ProgressMode::Auto);
         testbed.join(QpOptions::default());
     }
 }
 
-/// A late packet must not find the next queue pair in the place of the one that it is for.
-fn numbers_are_not_used_again_at_once(fixture: &Fixture) {
+/// A late packet must not reach a new queue pair that reuses the number of its destination.
+fn queue_pair_numbers_are_not_reused_soon(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let cq = testbed.a.context.create_cq(1).unwrap();
     let small = QpOptions { send_depth: 1, receive_depth: 1, ..QpOptions::default() };
     let mut seen = std::collections::HashSet::new();
     for _ in 0..10_000 {
         let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, small.clone()).unwrap();
-        assert!(seen.insert(qp.number()), "{:#x} comes again", qp.number());
+        assert!(seen.insert(qp.number()), "{:#x} was reused", qp.number());
     }
 }
 
-/// Packets that look right but come from somebody else change nothing, and are counted.
+/// Well-formed packets from a foreign address change nothing, and are counted.
 fn strangers_are_dropped(fixture: &Fixture) {
     if matches!(fixture.test_link, TestLink::Loopback | TestLink::Shm | TestLink::ShmPackets) {
-        return; // nobody else is there
+        return; // no foreign sender can reach this link
     }
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -147,13 +152,14 @@ fn strangers_are_dropped(fixture: &Fixture) {
     let mut packet = |n: usize| {
         let mut packet = vec![0; MIN_PACKET + 16 + n % 64 * 4];
         packet.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
-        packet[0] = [0x0a, 0x04, 0x0c, 0x11, 0x13, 0x06][n % 6]; // WRITE, SEND, READ, ACK, CAS, WRITE FIRST
+        // WRITE, SEND, READ, ACK, CAS, WRITE FIRST
+        packet[0] = [0x0a, 0x04, 0x0c, 0x11, 0x13, 0x06][n % 6];
         packet[1] = 0;
         packet[2..4].copy_from_slice(&[0xff, 0xff]);
         packet[4..8].copy_from_slice(&number.to_be_bytes());
         packet
     };
-    // With a wrong check sum, and with the right one.
+    // With an invalid ICRC (the socket), and with a valid one (the link).
     let socket = UdpSocket::bind((target.ip(), 0)).unwrap();
     let mut link = Udp::bind((target.ip(), 0).into(), udp::Options::default()).unwrap();
     let flow = link.open(target, 0).unwrap();
@@ -167,18 +173,19 @@ fn strangers_are_dropped(fixture: &Fixture) {
         assert_eq!(link.flush().unwrap().waiting, 0);
     }
     assert!(valid > 100);
-    // On a busy machine they take their time.
+    // On a busy machine the packets may arrive late.
     let hca = testbed.b.context.hca();
     let lost = |name| {
         let stats = testbed.b.context.stats();
         stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1
     };
     let passed = || lost("stranger") + lost("malformed");
-    testbed.until("packets that are dropped", || hca.link_counters().drops.icrc + passed() >= 400);
+    testbed.until("all packets dropped", || hca.link_counters().drops.icrc + passed() >= 400);
     testbed.poll_for(Duration::from_millis(20));
-    // A sum of an unknown sender is checked in 16 of its bits: one in 65536 is right by chance, and such a packet is dropped later.
+    // Only 16 bits of an unknown sender's ICRC are checked: one in 65536 passes by chance, and such
+    // a packet is dropped later.
     let by_chance = passed() - 200;
-    assert!(by_chance <= 2, "{by_chance} wrong sums were taken for right ones");
+    assert!(by_chance <= 2, "{by_chance} invalid ICRCs passed the check");
     assert_eq!(hca.link_counters().drops.icrc, 200 - by_chance, "{:?}", hca.link_counters().drops);
     assert!(
         (valid..=valid + by_chance).contains(&lost("stranger")),
@@ -186,6 +193,6 @@ fn strangers_are_dropped(fixture: &Fixture) {
         testbed.b.context.stats()
     );
     assert_eq!(conn.b.qp.state().unwrap(), State::Rts);
-    same(&far.read(0, 4096), &[0; 4096], "memory that strangers reach for");
+    same(&far.read(0, 4096), &[0; 4096], "memory named in foreign packets");
     testbed.check_traffic(&conn);
 }

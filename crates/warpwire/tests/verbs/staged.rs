@@ -1,6 +1,8 @@
-//! Device memory that an RDMA device cannot reach: it goes through pinned memory, and nobody can tell by the bytes.
+//! Staged device memory: an RDMA device that cannot access it uses pinned bounce buffers, and the
+//! data must not differ.
 //!
-//! At an end that is a software HCA the same memory goes by the copy engine, so that the two must agree.
+//! A software HCA at one end accesses the same memory with the copy engine, so the two paths are
+//! compared.
 
 use warpwire::error::Kind as ErrorKind;
 use warpwire::mr::{AccessPath, MemorySource};
@@ -17,28 +19,28 @@ cases!(Fixture; CASES:
     staged_batches,
     staged_reads_and_atomics,
     staged_work_without_completions,
-    staged_receives_are_shared,
-    staged_memory_is_left_alone,
+    staged_shared_receives,
+    staged_memory_of_other_receives_is_unchanged,
     staged_work_that_fails,
-    staged_memory_is_not_for_peers,
+    staged_memory_has_no_remote_access,
 );
 
 const LEN: u64 = 128 << 10;
 
-/// Memory of the simulated GPU, without a window, for work of this side.
+/// Memory of the simulated GPU, without a window, with local access only.
 fn memory(fixture: &Fixture, end: &Endpoint) -> TestBuffer {
     let buffer = fixture.memory(end, Kind::Engine, LEN, Access::LOCAL_WRITE);
     if end.is_device() {
         assert_eq!(buffer.mr.path(), AccessPath::Staged);
         let why = buffer.mr.why().join("; ");
-        for part in ["no dma-buf: ", "no peer memory: ", "no window: ", "staged: what is left"] {
+        for part in ["no dma-buf: ", "no peer memory: ", "no window: ", "staged: no other path"] {
             assert!(why.contains(part), "{why}");
         }
     }
     buffer
 }
 
-/// Sends and receives in several ranges; what is longer than the message stays as it was.
+/// Sends and receives of several ranges; memory beyond the message is not changed.
 fn staged_messages(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -58,17 +60,17 @@ fn staged_messages(fixture: &Fixture) {
         let head = len.min(3000);
         same(&far.read(8, head), &sent[..head], "the first range");
         same(&far.read(4096, len - head), &sent[head..], "the second range");
-        same(&far.read(4096 + (len - head) as u64, 500), &[0xee; 500], "what lies behind");
+        same(&far.read(4096 + (len - head) as u64, 500), &[0xee; 500], "bytes after the message");
     }
 }
 
-/// What a batch sends is what lies there when it is posted.
+/// A batch sends the contents at the time it is posted, not pushed.
 fn staged_batches(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, LEN));
     near.write(0, b"too early");
-    let mut batch = conn.a.qp.batch();
+    let mut batch = conn.a.qp.batch().unwrap();
     let write = |id, at| SendRequest::new(id, WrOp::Write(far.mr.remote(at)));
     batch.push(&write(1, 0).with(&[near.mr.sge(0, 9)])).unwrap();
     batch.push(&write(2, 50).with(&[near.mr.sge(4, 5)])).unwrap();
@@ -77,7 +79,7 @@ fn staged_batches(fixture: &Fixture) {
     testbed.done(&conn.a.sends, 1);
     testbed.done(&conn.a.sends, 2);
     same(&far.read(0, 9), b"just now!", "a write of a batch");
-    same(&far.read(50, 5), b" now!", "the next");
+    same(&far.read(50, 5), b" now!", "the second write of a batch");
 }
 
 fn staged_reads_and_atomics(fixture: &Fixture) {
@@ -102,8 +104,8 @@ fn staged_reads_and_atomics(fixture: &Fixture) {
     assert_eq!(far.word(64), 7);
 }
 
-/// A message that is fenced behind a read sends what was read; a read that makes no completion has ended when one behind
-/// it has.
+/// A send fenced after a read sends what was read. An unsignaled read has finished when a later
+/// signaled request completes.
 fn staged_work_without_completions(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
@@ -121,13 +123,13 @@ fn staged_work_without_completions(fixture: &Fixture) {
         conn.a.qp.post_send(&[read, send]).unwrap();
         testbed.done(&conn.a.sends, 3);
         testbed.done(&conn.b.receives, 1);
-        same(&near.read(0, 9000), &wanted, "what was read");
-        same(&far.read(40_000, 9000), &wanted, "what was sent on");
-        same(&far.read(49_000, 9), b"and these", "what was not read");
+        same(&near.read(0, 9000), &wanted, "data that was read");
+        same(&far.read(40_000, 9000), &wanted, "data that was forwarded");
+        same(&far.read(49_000, 9), b"and these", "data after the read");
     }
 }
 
-fn staged_receives_are_shared(fixture: &Fixture) {
+fn staged_shared_receives(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.b;
     let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 4, max_sge: 1 }).unwrap();
@@ -157,8 +159,8 @@ fn staged_receives_are_shared(fixture: &Fixture) {
     }
 }
 
-/// A write that uses a receive up for its news writes elsewhere; a message without bytes writes nothing.
-fn staged_memory_is_left_alone(fixture: &Fixture) {
+/// A write with immediate consumes a receive but writes elsewhere; an empty message writes nothing.
+fn staged_memory_of_other_receives_is_unchanged(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
     let (far, elsewhere) = (memory(fixture, &testbed.b), fixture.host(&testbed.b, 4096));
@@ -170,11 +172,11 @@ fn staged_memory_is_left_alone(fixture: &Fixture) {
     let done = testbed.done(&conn.b.receives, 1);
     assert_eq!(done.kind, CompletionKind::WriteImm([1, 2, 3, 4]));
     assert_eq!(testbed.done(&conn.b.receives, 1).len, 0);
-    same(&far.read(0, 9), b"as it was", "memory that nothing was written to");
-    same(&elsewhere.read(0, 9), b"elsewhere", "what was written");
+    same(&far.read(0, 9), b"as it was", "memory that was not written");
+    same(&elsewhere.read(0, 9), b"elsewhere", "data that was written");
 }
 
-/// Work that fails writes nothing, and neither does what a reset has forgotten.
+/// Failed work writes nothing, and neither does work discarded by a reset.
 fn staged_work_that_fails(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -191,15 +193,15 @@ fn staged_work_that_fails(fixture: &Fixture) {
     }
     connect(&conn.a.qp, &conn.b.qp);
     testbed.check_traffic(&conn);
-    same(&near.read(0, 9), b"as it was", "memory that nothing was written to");
-    // What lies beyond the registration is the device's to refuse.
+    same(&near.read(0, 9), b"as it was", "memory that was not written");
+    // The device rejects ranges beyond the registration.
     let beyond = [near.mr.sge(LEN - 4, 8)];
     let write = SendRequest::new(3, WrOp::Write(far.mr.remote(0))).with(&beyond);
     conn.a.qp.post_send(&[write]).unwrap();
     testbed.failed(&conn.a.sends, 3, Status::LocalProtection);
 }
 
-fn staged_memory_is_not_for_peers(fixture: &Fixture) {
+fn staged_memory_has_no_remote_access(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = if testbed.a.is_device() { &testbed.a } else { &testbed.b };
     let allocation = fixture.gpu().alloc(LEN).unwrap();
@@ -216,16 +218,13 @@ fn staged_memory_is_not_for_peers(fixture: &Fixture) {
             let refused = end.context.register(&end.pd, memory, right).unwrap_err();
             assert_eq!(refused.kind(), &ErrorKind::Unsupported, "{refused}");
             let text = refused.to_string();
-            for part in [name, more, "nobody would copy for them", "have peers send"] {
+            for part in [name, more, "would not be copied", "have peers send"] {
                 assert!(text.contains(part), "no {part}: {text}");
             }
         }
     }
-    // For this side alone, it is what was asked for.
+    // Without remote access, staging works as requested.
     let mr = end.context.register(&end.pd, whole().staged(), Access::LOCAL_WRITE).unwrap();
-    assert_eq!(
-        (mr.path(), mr.why()),
-        (AccessPath::Staged, vec!["staged: it was asked for".to_owned()])
-    );
+    assert_eq!((mr.path(), mr.why()), (AccessPath::Staged, vec!["staged: requested".to_owned()]));
     assert_eq!((mr.iova(), mr.len()), (allocation.address().raw(), LEN));
 }

@@ -1,4 +1,5 @@
-//! The states of queue pairs, and how things are made: every wrong step is refused, and changes nothing.
+//! States of queue pairs, and creation of objects: every invalid transition or size is rejected and
+//! changes nothing.
 
 use std::time::Duration;
 
@@ -13,21 +14,21 @@ use crate::verbs::fixture::{Fixture, Testbed, same};
 use testkit::cases;
 
 cases!(Fixture; ONCE:
-    wrong_steps_change_nothing,
-    attributes_that_do_not_belong,
+    invalid_transitions_change_nothing,
+    attributes_of_other_transitions,
     a_refused_reset_changes_nothing,
     an_mtu_beyond_the_link,
     peers_of_different_mtus,
-    work_before_its_time,
+    work_before_rts,
     the_queue_is_drained,
-    sizes_that_cannot_be,
+    invalid_sizes,
     receives_before_the_connection,
     access_can_change,
 );
 
 const STATES: [State; 5] = [State::Reset, State::Init, State::Rtr, State::Rts, State::Err];
 
-fn wrong_steps_change_nothing(fixture: &Fixture) {
+fn invalid_transitions_change_nothing(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let peer = testbed.test_qp(&testbed.b, QpOptions::default());
     let endpoint = peer.qp.endpoint();
@@ -49,30 +50,30 @@ fn wrong_steps_change_nothing(fixture: &Fixture) {
         }
         assert_eq!(qp.state().unwrap(), from);
         for (step, to) in steps.iter().zip([State::Init, State::Rtr, State::Rts]) {
-            let right = matches!(
+            let valid = matches!(
                 (from, to),
                 (State::Reset | State::Init, State::Init)
                     | (State::Init, State::Rtr)
                     | (State::Rtr, State::Rts)
             );
-            if right {
+            if valid {
                 continue;
             }
             let refused = qp.modify(step).unwrap_err().to_string();
             assert!(refused.contains(&format!("{:#x}", qp.number())), "{refused}");
-            assert!(refused.len() > 40, "it says why: {refused}");
+            assert!(refused.len() > 40, "no reason given: {refused}");
             assert_eq!(qp.state().unwrap(), from, "{from:?} to {to:?}");
         }
         if from == State::Reset {
             assert!(qp.modify(&QpAttributes::new(State::Err)).is_err());
         }
-        // And the right way still works.
+        // Valid transitions still work.
         qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         steps.iter().for_each(|step| qp.modify(step).unwrap());
     }
 }
 
-fn attributes_that_do_not_belong(fixture: &Fixture) {
+fn attributes_of_other_transitions(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let peer = testbed.test_qp(&testbed.b, QpOptions::default()).qp.endpoint();
     let qp = testbed.test_qp(&testbed.a, QpOptions::default()).qp;
@@ -89,39 +90,39 @@ fn attributes_that_do_not_belong(fixture: &Fixture) {
         assert_eq!(qp.state().unwrap(), State::Reset, "{change:?}");
     }
     qp.modify(&qp.init_attr()).unwrap();
-    let right = qp.rtr_attr(&peer).unwrap();
+    let valid = qp.rtr_attr(&peer).unwrap();
     let bad = [
-        QpAttributes { path: None, ..right },
-        QpAttributes { mtu: None, ..right },
-        QpAttributes { destination: None, ..right },
-        QpAttributes { destination: Some(1 << 24), ..right },
-        QpAttributes { receive_psn: None, ..right },
-        QpAttributes { min_rnr_timer: Some(32), ..right },
-        QpAttributes { max_dest_rd_atomic: Some(255), ..right },
-        QpAttributes { send_psn: right.receive_psn, ..right },
+        QpAttributes { path: None, ..valid },
+        QpAttributes { mtu: None, ..valid },
+        QpAttributes { destination: None, ..valid },
+        QpAttributes { destination: Some(1 << 24), ..valid },
+        QpAttributes { receive_psn: None, ..valid },
+        QpAttributes { min_rnr_timer: Some(32), ..valid },
+        QpAttributes { max_dest_rd_atomic: Some(255), ..valid },
+        QpAttributes { send_psn: valid.receive_psn, ..valid },
     ];
     for change in bad {
         qp.modify(&change).unwrap_err();
         assert_eq!(qp.state().unwrap(), State::Init, "{change:?}");
     }
     for address in ["10.0.0.2:0", "0.0.0.0:4791", "224.0.0.1:4791", "[::1]:4791"] {
-        let mut change = right;
+        let mut change = valid;
         change.path.as_mut().unwrap().peer = address.parse().unwrap();
         let refused = qp.modify(&change).unwrap_err().to_string();
         assert!(refused.contains(address), "{refused}");
         assert_eq!(qp.state().unwrap(), State::Init);
     }
-    qp.modify(&right).unwrap();
-    let right = qp.rts_attr(&peer);
+    qp.modify(&valid).unwrap();
+    let valid = qp.rts_attr(&peer);
     for change in [
-        QpAttributes { retry_count: Some(8), ..right },
-        QpAttributes { timeout: Some(32), ..right },
-        QpAttributes { rnr_retry: None, ..right },
+        QpAttributes { retry_count: Some(8), ..valid },
+        QpAttributes { timeout: Some(32), ..valid },
+        QpAttributes { rnr_retry: None, ..valid },
     ] {
         qp.modify(&change).unwrap_err();
         assert_eq!(qp.state().unwrap(), State::Rtr, "{change:?}");
     }
-    qp.modify(&right).unwrap();
+    qp.modify(&valid).unwrap();
 }
 
 fn a_refused_reset_changes_nothing(fixture: &Fixture) {
@@ -157,7 +158,7 @@ fn an_mtu_beyond_the_link(_: &Fixture) {
     assert!(refused.contains("1000"), "{refused}");
 }
 
-/// Each offers what it takes; the smaller one counts.
+/// The smaller of the two MTUs is used.
 fn peers_of_different_mtus(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let small = QpOptions { mtu: Mtu::new(256), ..QpOptions::default() };
@@ -168,15 +169,15 @@ fn peers_of_different_mtus(fixture: &Fixture) {
         let write = SendRequest::new(1, WrOp::Write(far.mr.remote(0)));
         conn.a.qp.post_send(&[write.with(&[near.mr.sge(0, 4000)])]).unwrap();
         testbed.done(&conn.a.sends, 1);
-        same(&far.read(0, 4000), &wanted, "a write by the smaller MTU");
+        same(&far.read(0, 4000), &wanted, "a write with the smaller MTU");
         if let Ok(stats) = conn.a.qp.stats() {
             assert_eq!(stats.packets_sent, 16);
         }
     }
 }
 
-/// Work is refused at once before a queue pair may send, and nothing of it is left; one that failed gives it back.
-fn work_before_its_time(fixture: &Fixture) {
+/// Before RTS, posting fails and leaves nothing in the queue; in ERR, posted work is flushed.
+fn work_before_rts(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (one, two) = (
         testbed.test_qp(&testbed.a, QpOptions::default()),
@@ -201,7 +202,7 @@ fn work_before_its_time(fixture: &Fixture) {
     testbed.failed(&one.sends, 3, Status::Flushed);
     one.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     refused("RESET");
-    // It fails before it ever could send: then work comes back too.
+    // Work is also flushed if the queue pair failed before RTS.
     one.qp.modify(&one.qp.init_attr()).unwrap();
     one.qp.modify(&QpAttributes::new(State::Err)).unwrap();
     one.qp.post_send(&[SendRequest::new(4, WrOp::Nop)]).unwrap();
@@ -228,14 +229,14 @@ fn the_queue_is_drained(fixture: &Fixture) {
         .unwrap();
     testbed.done(&conn.a.sends, 1);
     testbed.expect_no_completion(&conn.a.sends);
-    same(&far.read(0, 1 << 20), &wanted, "what was begun is finished");
+    same(&far.read(0, 1 << 20), &wanted, "a message begun before SQD");
     assert_eq!(testbed.a.async_events(), [AsyncEvent::Drained { qpn: conn.a.qp.number() }]);
     conn.a.qp.modify(&QpAttributes::new(State::Rts)).unwrap();
     testbed.done(&conn.a.sends, 2);
-    same(&far.read(0, 5), b"later", "what waited");
+    same(&far.read(0, 5), b"later", "a message posted in SQD");
 }
 
-fn sizes_that_cannot_be(fixture: &Fixture) {
+fn invalid_sizes(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.a;
     let cq = end.context.create_cq(4).unwrap();
@@ -247,7 +248,7 @@ fn sizes_that_cannot_be(fixture: &Fixture) {
         QpOptions { send_depth: 1 << 20, ..usual.clone() },
         QpOptions { send_depth: u32::MAX, ..usual.clone() },
         QpOptions { max_send_sge: u32::MAX, ..usual.clone() },
-        QpOptions { inline: u32::MAX, ..usual.clone() },
+        QpOptions { max_inline_data: u32::MAX, ..usual.clone() },
         QpOptions { receive_depth: (1 << 15) + 1, ..usual.clone() },
         QpOptions { max_recv_sge: 17, ..usual.clone() },
         QpOptions { max_recv_sge: u32::MAX, ..usual.clone() },
@@ -260,19 +261,23 @@ fn sizes_that_cannot_be(fixture: &Fixture) {
         assert!(end.context.create_srq(&end.pd, SrqOptions { depth, max_sge }).is_err());
     }
     assert!(end.context.create_cq_with(CqOptions { entries: 0, ..CqOptions::default() }).is_err());
-    assert_eq!(testbed.a.context.stats().queue_pairs, 0, "nothing is left of what was refused");
-    // The least and the most that can be.
-    let least = QpOptions {
+    assert_eq!(
+        testbed.a.context.stats().queue_pairs,
+        0,
+        "queue pairs left after rejected creations"
+    );
+    // The minimum and maximum sizes.
+    let min = QpOptions {
         send_depth: 0,
         receive_depth: 0,
         max_send_sge: 0,
         max_recv_sge: 0,
-        inline: 0,
+        max_inline_data: 0,
         ..usual.clone()
     };
-    testbed.check_traffic(&testbed.join(least));
-    let most = QpOptions { receive_depth: 1 << 15, max_recv_sge: 16, send_depth: 1 << 13, ..usual };
-    testbed.check_traffic(&testbed.join(most));
+    testbed.check_traffic(&testbed.join(min));
+    let max = QpOptions { receive_depth: 1 << 15, max_recv_sge: 16, send_depth: 1 << 13, ..usual };
+    testbed.check_traffic(&testbed.join(max));
     let ranges = vec![warpwire::verbs::Sge { address: 0, len: 1, lkey: 0 }; 70];
     let conn = testbed.join(QpOptions::default());
     assert!(conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).with(&ranges)]).is_err());
@@ -281,7 +286,7 @@ fn sizes_that_cannot_be(fixture: &Fixture) {
     testbed.check_traffic(&conn);
 }
 
-/// Receives are posted in `INIT`, and a peer that is ready first may send before we are.
+/// Receives can be posted in `INIT`, and a peer in RTS may send while this end is in RTR.
 fn receives_before_the_connection(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (one, two) = (
@@ -299,7 +304,7 @@ fn receives_before_the_connection(fixture: &Fixture) {
         assert_eq!(testbed.b.async_events(), [AsyncEvent::Established { qpn: two.qp.number() }]);
     }
     two.qp.modify(&two.qp.rts_attr(&one.qp.endpoint())).unwrap();
-    // And one that does not exist yet for its peer costs tries, not the connection.
+    // Packets to a queue pair that is not connected yet cost retries, not the connection.
     let (three, four) = (
         testbed.test_qp(&testbed.a, QpOptions::default()),
         testbed.test_qp(&testbed.b, QpOptions::default()),

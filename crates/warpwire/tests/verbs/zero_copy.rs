@@ -1,5 +1,5 @@
-//! Long payloads, which a UDP link sends from where they lie and puts where they belong: any length and place, and memory that changes or goes away
-//! under way.
+//! Zero-copy sends and direct placement of long payloads over UDP: any length and alignment, and
+//! memory that changes or is deregistered in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,16 +12,16 @@ use crate::verbs::fixture::{
 use testkit::cases;
 
 cases!(Fixture; CASES:
-    long_payloads_of_any_length_and_place,
+    long_payloads_of_any_length_and_alignment,
     lists_of_long_ranges,
     long_payloads_into_lists_of_ranges,
-    long_payloads_for_memory_that_is_not_there,
-    a_payload_that_changes_under_way,
-    memory_that_is_taken_back_under_way,
+    long_payloads_to_invalid_memory,
+    a_payload_that_changes_in_flight,
+    memory_that_is_deregistered_in_flight,
 );
 
-const ROOM: u64 = 1 << 19;
-/// Around what is worth lending, and around one and two packets of the longest sort.
+const BUFFER_LEN: u64 = 1 << 19;
+/// Around the zero-copy threshold, and around one and two packets of the maximum size.
 const LENGTHS: [u32; 12] = [
     16_383,
     16_384,
@@ -37,12 +37,12 @@ const LENGTHS: [u32; 12] = [
     400_003,
 ];
 
-/// How many packets went with a payload that was lent; nothing where there is no such link.
+/// Packets sent with a zero-copy payload; 0 for links without zero-copy.
 fn zero_copy_sent(end: &Endpoint) -> u64 {
     end.context.soft().map_or(0, |hca| hca.link_counters().zero_copy_sent)
 }
 
-/// How many packets came whose payload the kernel put in its place.
+/// Packets whose payload the kernel placed directly; 0 for links without direct placement.
 fn direct_placed(end: &Endpoint) -> u64 {
     end.context.soft().map_or(0, |hca| hca.link_counters().direct_placed)
 }
@@ -62,8 +62,8 @@ impl TransferTest {
     fn new(fixture: &Fixture, kind: Kind) -> Self {
         let testbed = fixture.testbed();
         let conn = testbed.join(QpOptions::default());
-        let near = fixture.memory(&testbed.a, kind, ROOM, ALL);
-        let far = fixture.memory(&testbed.b, kind, ROOM, ALL);
+        let near = fixture.memory(&testbed.a, kind, BUFFER_LEN, ALL);
+        let far = fixture.memory(&testbed.b, kind, BUFFER_LEN, ALL);
         Self { testbed, conn, near, far }
     }
 
@@ -74,7 +74,7 @@ impl TransferTest {
     }
 }
 
-fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
+fn long_payloads_of_any_length_and_alignment(fixture: &Fixture) {
     for kind in [Kind::Host, Kind::Window] {
         let transfer = TransferTest::new(fixture, kind);
         let TransferTest { testbed, conn, near, far } = &transfer;
@@ -87,7 +87,7 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
             let (to, end) = (to as usize, to as usize + len as usize);
             same(&found[to..end], &wanted, "a write");
             assert!(found[..to].iter().chain(&found[end..]).all(|byte| *byte == 0xee), "{len}");
-            // The same as a message.
+            // The same range as a message.
             let data = [far.mr.sge(64, len)];
             conn.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
             let data = [near.mr.sge(from, len)];
@@ -100,7 +100,7 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
         assert_eq!(
             (zero_copy_sent(&testbed.b), direct_placed(&testbed.a)),
             (0, 0),
-            "acknowledgements have no payload"
+            "ACKs have no payload"
         );
         for (n, len) in LENGTHS.into_iter().enumerate() {
             let (id, from, to) = (n as u64, n as u64 * 7 % 67, 64 + n as u64 * 5 % 61);
@@ -121,7 +121,7 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
 fn lists_of_long_ranges(fixture: &Fixture) {
     let transfer = TransferTest::new(fixture, Kind::Host);
     let TransferTest { near, far, .. } = &transfer;
-    let bytes = near.pattern(0, ROOM as usize, 3);
+    let bytes = near.pattern(0, BUFFER_LEN as usize, 3);
     let mut rng = Rng::new(5);
     for id in 0..10 {
         let ranges: [(u64, u32); 3] =
@@ -139,9 +139,9 @@ fn lists_of_long_ranges(fixture: &Fixture) {
 fn long_payloads_into_lists_of_ranges(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions { max_send_sge: 3, max_recv_sge: 3, ..QpOptions::default() });
-    let near = fixture.host(&testbed.a, ROOM);
-    let far = fixture.host(&testbed.b, ROOM);
-    // One after another, with a byte between them that nobody may touch.
+    let near = fixture.host(&testbed.a, BUFFER_LEN);
+    let far = fixture.host(&testbed.b, BUFFER_LEN);
+    // Adjacent ranges with a guard byte between them.
     const RANGES: [(u64, u32); 3] = [(3, 50_000), (50_004, 70_001), (120_006, 130_000)];
     const LEN: u32 = 50_000 + 70_001 + 130_000;
     let scattered = |found: Vec<u8>, wanted: &[u8]| {
@@ -155,27 +155,27 @@ fn long_payloads_into_lists_of_ranges(fixture: &Fixture) {
     };
     for id in 0..4 {
         let wanted = near.pattern(id, LEN as usize, id);
-        far.write(0, &vec![0xee; ROOM as usize]);
+        far.write(0, &vec![0xee; BUFFER_LEN as usize]);
         let data = RANGES.map(|(at, len)| far.mr.sge(at, len));
         conn.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
         let data = [near.mr.sge(id, LEN)];
         conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&data)]).unwrap();
         testbed.done(&conn.a.sends, id);
         assert_eq!(testbed.done(&conn.b.receives, id).len, LEN);
-        scattered(far.read(0, ROOM as usize), &wanted);
+        scattered(far.read(0, BUFFER_LEN as usize), &wanted);
 
         let wanted = far.pattern(id, LEN as usize, 9 + id);
-        near.write(0, &vec![0xee; ROOM as usize]);
+        near.write(0, &vec![0xee; BUFFER_LEN as usize]);
         let data = RANGES.map(|(at, len)| near.mr.sge(at, len));
         let request = SendRequest::new(id, WrOp::Read(far.mr.remote(id))).with(&data);
         conn.a.qp.post_send(&[request]).unwrap();
         testbed.done(&conn.a.sends, id);
-        scattered(near.read(0, ROOM as usize), &wanted);
+        scattered(near.read(0, BUFFER_LEN as usize), &wanted);
     }
 }
 
-/// A peer that names what it may not write to is told so when long packets are what it sends, and no byte is changed.
-fn long_payloads_for_memory_that_is_not_there(fixture: &Fixture) {
+/// Long writes to memory without access fail with a remote access error and change no byte.
+fn long_payloads_to_invalid_memory(fixture: &Fixture) {
     const LEN: u32 = 200_000;
     let testbed = fixture.testbed();
     let near = fixture.host(&testbed.a, u64::from(LEN));
@@ -191,22 +191,23 @@ fn long_payloads_for_memory_that_is_not_there(fixture: &Fixture) {
         [remote(0, true), remote(1, false), remote(1 << 40, false)].into_iter().enumerate()
     {
         let conn = testbed.join(short_timeouts());
-        // One that is right makes such packets known to the peer.
+        // A valid write first: the peer then peeks at long packets.
         let (id, half) = (id as u64, [near.mr.sge(0, LEN / 2)]);
-        let right = SendRequest::new(id, WrOp::Write(far.mr.remote(0))).with(&half);
-        conn.a.qp.post_send(&[right]).unwrap();
+        let valid = SendRequest::new(id, WrOp::Write(far.mr.remote(0))).with(&half);
+        conn.a.qp.post_send(&[valid]).unwrap();
         testbed.done(&conn.a.sends, id);
         let before = far.read(0, LEN as usize);
         let data = [near.mr.sge(0, LEN)];
         near.pattern(0, LEN as usize, 40 + id);
         conn.a.qp.post_send(&[SendRequest::new(7, WrOp::Write(to)).with(&data)]).unwrap();
         testbed.failed(&conn.a.sends, 7, Status::RemoteAccess);
-        same(&far.read(0, LEN as usize), &before, "what was not to be written");
+        same(&far.read(0, LEN as usize), &before, "memory without access");
     }
 }
 
-/// A program that changes what is under way gets some mixture of what it wrote, and no failure.
-fn a_payload_that_changes_under_way(fixture: &Fixture) {
+/// If the application changes a payload in flight, the peer gets a mixture of the values, and no
+/// failure.
+fn a_payload_that_changes_in_flight(fixture: &Fixture) {
     const LEN: u32 = 300_000;
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -231,23 +232,26 @@ fn a_payload_that_changes_under_way(fixture: &Fixture) {
         for id in 0..30 {
             write(id);
             let found = far.read(0, LEN as usize);
-            assert!(found.iter().all(|value| (1..=3).contains(value)), "bytes that nobody wrote");
+            assert!(
+                found.iter().all(|value| (1..=3).contains(value)),
+                "bytes that were never written"
+            );
         }
         over.store(true, Ordering::Relaxed);
     });
     fill(9);
     write(99);
-    same(&far.read(0, LEN as usize), &[9; LEN as usize], "what rests");
+    same(&far.read(0, LEN as usize), &[9; LEN as usize], "memory that no longer changes");
 }
 
-/// Once a registration has ended, no byte of its memory goes out.
-fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
+/// After deregistration, no byte of the memory is sent.
+fn memory_that_is_deregistered_in_flight(fixture: &Fixture) {
     const LEN: u32 = 300_000;
     const ROUNDS: u32 = 15;
     let (testbed, mut rng) = (fixture.testbed(), Rng::new(11));
     let far = fixture.host(&testbed.b, u64::from(LEN));
     let memory = HostMemory::new(u64::from(LEN)).unwrap();
-    let (mut failed, mut ended) = (0, 0);
+    let (mut failed, mut succeeded) = (0, 0);
     for round in 0..ROUNDS {
         let conn = testbed.join(short_timeouts());
         memory.bytes().write(0, &vec![1; LEN as usize]).unwrap();
@@ -258,7 +262,7 @@ fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
             let request = SendRequest::new(id, WrOp::Write(far.mr.remote(0))).with(&data);
             conn.a.qp.post_send(&[request]).unwrap();
         }
-        // Some steps, then the memory is somebody else's.
+        // The memory is deregistered and reused after some steps.
         let steps = if round == 0 { 0 } else { rng.below(12) };
         std::thread::scope(|scope| {
             let revoker = scope.spawn(|| {
@@ -270,18 +274,18 @@ fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
         });
         let mut four = [Completion::EMPTY; 4];
         let mut got = 0;
-        testbed.until("all ended", || {
+        testbed.until("all completions", || {
             got += conn.a.sends.poll(&mut four[got..]).unwrap();
             got == 4
         });
         let success = |done: &&Completion| done.status == Status::Success;
-        ended += four.iter().filter(success).count();
+        succeeded += four.iter().filter(success).count();
         failed += 4 - four.iter().filter(success).count();
         let found = far.read(0, LEN as usize);
-        assert!(found.iter().all(|value| *value <= 1), "round {round}: it was read after its end");
+        assert!(found.iter().all(|value| *value <= 1), "round {round}: read after deregistration");
     }
-    // Where there are no packets, work is over when it is posted.
+    // With direct access, work is done when it is posted.
     if !fixture.test_link.is_direct() && !fixture.test_link.has_device() {
-        assert!(failed > 0, "{ended} ended well");
+        assert!(failed > 0, "{succeeded} succeeded");
     }
 }

@@ -1,4 +1,4 @@
-//! How connections end, by will and by death; and peers that lie.
+//! How connections end: close, shutdown, reset, and death of the peer.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -25,7 +25,7 @@ fn test_link_of(text: &str) -> TestLink {
     TestLink::ALL.into_iter().find(|test_link| format!("{test_link:?}") == text).unwrap()
 }
 
-/// What a process of the suite does.
+/// The role of a child process of the suite.
 pub fn run_role(role: &str) {
     let (role, test_link) = role.rsplit_once(' ').unwrap();
     let test_link = test_link_of(test_link);
@@ -44,21 +44,21 @@ pub fn run_role(role: &str) {
                 stream.write_all(&buffer[..count]).unwrap();
             }
         }
-        "say and hang" => {
+        "write and hang" => {
             stream.write_all(b"last words").unwrap();
             std::thread::sleep(test_timeout());
         }
-        other => panic!("no part is called {other}"),
+        other => panic!("unknown role {other}"),
     }
 }
 
-/// A process that plays a part; it does not outlive this.
+/// Starts a child process with a role; it is killed when this is dropped.
 fn start(role: &str, test_link: TestLink) -> Process {
     let role = Role::new("warp", format!("{role} {test_link:?}"));
     Process::start(role.command().stdout(Stdio::piped()))
 }
 
-/// The share of a processor that a process takes whose one reader waits.
+/// The fraction of a CPU that a process uses whose only reader waits.
 pub fn idle_cpu_time(test_link: TestLink) -> f64 {
     start("rest", test_link).line().parse().unwrap()
 }
@@ -77,7 +77,7 @@ fn another_process_as_the_peer(testbed: &Testbed) {
 }
 
 fn a_peer_process_that_is_killed(testbed: &Testbed) {
-    let mut player = start("say and hang", testbed.test_link);
+    let mut player = start("write and hang", testbed.test_link);
     let address = player.line();
     let mut stream = testbed.here.connect(address.as_str()).unwrap();
     stream.set_read_timeout(Some(test_timeout())).unwrap();
@@ -85,7 +85,7 @@ fn a_peer_process_that_is_killed(testbed: &Testbed) {
     stream.read_exact(&mut words).unwrap();
     let mut writer = stream.try_clone().unwrap();
     std::thread::scope(|scope| {
-        // One waits for bytes, another for room.
+        // One thread waits for bytes, another for room.
         let blocked = scope.spawn(move || {
             loop {
                 if let Err(error) = writer.write(&[1; 100_000]) {
@@ -115,7 +115,7 @@ fn a_reset_reaches_both_directions(testbed: &Testbed) {
     let mut rest = Vec::new();
     let error = here.read_to_end(&mut rest).unwrap_err();
     assert_eq!((rest.as_slice(), error.kind()), (&b"ore"[..], ErrorKind::ConnectionReset));
-    assert!(error.to_string().contains("connect anew"), "{error}");
+    assert!(error.to_string().contains("reconnect"), "{error}");
     assert_eq!(here.write(b"x").unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
@@ -147,7 +147,7 @@ fn a_peer_that_closes_is_a_broken_pipe(testbed: &Testbed) {
         found.is_some()
     });
     assert_eq!(found.unwrap().kind(), ErrorKind::BrokenPipe);
-    assert_eq!(here.read(&mut [0]).unwrap(), 0, "still the end");
+    assert_eq!(here.read(&mut [0]).unwrap(), 0, "still the end of the stream");
 }
 
 fn a_dropped_stream_still_delivers(testbed: &Testbed) {
@@ -188,7 +188,7 @@ fn a_reader_that_shuts_down_is_a_broken_pipe(testbed: &Testbed) {
             }
         });
         std::thread::sleep(Duration::from_millis(50));
-        assert!(!blocked.is_finished(), "nobody reads");
+        assert!(!blocked.is_finished(), "the peer does not read");
         let begun = Instant::now();
         there.shutdown(Shutdown::Read).unwrap();
         let error = blocked.join().unwrap();
@@ -197,7 +197,7 @@ fn a_reader_that_shuts_down_is_a_broken_pipe(testbed: &Testbed) {
         assert!(error.to_string().contains("receiving"), "{error}");
     });
     assert_eq!(there.read(&mut [0; 8]).unwrap(), 0);
-    // The other direction goes on, and one that does not block is told as well.
+    // The other direction continues, and a non-blocking writer gets the error as well.
     there.write_all(b" and after").unwrap();
     let mut words = [0; 16];
     here.read_exact(&mut words).unwrap();

@@ -1,4 +1,4 @@
-//! Peers that do not say what they must, and peers that lie, by hand: the test speaks the protocol itself.
+//! Peers that violate the handshake or the protocol: the test implements the peer itself.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -13,18 +13,23 @@ use crate::warp::testbed::{TestLink, Testbed, test_timeout};
 use testkit::cases;
 
 cases!(Testbed; CASES:
-    whoever_speaks_otherwise_is_put_out_with_the_reason,
-    slow_ones_are_put_out_and_harm_no_other,
-    more_guests_than_there_are_places,
-    a_server_that_says_nothing,
+    invalid_messages_are_refused_with_the_reason,
+    slow_handshakes_are_dropped_and_harm_no_other,
+    more_handshakes_than_slots,
+    a_server_that_sends_nothing,
     a_server_that_is_no_warp_socket,
-    counters_that_cannot_be_true,
-    a_word_on_the_tcp_connection,
+    impossible_counters,
+    data_on_the_tcp_connection,
     a_peer_that_writes_where_it_must_not,
 );
 
 fn hello_line() -> Vec<u8> {
-    let text = r#"{"warpwire":1,"words":{"hello":{"magic":"warp socket","version":1,"endpoint":{"address":"127.0.0.1:9","qpn":1,"psn":1,"mtu":1024,"max_rd_atomic":1},"ring":{"address":0,"rkey":0},"ring_size":4096,"received":{"address":0,"rkey":0},"taken":{"address":8,"rkey":0}}}}"#;
+    let text = concat!(
+        r#"{"warpwire":1,"words":{"hello":{"magic":"warp socket","version":1,"#,
+        r#""endpoint":{"address":"127.0.0.1:9","qpn":1,"psn":1,"mtu":1024,"max_rd_atomic":1},"#,
+        r#""ring":{"address":0,"rkey":0},"ring_size":4096,"#,
+        r#""received":{"address":0,"rkey":0},"taken":{"address":8,"rkey":0}}}}"#,
+    );
     [text.as_bytes(), b"\n"].concat()
 }
 
@@ -37,29 +42,29 @@ fn still_works(testbed: &Testbed, listener: &warpwire::sock::warp::WarpListener)
     assert_eq!(&word, b"ok");
 }
 
-fn whoever_speaks_otherwise_is_put_out_with_the_reason(testbed: &Testbed) {
+fn invalid_messages_are_refused_with_the_reason(testbed: &Testbed) {
     let listener = testbed.listen();
     let text = String::from_utf8(hello_line()).unwrap();
-    for (said, answer) in [
-        ("GET / HTTP/1.1\r\n\r\n".to_owned(), "not our language"),
+    for (message, answer) in [
+        ("GET / HTTP/1.1\r\n\r\n".to_owned(), "not a warpwire message"),
         ("x".repeat(5000), "longer than"),
-        (text.replace("4096", "4097"), "ring has 4097"),
+        (text.replace("4096", "4097"), "ring_size is 4097"),
         (text.replace("\"version\":1", "\"version\":7"), "version 7"),
-        (text.repeat(2), "hello twice"),
+        (text.repeat(2), "second hello"),
         ("{\"warpwire\":1,\"words\":\"ready\"}\n".to_owned(), "before its hello"),
     ] {
         let mut tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         tcp.set_read_timeout(Some(test_timeout())).unwrap();
-        tcp.write_all(said.as_bytes()).unwrap();
+        tcp.write_all(message.as_bytes()).unwrap();
         let mut answer_text = String::new();
-        // A reset may take the last words away.
+        // A reset may discard the refusal.
         let ended = tcp.read_to_string(&mut answer_text);
-        assert!(answer_text.contains(answer) || ended.is_err(), "{said:.40}: {answer_text}");
+        assert!(answer_text.contains(answer) || ended.is_err(), "{message:.40}: {answer_text}");
         still_works(testbed, &listener);
     }
 }
 
-fn slow_ones_are_put_out_and_harm_no_other(testbed: &Testbed) {
+fn slow_handshakes_are_dropped_and_harm_no_other(testbed: &Testbed) {
     let handshake_timeout = Duration::from_millis(300);
     let testbed =
         Testbed::with(testbed.test_link, NetOptions { handshake_timeout, ..NetOptions::default() });
@@ -78,13 +83,13 @@ fn slow_ones_are_put_out_and_harm_no_other(testbed: &Testbed) {
     for mut tcp in slow {
         tcp.set_read_timeout(Some(test_timeout())).unwrap();
         let mut answer_text = Vec::new();
-        // Our hello, then the end.
+        // Our hello, then the end of the stream.
         let _ = tcp.read_to_end(&mut answer_text);
     }
     assert!(begun.elapsed() >= Duration::from_millis(250) && begun.elapsed() < test_timeout());
 }
 
-fn more_guests_than_there_are_places(testbed: &Testbed) {
+fn more_handshakes_than_slots(testbed: &Testbed) {
     let options = NetOptions { max_handshakes: 8, backlog: 4, ..NetOptions::default() };
     let testbed = Testbed::with(testbed.test_link, options);
     let listener = testbed.listen();
@@ -92,7 +97,7 @@ fn more_guests_than_there_are_places(testbed: &Testbed) {
         (0..60).map(|_| TcpStream::connect(listener.local_addr().unwrap()).unwrap()).collect();
     still_works(&testbed, &listener);
     drop(flood);
-    // More connections than may wait: the rest waits in the operating system, and comes later.
+    // More connections than may wait: the rest waits in the kernel's backlog and is accepted later.
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         let clients: Vec<_> =
@@ -106,13 +111,13 @@ fn more_guests_than_there_are_places(testbed: &Testbed) {
     });
 }
 
-fn a_server_that_says_nothing(testbed: &Testbed) {
-    let mute = TcpListener::bind("127.0.0.1:0").unwrap();
+fn a_server_that_sends_nothing(testbed: &Testbed) {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let brief = Duration::from_millis(80);
     let begun = Instant::now();
-    let error = testbed.here.connect_timeout(&mute.local_addr().unwrap(), brief).unwrap_err();
+    let error = testbed.here.connect_timeout(&silent.local_addr().unwrap(), brief).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
-    assert!(error.to_string().contains("did not say hello"), "{error}");
+    assert!(error.to_string().contains("sent no hello"), "{error}");
     assert!(begun.elapsed() >= brief && begun.elapsed() < test_timeout());
 }
 
@@ -128,8 +133,8 @@ fn a_server_that_is_no_warp_socket(testbed: &Testbed) {
     });
     let error = testbed.here.connect(address).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidData);
-    assert!(error.to_string().contains("not our language"), "{error}");
-    assert!(server.join().unwrap().contains("refused"), "it is told why");
+    assert!(error.to_string().contains("not a warpwire message"), "{error}");
+    assert!(server.join().unwrap().contains("refused"), "the peer gets the reason");
     let gone = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = gone.local_addr().unwrap();
     let server = std::thread::spawn(move || drop(gone.accept().unwrap()));
@@ -138,7 +143,7 @@ fn a_server_that_is_no_warp_socket(testbed: &Testbed) {
     server.join().unwrap();
 }
 
-/// A peer whose every word the test chooses.
+/// A peer whose every message and write the test controls.
 struct RawPeer {
     tcp: TcpStream,
     qp: Qp,
@@ -158,7 +163,7 @@ impl RawPeer {
             }
         };
         let context = Context::open(link).unwrap();
-        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+        let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let memory = context.register(&pd, HostMemory::new(8192).unwrap(), access).unwrap();
@@ -204,17 +209,17 @@ impl RawPeer {
     fn write(&self, at: Remote, value: u64) -> bool {
         let word = value.to_le_bytes();
         self.qp.post_send(&[SendRequest::new(1, WrOp::Write(at)).inline(&word)]).unwrap();
-        self.cq.next(test_timeout()).unwrap().unwrap().is_success()
+        self.cq.wait_next(test_timeout()).unwrap().unwrap().is_success()
     }
 
-    /// Whether the other side has ended the TCP connection.
-    fn expect_rejected(&mut self) -> bool {
+    /// Whether the other end has closed the TCP connection.
+    fn is_rejected(&mut self) -> bool {
         self.tcp.set_read_timeout(Some(test_timeout())).unwrap();
         !matches!(self.tcp.read(&mut [0]), Ok(1..))
     }
 }
 
-fn counters_that_cannot_be_true(testbed: &Testbed) {
+fn impossible_counters(testbed: &Testbed) {
     let size = RawPeer::handshake_raw(testbed).0.peer.ring_size;
     for bad_write in [size + 1, u64::MAX >> 1, FIN | (size + 1)] {
         let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
@@ -223,40 +228,40 @@ fn counters_that_cannot_be_true(testbed: &Testbed) {
         assert!(raw_peer.write(received, bad_write));
         let error = stream.read(&mut [0; 10]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-        assert!(error.to_string().contains("the peer claims"), "{error}");
+        assert!(error.to_string().contains("to `received`"), "{error}");
         assert!(stream.write(b"x").is_err());
-        assert!(raw_peer.expect_rejected());
+        assert!(raw_peer.is_rejected());
     }
     let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
     raw_peer.write(raw_peer.peer.received.at_offset(0), 10);
-    assert_eq!(stream.read(&mut [0; 100]).unwrap(), 10, "true, whatever the bytes are");
+    assert_eq!(stream.read(&mut [0; 100]).unwrap(), 10, "a valid counter, whatever the bytes are");
     raw_peer.write(raw_peer.peer.received.at_offset(0), 9);
     assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
-    assert!(raw_peer.expect_rejected());
+    assert!(raw_peer.is_rejected());
     let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
     stream.write_all(b"seven").unwrap();
     raw_peer.write(raw_peer.peer.taken.at_offset(0), 6);
     let error = stream.write(b"x").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    assert!(error.to_string().contains("claims to have read"), "{error}");
-    assert!(raw_peer.expect_rejected());
+    assert!(error.to_string().contains("to `taken`"), "{error}");
+    assert!(raw_peer.is_rejected());
 }
 
-fn a_word_on_the_tcp_connection(testbed: &Testbed) {
+fn data_on_the_tcp_connection(testbed: &Testbed) {
     let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
     raw_peer.tcp.write_all(b"psst").unwrap();
     let error = stream.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    assert!(error.to_string().contains("spoke on the TCP connection"), "{error}");
-    assert!(raw_peer.expect_rejected());
+    assert!(error.to_string().contains("sent data on the TCP connection"), "{error}");
+    assert!(raw_peer.is_rejected());
 }
 
 fn a_peer_that_writes_where_it_must_not(testbed: &Testbed) {
     let (raw_peer, stream) = RawPeer::handshake_raw(testbed);
-    // What lies behind the ring is staged, and not the peer's to write.
+    // The memory behind the ring is the send buffer, which the peer must not write.
     let behind = raw_peer.peer.ring.at_offset(raw_peer.peer.ring_size);
-    assert!(!raw_peer.write(behind, 1), "it is denied");
-    // The peer goes: the connection ends, and nothing else.
+    assert!(!raw_peer.write(behind, 1), "remote access error");
+    // The peer exits: only this connection ends.
     drop(raw_peer);
     assert_eq!((&stream).read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
 }

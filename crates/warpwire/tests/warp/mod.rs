@@ -1,4 +1,4 @@
-//! One suite of CPU programs' sockets of the family `warp`, over every link.
+//! The suite of `warp` sockets of CPU programs, over every link.
 mod ends;
 mod handshake;
 mod readiness;

@@ -12,10 +12,10 @@ use crate::warp::testbed::{Testbed, byte, test_timeout};
 use testkit::cases;
 
 cases!(Testbed; CASES:
-    calls_that_would_block_say_so,
-    the_descriptor_tells_of_bytes_and_of_the_end,
-    the_descriptor_tells_of_room,
-    one_direction_does_not_swallow_the_others_news,
+    calls_that_would_block_return_would_block,
+    the_descriptor_signals_bytes_and_the_end,
+    the_descriptor_signals_room,
+    one_direction_does_not_consume_the_others_event,
     an_event_loop_echoes_many,
     a_listener_in_an_event_loop,
 );
@@ -33,17 +33,17 @@ impl Poll {
     }
 
     fn wait(&self, time: Duration) -> Vec<u64> {
-        let mut room = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        let mut buffer = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let timeout =
             Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
-        let (events, _) = epoll::wait(&self.0, &mut room[..], Some(&timeout)).unwrap();
+        let (events, _) = epoll::wait(&self.0, &mut buffer[..], Some(&timeout)).unwrap();
         events.iter().map(|event| event.data.u64()).collect()
     }
 }
 
 const SHORT_WAIT: Duration = Duration::from_millis(30);
 
-fn calls_that_would_block_say_so(testbed: &Testbed) {
+fn calls_that_would_block_return_would_block(testbed: &Testbed) {
     let (mut here, there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     assert_eq!(here.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
@@ -63,15 +63,15 @@ fn calls_that_would_block_say_so(testbed: &Testbed) {
     assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
-fn the_descriptor_tells_of_bytes_and_of_the_end(testbed: &Testbed) {
+fn the_descriptor_signals_bytes_and_the_end(testbed: &Testbed) {
     for edge in [false, true] {
         let (mut here, mut there) = testbed.pair();
         here.set_nonblocking(true).unwrap();
         let poll = Poll::new();
         poll.add(&here, 7, edge);
-        assert_eq!(poll.wait(test_timeout()), [7], "it begins ready");
+        assert_eq!(poll.wait(test_timeout()), [7], "it starts readable");
         assert_eq!(here.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
-        assert_eq!(poll.wait(SHORT_WAIT), [0; 0], "nothing has come, and room is not asked for");
+        assert_eq!(poll.wait(SHORT_WAIT), [0; 0], "no data, and writing is not armed");
         there.write_all(b"ab").unwrap();
         assert_eq!(poll.wait(test_timeout()), [7]);
         let mut two = [0; 2];
@@ -86,7 +86,7 @@ fn the_descriptor_tells_of_bytes_and_of_the_end(testbed: &Testbed) {
 
 fn fill(mut stream: impl Write) -> usize {
     let mut sent = 0;
-    // The device may still be at work on what lies staged.
+    // The device may still be transferring staged bytes.
     for _ in 0..50 {
         loop {
             match stream.write(&[9; 9000]) {
@@ -99,7 +99,7 @@ fn fill(mut stream: impl Write) -> usize {
     sent
 }
 
-fn the_descriptor_tells_of_room(testbed: &Testbed) {
+fn the_descriptor_signals_room(testbed: &Testbed) {
     let (here, mut there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     let poll = Poll::new();
@@ -113,20 +113,20 @@ fn the_descriptor_tells_of_room(testbed: &Testbed) {
     assert!((&mut &here).write(b"x").is_ok());
 }
 
-fn one_direction_does_not_swallow_the_others_news(testbed: &Testbed) {
+fn one_direction_does_not_consume_the_others_event(testbed: &Testbed) {
     let (here, mut there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     let poll = Poll::new();
     poll.add(&here, 1, false);
     assert_eq!((&here).read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
-    there.write_all(b"news").unwrap();
+    there.write_all(b"data").unwrap();
     assert_eq!(poll.wait(test_timeout()), [1]);
-    // The writer takes the event away, and the reader must get it all the same.
+    // The writer clears the event; the reader must get it nevertheless.
     fill(&here);
     assert_eq!(poll.wait(test_timeout()), [1]);
     let mut data = [0; 4];
     (&mut &here).read_exact(&mut data).unwrap();
-    assert_eq!(&data, b"news");
+    assert_eq!(&data, b"data");
 }
 
 fn an_event_loop_echoes_many(testbed: &Testbed) {
@@ -151,7 +151,7 @@ fn an_event_loop_echoes_many(testbed: &Testbed) {
     assert_ne!(byte(1, 0), byte(2, 0), "streams differ");
 }
 
-/// Echoes that many connections in one thread, with edge-triggered events.
+/// Echoes `many` connections in one thread, with edge-triggered events.
 fn echo(listener: &warpwire::sock::warp::WarpListener, many: usize) {
     struct Client {
         stream: warpwire::sock::warp::WarpStream,
@@ -169,11 +169,11 @@ fn echo(listener: &warpwire::sock::warp::WarpListener, many: usize) {
     let mut left = many;
     while left > 0 {
         let events = poll.wait(test_timeout());
-        assert!(!events.is_empty(), "{left} are left");
+        assert!(!events.is_empty(), "{left} connections are left");
         for number in events {
             let client = &mut clients[number as usize];
             let was_over = client.ended && client.held.is_empty();
-            // Both directions, until neither goes on.
+            // Both directions, until neither makes progress.
             loop {
                 let mut buffer = [0; 4096];
                 let read = match client.held.len() < 50_000 && !client.ended {

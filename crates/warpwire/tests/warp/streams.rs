@@ -1,4 +1,4 @@
-//! Bytes arrive, all of them, in order.
+//! All bytes arrive, in order.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -10,30 +10,30 @@ use crate::warp::testbed::{TestLink, Testbed, check_all, send_all, test_timeout}
 use testkit::cases;
 
 cases!(Testbed; CASES:
-    all_sizes_in_random_pieces_both_ways_at_once,
+    all_sizes_in_random_pieces_both_ways,
     small_rings_and_unequal_ones,
     half_close_leaves_the_other_direction,
     a_ping_pong_of_small_messages,
     a_thousand_connections,
     an_accept_storm,
-    times_that_are_over,
+    timeouts,
     names_and_paths,
-    rest_is_cheap,
+    an_idle_reader_is_cheap,
 );
 
-fn both_ways(testbed: &Testbed, len: usize, largest: usize) {
+fn both_ways(testbed: &Testbed, len: usize, max_chunk: usize) {
     let (here, there) = testbed.pair();
     std::thread::scope(|scope| {
-        scope.spawn(|| send_all(&here, 1, len, largest));
-        scope.spawn(|| send_all(&there, 2, len, largest));
-        scope.spawn(|| check_all(&there, 1, len, largest));
-        check_all(&here, 2, len, largest);
+        scope.spawn(|| send_all(&here, 1, len, max_chunk));
+        scope.spawn(|| send_all(&there, 2, len, max_chunk));
+        scope.spawn(|| check_all(&there, 1, len, max_chunk));
+        check_all(&here, 2, len, max_chunk);
     });
 }
 
-fn all_sizes_in_random_pieces_both_ways_at_once(testbed: &Testbed) {
-    for (len, largest) in [(0, 1), (1, 1), (2, 7), (4095, 100), (65_537, 5000)] {
-        both_ways(testbed, len, largest);
+fn all_sizes_in_random_pieces_both_ways(testbed: &Testbed) {
+    for (len, max_chunk) in [(0, 1), (1, 1), (2, 7), (4095, 100), (65_537, 5000)] {
+        both_ways(testbed, len, max_chunk);
     }
     both_ways(testbed, 1 << 20, 100_000);
     both_ways(testbed, 16 << 20, 700_000);
@@ -65,12 +65,12 @@ fn half_close_leaves_the_other_direction(testbed: &Testbed) {
     drop(there);
     let mut text = String::new();
     here.read_to_string(&mut text).unwrap();
-    assert_eq!((text.as_str(), here.read(&mut [0]).unwrap()), ("answer", 0), "for ever");
+    assert_eq!((text.as_str(), here.read(&mut [0]).unwrap()), ("answer", 0), "the end is repeated");
     let (here, mut there) = testbed.pair();
     here.shutdown(Shutdown::Read).unwrap();
     assert_eq!((&here).read(&mut [0]).unwrap(), 0);
-    // It is not heard, or the word that nobody listens has come already.
-    let sent = there.write_all(b"unheard").map_err(|why| why.kind());
+    // Discarded by the peer, or READ_CLOSED has arrived already.
+    let sent = there.write_all(b"unread").map_err(|why| why.kind());
     assert!(matches!(sent, Ok(()) | Err(ErrorKind::BrokenPipe)), "{sent:?}");
 }
 
@@ -94,9 +94,9 @@ fn a_ping_pong_of_small_messages(testbed: &Testbed) {
     });
 }
 
-/// So many connections, or as many as this process may have descriptors for.
+/// `many`, or the number of connections that this process has descriptors for.
 fn descriptors_for(many: u64) -> u64 {
-    /// Of both ends of a connection, with room for the cases beside.
+    /// For both ends of a connection, with a margin for cases that run concurrently.
     const EACH: u64 = 16;
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
@@ -135,7 +135,11 @@ fn a_thousand_connections(testbed: &Testbed) {
         (&mut &here).read_exact(&mut found).unwrap();
         assert_eq!(u32::from_le_bytes(found), number as u32);
         drop(here);
-        assert_eq!((&mut &there).read(&mut found).unwrap(), 0, "the end, and no reset");
+        assert_eq!(
+            (&mut &there).read(&mut found).unwrap(),
+            0,
+            "the end of the stream, not a reset"
+        );
     }
 }
 
@@ -170,7 +174,7 @@ fn an_accept_storm(testbed: &Testbed) {
     });
 }
 
-fn times_that_are_over(testbed: &Testbed) {
+fn timeouts(testbed: &Testbed) {
     let (mut here, there) = testbed.pair();
     let brief = Duration::from_millis(30);
     here.set_read_timeout(Some(brief)).unwrap();
@@ -179,7 +183,7 @@ fn times_that_are_over(testbed: &Testbed) {
     let begun = Instant::now();
     let error = here.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
-    assert!(error.to_string().contains("sent nothing in 30ms"), "{error}");
+    assert!(error.to_string().contains("no data arrived in 30ms"), "{error}");
     assert!(begun.elapsed() >= brief && begun.elapsed() < test_timeout());
     let mut sent = 0;
     let error = loop {
@@ -189,7 +193,7 @@ fn times_that_are_over(testbed: &Testbed) {
         }
     };
     assert_eq!((error.kind(), sent), (ErrorKind::TimedOut, 256 << 10), "the peer's ring is full");
-    // What was sent is there, and the connection goes on.
+    // What was sent has arrived, and the connection continues.
     let mut bytes = vec![0; sent];
     (&mut &there).read_exact(&mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 7));
@@ -209,7 +213,7 @@ fn names_and_paths(testbed: &Testbed) {
     assert_eq!(kind.to_string(), expected);
 }
 
-/// Processor time of all threads of this process so far.
+/// CPU time of all threads of this process so far.
 fn processor_time() -> Duration {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let nanos = tasks.map(|task| {
@@ -219,13 +223,13 @@ fn processor_time() -> Duration {
     Duration::from_nanos(nanos.sum())
 }
 
-fn rest_is_cheap(testbed: &Testbed) {
-    // Other cases run beside this one: it plays in a process of its own.
+fn an_idle_reader_is_cheap(testbed: &Testbed) {
+    // In its own process, because other cases run concurrently.
     let spent = crate::warp::ends::idle_cpu_time(testbed.test_link);
-    assert!(spent < 0.03, "{:.1} % of a processor at rest", spent * 100.0);
+    assert!(spent < 0.03, "{:.1} % of a CPU while idle", spent * 100.0);
 }
 
-/// In that process: a thread waits for a byte that does not come for a while.
+/// The child process: a thread waits for a byte that is sent late.
 pub fn rest(test_link: TestLink) -> f64 {
     let testbed = Testbed::new(test_link);
     let (mut here, mut there) = testbed.pair();

@@ -1,4 +1,4 @@
-//! What a case gets: two nets that reach each other.
+//! The fixture of a case: two nets that reach each other.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use warpwire::link::{Link, Shm, Udp, shm, udp};
 use warpwire::sock::warp::{Net, NetOptions, WarpListener, WarpStream};
 use warpwire::verbs::Context;
 
-/// Longer than anything takes that works.
+/// Longer than any successful operation takes.
 pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
@@ -16,7 +16,7 @@ pub fn test_timeout() -> Duration {
 pub enum TestLink {
     Udp,
     Shm,
-    /// Devices that are opened by address, as those that a process shares.
+    /// Software HCAs opened by address, as in [`Net::shared`].
     ByAddress,
 }
 
@@ -53,7 +53,7 @@ impl Testbed {
         self.there.listen("127.0.0.1:0").unwrap()
     }
 
-    /// A connection: here, and there.
+    /// A connection: the local end, and the remote end.
     pub fn pair(&self) -> (WarpStream, WarpStream) {
         let listener = self.listen();
         let here = self.here.connect(listener.local_addr().unwrap()).unwrap();
@@ -67,7 +67,7 @@ impl Testbed {
     }
 }
 
-/// Small random numbers, from a seed.
+/// Small pseudo-random numbers.
 pub struct Rng(u64);
 
 impl Rng {
@@ -83,13 +83,13 @@ impl Rng {
     }
 }
 
-/// Byte `at` of the stream with that seed.
+/// Byte `at` of the stream with this seed.
 pub fn byte(seed: u64, at: usize) -> u8 {
     let word = (at as u64 / 8 + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word.to_le_bytes()[at % 8]
 }
 
-/// Writes a stream of that length in random pieces, then its end.
+/// Writes a stream of `len` bytes in random pieces, then ends it.
 pub fn send_all(mut to: &WarpStream, seed: u64, len: usize, max_chunk: usize) {
     let bytes: Vec<u8> = (0..len).map(|at| byte(seed, at)).collect();
     let (mut rng, mut done) = (Rng::new(seed), 0);
@@ -101,7 +101,7 @@ pub fn send_all(mut to: &WarpStream, seed: u64, len: usize, max_chunk: usize) {
     to.shutdown(std::net::Shutdown::Write).unwrap();
 }
 
-/// Reads a stream in random pieces up to its end, and compares it.
+/// Reads a stream in random pieces up to its end and checks it.
 pub fn check_all(mut from: &WarpStream, seed: u64, len: usize, max_chunk: usize) {
     let (mut rng, mut done) = (Rng::new(!seed), 0);
     let mut buffer = vec![0; max_chunk];

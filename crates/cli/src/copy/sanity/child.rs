@@ -1,4 +1,4 @@
-//! Processes of our own: the command starts itself again, with a hidden subcommand.
+//! Child processes for checks: the command starts itself with a hidden subcommand.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -14,24 +14,25 @@ use super::raw::{self, ChildExit};
 use super::table::{self, Case, Run};
 use super::{CheckError, CheckResult, CheckTarget, processes};
 
-/// Longer than any of them takes; a CUDA context alone may take seconds.
+/// Longer than any child takes; creating a CUDA context alone may take seconds.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// Exit statuses of the child.
 const FAILED: u8 = 1;
 const WAIVED: u8 = 3;
 
-/// A part of a check, in a process of its own
+/// Run a check, or a role of one, in this process
 #[derive(Args)]
 pub(in crate::copy) struct ChildArguments {
-    /// A check, or a task of one
+    /// CHECK, or ROLE:CHECK
     task: String,
 
     #[command(flatten)]
     device: DeviceChoice,
 }
 
-/// In the child: does the task, tells how it went by the status, and why on standard output.
+/// In the child: runs the task; the exit status is the outcome, and standard output has the reason.
 pub(in crate::copy) fn run_child(arguments: &ChildArguments) -> Result<ExitCode, Failure> {
-    // Its parent waits for what it says.
+    // The parent waits for this process: it must not hang.
     raw::kill_after(TIMEOUT);
     let (device, _) = arguments.device.open()?;
     let task = arguments.task.as_str();
@@ -57,7 +58,7 @@ pub(in crate::copy) fn run_child(arguments: &ChildArguments) -> Result<ExitCode,
     Ok(ExitCode::from(code))
 }
 
-/// Runs a whole check in a process of its own.
+/// Runs a whole check in a child process.
 pub(super) fn run(case: &Case, device: &Device) -> CheckResult {
     let mut child_process = ChildProcess::start(&case.name(), device)?;
     let text = child_process.rest();
@@ -65,19 +66,19 @@ pub(super) fn run(case: &Case, device: &Device) -> CheckResult {
         ChildExit::Exited(0) => Ok(()),
         ChildExit::Exited(code) if code == i32::from(WAIVED) => Err(CheckError::Waived(text)),
         ChildExit::Exited(code) if text.is_empty() => {
-            Err(CheckError::Failed(format!("its process ended with status {code}")))
+            Err(CheckError::Failed(format!("its process exited with status {code}")))
         }
         ChildExit::Exited(_) => Err(CheckError::Failed(text)),
         child_exit if child_exit.is_timeout() => {
-            Err(CheckError::Failed(format!("its process did not end in {TIMEOUT:?}")))
+            Err(CheckError::Failed(format!("its process did not exit in {TIMEOUT:?}")))
         }
         ChildExit::Killed(signal) => {
-            Err(CheckError::Failed(format!("its process was ended by signal {signal}")))
+            Err(CheckError::Failed(format!("its process was killed by signal {signal}")))
         }
     }
 }
 
-/// A child of ours that does a task, says so, and waits until it is told to go on.
+/// A child that runs a task, prints a line when ready, and waits for a line on standard input.
 pub(super) struct ChildProcess {
     child: Child,
     output: BufReader<std::process::ChildStdout>,
@@ -91,11 +92,11 @@ impl ChildProcess {
         let mut child = command.spawn()?;
         let output = child.stdout.take();
         let output =
-            output.ok_or_else(|| CheckError::Failed("a child without output".to_owned()))?;
+            output.ok_or_else(|| CheckError::Failed("the child has no output pipe".to_owned()))?;
         Ok(Self { child, output: BufReader::new(output) })
     }
 
-    /// The next line that it says; nothing if it has ended.
+    /// The child's next output line; empty if it has exited.
     pub(super) fn line(&mut self) -> String {
         let mut line = String::new();
         match self.output.read_line(&mut line) {
@@ -104,24 +105,24 @@ impl ChildProcess {
         }
     }
 
-    /// All that it still says, until it ends.
+    /// The rest of the child's output, until it exits.
     fn rest(&mut self) -> String {
         let lines: Vec<String> =
             std::iter::from_fn(|| Some(self.line()).filter(|l| !l.is_empty())).collect();
         lines.join(" ")
     }
 
-    /// Kills it, as a crash would.
+    /// Kills the child, to simulate a crash.
     pub(super) fn kill(mut self) -> Result<(), CheckError> {
         self.child.kill()?;
         self.child.wait()?;
         Ok(())
     }
 
-    /// Tells it to go on, and returns how it ended; kills it if it does not end.
+    /// Lets the child continue, and returns how it exited; kills it on timeout.
     pub(super) fn end(mut self) -> Result<ChildExit, CheckError> {
         if let Some(mut input) = self.child.stdin.take() {
-            // It may have ended already.
+            // It may have exited already.
             let _ = input.write_all(b"\n");
         }
         let start = Instant::now();
@@ -131,7 +132,7 @@ impl ChildProcess {
             }
             if start.elapsed() > TIMEOUT {
                 self.kill()?;
-                return Err(CheckError::Failed(format!("its process did not end in {TIMEOUT:?}")));
+                return Err(CheckError::Failed(format!("its process did not exit in {TIMEOUT:?}")));
             }
             std::thread::sleep(Duration::from_millis(2));
         }

@@ -1,4 +1,4 @@
-//! Checks of windows and of what goes through them.
+//! Checks of windows and of data copied through them.
 
 use std::time::{Duration, Instant};
 
@@ -14,14 +14,14 @@ use super::{CheckError, CheckResult, CheckTarget, ensure};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// `len` bytes of the pattern of `seed`.
+/// `len` bytes of the pattern with `seed`.
 pub(super) fn bytes(len: usize, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; len];
     pattern::fill_bytes(&mut bytes, seed, 0);
     bytes
 }
 
-/// What the device's own copy finds.
+/// Device memory, read with the device's copy.
 fn found(memory: &Allocation, offset: u64, len: usize) -> Result<Vec<u8>, CheckError> {
     let mut found = vec![0; len];
     memory.read(offset, &mut found)?;
@@ -53,7 +53,7 @@ pub(super) fn unaligned_ranges(target: &CheckTarget) -> CheckResult {
         let mut seen = vec![0; window.len() as usize];
         window.read(0, &mut seen)?;
         let wanted = &all[offset as usize..][..seen.len()];
-        ensure(seen == wanted, || format!("other data at offset {offset}"))?;
+        ensure(seen == wanted, || format!("wrong data at offset {offset}"))?;
     }
     Ok(())
 }
@@ -77,7 +77,7 @@ pub(super) fn device_sees_cpu(target: &CheckTarget) -> CheckResult {
     for round in 0..1000 {
         let sent = bytes(LEN, round);
         window.write(0, &sent)?;
-        ensure(found(&memory, 0, LEN)? == sent, || format!("other data in round {round}"))?;
+        ensure(found(&memory, 0, LEN)? == sent, || format!("wrong data in round {round}"))?;
     }
     Ok(())
 }
@@ -91,7 +91,7 @@ pub(super) fn cpu_sees_device(target: &CheckTarget) -> CheckResult {
         pattern.fill(&stream, &memory.whole()?, seed)?;
         stream.synchronize(TIMEOUT)?;
         window.read(0, &mut seen)?;
-        ensure(seen == bytes(1 << 20, seed), || format!("other data in round {seed}"))?;
+        ensure(seen == bytes(1 << 20, seed), || format!("wrong data in round {seed}"))?;
     }
     Ok(())
 }
@@ -112,16 +112,16 @@ pub(super) fn odd_offsets(target: &CheckTarget) -> CheckResult {
                 window.write(on_window as u64, part)?;
                 let all = found(&memory, 0, LEN)?;
                 ensure(&all[on_window..on_window + len] == part, || {
-                    format!("{}: other data", position())
+                    format!("{}: wrong data", position())
                 })?;
                 let around = all[..on_window].iter().chain(&all[on_window + len..]);
                 ensure(around.copied().all(|byte| byte == 0xee), || {
-                    format!("{}: bytes around it changed", position())
+                    format!("{}: adjacent bytes changed", position())
                 })?;
                 let mut back = vec![0; LEN];
                 window.read(on_window as u64, &mut back[on_host..][..len])?;
                 ensure(&back[on_host..][..len] == part, || {
-                    format!("{}: other data read", position())
+                    format!("{}: wrong data read", position())
                 })?;
             }
         }
@@ -181,20 +181,20 @@ pub(super) fn every_routine(target: &CheckTarget) -> CheckResult {
             memory.write(0, &[0xee; LEN])?;
             window.write_with(routine, at as u64, &data[..len])?;
             let all = found(&memory, 0, LEN)?;
-            ensure(all[at..at + len] == data[..len], || format!("{}: other data", position()))?;
+            ensure(all[at..at + len] == data[..len], || format!("{}: wrong data", position()))?;
             let around = all[..at].iter().chain(&all[at + len..]);
             ensure(around.copied().all(|byte| byte == 0xee), || {
-                format!("{}: bytes around it changed", position())
+                format!("{}: adjacent bytes changed", position())
             })?;
             let mut back = vec![0; len];
             window.read_with(routine, at as u64, &mut back)?;
-            ensure(back == data[..len], || format!("{}: other data read", position()))?;
+            ensure(back == data[..len], || format!("{}: wrong data read", position()))?;
         }
     }
     Ok(())
 }
 
-pub(super) fn best_way(target: &CheckTarget) -> CheckResult {
+pub(super) fn best_method(target: &CheckTarget) -> CheckResult {
     let memory = target.alloc((4 << 20) + 64)?;
     let copier = Copier::new(&memory)?;
     for (round, size) in (0..=22).map(|step| 1_usize << step).enumerate() {
@@ -203,12 +203,12 @@ pub(super) fn best_way(target: &CheckTarget) -> CheckResult {
             let method = copier.method(CopyDirection::Write, size as u64);
             copier.write(at, &sent)?;
             ensure(found(&memory, at, size)? == sent, || {
-                format!("{size} bytes by {method}: other data")
+                format!("{size} bytes by {method}: wrong data")
             })?;
             let (mut back, method) =
                 (vec![0; size], copier.method(CopyDirection::Read, size as u64));
             copier.read(at, &mut back)?;
-            ensure(back == sent, || format!("{size} bytes by {method}: other data read"))?;
+            ensure(back == sent, || format!("{size} bytes by {method}: wrong data read"))?;
         }
     }
     Ok(())
@@ -221,9 +221,9 @@ pub(super) fn single_words(target: &CheckTarget) -> CheckResult {
     window.bytes().store_u64(8, u64::MAX - 1)?;
     window.flush();
     let narrow = memory.word32(4)?.load()?;
-    ensure(narrow == 0x1122_3344, || format!("the device has {narrow:#x}"))?;
+    ensure(narrow == 0x1122_3344, || format!("the device sees {narrow:#x}"))?;
     let wide = memory.word64(8)?.load()?;
-    ensure(wide == u64::MAX - 1, || format!("the device has {wide:#x}"))?;
+    ensure(wide == u64::MAX - 1, || format!("the device sees {wide:#x}"))?;
     memory.word64(16)?.store(77)?;
     let seen = window.bytes().load_u64(16)?;
     ensure(seen == 77, || format!("the window shows {seen}"))?;
@@ -245,7 +245,7 @@ pub(super) fn running_kernel(target: &CheckTarget) -> CheckResult {
         window.write(0, &round.to_le_bytes())?;
         let start = Instant::now();
         while answer.load()? < round {
-            ensure(start.elapsed() < TIMEOUT, || format!("no answer to round {round}"))?;
+            ensure(start.elapsed() < TIMEOUT, || format!("no reply to round {round}"))?;
             std::hint::spin_loop();
         }
     }
@@ -271,5 +271,5 @@ pub(super) fn wrong_ranges(target: &CheckTarget) -> CheckResult {
     drop(window);
     memory.free()?;
     refused(0, 64, Kind::Freed)?;
-    ensure(memory.free().is_err(), || "it could be freed twice".to_owned())
+    ensure(memory.free().is_err(), || "memory was freed twice".to_owned())
 }

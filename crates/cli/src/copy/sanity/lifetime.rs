@@ -1,4 +1,4 @@
-//! Checks of what windows outlive, and of what they leave behind.
+//! Checks of window lifetimes, and of leaked resources.
 
 use std::thread;
 
@@ -10,7 +10,7 @@ use super::{CheckError, CheckResult, CheckTarget, ensure};
 
 const LEN: usize = 64 << 10;
 
-/// What a thread did, or that it panicked.
+/// Joins a thread; a panic fails the check.
 fn join_thread<T>(
     thread: thread::ScopedJoinHandle<'_, Result<T, CheckError>>,
 ) -> Result<T, CheckError> {
@@ -27,13 +27,13 @@ pub(super) fn across_threads(target: &CheckTarget) -> CheckResult {
             window.write(0, sent)?;
             Ok(window)
         }))?;
-        // Two at once on the same buffer, beside the one that is open.
+        // Two threads concurrently on the same buffer, while the first window is open.
         let both = [(); 2].map(|()| {
             scope.spawn(|| {
                 for _ in 0..50 {
                     let (window, mut seen) = (memory.window()?, vec![0; LEN]);
                     window.read(0, &mut seen)?;
-                    ensure(seen == *sent, || "other data in a second thread".to_owned())?;
+                    ensure(seen == *sent, || "wrong data in a second thread".to_owned())?;
                 }
                 Ok(())
             })
@@ -53,14 +53,14 @@ pub(super) fn after_free(target: &CheckTarget) -> CheckResult {
     let window = memory.window()?;
     memory.free()?;
     drop(memory);
-    // Others take memory meanwhile; ours must not be among it.
+    // New allocations must not reuse the memory of the open window.
     let others = (0..8).map(|_| target.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
     let theirs = bytes(LEN, 9);
     others.iter().try_for_each(|other| other.write(0, &theirs))?;
     let mut seen = vec![0; LEN];
     window.read(0, &mut seen)?;
-    // A pool keeps its pages and gives them out again: only access is promised.
-    ensure(seen == sent || target.kind == MemoryKind::Pool, || "other data".to_owned())
+    // A pool keeps its pages and hands them out again: only access is guaranteed.
+    ensure(seen == sent || target.kind == MemoryKind::Pool, || "wrong data".to_owned())
 }
 
 pub(super) fn two_windows(target: &CheckTarget) -> CheckResult {
@@ -79,7 +79,7 @@ pub(super) fn two_windows(target: &CheckTarget) -> CheckResult {
     ensure(seen == sent, || "the other buffer's window does not reach it any more".to_owned())
 }
 
-/// How many descriptors and mappings this process has.
+/// Open file descriptors and mappings of this process.
 fn open_resources() -> Result<(usize, usize), CheckError> {
     let descriptors = std::fs::read_dir("/proc/self/fd")?.count();
     Ok((descriptors, std::fs::read_to_string("/proc/self/maps")?.lines().count()))
@@ -91,7 +91,7 @@ pub(super) fn ten_thousand(target: &CheckTarget) -> CheckResult {
     let memory = target.alloc(1 << 20)?;
     memory.write(0, &bytes(1 << 20, 3))?;
     let options = WindowOptions::from_env()?;
-    drop(memory.window()?); // what is opened once stays open
+    drop(memory.window()?); // descriptors opened once per process stay open
     let before = open_resources()?;
     thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -103,7 +103,7 @@ pub(super) fn ten_thousand(target: &CheckTarget) -> CheckResult {
                         let offset = (thread * 131_072 + round * 97) % ((1 << 20) - 64) / 8 * 8;
                         memory.window_with(offset, 64, options)?.read(0, &mut seen)?;
                         pattern::fill_bytes(&mut wanted, 3, offset);
-                        ensure(seen == wanted, || format!("other data at {offset}"))?;
+                        ensure(seen == wanted, || format!("wrong data at {offset}"))?;
                     }
                     Ok(())
                 })
@@ -112,7 +112,7 @@ pub(super) fn ten_thousand(target: &CheckTarget) -> CheckResult {
         threads.into_iter().try_for_each(join_thread)
     })?;
     let after = open_resources()?;
-    // Threads leave stacks and arenas behind; windows must leave nothing.
+    // Threads may leave stacks and arenas mapped; windows must leave nothing.
     let clean = after.0 <= before.0 + 4 && after.1 <= before.1 + 64;
     ensure(clean, || {
         let (fds, maps) = (before.0, before.1);

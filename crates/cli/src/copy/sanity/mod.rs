@@ -1,4 +1,4 @@
-//! `warpwire copy sanity`
+//! `warpwire copy sanity`: checks of CPU windows, as in gdrcopy_sanity.
 
 mod child;
 mod data;
@@ -21,30 +21,30 @@ use super::{Failure, Reporter};
 pub(super) use child::{ChildArguments, run_child};
 use table::{Case, Run};
 
-/// Check that windows do what they promise
+/// Check the correctness of CPU windows
 ///
-/// Runs a check for each behaviour that gdrcopy's own sanity program looks at, and some more, one after
-/// another. Checks that fork, fault or kill run in processes of their own. A check that does not apply is
-/// waived, and says why. Ends with status 0 only if none failed.
+/// Runs a check for each behaviour that gdrcopy_sanity tests, and some more, one at a time. Checks
+/// that fork, fault or kill run in child processes. A check that does not apply is waived, with the
+/// reason. The exit status is 0 only if none failed.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     #[command(flatten)]
     device: DeviceChoice,
 
-    /// List the checks, and run none
+    /// List the checks without running them
     #[arg(short = 'l', long)]
     list: bool,
 
-    /// Run only this check (may be given several times); a name without its kind of memory means all kinds
+    /// Run only this check (may be repeated); a name without a kind of memory means all kinds
     #[arg(short = 't', long = "test", value_name = "NAME")]
     tests: Vec<String>,
 
-    /// Say what each check is about, and how long it took
+    /// Print what each check tests, and how long it took
     #[arg(short = 'v', long)]
     verbose: bool,
 
-    /// No summary
+    /// Print no summary
     #[arg(short = 's', long)]
     no_summary: bool,
 
@@ -56,7 +56,7 @@ pub(super) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire copy sanity
-  warpwire copy sanity -l                                   what is checked
+  warpwire copy sanity -l                                   list the checks
   warpwire copy sanity -v -t freed_memory_stays_readable    one check, on every kind of memory
   warpwire copy sanity --json | jq '.checks[] | select(.outcome == \"failed\")'";
 
@@ -81,19 +81,19 @@ impl From<std::io::Error> for CheckError {
 
 type CheckResult = Result<(), CheckError>;
 
-/// Fails the check unless `right`.
+/// Fails the check unless `right` is true.
 fn ensure(right: bool, otherwise: impl FnOnce() -> String) -> CheckResult {
     if right { Ok(()) } else { Err(CheckError::Failed(otherwise())) }
 }
 
-/// What a check gets to work with.
+/// The device and the kind of memory to check.
 struct CheckTarget {
     device: Device,
     kind: MemoryKind,
 }
 
 impl CheckTarget {
-    /// Memory of the kind that is being checked; waives the check if the device does not have it.
+    /// Allocates memory of the checked kind; waives the check if the device lacks it.
     fn alloc(&self, len: u64) -> Result<Allocation, CheckError> {
         self.device.alloc_kind(len, self.kind).map_err(|error| match error.kind() {
             Kind::Unsupported => CheckError::Waived(error.reason().to_owned()),
@@ -114,7 +114,7 @@ enum Outcome {
 struct Entry {
     name: String,
     outcome: Outcome,
-    /// Why it failed or was waived.
+    /// Why the check failed or was waived.
     why: Option<String>,
     milliseconds: u64,
 }
@@ -165,7 +165,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The checks that were asked for; all of them if none was.
+/// The requested checks, or all of them.
 fn select_cases(tests: &[String]) -> Result<Vec<Case>, Failure> {
     let all = table::cases();
     for test in tests {

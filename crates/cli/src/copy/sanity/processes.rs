@@ -1,4 +1,4 @@
-//! Checks that take more than one process.
+//! Checks with more than one process.
 
 use std::time::{Duration, Instant};
 
@@ -10,18 +10,19 @@ use super::raw::{ChildExit, read_after_close, read_in_fork, run_in_fork};
 use super::{CheckError, CheckResult, CheckTarget, ensure};
 
 const LEN: usize = 64 << 10;
-/// What the process that is killed holds: enough to be missed.
+/// Allocation of the killed process: large enough for a leak to be noticed.
 const LARGE_ALLOC: u64 = 256 << 20;
-/// What others may take or leave on the device meanwhile.
+/// Tolerated change of free memory by other processes.
 const SLACK: u64 = LARGE_ALLOC / 2;
-/// How long a driver may take to clean up after a process.
+/// How long the driver may take to clean up after a killed process.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Roles of the child process.
 const TOUCH: &str = "touch";
 const OCCUPY: &str = "occupy";
 const HOLD: &str = "hold";
 
-/// In a child: its part of a check.
+/// In a child: runs its role of a check.
 pub(super) fn role(role: &str, target: &CheckTarget) -> CheckResult {
     match role {
         TOUCH => {
@@ -52,7 +53,7 @@ fn ready() -> CheckResult {
     crate::output::print("ready\n").map_err(CheckError::Failed)
 }
 
-/// Waits until the parent says something, or is gone.
+/// Waits until the parent writes a line or exits.
 fn wait_for_parent() -> CheckResult {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
@@ -69,14 +70,14 @@ fn child_process(
     let mut child_process = ChildProcess::start(&task, &target.device)?;
     match child_process.line().as_str() {
         "ready" => Ok(child_process),
-        text => Err(CheckError::Failed(format!("its second process said {text:?}"))),
+        text => Err(CheckError::Failed(format!("its second process printed {text:?}"))),
     }
 }
 
 pub(super) fn closed_window_faults(target: &CheckTarget) -> CheckResult {
     target.alloc(64)?;
     let child_exit = child_process(TOUCH, "a_closed_window_faults", target)?.end()?;
-    ensure(child_exit.is_fault(), || format!("no fault: the process ended with {child_exit:?}"))
+    ensure(child_exit.is_fault(), || format!("no fault: the process exited with {child_exit:?}"))
 }
 
 pub(super) fn stale_window(target: &CheckTarget) -> CheckResult {
@@ -90,14 +91,14 @@ pub(super) fn stale_window(target: &CheckTarget) -> CheckResult {
     let mut seen = vec![0; LEN];
     window.read(0, &mut seen)?;
     ensure(seen != bytes(LEN, 99), || "the window shows the other process's data".to_owned())?;
-    ensure(seen == sent, || "the window shows other data".to_owned())?;
+    ensure(seen == sent, || "the window shows wrong data".to_owned())?;
     let child_exit = other.end()?;
     ensure(child_exit == ChildExit::Exited(0), || {
-        format!("its second process ended with {child_exit:?}")
+        format!("its second process exited with {child_exit:?}")
     })
 }
 
-/// Memory with known contents, for a fork to meddle with.
+/// Memory with known contents.
 fn prepared(target: &CheckTarget) -> Result<(Allocation, Vec<u8>), CheckError> {
     let (memory, sent) = (target.alloc(LEN as u64)?, bytes(LEN, 2));
     memory.write(0, &sent)?;
@@ -107,14 +108,14 @@ fn prepared(target: &CheckTarget) -> Result<(Allocation, Vec<u8>), CheckError> {
 fn check_unchanged(window: &warpwire::mem::Window, sent: &[u8]) -> CheckResult {
     let mut seen = vec![0; sent.len()];
     window.read(0, &mut seen)?;
-    ensure(seen == sent, || "the parent's window shows other data".to_owned())
+    ensure(seen == sent, || "the parent's window shows wrong data".to_owned())
 }
 
 pub(super) fn fork_and_touch(target: &CheckTarget) -> CheckResult {
     let (memory, sent) = prepared(target)?;
     let window = memory.window()?;
     let child_exit = read_in_fork(&window)?;
-    ensure(child_exit.is_fault(), || format!("no fault: the child ended with {child_exit:?}"))?;
+    ensure(child_exit.is_fault(), || format!("no fault: the child exited with {child_exit:?}"))?;
     check_unchanged(&window, &sent)
 }
 
@@ -124,7 +125,7 @@ pub(super) fn fork_and_open(target: &CheckTarget) -> CheckResult {
     let window = memory.window()?;
     let child_exit = run_in_fork(|| match memory.window() {
         Ok(window) => {
-            // It must not even be dropped here: that would close what the parent may share.
+            // Do not drop it here: that could close resources shared with the parent.
             std::mem::forget(window);
             OPENED
         }
@@ -133,7 +134,7 @@ pub(super) fn fork_and_open(target: &CheckTarget) -> CheckResult {
     ensure(!child_exit.is_timeout(), || "the child hung".to_owned())?;
     ensure(child_exit == ChildExit::Exited(0), || match child_exit {
         ChildExit::Exited(OPENED) => "the child has a window onto its parent's memory".to_owned(),
-        _ => format!("the child ended with {child_exit:?}"),
+        _ => format!("the child exited with {child_exit:?}"),
     })?;
     check_unchanged(&window, &sent)
 }
@@ -141,14 +142,14 @@ pub(super) fn fork_and_open(target: &CheckTarget) -> CheckResult {
 pub(super) fn fork_and_free(target: &CheckTarget) -> CheckResult {
     let (memory, sent) = prepared(target)?;
     let window = memory.window()?;
-    // Whether the child may free is not the question.
+    // The child's free may succeed or fail; only the parent's window matters.
     run_in_fork(|| i32::from(memory.free().is_err()))?;
     check_unchanged(&window, &sent)?;
     let sent = bytes(sent.len(), 3);
     window.write(0, &sent)?;
     let mut seen = vec![0; sent.len()];
     memory.read(0, &mut seen)?;
-    ensure(seen == sent, || "the window does not reach the memory any more".to_owned())
+    ensure(seen == sent, || "the window no longer accesses the memory".to_owned())
 }
 
 pub(super) fn killed_with_windows(target: &CheckTarget) -> CheckResult {
@@ -156,14 +157,16 @@ pub(super) fn killed_with_windows(target: &CheckTarget) -> CheckResult {
     let free = || target.device.memory_usage().map(|usage| usage.free);
     let before = free()?;
     if before < 2 * LARGE_ALLOC && target.kind != MemoryKind::Pinned {
-        return Err(CheckError::Waived("too little device memory is free to tell".to_owned()));
+        return Err(CheckError::Waived(
+            "too little free device memory to detect a leak".to_owned(),
+        ));
     }
     child_process(HOLD, "a_killed_process_leaves_nothing_behind", target)?.kill()?;
     let start = Instant::now();
     while free()? + SLACK < before {
         let left = before - free()?;
         ensure(start.elapsed() < CLEANUP_TIMEOUT, || {
-            format!("{left} bytes of device memory are still taken")
+            format!("{left} bytes of device memory are still allocated")
         })?;
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -1,4 +1,4 @@
-//! The checks: their names, what they are about, and where they run.
+//! The checks: their names, what they test, and in which process they run.
 
 use warpwire::mem::MemoryKind::{self, Plain, Pool, Vmm};
 
@@ -11,9 +11,9 @@ pub(super) type Check = fn(&CheckTarget) -> CheckResult;
 pub(super) enum Run {
     /// In this process.
     InProcess(Check),
-    /// In a process of its own, because it forks.
+    /// In a child process, because it forks.
     InChild(Check),
-    /// Not at all, for this reason.
+    /// Never, for this reason.
     Waived(&'static str),
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// The check's name, and the kind of memory if it is run on several.
+    /// The check's name, with the kind of memory if it runs on several.
     pub(super) fn name(&self) -> String {
         match self.kind {
             Some(kind) => format!("{}_{kind}", self.check),
@@ -49,20 +49,22 @@ const PLAIN_AND_VMM: &[MemoryKind] = &[Plain, Vmm];
 const ANY_KIND: &[MemoryKind] = &[];
 
 const NO_TOKENS: &str =
-    "windows take no P2P tokens: drivers with persistent pins have no use for them";
-const NO_SESSION: &str = "a window has no session descriptor that could be passed on: each is opened and owned by one process";
-const NO_FORCED_PCIE: &str = "windows have no route to force: it concerns platforms whose CPU caches GPU memory, of which none has been at hand";
+    "windows use no P2P tokens: drivers with persistent pinning do not need them";
+const NO_SESSION: &str = "a window has no session descriptor that could be passed to another \
+    process: each is opened and owned by one process";
+const NO_FORCED_PCIE: &str = "forcing PCIe is not implemented: it concerns platforms with a \
+    coherent CPU-GPU link, of which none was available";
 
 type CheckRow = (&'static str, &'static [MemoryKind], &'static str, Run);
 
-/// In the order of gdrcopy's own list, each with the name that it has there; what gdrcopy does not check
-/// follows.
+/// In the order of gdrcopy_sanity's list, each under a comment with its name there; checks that
+/// gdrcopy does not have follow.
 const CHECKS: &[CheckRow] = &[
     // basic, basic_v2
     (
         "a_window_opens_and_closes",
         ALL,
-        "open and close; the range is the one asked for",
+        "open and close; the window has the requested range",
         Run::InProcess(data::opens_and_closes),
     ),
     // basic_v2_forcepci
@@ -92,14 +94,14 @@ const CHECKS: &[CheckRow] = &[
     (
         "threads_open_use_and_close_windows",
         PLAIN_AND_VMM,
-        "open in one thread, use in another, close in a third; two at once on one buffer",
+        "open in one thread, use in another, close in a third; two concurrently on one buffer",
         Run::InProcess(lifetime::across_threads),
     ),
     // data_validation, data_validation_v2
     (
         "the_device_sees_what_the_cpu_wrote",
         ALL,
-        "1000 writes through the window, each found by the device's own copy",
+        "1000 writes through the window, each read back with the device's copy",
         Run::InProcess(data::device_sees_cpu),
     ),
     (
@@ -111,7 +113,7 @@ const CHECKS: &[CheckRow] = &[
     (
         "odd_offsets_copy_exactly",
         ALL,
-        "10 odd offsets, in words and bytes, on the window, the host and both",
+        "10 offsets in words and bytes, of the window, the host and both",
         Run::InProcess(data::odd_offsets),
     ),
     // data_validation_v2_forcepci
@@ -139,7 +141,7 @@ const CHECKS: &[CheckRow] = &[
     (
         "freed_memory_stays_readable",
         ALL,
-        "a window shows what was there until it is closed",
+        "a window shows the freed memory's data until it is closed",
         Run::InProcess(lifetime::after_free),
     ),
     // invalidation_two_mappings
@@ -153,14 +155,14 @@ const CHECKS: &[CheckRow] = &[
     (
         "a_stale_window_never_shows_another_process",
         PLAIN_AND_VMM,
-        "another process takes memory after ours was freed",
+        "another process allocates memory after ours was freed",
         Run::InProcess(processes::stale_window),
     ),
     // invalidation_fork_after_gdr_map
     (
         "a_forked_child_cannot_touch_the_window",
         PLAIN_AND_VMM,
-        "the child faults, the parent goes on",
+        "the child faults, the parent continues",
         Run::InChild(processes::fork_and_touch),
     ),
     // invalidation_fork_child_gdr_map_parent
@@ -174,7 +176,7 @@ const CHECKS: &[CheckRow] = &[
     (
         "a_forked_childs_free_leaves_the_window",
         PLAIN_AND_VMM,
-        "the child frees, the parent's window is unharmed",
+        "the child frees, the parent's window still works",
         Run::InChild(processes::fork_and_free),
     ),
     // invalidation_unix_sock_shared_fd_gdr_pin_buffer
@@ -200,16 +202,16 @@ const CHECKS: &[CheckRow] = &[
     ),
     // attributes_sanity
     (
-        "a_window_says_how_it_came_to_be",
+        "a_window_reports_its_path",
         ANY_KIND,
-        "its path and mapping type; a reason for each path refused",
+        "its path and mapping type; a reason for each refused path",
         Run::InProcess(data::reports_path),
     ),
     // leakage_pin_pages_fork
     (
         "a_killed_process_leaves_nothing_behind",
         PLAIN_AND_VMM,
-        "device memory comes back after a process with windows was killed",
+        "device memory is freed after a process with windows was killed",
         Run::InProcess(processes::killed_with_windows),
     ),
     (
@@ -221,25 +223,25 @@ const CHECKS: &[CheckRow] = &[
     (
         "every_routine_copies_exactly",
         ANY_KIND,
-        "each sort of the processor's instructions, at many offsets and lengths",
+        "each kind of copy instructions of the CPU, at many offsets and lengths",
         Run::InProcess(data::every_routine),
     ),
     (
-        "the_best_way_copies_exactly",
+        "the_best_method_copies_exactly",
         ALL,
-        "the library's choice, from 1 byte to 4 MiB, both ways",
-        Run::InProcess(data::best_way),
+        "the library's choice, from 1 byte to 4 MiB, in both directions",
+        Run::InProcess(data::best_method),
     ),
     (
-        "single_words_are_whole",
+        "single_words_are_atomic",
         ANY_KIND,
         "words and atomics through the window",
         Run::InProcess(data::single_words),
     ),
     (
-        "a_running_kernel_hears_the_cpu",
+        "a_running_kernel_sees_cpu_writes",
         PLAIN_AND_VMM,
-        "a kernel that polls device memory answers every write",
+        "a kernel that polls device memory replies to every write",
         Run::InProcess(data::running_kernel),
     ),
     (

@@ -1,4 +1,4 @@
-//! Control: slow calls, under the engine's lock.
+//! Control path: slow calls, under the engine's lock.
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{QpAttributes, State};
@@ -15,8 +15,8 @@ impl Engine {
         let core = &mut self.core;
         let index = core.alloc_slot();
         let full = || {
-            Error::new(Kind::OutOfMemory, "make a queue pair")
-                .why("65 520 of them exist")
+            Error::new(Kind::OutOfMemory, "create a queue pair")
+                .why("the device has its maximum of 65 520")
                 .fix("destroy those that are no longer needed, or open another context")
         };
         let index = index.ok_or_else(full)?;
@@ -70,7 +70,8 @@ impl Engine {
         let refused = |why: String| {
             Error::new(Kind::InvalidArgument, format!("change queue pair {number:#x}")).why(why)
         };
-        // Before the step is taken: a step that cannot be taken whole is not taken.
+        // The flow is opened and the MTU checked first, so that a transition happens completely or
+        // not at all.
         let mut flow = None;
         if let (Some(path), State::Rtr) = (change.path, change.to) {
             change
@@ -81,7 +82,7 @@ impl Engine {
             let carried = self.link.max_packet().saturating_sub(MAX_PACKET_OVERHEAD);
             if change.mtu.is_some_and(|mtu| mtu.bytes() as usize > carried) {
                 self.link.close(opened);
-                let why = format!("the link carries packets with at most {carried} bytes in them");
+                let why = format!("the link carries at most {carried} bytes of payload per packet");
                 return Err(refused(why).fix("choose a smaller path MTU"));
             }
             flow = Some(opened);
@@ -106,7 +107,7 @@ impl Engine {
             self.find_direct_peer(index);
         }
         let core = &mut self.core;
-        // What was posted before may be begun now, or must come back.
+        // Work posted before may start now, or must be flushed.
         core.doorbell_bitmap.ring(index);
         core.service_qp(now, index);
         core.activate(index);
@@ -118,7 +119,7 @@ impl Engine {
         self.core.lookup_qpn(number).ok_or_else(|| no_such_qp(number))
     }
 
-    /// The queue pair's own state, for questions.
+    /// A queue pair's context, for queries.
     pub(in crate::hca) fn qpc(&self, number: u32) -> Result<&QpContext> {
         let index = self.qp_index(number)?;
         match self.core.qpcs.get(index as usize) {
@@ -133,29 +134,30 @@ impl Engine {
 
     pub(in crate::hca) fn add_cq(&mut self, spec: CqSpec) -> Result<u32> {
         let ring = CompletionRing::new(spec);
-        add(&mut self.core.cqs, ring, "make a completion queue")
+        add(&mut self.core.cqs, ring, "create a completion queue")
     }
 
     pub(in crate::hca) fn add_srq(&mut self, ring: SharedReceiveQueue) -> Result<u32> {
-        let number = add(&mut self.core.srqs, ring, "make a shared receive queue")?;
+        let number = add(&mut self.core.srqs, ring, "create a shared receive queue")?;
         self.core.srq_limits.resize(self.core.srqs.len(), None);
         self.core.srq_limits[number as usize] = None;
         Ok(number)
     }
 
     pub(in crate::hca) fn set_limit(&mut self, srqn: u32, limit: u32) {
-        if let Some(place) = self.core.srq_limits.get_mut(srqn as usize) {
-            *place = (limit > 0).then_some(limit);
+        if let Some(slot) = self.core.srq_limits.get_mut(srqn as usize) {
+            *slot = (limit > 0).then_some(limit);
         }
         self.core.check_limit(srqn);
     }
 }
 
 fn no_such_qp(number: u32) -> Error {
-    Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it does not exist any more")
+    Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it no longer exists")
 }
 
-/// Numbers of queues have 24 bits; number 0 is never given: zeroed memory must not name a queue.
+/// Inserts a queue; returns its number. Numbers have 24 bits; 0 is never used, so that zeroed
+/// memory names no queue.
 fn add<T>(slots: &mut Vec<Option<T>>, value: T, what: &'static str) -> Result<u32> {
     if slots.is_empty() {
         slots.push(None);
@@ -168,7 +170,8 @@ fn add<T>(slots: &mut Vec<Option<T>>, value: T, what: &'static str) -> Result<u3
             slots.len() - 1
         }
         None => {
-            let error = Error::new(Kind::OutOfMemory, what).why("there are 2^20 of them");
+            let error =
+                Error::new(Kind::OutOfMemory, what).why("the device has its maximum of 2^20");
             return Err(error.fix("destroy those that are no longer needed"));
         }
     };

@@ -1,4 +1,4 @@
-//! The engine's part for datagrams: whom it can send to, and a turn to send.
+//! The engine's part of UD queue pairs: destinations, transmit and receive.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -17,14 +17,14 @@ use crate::hca::qpc::QpContext;
 use crate::hca::stats::DropReason;
 use crate::link::{FlowId, Frame, ReserveError};
 
-/// For so long a datagram waits for room on its link. One for a peer that stands still would wait for ever else, and all
-/// behind it: nobody takes it back, as there is no answer to miss.
+/// How long a datagram waits for room on its link. Without a bound, one for a peer that stopped
+/// draining would block all behind it: there are no ACKs whose absence would fail it.
 const TX_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// The peers that datagrams may go to: a flow each, however many handles there are for it.
+/// The peers that datagrams may be sent to: one flow each, reference-counted by address handles.
 ///
-/// Entries name their peer by address, as ConnectX's do. One that names a peer without a flow fails, rather than
-/// have a flow opened for it: opening is slow, and whoever writes entries could ask for any number.
+/// WQEs name their destination by address, as ConnectX's do. One that names a peer without a flow
+/// fails instead of opening a flow: that is slow, and a poster could request any number of them.
 #[derive(Debug, Default)]
 pub(super) struct Destinations {
     flows: HashMap<(IpAddr, u16), Destination>,
@@ -35,12 +35,12 @@ struct Destination {
     peer: SocketAddr,
     flow: FlowId,
     refs: usize,
-    /// Since when its packets have found no room.
+    /// Since when the link has had no room for its packets.
     full_since: Option<Instant>,
 }
 
 impl Destination {
-    /// Its link has no room: whether the datagram waits for some.
+    /// Called when the link has no room: whether the datagram waits for some.
     #[cold]
     fn should_wait(&mut self, now: Instant) -> bool {
         now - *self.full_since.get_or_insert(now) < TX_TIMEOUT
@@ -58,14 +58,14 @@ impl Destinations {
 }
 
 impl Engine {
-    /// Makes ready to send datagrams to that peer; for each time that this was done, it must be closed.
+    /// Opens, or references once more, the flow to a peer.
     pub(in crate::hca) fn open_destination(&mut self, peer: SocketAddr) -> Result<()> {
         let flows = &mut self.core.destinations.flows;
         if let Some(known) = flows.get_mut(&key(peer)) {
             if known.peer != peer {
                 return Err(Error::new(Kind::Busy, format!("send datagrams to {peer}"))
-                    .why(format!("{} is in use, and entries do not tell scopes apart", known.peer))
-                    .fix("drop the handles for the other, or open another context"));
+                    .why(format!("{} is in use, and a WQE has no IPv6 scope", known.peer))
+                    .fix("drop the handles for that address, or open another context"));
             }
             known.refs += 1;
             return Ok(());
@@ -85,7 +85,7 @@ impl Engine {
         }
     }
 
-    /// A datagram queue pair's turn to send.
+    /// Sends datagrams of a queue pair until its budget is spent.
     pub(super) fn transmit_datagrams(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
         let Core { qpcs, registry, srqs, totals, destinations, .. } = &mut self.core;
         let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };
@@ -105,8 +105,8 @@ impl Engine {
                 ud.fail_transmit(Status::LocalOperation);
                 continue;
             };
-            let room = wire_len(&next);
-            let slot = match self.link.reserve(to.flow, room) {
+            let packet_len = wire_len(&next);
+            let slot = match self.link.reserve(to.flow, packet_len) {
                 Err(ReserveError::Full) if to.should_wait(now) => break TxOutcome::LinkFull,
                 Err(ReserveError::Full) => Err(DropReason::NoRoom),
                 Err(_) => Err(DropReason::NoFlow),
@@ -137,7 +137,7 @@ impl Engine {
             }
             self.link.commit();
             count += 1;
-            bytes += room;
+            bytes += packet_len;
         };
         if matches!(outcome, TxOutcome::Done) {
             *active = false;
@@ -147,7 +147,7 @@ impl Engine {
     }
 }
 
-/// The length of a datagram's packet, from the base header through the ICRC.
+/// The length of a datagram's packet, from the BTH through the ICRC.
 fn wire_len(datagram: &Datagram) -> usize {
     const DETH_LEN: usize = 8;
     let imm = if datagram.imm.is_some() { 4 } else { 0 };
@@ -155,7 +155,7 @@ fn wire_len(datagram: &Datagram) -> usize {
 }
 
 impl Core {
-    /// A packet for a datagram queue pair: anyone may send one.
+    /// Handles a packet for a datagram queue pair, from any sender.
     pub(super) fn on_datagram(
         &mut self,
         now: Instant,
@@ -175,7 +175,7 @@ impl Core {
         datagrams.from = frame.from;
         let view = HostView { qp_memory, registry, srqs, payload: PacketPayload::Bytes(payload) };
         let mut view = DatagramHostView { view, frame: Some(frame) };
-        // Counted by the queue pair itself.
+        // Discarded packets are counted by the queue pair.
         let _ = datagrams.ud.handle_packet(&rx, &mut view);
         self.post_process(now, index);
     }

@@ -1,4 +1,5 @@
-//! One direction of a link with faults: what happens to each packet, and the packets that are held back.
+//! One direction of fault injection: decides the fate of each packet, and queues the packets that
+//! are held back.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -6,14 +7,14 @@ use std::collections::BinaryHeap;
 use super::plan::FaultPlan;
 use crate::link::Corruption;
 
-/// How many packets are held back at most; more are lost, as in a switch.
+/// Maximum number of packets held back; more are dropped, as in a switch.
 pub(super) const MAX_HELD: usize = 1024;
-/// How many later packets overtake one, at most.
+/// Maximum number of later packets that overtake one.
 const MAX_REORDER_DISTANCE: u32 = 8;
-/// A packet that waits to be overtaken waits no longer than this, in nanoseconds.
+/// Maximum time in nanoseconds that a packet waits to be overtaken.
 const REORDER_TIMEOUT_NS: u64 = 1_000_000;
 
-/// A generator of random numbers whose whole state is one word (splitmix64).
+/// A random number generator with one word of state (splitmix64).
 struct SplitMix64(u64);
 
 impl SplitMix64 {
@@ -26,7 +27,7 @@ impl SplitMix64 {
     }
 }
 
-/// What happens to one packet.
+/// The fate of one packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Decision {
     pub lost: bool,
@@ -35,31 +36,31 @@ pub(super) struct Decision {
     pub schedule: Schedule,
 }
 
-/// When a packet goes on.
+/// When a packet is forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Schedule {
     Now,
-    /// At this time, in nanoseconds.
+    /// At this time, in nanoseconds since the link was created.
     At(u64),
-    /// When packet number `after_packet` has passed, or at the time `at` if it does not come.
+    /// After packet number `after_packet`, or at the time `at` if that packet does not come.
     Reordered {
         after_packet: u64,
         at: u64,
     },
 }
 
-/// Packets held back, with what `T` says about each.
+/// Packets held back, each with metadata of type `T`.
 pub(super) struct DelayQueue<T> {
     rng: SplitMix64,
-    /// How many packets have come.
+    /// Number of packets seen.
     count: u64,
-    /// When the last byte so far has gone through, at the plan's rate.
+    /// When the last byte so far has been transmitted at the plan's rate, in nanoseconds.
     wire_free_at: u64,
     slots: Vec<HeldPacket<T>>,
     free: Vec<usize>,
-    /// By time, and by number among equals.
+    /// By time, then by packet number.
     timed: BinaryHeap<Reverse<(u64, u64, usize)>>,
-    /// Those that wait to be overtaken, by their turn.
+    /// Packets that wait to be overtaken, by the packet number that releases them.
     reordered: BinaryHeap<Reverse<(u64, u64, usize)>>,
     max_packet: usize,
 }
@@ -85,20 +86,20 @@ impl<T> DelayQueue<T> {
         }
     }
 
-    /// Decides over the next packet. Draws the same number of times for each, so that one fault's rate does not
-    /// change where another strikes.
+    /// Decides the fate of the next packet. Consumes the same number of draws for each, so that the
+    /// probability of one fault does not change which packets another one affects.
     pub(super) fn decide(&mut self, plan: &FaultPlan, now: u64, len: usize) -> Decision {
         self.count += 1;
         let draws = [(); 5].map(|()| self.rng.next());
         let halves = |word: u64| (word as u32, (word >> 32) as u32);
         let (loss, dup) = halves(draws[0]);
         let (reorder, corrupt) = halves(draws[1]);
-        let (cut, place) = halves(draws[2]);
+        let (cut, cut_at) = halves(draws[2]);
         let (gap, bit) = halves(draws[3]);
         let corruption = if plan.corrupt.hits(corrupt) {
             Corruption::FlipBit(corrupted_bit(bit, len))
         } else if plan.cut.hits(cut) {
-            Corruption::Truncate(1 + place as usize % len.saturating_sub(1).max(1))
+            Corruption::Truncate(1 + cut_at as usize % len.saturating_sub(1).max(1))
         } else {
             Corruption::Intact
         };
@@ -109,7 +110,7 @@ impl<T> DelayQueue<T> {
             at = at.saturating_add(draws[4] % jitter);
         }
         if let Some(rate) = plan.rate {
-            // A packet that finds no place is lost, and takes nobody's time.
+            // A packet that finds the queue full is dropped, and takes no transmission time.
             let full = self.free.is_empty() && self.slots.len() == MAX_HELD;
             let takes = if full { 0 } else { len as u64 * 1_000_000_000 / rate.max(1) };
             self.wire_free_at = self.wire_free_at.max(now).saturating_add(takes);
@@ -126,19 +127,20 @@ impl<T> DelayQueue<T> {
         Decision { lost: plan.loss.hits(loss), duplicate: plan.dup.hits(dup), corruption, schedule }
     }
 
-    /// Whether a packet that goes now would overtake one that should have gone.
+    /// Whether a packet forwarded now would overtake one that is due.
     pub(super) fn has_due(&self, now: u64) -> bool {
         self.timed.peek().is_some_and(|Reverse((at, ..))| *at <= now)
     }
 
-    /// Holds a packet back; false if too many are, or if it is longer than the buffers.
+    /// Holds a packet back; `false` if the queue is full, or if the packet is longer than the
+    /// buffers.
     pub(super) fn enqueue(&mut self, bytes: &[u8], info: T, schedule: Schedule) -> bool {
         if bytes.len() > self.max_packet {
             return false;
         }
         let slot = match self.free.pop() {
             Some(slot) => slot,
-            // The first packets make their buffers; from then on buffers are used again.
+            // Buffers are allocated by the first packets, and reused from then on.
             None if self.slots.len() < MAX_HELD => {
                 let bytes = vec![0; self.max_packet].into_boxed_slice();
                 self.slots.push(HeldPacket { bytes, len: 0, info: None, at: 0 });
@@ -161,7 +163,7 @@ impl<T> DelayQueue<T> {
         true
     }
 
-    /// The next packet that is due, if any, to be given back by [`DelayQueue::release`].
+    /// The next packet that is due, to be removed with [`DelayQueue::release`].
     pub(super) fn due(&mut self, now: u64) -> Option<usize> {
         if let Some(Reverse((at, _, slot))) = self.timed.peek()
             && *at <= now
@@ -173,7 +175,7 @@ impl<T> DelayQueue<T> {
         if after_packet > self.count && !late {
             return None;
         }
-        // From here on it is one among those whose time has come.
+        // From here on it is one of those that are due.
         self.reordered.pop();
         self.timed.push(Reverse((0, number, slot)));
         Some(slot)
@@ -183,13 +185,13 @@ impl<T> DelayQueue<T> {
         self.slots.get(slot)
     }
 
-    /// The packet that was due has gone.
+    /// Removes the packet that `due` returned last.
     pub(super) fn release(&mut self, slot: usize) {
         self.timed.pop();
         self.free.push(slot);
     }
 
-    /// The time at which something will be due.
+    /// The time at which the next packet will be due.
     pub(super) fn next(&self) -> Option<u64> {
         let timed = self.timed.peek().map(|Reverse((at, ..))| *at);
         let waits = |Reverse((_, _, slot)): &Reverse<(u64, u64, usize)>| self.slots.get(*slot);
@@ -198,7 +200,8 @@ impl<T> DelayQueue<T> {
     }
 }
 
-/// A bit that the ICRC covers, or of the ICRC: any but the byte that switches may change.
+/// A bit that the ICRC covers, or one of the ICRC: any but those of the BTH byte that switches may
+/// change.
 fn corrupted_bit(draw: u32, len: usize) -> u32 {
     const VARIANT: u32 = 4;
     let bits = (len as u32 * 8).max(1);

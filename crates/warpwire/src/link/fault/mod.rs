@@ -1,13 +1,16 @@
-//! A link that misbehaves on purpose: packets are lost, doubled, overtaken, damaged, delayed, all from one seed.
+//! Fault injection: drops, duplicates, reorders, corrupts and delays the packets of a link, all
+//! from one seed.
 //!
-//! Given the same calls, the same packets meet the same faults. Each direction draws by itself, and each packet draws
-//! the same number of times, whatever happens to it.
+//! Given the same calls, the same packets meet the same faults. Each direction has its own random
+//! sequence, and each packet consumes the same number of draws, whatever happens to it.
 //!
-//! Packets sent are damaged after they were sealed, so that the receiver's check must find them. Packets received have
-//! passed that check already; damaging them here means that the check would have failed, so they are counted as a
-//! wrong ICRC and go no further. (A CRC-32 finds every single flipped bit.)
+//! Packets sent are corrupted after their ICRC was appended, so that the receiver's check must
+//! detect them. Packets received have passed that check already; one that is corrupted here would
+//! have failed it, so it is counted as a wrong ICRC and dropped. (A CRC-32 detects every single
+//! flipped bit.)
 //!
-//! A capture belongs inside: `FaultInjector::new(Tap::new(link, …), …)` captures what is on the wire.
+//! A capture belongs inside: `FaultInjector::new(Tap::new(link, …), …)` captures what is on the
+//! wire.
 
 mod delay_queue;
 mod plan;
@@ -29,7 +32,7 @@ use super::{
 use crate::error::Result;
 use delay_queue::{DelayQueue, Schedule};
 
-/// Any link, with faults.
+/// Wraps any link and injects faults.
 ///
 /// ```
 /// use warpwire::link::{FaultInjector, Hub, Link};
@@ -55,14 +58,14 @@ pub struct FaultInjector<L: Link> {
     counters: Counters,
 }
 
-/// Packets on their way out.
+/// State of the transmit direction.
 struct Outgoing {
     delay_queue: DelayQueue<(FlowId, Corruption)>,
     stage: Box<[u8]>,
     reserved: Option<(FlowId, usize)>,
 }
 
-/// What is kept of a packet received.
+/// Metadata of a received packet that is held back.
 #[derive(Clone, Copy)]
 struct PacketInfo {
     from: SocketAddr,
@@ -72,25 +75,25 @@ struct PacketInfo {
     has_icrc: bool,
 }
 
-/// Cuts a link off, and joins it again, from anywhere.
+/// Disconnects a link and reconnects it, from any thread.
 #[derive(Clone, Debug)]
 pub struct Partition {
     cut: Arc<AtomicBool>,
 }
 
 impl Partition {
-    /// From now on everything is lost.
+    /// Drops all packets from now on.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
     }
 
-    /// From now on packets go through again.
+    /// Lets packets through again.
     pub fn heal(&self) {
         self.cut.store(false, Ordering::Relaxed);
     }
 }
 
-/// The time since a link's beginning: the machine's, or one that a test moves.
+/// The time since a link was created: real time, or one that a test advances.
 #[derive(Clone, Debug)]
 pub struct Clock(Time);
 
@@ -101,17 +104,17 @@ enum Time {
 }
 
 impl Clock {
-    /// The machine's clock.
+    /// Real time.
     pub fn real() -> Self {
         Self(Time::Real(Instant::now()))
     }
 
-    /// A clock that stands still until it is moved.
+    /// A clock that does not advance until [`advance`](Clock::advance) is called.
     pub fn manual() -> Self {
         Self(Time::Manual(Arc::default()))
     }
 
-    /// Moves a still clock on; the machine's goes by itself.
+    /// Advances a manual clock; no effect on a real one.
     pub fn advance(&self, step: Duration) {
         if let Time::Manual(now) = &self.0 {
             let step = u64::try_from(step.as_nanos()).unwrap_or(u64::MAX);
@@ -128,12 +131,13 @@ impl Clock {
 }
 
 impl<L: Link> FaultInjector<L> {
-    /// Puts faults around a link.
+    /// Injects faults into a link.
     pub fn new(inner: L, plan: FaultPlan) -> Self {
         Self::with_clock(inner, plan, Clock::real())
     }
 
-    /// As [`FaultInjector::new`], by another clock: a test in which time matters and nothing waits.
+    /// As [`FaultInjector::new`], with another clock: for tests that depend on time but do not
+    /// wait.
     pub fn with_clock(mut inner: L, plan: FaultPlan, clock: Clock) -> Self {
         inner.force_icrc();
         let max_packet = inner.max_packet();
@@ -145,18 +149,18 @@ impl<L: Link> FaultInjector<L> {
             stage: vec![0; max_packet].into_boxed_slice(),
             reserved: None,
         });
-        // Another stream of draws for the other direction.
+        // A different random sequence for the other direction.
         let incoming = faults(FaultDirection::In).then(|| DelayQueue::new(!plan.seed, max_packet));
         let cut = Arc::new(AtomicBool::new(false));
         Self { inner, plan, clock, cut, out, incoming, counters: Counters::default() }
     }
 
-    /// What cuts this link off and joins it again.
+    /// A handle that disconnects this link and reconnects it.
     pub fn partition(&self) -> Partition {
         Partition { cut: Arc::clone(&self.cut) }
     }
 
-    /// The link inside.
+    /// Unwraps the link.
     pub fn into_inner(self) -> L {
         self.inner
     }
@@ -171,14 +175,14 @@ impl<L: Link> FaultInjector<L> {
 
     fn with_faults(&self, mut path: LinkPath) -> LinkPath {
         path.why = if self.out.is_none() && self.incoming.is_none() {
-            format!("{}; around it no faults", path.why)
+            format!("{}; fault injection: none", path.why)
         } else {
-            format!("{}; around it faults on purpose: {}", path.why, self.plan)
+            format!("{}; fault injection: {}", path.why, self.plan)
         };
         path
     }
 
-    /// Passes on the packets whose time has come; what the inner link has no room for stays.
+    /// Forwards the packets that are due; those for which the inner link has no space stay queued.
     fn pump(&mut self, now: u64) -> Result<()> {
         let Some(out) = &mut self.out else { return Ok(()) };
         while let Some(slot) = out.delay_queue.due(now) {
@@ -208,7 +212,7 @@ impl<L: Link> FaultInjector<L> {
     }
 }
 
-/// Puts a packet into a link's batch.
+/// Adds a packet to a link's batch.
 fn forward<L: Link>(
     link: &mut L,
     flow: FlowId,
@@ -237,7 +241,7 @@ impl<L: Link> Link for FaultInjector<L> {
         self.inner.max_packet()
     }
 
-    /// What is held back lies in buffers of one length; without faults nothing is.
+    /// Packets are held back in buffers of one length; without faults none are.
     fn max_packet_to(&self, flow: FlowId) -> usize {
         if self.out.is_some() || self.incoming.is_some() {
             return self.inner.max_packet();
@@ -258,9 +262,9 @@ impl<L: Link> Link for FaultInjector<L> {
         flow: FlowId,
         len: usize,
     ) -> std::result::Result<&mut [u8], ReserveError> {
-        let room = self.inner.reserve(flow, len)?;
+        let packet = self.inner.reserve(flow, len)?;
         match &mut self.out {
-            None => Ok(room),
+            None => Ok(packet),
             Some(out) => {
                 out.reserved = Some((flow, len));
                 out.stage.get_mut(..len).ok_or(ReserveError::Length)
@@ -273,7 +277,7 @@ impl<L: Link> Link for FaultInjector<L> {
         let cut = self.is_cut(now);
         let Some(out) = &mut self.out else {
             if cut {
-                // Taken back by reserving nothing: a reservation without a commit is forgotten.
+                // The inner reservation is never committed, and therefore discarded.
                 self.counters.drops.injected += 1;
                 return None;
             }
@@ -293,8 +297,8 @@ impl<L: Link> Link for FaultInjector<L> {
         if decision.duplicate {
             held &= out.delay_queue.enqueue(bytes, (flow, Corruption::Intact), decision.schedule);
         }
-        let at_once = decision.schedule == Schedule::Now && !out.delay_queue.has_due(now);
-        if at_once && forward(&mut self.inner, flow, bytes, decision.corruption).is_ok() {
+        let forward_now = decision.schedule == Schedule::Now && !out.delay_queue.has_due(now);
+        if forward_now && forward(&mut self.inner, flow, bytes, decision.corruption).is_ok() {
             return None;
         }
         held &= out.delay_queue.enqueue(bytes, (flow, decision.corruption), decision.schedule);
@@ -374,8 +378,7 @@ impl<L: Link> Link for FaultInjector<L> {
         mine.into_iter().chain(self.inner.poll_delay()).min()
     }
 
-    /// The inner link's, and what was lost on purpose. Packets received are those delivered by the inner link.
-    /// What goes past the link nobody would see.
+    /// Direct access would bypass the faults.
     fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("faults must see every packet")
     }
@@ -384,6 +387,8 @@ impl<L: Link> Link for FaultInjector<L> {
         Err("faults must see every packet")
     }
 
+    /// The inner link's counters plus injected faults; `received` counts packets that the inner
+    /// link delivered.
     fn counters(&self) -> Counters {
         let mut counters = self.inner.counters();
         counters.drops.injected += self.counters.drops.injected;

@@ -1,4 +1,4 @@
-//! Which faults, how often: as text and as numbers.
+//! The faults to inject and their probabilities, with a text format.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,14 +10,14 @@ use crate::units;
 /// The environment variable that [`FaultPlan::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_FAULT";
 
-/// How often something happens, in parts of 2³².
+/// A probability in units of 2⁻³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Probability(u64);
 
 impl Probability {
     const ALWAYS: u64 = 1 << 32;
 
-    /// From a share of 1; outside of 0 to 1 it is never or always.
+    /// From a value between 0 and 1, to which others are clamped.
     ///
     /// ```
     /// use warpwire::link::fault::Probability;
@@ -27,12 +27,12 @@ impl Probability {
         Self((share.clamp(0.0, 1.0) * Self::ALWAYS as f64) as u64)
     }
 
-    /// As a share of 1.
+    /// As a value between 0 and 1.
     pub fn share(self) -> f64 {
         self.0 as f64 / Self::ALWAYS as f64
     }
 
-    /// Whether a draw of 32 bits is a hit.
+    /// Whether a uniform 32-bit draw is a hit.
     pub(super) fn hits(self, draw: u32) -> bool {
         u64::from(draw) < self.0
     }
@@ -42,28 +42,29 @@ impl Probability {
     }
 }
 
-/// Which packets meet faults.
+/// The direction in which packets meet faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FaultDirection {
-    /// Those sent and those received.
+    /// Packets sent and received.
     #[default]
     Both,
-    /// Those sent.
+    /// Packets sent.
     Out,
-    /// Those received.
+    /// Packets received.
     In,
 }
 
-/// Which faults a link has.
+/// The faults to inject into a link.
 ///
-/// As text, in which every part may be left out:
+/// As text, with every part optional:
 ///
 /// ```text
-/// loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=0.1%,delay=10us,jitter=5us,rate=1GiB,partition=1s+200ms,dir=out,seed=7
+/// loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=0.1%,delay=10us,jitter=5us,rate=1GiB,
+/// partition=1s+200ms,dir=out,seed=7
 /// ```
 ///
-/// `cut` shortens packets, `rate` is bytes per second, `partition=A+B` loses everything for B, from A after the
-/// beginning, `dir` is `both`, `out` or `in`.
+/// `cut` truncates packets, `rate` is in bytes per second, `partition=A+B` drops everything for the
+/// duration B, beginning A after the link was created, `dir` is `both`, `out` or `in`.
 ///
 /// ```
 /// use std::time::Duration;
@@ -76,27 +77,29 @@ pub enum FaultDirection {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultPlan {
-    /// Packets vanish.
+    /// Packets are dropped.
     pub loss: Probability,
-    /// Packets come twice.
+    /// Packets are duplicated.
     pub dup: Probability,
     /// Packets are overtaken by up to eight later ones.
     pub reorder: Probability,
-    /// A bit of the sealed packet flips: the ICRC finds it.
+    /// One bit of the packet, after its ICRC was appended, flips: the ICRC detects it.
     pub corrupt: Probability,
-    /// The sealed packet is cut short: the receiver's checks find it.
+    /// The packet is truncated after its ICRC was appended: the receiver's checks detect it.
     pub cut: Probability,
-    /// Every packet takes this much longer.
+    /// Added latency of every packet.
     pub delay: Duration,
-    /// And up to this much on top, drawn for each packet: packets overtake one another.
+    /// Maximum random latency on top, drawn per packet: packets overtake one another.
     pub jitter: Duration,
-    /// Bytes per second that go through; the rest waits, and is lost when too much does.
+    /// Bandwidth in bytes per second; packets beyond it are queued, and dropped if the queue is
+    /// full.
     pub rate: Option<u64>,
-    /// Nothing goes through from the first time, counted from the link's beginning, for the second.
+    /// Start, counted from the creation of the link, and duration of a period in which all packets
+    /// are dropped.
     pub partition: Option<(Duration, Duration)>,
-    /// Which packets this is about.
+    /// The direction in which packets meet faults.
     pub direction: FaultDirection,
-    /// What all draws follow from.
+    /// The seed of all random draws.
     pub seed: u64,
 }
 
@@ -104,7 +107,7 @@ impl FaultPlan {
     /// The plan in `WARPWIRE_FAULT`; `None` if it is not set, or empty.
     ///
     /// # Errors
-    /// If the variable does not have the form that a plan is read from.
+    /// If the variable cannot be parsed as a plan.
     pub fn from_env() -> Result<Option<Self>> {
         let Some(text) = std::env::var_os(ENV_VAR).filter(|text| !text.is_empty()) else {
             return Ok(None);
@@ -112,7 +115,7 @@ impl FaultPlan {
         text.to_string_lossy().parse().map(Some).map_err(|source: Error| source.on(ENV_VAR))
     }
 
-    /// Whether nothing ever happens by this plan.
+    /// Whether the plan contains no faults.
     pub fn is_noop(&self) -> bool {
         let chances = [self.loss, self.dup, self.reorder, self.corrupt, self.cut];
         chances.into_iter().all(Probability::is_zero)
@@ -132,14 +135,14 @@ impl FaultPlan {
             "rate" => {
                 let rate = units::parse_bytes(value.trim_end_matches("/s"))?;
                 if rate == 0 {
-                    return Err(malformed(part, "at that rate nothing would ever go through"));
+                    return Err(malformed(part, "the rate must not be 0"));
                 }
                 self.rate = Some(rate);
             }
             "partition" => {
                 let times = value.split_once('+');
                 let (from, length) =
-                    times.ok_or_else(|| malformed(part, "it is not a time, a plus and a time"))?;
+                    times.ok_or_else(|| malformed(part, "it must be a time, a plus and a time"))?;
                 let both = (units::parse_duration(from)?, units::parse_duration(length)?);
                 self.partition = Some(both);
             }
@@ -148,14 +151,14 @@ impl FaultPlan {
                     "both" => FaultDirection::Both,
                     "out" => FaultDirection::Out,
                     "in" => FaultDirection::In,
-                    _ => return Err(malformed(part, "it is neither both, out nor in")),
+                    _ => return Err(malformed(part, "the direction must be both, out or in")),
                 }
             }
             "seed" => {
                 let seed = value.parse();
-                self.seed = seed.map_err(|_| malformed(part, "a seed is a whole number"))?;
+                self.seed = seed.map_err(|_| malformed(part, "the seed must be a whole number"))?;
             }
-            _ => return Err(malformed(part, "there is no such fault")),
+            _ => return Err(malformed(part, "unknown fault")),
         }
         Ok(())
     }
@@ -178,7 +181,7 @@ impl FromStr for FaultPlan {
 impl fmt::Display for FaultPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let percent = |chance: Probability| {
-            // What was read as 5% is a little less in parts of 2³².
+            // 5% is stored as slightly less in units of 2⁻³².
             (chance.share() * 1e9).round() / 1e7
         };
         let named = [
@@ -211,7 +214,7 @@ impl fmt::Display for FaultPlan {
     }
 }
 
-/// A duration in the largest unit that tells it exactly, as it would be written.
+/// A duration in the largest unit that represents it exactly, in the format that is parsed.
 struct Time(Duration);
 
 impl fmt::Display for Time {
@@ -231,15 +234,13 @@ fn chance(value: &str, part: &str) -> Result<Probability> {
     };
     let share = digits.parse::<f64>().ok().map(|number| number / scale);
     let share = share.filter(|share| (0.0..=1.0).contains(share));
-    share
-        .map(Probability::of)
-        .ok_or_else(|| malformed(part, "it is not a share between 0% and 100%"))
+    share.map(Probability::of).ok_or_else(|| malformed(part, "it must be between 0% and 100%"))
 }
 
 #[cold]
 fn malformed(part: &str, why: &'static str) -> Error {
-    Error::new(Kind::Malformed, format!("read {part:?} as a fault")).why(why).fix(
-        "write it like loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=1%,delay=10us,jitter=5us,rate=1GiB,\
+    Error::new(Kind::Malformed, format!("parse {part:?} as a fault")).why(why).fix(
+        "use the form loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=1%,delay=10us,jitter=5us,rate=1GiB,\
          partition=1s+200ms,dir=out,seed=7",
     )
 }
@@ -249,8 +250,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plans_read_what_they_print() {
-        let text = "loss=5%,dup=1%,reorder=2%,corrupt=0.5%,cut=0.125%,delay=10us,jitter=1500ns,rate=1000000,\
+    fn display_and_from_str_round_trip() {
+        let text = "loss=5%,dup=1%,reorder=2%,corrupt=0.5%,cut=0.125%,delay=10us,jitter=1500ns,\
+                    rate=1000000,\
                     partition=1s+200ms,dir=out,seed=7";
         let plan: FaultPlan = text.parse().unwrap();
         assert_eq!(plan.to_string(), text);
@@ -263,17 +265,17 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_its_reason() {
+    fn invalid_plans_are_rejected_with_the_reason() {
         for (text, reason) in [
             ("loss", "equals sign"),
             ("loss=101%", "between 0%"),
             ("loss=-1%", "between 0%"),
             ("loss=NaN", "between 0%"),
-            ("luck=5%", "no such fault"),
+            ("luck=5%", "unknown fault"),
             ("delay=soon", "whole number"),
-            ("rate=0", "nothing would ever"),
+            ("rate=0", "must not be 0"),
             ("partition=1s", "a plus"),
-            ("dir=up", "neither"),
+            ("dir=up", "both, out or in"),
             ("seed=x", "whole number"),
         ] {
             let error = text.parse::<FaultPlan>().unwrap_err();

@@ -1,4 +1,4 @@
-//! Each fault happens at about its rate, and nothing else happens.
+//! Each fault occurs at about its configured rate, and no other effect occurs.
 
 use super::*;
 use crate::link::tests::fill;
@@ -9,14 +9,14 @@ const COUNT: u32 = 20_000;
 const LEN: usize = 100;
 
 struct Run {
-    /// The numbers of the packets that arrived, in their order.
+    /// Numbers of the packets that arrived, in order of arrival.
     arrived: Vec<u32>,
     sender: Counters,
     receiver: Counters,
 }
 
 impl Run {
-    fn doubled(&self) -> usize {
+    fn duplicated(&self) -> usize {
         let mut numbers = self.arrived.clone();
         numbers.sort_unstable();
         let all = numbers.len();
@@ -35,7 +35,8 @@ fn pair() -> (Loopback, Loopback) {
     (end(1), end(2))
 }
 
-/// Sends numbered packets from one to the other; a pair of clocks is moved by a microsecond per packet.
+/// Sends numbered packets from one link to the other; the clock advances by a microsecond per
+/// packet.
 fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
     let flow = from.open(to.local(), 0).unwrap();
     let mut arrived = Vec::new();
@@ -43,7 +44,7 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         let mut want = vec![0; LEN];
         let number = u32::from_be_bytes(*frame.bytes.first_chunk().unwrap());
         fill(&mut want, number);
-        assert_eq!(frame.bytes[..LEN - 4], want[..LEN - 4], "a packet changed on its way");
+        assert_eq!(frame.bytes[..LEN - 4], want[..LEN - 4], "a packet changed in transit");
         arrived.push(number);
     };
     for number in 0..COUNT {
@@ -66,7 +67,7 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         from.flush().unwrap();
         to.receive(&mut take).unwrap();
     }
-    assert_eq!((from.poll_delay(), to.poll_delay()), (None, None), "something is still held back");
+    assert_eq!((from.poll_delay(), to.poll_delay()), (None, None), "packets are still held back");
     Run { arrived, sender: from.counters(), receiver: to.counters() }
 }
 
@@ -88,7 +89,7 @@ fn both_ways(plan: &str) -> [Run; 2] {
     [run_out(&format!("dir=out,{plan}")), run_in(&format!("dir=in,{plan}"))]
 }
 
-/// Whether a count is what a chance gives, within five standard deviations.
+/// Whether a count matches a probability, within five standard deviations.
 fn about(count: usize, chance: f64) -> bool {
     let (expected, spread) =
         (f64::from(COUNT) * chance, (f64::from(COUNT) * chance * (1.0 - chance)).sqrt());
@@ -96,7 +97,7 @@ fn about(count: usize, chance: f64) -> bool {
 }
 
 #[test]
-fn without_faults_everything_passes() {
+fn without_faults_all_packets_arrive() {
     for run in both_ways("seed=3") {
         assert_eq!(run.arrived, (0..COUNT).collect::<Vec<_>>());
         assert_eq!(run.sender.drops.total() + run.receiver.drops.total(), 0);
@@ -104,7 +105,7 @@ fn without_faults_everything_passes() {
 }
 
 #[test]
-fn a_direction_without_faults_is_left_alone() {
+fn the_other_direction_has_no_faults() {
     for run in [run_out("dir=in,loss=50%"), run_in("dir=out,loss=50%")] {
         assert_eq!(run.arrived, (0..COUNT).collect::<Vec<_>>());
     }
@@ -117,15 +118,15 @@ fn packets_are_lost() {
         assert!(about(lost, 0.05), "{lost}");
         let counted = run.sender.drops.injected + run.receiver.drops.injected;
         assert_eq!(counted, lost as u64);
-        assert_eq!((run.doubled(), run.overtaken()), (0, 0));
+        assert_eq!((run.duplicated(), run.overtaken()), (0, 0));
     }
 }
 
 #[test]
-fn packets_come_twice() {
+fn packets_are_duplicated() {
     for run in both_ways("dup=3%") {
-        assert!(about(run.doubled(), 0.03), "{}", run.doubled());
-        assert_eq!(run.arrived.len(), COUNT as usize + run.doubled());
+        assert!(about(run.duplicated(), 0.03), "{}", run.duplicated());
+        assert_eq!(run.arrived.len(), COUNT as usize + run.duplicated());
     }
 }
 
@@ -133,16 +134,16 @@ fn packets_come_twice() {
 fn packets_are_overtaken() {
     for run in both_ways("reorder=2%") {
         let overtaken = run.overtaken();
-        // Some meet in one place, and count once.
+        // Adjacent ones count once.
         assert!((200..440).contains(&overtaken), "{overtaken}");
         let mut sorted = run.arrived.clone();
         sorted.sort_unstable();
-        assert_eq!(sorted, (0..COUNT).collect::<Vec<_>>(), "nothing else happens");
+        assert_eq!(sorted, (0..COUNT).collect::<Vec<_>>(), "no other faults occur");
     }
 }
 
 #[test]
-fn damage_is_found_by_the_receiver() {
+fn corruption_is_detected_by_the_receiver() {
     for run in both_ways("corrupt=4%") {
         let found = run.receiver.drops.icrc as usize;
         assert!(about(found, 0.04), "{found}");
@@ -155,7 +156,7 @@ fn damage_is_found_by_the_receiver() {
 }
 
 #[test]
-fn damage_is_found_on_a_socket_too() {
+fn corruption_is_detected_on_a_socket_too() {
     for options in ["", "gso=off", "gro=off", "gso=off,gro=off"] {
         let options: Options = options.parse().unwrap();
         let bind = || Udp::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
@@ -183,10 +184,10 @@ fn the_same_seed_gives_the_same_faults() {
 }
 
 #[test]
-fn a_fault_does_not_move_another() {
+fn one_fault_does_not_shift_another() {
     let lost = |run: &Run| {
-        let came: std::collections::HashSet<u32> = run.arrived.iter().copied().collect();
-        (0..COUNT).filter(|number| !came.contains(number)).collect::<Vec<_>>()
+        let arrived: std::collections::HashSet<u32> = run.arrived.iter().copied().collect();
+        (0..COUNT).filter(|number| !arrived.contains(number)).collect::<Vec<_>>()
     };
     let (alone, together) =
         (run_out("loss=5%,seed=1"), run_out("loss=5%,dup=10%,reorder=9%,seed=1"));
@@ -221,8 +222,8 @@ fn a_delay_alone_keeps_the_order() {
 }
 
 #[test]
-fn a_rate_holds_packets_back_and_loses_the_rest() {
-    // A packet takes a microsecond at a hundred million bytes a second, and one is sent per microsecond.
+fn a_rate_delays_packets_and_drops_the_excess() {
+    // A packet of 100 bytes takes 1 µs at 100 MB/s, and one is sent per microsecond.
     let run = run_out("rate=100000000");
     assert_eq!(run.arrived, (0..COUNT).collect::<Vec<_>>());
     let run = run_out("rate=50000000");
@@ -259,7 +260,7 @@ fn partitions_come_and_go() {
 }
 
 #[test]
-fn packets_of_a_flow_that_was_closed_meanwhile_are_counted() {
+fn delayed_packets_of_a_closed_flow_are_counted() {
     let (one, two) = pair();
     let clock = Clock::manual();
     let mut one = FaultInjector::with_clock(one, "delay=10us".parse().unwrap(), clock.clone());

@@ -1,18 +1,23 @@
-//! Memory that a peer of this machine reaches by itself: the owner's side ([`ExportTable`]) and the visitor's ([`ShmPeer`]).
+//! Direct access to the memory of a peer on this machine: the owner's side ([`ExportTable`]) and
+//! the importer's ([`ShmPeer`]).
 //!
-//! The owner has a table of rows, one per thing that it grants. Peers map the table and can only read it; what a row
-//! says is for those above to agree upon. A row is open or shut, and each opening has a number of its own, so that what
-//! a peer has once understood of a row holds as long as that number stands there. The files that rows
-//! speak of travel over the connection's socket when a peer first asks for one; a table with thousands of rows costs nothing before that.
+//! The owner has a table of rows, one per export. Peers map the table read-only; the layers above
+//! define the content of a row. A row is open or closed, and each opening has a generation number,
+//! so what a peer has derived from a row is valid as long as that generation is current. The files
+//! that rows refer to are sent over the connection's socket when a peer first requests them; a
+//! table with thousands of rows costs nothing until then.
 //!
-//! A visit needs two rows (who comes, and what is touched). [`ShmPeer::begin_access`] says where it goes, and then looks whether both
-//! are still open; [`ExportTable::close`] shuts a row, and then waits for those inside: see `sync/revocation.rs`. A peer that is
-//! killed inside is not waited for: its socket and its process tell. One that is stopped inside is.
+//! An access uses two rows (one for the queue pair, one for the memory). [`ShmPeer::begin_access`]
+//! announces it and then checks that both rows are still open; [`ExportTable::close`] closes a row
+//! and then waits for accesses in progress: see `sync/revocation.rs`. The owner does not wait for a
+//! peer that was killed during an access: its socket and its pidfd report the exit. It does wait
+//! for one that is stopped.
 //!
-//! # What a peer is trusted with
-//! Peers are processes of the same user, or root's: the same that may attach a debugger. A peer has the file of each
-//! memory that it asked for, and can touch all of that memory whenever it likes, whatever rows say; the rows are what
-//! keeps a peer right that means well. Files of memory that it may only read are open for reading only.
+//! # Trust
+//! Peers are processes of the same user, or of root: those that may attach a debugger. A peer holds
+//! the file of each memory that it requested and can access all of it at any time, whatever the
+//! rows say; the rows keep a well-behaved peer correct. Files of memory that a peer may only read
+//! are opened read-only.
 
 use std::io;
 use std::net::SocketAddr;
@@ -29,51 +34,54 @@ use super::sys::{ControlPage, ReadOnlyMapping, WordTable};
 use crate::error::{Error, Result};
 use crate::sync::{Backoff, asymmetric_fence, revocation};
 
-/// How many rows a table has.
+/// Number of rows of a table.
 pub const ROWS: usize = 1 << access_tag::ROW_BITS;
-/// What a row says, beside whether it is open.
+/// The content of a row, besides its generation.
 pub type RowContent = [u64; 7];
 
 const ROW_WORDS: usize = 8;
 const TABLE_LEN: usize = ROWS * ROW_WORDS * 8;
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// How often an owner looks for the end of a visit before it asks whether the visitor lives.
+/// Number of polls for the end of an access before the owner checks whether the importer is alive.
 const LIVENESS_CHECK_AFTER: u32 = 96;
 
-/// What letters are about: the file of a key is wanted; here is the table; here is the file, or there is none.
+/// Kinds of control messages: a request for the file of a key; the table; the reply to a request,
+/// with the file if there is one.
 const MSG_FILE_REQUEST: u8 = 2;
 const MSG_TABLE: u8 = 3;
 const MSG_FILE_REPLY: u8 = 4;
 
-/// Said with the table: before its owner looks who is inside, it raises a barrier in all processes, so that visitors need no
-/// fence. One of a build that does not know this says nothing.
-const OWNER_HAS_BARRIERS: u32 = 1;
+/// Sent with the table: before the owner checks for accesses in progress, it issues a heavy fence
+/// in all processes, so importers need no fence. Owners without this feature do not send it.
+const OWNER_HAS_HEAVY_FENCE: u32 = 1;
 
-/// Finds the file of a key; none if there is none to be given.
+/// Returns the file of a key; `None` if the key has no file to share.
 pub type FileLookup = dyn Fn(u32) -> Option<OwnedFd> + Send + Sync;
 
-/// What this process offers its peers.
+/// The memory that this process exports to its peers.
 pub struct ExportTable {
     table: WordTable,
     file: OwnedFd,
+    /// The generation of the next opening.
     generations: AtomicU64,
     file_for_key: Box<FileLookup>,
     importers: Mutex<Vec<Arc<Importer>>>,
-    /// What guests did that are gone: operations, and bytes.
+    /// Operations and bytes of importers that have disconnected.
     departed_totals: [AtomicU64; 2],
 }
 
-/// A peer that has the table.
+/// A peer that has mapped the table.
 struct Importer {
     control: ControlPage,
     socket: Arc<OwnedFd>,
-    /// Tells of its end even if a child of its has the socket too.
+    /// Reports the exit even if a child of the process has inherited the socket.
     pidfd: Option<OwnedFd>,
 }
 
 impl Importer {
-    /// Whether it can touch nothing any more: the process has ended, or has let go of the connection.
+    /// Whether the importer can no longer access memory: the process has exited, or has closed the
+    /// connection.
     fn is_gone(&self) -> bool {
         let mut fds = vec![PollFd::new(&self.socket, PollFlags::RDHUP)];
         fds.extend(self.pidfd.as_ref().map(|pidfd| PollFd::new(pidfd, PollFlags::IN)));
@@ -81,9 +89,10 @@ impl Importer {
         fds.iter().any(|fd| !fd.revents().is_empty())
     }
 
+    /// Waits until the importer's access that uses this row, if there is one, has ended.
     fn wait_for_exit(&self, row: u32) {
         let (mut polls, mut backoff) = (0_u32, Backoff::default());
-        let needs_row = |encode_tag| access_tag::uses_row(encode_tag, row);
+        let needs_row = |tag| access_tag::uses_row(tag, row);
         revocation::wait_for_exit(self.control.access_word(), needs_row, || {
             polls = polls.saturating_add(1);
             backoff.snooze();
@@ -94,19 +103,19 @@ impl Importer {
 
 impl std::fmt::Debug for ExportTable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Offer({} guests)", self.importers.lock().len())
+        write!(f, "ExportTable({} importers)", self.importers.lock().len())
     }
 }
 
 impl ExportTable {
-    /// An empty table; files are found by `file_for_key`, which is called by whoever drives the link.
+    /// An empty table. `file_for_key` looks up files; it is called by the thread that polls the
+    /// link.
     ///
     /// # Errors
-    /// If there is no memory for it, or the kernel cannot seal it.
+    /// If memory is exhausted, or the kernel cannot seal memory.
     pub fn new(file_for_key: Box<FileLookup>) -> Result<Arc<Self>> {
         let made = WordTable::new(TABLE_LEN);
-        let (table, file) =
-            made.map_err(|why| Error::os("make a table of memory for peers", &why))?;
+        let (table, file) = made.map_err(|why| Error::os("create an export table", &why))?;
         let (generations, departed_totals) =
             (AtomicU64::new(1), [AtomicU64::new(0), AtomicU64::new(0)]);
         Ok(Arc::new(Self {
@@ -119,8 +128,8 @@ impl ExportTable {
         }))
     }
 
-    /// Opens a row that is shut, with that content; false if there is no such row. One row is opened and closed by one
-    /// at a time.
+    /// Opens a closed row with this content; `false` if there is no such row. The caller serializes
+    /// `open` and `close` of one row.
     pub fn open(&self, row: usize, content: &RowContent) -> bool {
         let Some(state) = self.table.word(row * ROW_WORDS) else { return false };
         for (at, value) in content.iter().enumerate() {
@@ -133,14 +142,15 @@ impl ExportTable {
         true
     }
 
-    /// Shuts a row. When this returns, nobody is inside any more that came by it, and nobody comes.
+    /// Closes a row. When this returns, no access that uses it is in progress, and none can begin.
     pub fn close(&self, row: usize) {
         let Some(state) = self.table.word(row * ROW_WORDS) else { return };
         if state.load(Ordering::Relaxed) == 0 {
             return;
         }
         revocation::revoke(state, || fence(Ordering::SeqCst));
-        // Who is not in the list yet gets the table later, and finds the row shut.
+        // An importer that is not in the list yet receives the table later, and finds the row
+        // closed.
         let importers = self.importers.lock().clone();
         if !importers.is_empty() {
             asymmetric_fence::heavy_global();
@@ -150,7 +160,7 @@ impl ExportTable {
         }
     }
 
-    /// What peers did by themselves in our memory: operations, and bytes.
+    /// Operations and bytes that peers have executed directly in our memory.
     pub fn access_counts(&self) -> [u64; 2] {
         let importers = self.importers.lock();
         [0, 1].map(|which| {
@@ -161,12 +171,12 @@ impl ExportTable {
         })
     }
 
-    /// How many peers have the table.
+    /// Number of peers that have the table.
     pub fn importers(&self) -> usize {
         self.importers.lock().len()
     }
 
-    /// Lets a peer have the table. `page` is the one that it writes.
+    /// Gives a peer the table. `page` is the control page that the peer writes.
     pub(super) fn add_importer(
         self: &Arc<Self>,
         page: &OwnedFd,
@@ -179,7 +189,7 @@ impl ExportTable {
         });
         self.importers.lock().push(importer.clone());
         let importer_slot = ImporterSlot { export_table: self.clone(), importer };
-        let key = if asymmetric_fence::is_ready_global() { OWNER_HAS_BARRIERS } else { 0 };
+        let key = if asymmetric_fence::is_ready_global() { OWNER_HAS_HEAVY_FENCE } else { 0 };
         let msg = ControlMsg { kind: MSG_TABLE, key, word: TABLE_LEN as u64 };
         if msg.send(socket, Some(self.file.as_fd())) {
             return Ok(importer_slot);
@@ -187,7 +197,7 @@ impl ExportTable {
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// Forgets guests that are gone.
+    /// Removes importers that have disconnected.
     fn remove_gone(&self) {
         self.importers.lock().retain(|importer| {
             let gone = importer.is_gone();
@@ -203,19 +213,20 @@ impl ExportTable {
     }
 }
 
-/// A guest's place: given up with the connection.
+/// The registration of an importer, dropped with its connection.
 pub(super) struct ImporterSlot {
     export_table: Arc<ExportTable>,
     importer: Arc<Importer>,
 }
 
 impl ImporterSlot {
-    /// Reads what the guest says, and gives it the files that it asks for; false if it is gone.
+    /// Handles the importer's messages and sends the files that it requests; `false` if it has
+    /// disconnected.
     pub(super) fn poll_control(&self, socket: &OwnedFd) -> bool {
         handshake::read(socket, |msg, _| {
             if msg.kind == MSG_FILE_REQUEST {
                 let file = (self.export_table.file_for_key)(msg.key);
-                // What does not go now is asked for again.
+                // A reply that cannot be sent now is requested again.
                 ControlMsg { kind: MSG_FILE_REPLY, ..msg }
                     .send(socket, file.as_ref().map(AsFd::as_fd));
             }
@@ -224,43 +235,43 @@ impl ImporterSlot {
 }
 
 impl Drop for ImporterSlot {
-    /// A guest that still lives stays in the list, as it may be inside: it is told that we have done with it, and
-    /// forgotten once it has let go.
+    /// An importer that is still connected stays in the list, because it may be accessing memory:
+    /// shutting down the socket notifies it, and it is removed once it has disconnected.
     fn drop(&mut self) {
         let _ = rustix::net::shutdown(&self.importer.socket, rustix::net::Shutdown::Write);
         self.export_table.remove_gone();
     }
 }
 
-/// The file of a key that was asked for.
+/// The reply to a file request.
 #[derive(Debug)]
 pub struct FileReply {
-    /// The key.
+    /// The key of the request.
     pub key: u32,
-    /// What was said with the question.
+    /// The `word` of the request.
     pub word: u64,
-    /// None if the owner has none to give.
+    /// The file; `None` if the owner has none to share.
     pub file: Option<OwnedFd>,
 }
 
-/// A peer, as far as it lets us reach its memory.
+/// A peer, for direct access to the memory that it exports.
 pub struct ShmPeer {
     from: SocketAddr,
     pub(super) socket: OwnedFd,
     control: ControlPage,
     table: OnceLock<ReadOnlyMapping>,
-    /// The owner raises barriers before it looks who is inside, and they reach us.
+    /// The owner issues heavy fences before it checks for accesses, and they reach this process.
     fence_free: AtomicBool,
     gone: AtomicBool,
-    /// There are answers.
+    /// `answers` is not empty.
     replies_ready: AtomicBool,
     answers: Mutex<Vec<FileReply>>,
-    access_counts: AtomicU64,
+    accesses: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// A visit; it ends when this is dropped.
-#[must_use = "the visit ends at once"]
+/// An access in progress; it ends when this is dropped.
+#[must_use = "the access ends when the guard is dropped"]
 pub struct AccessGuard<'a>(&'a ShmPeer, u64);
 
 impl Drop for AccessGuard<'_> {
@@ -268,23 +279,24 @@ impl Drop for AccessGuard<'_> {
     fn drop(&mut self) {
         let Self(peer, bytes) = self;
         revocation::leave(peer.control.access_word());
-        // Nobody else writes these.
+        // This thread is the only writer.
         let done = peer.bytes.load(Ordering::Relaxed).wrapping_add(*bytes);
         peer.bytes.store(done, Ordering::Relaxed);
-        let [access_counts, told] = peer.control.access_counts();
-        access_counts.store(peer.access_counts.load(Ordering::Relaxed), Ordering::Relaxed);
-        told.store(done, Ordering::Relaxed);
+        let [shared_accesses, shared_bytes] = peer.control.access_counts();
+        shared_accesses.store(peer.accesses.load(Ordering::Relaxed), Ordering::Relaxed);
+        shared_bytes.store(done, Ordering::Relaxed);
     }
 }
 
 impl std::fmt::Debug for ShmPeer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Peer(offers: {}, gone: {})", self.has_table(), self.is_gone())
+        write!(f, "ShmPeer(has_table: {}, gone: {})", self.has_table(), self.is_gone())
     }
 }
 
 impl ShmPeer {
-    /// The other end of `socket`, which sees us as `from`. `page` is the one that we write.
+    /// The peer at the other end of `socket`, which sees this process as `from`. `page` is the
+    /// control page that this process writes.
     pub(super) fn new(from: SocketAddr, socket: OwnedFd, page: &OwnedFd) -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             from,
@@ -295,41 +307,41 @@ impl ShmPeer {
             gone: AtomicBool::new(false),
             replies_ready: AtomicBool::new(false),
             answers: Mutex::default(),
-            access_counts: AtomicU64::new(0),
+            accesses: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
         }))
     }
 
-    /// The address that it sees us under.
+    /// The address under which the peer sees this process.
     pub fn from(&self) -> SocketAddr {
         self.from
     }
 
-    /// Whether it offers anything, as far as we know.
+    /// Whether the peer's table has been received.
     #[inline]
     pub fn has_table(&self) -> bool {
         self.table.get().is_some()
     }
 
-    /// Whether the connection has ended. What was mapped stays mapped, and must not be used any more.
+    /// Whether the connection has ended. Mapped memory stays mapped, but must not be used any more.
     #[inline]
     pub fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Relaxed)
     }
 
-    /// Ends the connection.
+    /// Closes the connection.
     pub(super) fn disconnect(&self) {
         self.gone.store(true, Ordering::Relaxed);
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
-    /// Reads what it says; false if it is gone.
+    /// Handles the peer's messages; `false` if it has disconnected.
     pub(super) fn poll_control(&self) -> bool {
         handshake::read(&self.socket, |msg, file| match (msg.kind, file) {
             (MSG_TABLE, Some(file)) if msg.word == TABLE_LEN as u64 => {
                 if let Ok(table) = ReadOnlyMapping::open(&file, TABLE_LEN) {
                     let light =
-                        msg.key == OWNER_HAS_BARRIERS && asymmetric_fence::is_ready_global();
+                        msg.key == OWNER_HAS_HEAVY_FENCE && asymmetric_fence::is_ready_global();
                     self.fence_free.store(light, Ordering::Relaxed);
                     let _ = self.table.set(table);
                 }
@@ -342,24 +354,25 @@ impl ShmPeer {
         })
     }
 
-    /// Asks for the file of a key; false if that cannot be said now. The answer comes back with `word`.
-    pub fn ask(&self, key: u32, word: u64) -> bool {
+    /// Requests the file of a key; `false` if the request cannot be sent now. The reply carries
+    /// `word`.
+    pub fn request_file(&self, key: u32, word: u64) -> bool {
         ControlMsg { kind: MSG_FILE_REQUEST, key, word }.send(&self.socket, None)
     }
 
-    /// Whether there are answers.
+    /// Whether replies are waiting.
     #[inline]
     pub fn has_replies(&self) -> bool {
         self.replies_ready.load(Ordering::Acquire)
     }
 
-    /// The answers that came since this was last asked.
-    pub fn answers(&self) -> Vec<FileReply> {
+    /// Takes the replies received since the last call.
+    pub fn take_replies(&self) -> Vec<FileReply> {
         self.replies_ready.store(false, Ordering::Relaxed);
         std::mem::take(&mut *self.answers.lock())
     }
 
-    /// The number of the opening that a row has now; 0 if it is shut.
+    /// The generation of a row; 0 if it is closed.
     #[inline]
     pub fn generation(&self, row: u32) -> u64 {
         match self.table.get() {
@@ -368,7 +381,7 @@ impl ShmPeer {
         }
     }
 
-    /// What a row says, with the number of its opening, if it is open.
+    /// The content of a row with its generation; `None` if it is closed.
     pub fn row(&self, row: u32) -> Option<(u64, RowContent)> {
         let table = self.table.get()?;
         let generation = self.generation(row);
@@ -382,7 +395,8 @@ impl ShmPeer {
         (self.generation(row) == generation).then_some((generation, content))
     }
 
-    /// Goes in to touch `bytes` bytes, if both rows have these openings still. By one thread at a time.
+    /// Begins an access of `bytes` bytes, if both rows still have these generations. One thread at
+    /// a time.
     #[inline]
     pub fn begin_access(
         &self,
@@ -390,26 +404,26 @@ impl ShmPeer {
         generations: [u64; 2],
         bytes: u64,
     ) -> Option<AccessGuard<'_>> {
-        let number = self.access_counts.load(Ordering::Relaxed).wrapping_add(1);
+        let number = self.accesses.load(Ordering::Relaxed).wrapping_add(1);
         let table = self.table.get()?;
         let is_open = || {
             let words = rows.map(|row| table.word(row as usize * ROW_WORDS * 8, Ordering::SeqCst));
             words == generations && !generations.contains(&0)
         };
-        let encode_tag = access_tag::encode_tag(number, rows);
+        let tag = access_tag::encode_tag(number, rows);
         let announce = |access_word: &AtomicU64| match self.fence_free.load(Ordering::Relaxed) {
             true => {
-                access_word.store(encode_tag, Ordering::Release);
+                access_word.store(tag, Ordering::Release);
                 compiler_fence(Ordering::SeqCst);
             }
-            // Between the owner's fence and loads of this ordering that follow, such a store is as good as a fence, and
-            // costs half as much.
-            false => access_word.store(encode_tag, Ordering::SeqCst),
+            // Together with the SeqCst loads that follow, a SeqCst store suffices against the
+            // owner's fence, and costs half as much as a fence.
+            false => access_word.store(tag, Ordering::SeqCst),
         };
         if !revocation::enter(self.control.access_word(), announce, is_open) {
             return None;
         }
-        self.access_counts.store(number, Ordering::Relaxed);
+        self.accesses.store(number, Ordering::Relaxed);
         Some(AccessGuard(self, bytes))
     }
 }
@@ -420,7 +434,8 @@ mod tests {
 
     use super::*;
 
-    /// A peer of an offer that says this with its table; the owner's end of the socket stays open with it.
+    /// An importer whose owner sends these flags with the table; also returns the owner's end of
+    /// the socket, to keep it open.
     fn peer(export_table: &Arc<ExportTable>, owner_flags: u32) -> (Arc<ShmPeer>, Arc<OwnedFd>) {
         let kind = SocketType::SEQPACKET;
         let (theirs, ours) =
@@ -436,38 +451,41 @@ mod tests {
         (peer, socket)
     }
 
-    /// Visitors do without a fence exactly where the owner has promised barriers; whatever it said, a row that is taken back is
-    /// empty and stays so.
+    /// Importers omit the fence exactly if the owner has announced heavy fences; whatever it sent,
+    /// no access is in progress after a row was closed, and none begins.
     #[test]
-    fn owners_of_every_build_get_their_memory_back() {
+    fn closing_a_row_ends_all_accesses() {
         let ready = asymmetric_fence::is_ready_global();
         for (owner_flags, light) in
-            [(0, false), (OWNER_HAS_BARRIERS, ready), (7, false), (u32::MAX, false)]
+            [(0, false), (OWNER_HAS_HEAVY_FENCE, ready), (7, false), (u32::MAX, false)]
         {
             let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
             let (peer, _socket) = peer(&export_table, owner_flags);
-            assert_eq!(peer.fence_free.load(Ordering::Relaxed), light, "said {owner_flags}");
+            assert_eq!(peer.fence_free.load(Ordering::Relaxed), light, "flags {owner_flags}");
             assert!(export_table.open(3, &[0; 7]) && export_table.open(9, &[0; 7]));
             let generations = [peer.generation(3), peer.generation(9)];
-            let taken_back = AtomicBool::new(false);
-            let access_counts = std::thread::scope(|scope| {
-                let access_word = scope.spawn(|| {
-                    let mut access_counts = 0_u64;
-                    while let Some(_inside) = peer.begin_access([3, 9], generations, 8) {
-                        assert!(!taken_back.load(Ordering::SeqCst), "inside what was taken back");
-                        access_counts += 1;
+            let closed = AtomicBool::new(false);
+            let accesses = std::thread::scope(|scope| {
+                let accessor = scope.spawn(|| {
+                    let mut accesses = 0_u64;
+                    while let Some(_guard) = peer.begin_access([3, 9], generations, 8) {
+                        assert!(
+                            !closed.load(Ordering::SeqCst),
+                            "an access after the row was closed"
+                        );
+                        accesses += 1;
                     }
-                    access_counts
+                    accesses
                 });
                 while export_table.access_counts()[0] < 1000 {
                     std::thread::yield_now();
                 }
                 export_table.close(9);
-                taken_back.store(true, Ordering::SeqCst);
-                access_word.join().unwrap()
+                closed.store(true, Ordering::SeqCst);
+                accessor.join().unwrap()
             });
-            assert!(access_counts >= 1000);
-            assert!(peer.begin_access([3, 9], generations, 8).is_none(), "it is shut");
+            assert!(accesses >= 1000);
+            assert!(peer.begin_access([3, 9], generations, 8).is_none(), "the row is closed");
         }
     }
 }

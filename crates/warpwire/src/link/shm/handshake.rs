@@ -1,10 +1,12 @@
-//! How two processes find each other: a unix socket whose name is the link's address, and one message on it.
+//! Connection setup between two processes: a unix socket named after the link's address, and one
+//! message on it.
 //!
-//! The name lies in the abstract namespace, which is the network namespace's, like the address itself: who shares the
-//! one shares the other, nothing is left behind in a file system, and a name is free as soon as its owner is gone.
+//! The name is in the abstract namespace, which belongs to the network namespace, as the address
+//! does: processes that share one share the other, nothing is left behind in a file system, and a
+//! name is free as soon as its owner exits.
 //!
-//! The sender connects, says [`RingHello`] with the files of a new ring, and may write at once. The socket stays open: bytes on
-//! it wake the receiver, and its end is the end of the ring.
+//! The sender connects, sends a [`RingHello`] with the files of a new ring, and may write
+//! immediately. The socket stays open: bytes on it wake the receiver, and closing it ends the ring.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,16 +23,18 @@ use super::super::{address_bytes, address_from};
 use super::ring::SIZES;
 use super::sys;
 
-/// Counted up when the hello or the ring changes. It is part of the name too, so that versions do not meet.
+/// Incremented when the hello or the ring changes. Part of the socket name too, so that different
+/// versions do not connect.
 pub(super) const VERSION: u32 = 2;
 const MAGIC: [u8; 8] = *b"warpshm\0";
 const HELLO_LEN: usize = 72;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
-/// Connections that wait to be taken up; the kernel may allow fewer.
+/// Maximum number of connections that wait to be accepted; the kernel may allow fewer.
 const BACKLOG: i32 = 1024;
 
-/// What an address belongs to. A UDP socket may have the same address as a link of somebody else that has no UDP: the two
-/// know nothing of each other. So a link that stands beside a UDP socket has another sort of name, which nobody else can have taken.
+/// The namespace of a link's name. A UDP socket may have the same address as a shared-memory-only
+/// link of another process: the two are unrelated. So a link that belongs to a UDP socket has a
+/// name in a separate namespace, which only the owner of the UDP port binds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Namespace {
     Shm,
@@ -47,7 +51,7 @@ impl Namespace {
         Ok(SocketAddrUnix::new_abstract_name(text.as_bytes())?)
     }
 
-    /// In which order names are tried: first the peer that is as we are.
+    /// The order in which namespaces are searched: the link's own first.
     pub(super) fn search_order(self) -> [Self; 2] {
         match self {
             Self::Shm => [Self::Shm, Self::Auto],
@@ -56,7 +60,7 @@ impl Namespace {
     }
 }
 
-/// Without the flow label, which does not belong to an address.
+/// Clears the flow label, which is not part of an address.
 fn without_flowinfo(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V4(_) => address,
@@ -64,7 +68,7 @@ fn without_flowinfo(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// A socket that peers of this address connect to.
+/// A socket that peers connect to under this address.
 pub(super) fn listen(address: SocketAddr, namespace: Namespace) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
     rustix::net::bind(&socket, &namespace.name(address)?)?;
@@ -72,8 +76,9 @@ pub(super) fn listen(address: SocketAddr, namespace: Namespace) -> io::Result<Ow
     Ok(socket)
 }
 
-/// Holds a free UDP port of the address, so that nobody with UDP gets the name that is made of it; none if the address is not
-/// this machine's. Nobody reads the socket, and it keeps next to nothing of what strangers send.
+/// Binds a free UDP port of the address, so that no UDP socket gets the same name; `None` if the
+/// address does not belong to this machine. The socket is never read, and its receive buffer is
+/// minimal.
 pub(super) fn reserve_port(ip: IpAddr) -> Option<(OwnedFd, SocketAddr)> {
     let family = if ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = rustix::net::socket_with(family, SocketType::DGRAM, FLAGS, None).ok()?;
@@ -86,7 +91,8 @@ pub(super) fn reserve_port(ip: IpAddr) -> Option<(OwnedFd, SocketAddr)> {
     Some((socket, without_flowinfo(address)))
 }
 
-/// Connects to whoever has this address, or all addresses of its port, with one of those names; tells which.
+/// Connects to the link with this address, or with the unspecified address and the same port, in
+/// one of these namespaces; returns which.
 pub(super) fn connect(peer: SocketAddr, names: &[Namespace]) -> io::Result<(OwnedFd, Namespace)> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
     let every: IpAddr = match peer {
@@ -105,15 +111,16 @@ pub(super) fn connect(peer: SocketAddr, names: &[Namespace]) -> io::Result<(Owne
     Err(Errno::CONNREFUSED.into())
 }
 
-/// Whether the process at the other end may share memory with us: our own user's, or root's.
+/// Whether the process at the other end may share memory with us: it runs as the same user or as
+/// root.
 ///
-/// Anyone on the machine can take any name, and connect to any; hence both sides ask.
+/// Any process on the machine can bind any name and connect to any; hence both sides check.
 pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(is_allowed_uid(rustix::process::geteuid().as_raw(), sys::peer_credentials(socket)?.0))
 }
 
-/// The process that connected, as a descriptor that is readable once it has ended; none if the kernel has none, or if
-/// the process lives in another namespace and has no number here.
+/// A pidfd of the process that connected, readable once it has exited; `None` if the kernel has no
+/// pidfds, or if the process is in another PID namespace and has no number here.
 pub(super) fn peer_pidfd(socket: &OwnedFd) -> Option<OwnedFd> {
     let (_, process) = sys::peer_credentials(socket.as_fd()).ok()?;
     let process = rustix::process::Pid::from_raw(process)?;
@@ -124,27 +131,28 @@ fn is_allowed_uid(mine: u32, theirs: u32) -> bool {
     theirs == mine || theirs == 0
 }
 
-/// What a sender says of a new ring. Its two files come along.
+/// The first message on a connection: describes a new ring, whose two files come along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingHello {
     pub from: SocketAddr,
     pub to: SocketAddr,
+    /// Size of the ring in bytes.
     pub ring: usize,
-    /// The sender would reach memory that the receiver offers by itself.
+    /// The sender requests direct access to the receiver's exports.
     pub wants_direct: bool,
 }
 
-/// What a connection brought first.
+/// The result of waiting for the first message of a connection.
 #[derive(Debug)]
 pub(super) enum HelloResult {
-    /// Nothing yet.
+    /// No message yet.
     Pending,
-    /// Its end.
+    /// The connection was closed.
     Closed,
     RingHello(RingHello, [OwnedFd; 2]),
-    /// Another version's hello.
+    /// A hello of another version.
     WrongVersion,
-    /// Something else.
+    /// Any other message.
     Malformed,
 }
 
@@ -160,7 +168,7 @@ impl RingHello {
         bytes
     }
 
-    /// Sends it, with the ring's file and the receiver's page.
+    /// Sends the hello with the file of the ring and that of the receiver's page.
     pub(super) fn send_on(
         &self,
         socket: &OwnedFd,
@@ -178,7 +186,7 @@ impl RingHello {
     }
 }
 
-/// The first message of a connection.
+/// Receives the first message of a connection.
 pub(super) fn recv_hello(socket: &OwnedFd) -> HelloResult {
     let mut bytes = [0; HELLO_LEN + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
@@ -223,23 +231,23 @@ fn parse(bytes: &[u8], files: Vec<OwnedFd>) -> HelloResult {
     HelloResult::RingHello(RingHello { from, to, ring, wants_direct: bytes[12] != 0 }, files)
 }
 
-/// The address in the hello at that byte.
+/// The address at this offset of the hello.
 fn address_at(hello: &[u8], at: usize) -> Option<SocketAddr> {
     address_from(hello.get(at..)?.first_chunk()?)
 }
 
-/// Takes up the next connection that waits.
+/// Accepts the next pending connection.
 pub(super) fn accept(listener: &OwnedFd) -> Result<OwnedFd, Errno> {
     rustix::net::accept_with(listener, FLAGS)
 }
 
-/// Wakes the receiver; `false` if it is gone. A socket that takes no more is full of wake-ups already.
+/// Wakes the receiver; `false` if it has exited. A full socket already holds wake-ups.
 pub(super) fn wake(socket: &OwnedFd) -> bool {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     matches!(rustix::net::send(socket, &[1], flags), Ok(_) | Err(Errno::AGAIN | Errno::INTR))
 }
 
-/// What is said over a socket after the hello: what it is about, a key, and a word.
+/// A message after the hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ControlMsg {
     pub kind: u8,
@@ -250,7 +258,7 @@ pub(super) struct ControlMsg {
 const CONTROL_MSG_LEN: usize = 16;
 
 impl ControlMsg {
-    /// Sends it, with a file perhaps; false if it does not go now.
+    /// Sends the message, optionally with a file; `false` if it cannot be sent now.
     pub(super) fn send(&self, socket: &OwnedFd, file: Option<BorrowedFd<'_>>) -> bool {
         let mut bytes = [0; CONTROL_MSG_LEN];
         bytes[0] = self.kind;
@@ -273,8 +281,8 @@ impl ControlMsg {
     }
 }
 
-/// Reads what came: bytes that only woke us, and letters, of which `on_msg` hears; `false` if the other end is gone.
-/// What is left for the next time keeps the socket readable.
+/// Reads what has arrived: bytes that only wake the receiver, and messages, for which `on_msg` is
+/// called; `false` if the other end is closed. Unread messages keep the socket readable.
 pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Option<OwnedFd>)) -> bool {
     const MAX_MSGS: usize = 16;
     for _ in 0..MAX_MSGS {
@@ -284,7 +292,7 @@ pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Option<O
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let parts = &mut [IoSliceMut::new(&mut bytes)];
         let len = match rustix::net::recvmsg(socket, parts, &mut control, flags) {
-            // An end, or an empty message, which none of ours is.
+            // End of the connection, or an empty message, which a link never sends.
             Ok(message) if message.bytes == 0 => return false,
             Ok(message) => message.bytes,
             Err(Errno::AGAIN | Errno::INTR) => return true,
@@ -322,8 +330,8 @@ mod tests {
         assert!(msg.send(&near, None));
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
         assert!(msg.send(&near, Some(file.as_fd())));
-        for nonsense in [&[7; 15][..], &[7; 17], &[7; 400]] {
-            rustix::net::send(&near, nonsense, SendFlags::empty()).unwrap();
+        for invalid in [&[7; 15][..], &[7; 17], &[7; 400]] {
+            rustix::net::send(&near, invalid, SendFlags::empty()).unwrap();
         }
         let mut got = Vec::new();
         assert!(read(&far, |msg, file| got.push((msg, file.is_some()))));
@@ -333,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_reads_as_it_was_written() {
+    fn a_hello_round_trips() {
         let files = || {
             let file = || tempfile::tempfile().unwrap().into();
             vec![file(), file()]

@@ -1,4 +1,4 @@
-//! The receiving side: connections taken up, rings read, sleepers woken.
+//! The receiving side: accepts connections, reads rings, arms wake-ups.
 
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
@@ -18,60 +18,62 @@ use super::sys::{ControlPage, ReadOnlyMapping};
 use super::{Options, RejectCounters};
 use crate::link::{Counters, Frame, MIN_PACKET, SimdCrc32};
 
-/// How many packets a receive takes at most.
+/// Maximum number of packets per receive.
 const BATCH: usize = 64;
-/// Events and connections that are seen to at once; the rest next time.
+/// Maximum number of events and connections handled per call; the rest are handled by the next one.
 const MAX_EVENTS: usize = 16;
-/// Connections of others to us; more are turned away.
+/// Maximum number of incoming connections; more are rejected.
 const MAX_CONNECTIONS: usize = 4096;
-/// A wait that does not wait.
+/// A timeout of zero: poll without waiting.
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// A ring that somebody sends to us through.
+/// A ring through which a peer sends to this link.
 struct IncomingRing {
-    /// Shared with its seat, which outlives the ring until the sender has let go.
+    /// Shared with the importer, which outlives the ring until the sender has closed the
+    /// connection.
     socket: Arc<OwnedFd>,
     reader: Reader,
     from: SocketAddr,
     to: SocketAddr,
     icrc_prefix: IcrcPrefix,
-    /// It may reach memory of ours by itself.
+    /// The sender may access exported memory directly.
     importer_slot: Option<ImporterSlot>,
-    /// The sender is gone; what it left is still read.
+    /// The sender has exited; packets that it left are still read.
     ended: bool,
-    /// Its contents make no sense; nothing more is read.
+    /// The contents are invalid; nothing more is read.
     broken: bool,
 }
 
-/// What a link receives by.
+/// The receiving side of a link.
 pub(super) struct Incoming {
     local: SocketAddr,
-    /// The link's own, once more.
+    /// A duplicate of the link's epoll descriptor.
     poll: OwnedFd,
     listener: OwnedFd,
-    /// Kept for connections that come when the process has no descriptor left.
+    /// Reserved for a connection that arrives when the process has no descriptors left.
     spare_fd: Option<OwnedFd>,
-    /// Written when there was something to read already as somebody went to sleep.
+    /// An eventfd, written if there are packets already when the caller arms a wait.
     event: OwnedFd,
     signalled: bool,
-    /// Somebody went to sleep, and rings are armed.
+    /// The caller has armed a wait, and the rings are armed.
     armed: bool,
-    /// Connected, and silent so far.
+    /// Accepted connections that have not sent their first message.
     pending: Vec<OwnedFd>,
     rings: Vec<IncomingRing>,
-    /// The ring whose turn is next.
+    /// The ring to read next (round robin).
     next_ring: usize,
+    /// Calls of `receive` since the sockets were last polled.
     calls: u32,
-    /// How many calls go by before the sockets are seen to.
+    /// Maximum number of calls of `receive` between two polls of the sockets.
     control_poll_interval: u32,
     buffer: Box<[u8]>,
-    /// What senders may reach by themselves.
+    /// Memory that senders may access directly.
     pub export_table: Option<Arc<ExportTable>>,
     pub rejects: RejectCounters,
 }
 
 impl IncomingRing {
-    /// Reads what came over its socket; false if the sender is gone.
+    /// Handles messages on the socket; `false` if the sender has exited.
     fn poll_control(&self) -> bool {
         match &self.importer_slot {
             Some(importer_slot) => importer_slot.poll_control(&self.socket),
@@ -80,7 +82,7 @@ impl IncomingRing {
     }
 }
 
-/// Has a descriptor watched under its own number.
+/// Adds a descriptor to the epoll instance, with its number as the token.
 pub(super) fn epoll_add(
     poll: &OwnedFd,
     socket: &OwnedFd,
@@ -122,19 +124,19 @@ impl Incoming {
         })
     }
 
-    /// How many send to us.
+    /// Number of senders.
     pub(super) fn count(&self) -> usize {
         self.rings.len()
     }
 
-    /// Whether it is time to see to the sockets, although nobody slept.
+    /// Whether it is time to poll the sockets although the caller did not wait.
     #[inline]
     pub(super) fn is_poll_due(&mut self) -> bool {
         self.calls += 1;
         self.calls > self.control_poll_interval
     }
 
-    /// Whether somebody slept, or was about to, since the last call. Nobody does any more.
+    /// Whether a wait was armed since the last call; disarms it.
     #[inline]
     pub(super) fn was_armed(&mut self) -> bool {
         let was_armed = std::mem::take(&mut self.armed);
@@ -144,27 +146,28 @@ impl Incoming {
         was_armed
     }
 
-    /// Sees to the sockets, with one system call when nothing happened; `gone` hears of descriptors that are not ours.
+    /// Polls the sockets, with one system call if there are no events; calls `gone` for events on
+    /// descriptors that this side does not know.
     pub(super) fn poll_sockets(&mut self, poll: &OwnedFd, gone: &mut dyn FnMut(u64)) {
         self.calls = 0;
         if self.signalled {
             let _ = rustix::io::read(&self.event, &mut [0; 8]);
             self.signalled = false;
         }
-        // Twice: a connection that is taken up may have brought its hello already.
+        // Twice: a connection that was just accepted may have sent its hello already.
         for _ in 0..2 {
             let mut room = [MaybeUninit::<epoll::Event>::uninit(); MAX_EVENTS];
             let waited = epoll::wait(poll, &mut room[..], Some(&NO_WAIT));
-            let happened = waited.as_ref().is_ok_and(|(events, _)| !events.is_empty());
+            let has_events = waited.as_ref().is_ok_and(|(events, _)| !events.is_empty());
             for event in waited.map_or_else(|_| [].iter(), |(events, _)| events.iter()) {
                 let which = event.data;
                 self.handle_event(poll, which.u64(), gone);
             }
-            if !happened {
+            if !has_events {
                 break;
             }
         }
-        // After the end was seen: what was published before it shows now.
+        // After the end of the connection was seen, everything published before it is visible.
         let before = self.rings.len();
         self.rings.retain(|ring| !ring.ended || !ring.reader.is_empty());
         if self.rings.len() < before {
@@ -210,8 +213,9 @@ impl Incoming {
         }
     }
 
-    /// There is no descriptor for a connection. The one that is kept for that takes it up, to end it: its sender must know, and
-    /// one that waits for ever would not let us sleep.
+    /// The process has no descriptor left for a connection. Uses the reserved one to accept and
+    /// close it: its sender must notice, and a pending connection would keep the epoll descriptor
+    /// readable forever.
     #[cold]
     pub(super) fn reject_without_fd(&mut self) {
         self.spare_fd = None;
@@ -221,7 +225,7 @@ impl Incoming {
         self.spare_fd = rustix::io::fcntl_dupfd_cloexec(&self.poll, 0).ok();
     }
 
-    /// The first message of a connection makes a ring of it, or ends it.
+    /// Reads the first message of a connection, which creates a ring or closes the connection.
     fn recv_hello(&mut self, poll: &OwnedFd, at: usize) {
         let (hello, files) = match handshake::recv_hello(&self.pending[at]) {
             HelloResult::Pending => return,
@@ -247,7 +251,7 @@ impl Incoming {
             return;
         };
         let RingHello { from, to, ring, wants_direct } = hello;
-        // Where that fails, packets do it.
+        // If this fails, the sender uses packets only.
         let socket = Arc::new(socket);
         let export_table = self.export_table.as_ref().filter(|_| wants_direct);
         let importer_slot =
@@ -271,7 +275,7 @@ impl Incoming {
         here && known && to.port() == self.local.port() && to.is_ipv4() == from.is_ipv4()
     }
 
-    /// Takes packets out of the rings, in turn.
+    /// Delivers packets from the rings, round robin.
     #[inline]
     pub(super) fn receive(
         &mut self,
@@ -309,7 +313,7 @@ impl Incoming {
         delivered
     }
 
-    /// Ends the rings whose contents make no sense: their senders see the socket close.
+    /// Removes rings with invalid contents; their senders see the socket close.
     #[cold]
     fn remove_broken(&mut self) {
         let before = self.rings.len();
@@ -321,7 +325,8 @@ impl Incoming {
         self.next_ring = 0;
     }
 
-    /// Has the senders wake us, and makes the descriptor readable if there is something already.
+    /// Requests wake-ups from the senders, and makes the descriptor readable if packets are waiting
+    /// already.
     pub(super) fn arm(&mut self) {
         self.armed = true;
         let mut has_packets = false;
@@ -335,7 +340,7 @@ impl Incoming {
     }
 }
 
-/// Packets that a fault spoiled are found like any others.
+/// Checks length and ICRC, so that corruption by fault injection is detected as on other links.
 #[inline]
 fn check<'a>(
     item: &RingItem<'a>,

@@ -1,24 +1,30 @@
-//! Packets between processes of one machine, through memory that both map: no system call while nobody sleeps.
+//! Packets between processes of one machine, through ring buffers that both map: no system call
+//! unless a receiver sleeps.
 //!
-//! A link listens on a unix socket named after its address. Who opens a flow to it connects, makes a
-//! ring in memory, passes it along, and writes at once. A ring has one direction; the way back is the peer's own to
-//! open. All flows to one peer share one ring.
+//! A link listens on a unix socket named after its address. To open a flow, the sender connects,
+//! creates a ring in memory, passes it over the socket, and may write to it immediately. A ring has
+//! one direction; the peer opens its own ring for the other one. All flows to one peer share one
+//! ring.
 //!
 //! # Copies
-//! The sender fills packets in place: its memory is sealed so that nobody else can ever write it, and a `&mut [u8]`
-//! into it is what it says. The receiver copies each packet out before anyone looks at it: the sender could change it
-//! under the reader's eyes otherwise, after a header was checked and before it is used, and a `&[u8]` of memory that changes is no
-//! valid reference at all. The copy brings the lines over from the other core, which somebody must do anyway.
+//! The sender fills packets directly in the ring: its memory is sealed against all other writers,
+//! so a `&mut [u8]` into it is sound. The receiver copies each packet out before it uses it:
+//! otherwise the sender could change a header between check and use, and a `&[u8]` to memory that
+//! changes is not a valid reference. The copy moves the cache lines from the other core, which has
+//! to happen anyway.
 //!
 //! # When a ring is full
-//! [`ReserveError::Full`], until the peer has read; [`Link::poll_delay`] says to look again soon, because nobody signals room.
+//! [`ReserveError::Full`] until the peer has read; [`Link::poll_delay`] asks for an early retry,
+//! because the peer does not signal free space.
 //!
-//! # When a peer goes
-//! What a sender left in its ring is still read. Packets to a peer that is gone are lost and counted (`no_peer`), as
-//! they are on every other link, rather than refused: the queue pair above has its own timer, and when a process takes
-//! up the same address again, the flow reaches it without anyone's doing.
+//! # When a peer exits
+//! Packets that a sender left in its ring are still received. Packets to a peer that has exited are
+//! dropped and counted (`no_peer`), as on every other link, not rejected: the queue pair above has
+//! its own retransmission timer, and once a process binds the same address again, the flow
+//! reconnects to it.
 
 mod access_tag;
+#[doc(hidden)]
 pub mod exports;
 mod handshake;
 mod incoming;
@@ -56,19 +62,21 @@ use incoming::{Incoming, epoll_add, epoll_token};
 use ring::{NoRoom, Writer};
 use sys::{ControlPage, SealedMapping};
 
-/// How many packets go with one flush.
+/// Maximum number of packets per flush.
 const BATCH: u64 = 256;
-/// Ports that are given to links that ask for any, where the kernel has none to give because the address is not this machine's.
+/// Port range for links bound to port 0 of an address that does not belong to this machine, for
+/// which the kernel assigns no port.
 const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
-/// How long until a peer that is gone is looked for again.
+/// Time between attempts to reconnect to a peer that has exited.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
-/// So many free UDP ports are tried whose name somebody has who chose it.
+/// Free UDP ports to try if the name of each is taken by a link that chose it explicitly.
 const MAX_PORT_ATTEMPTS: usize = 64;
-/// A sender that finds a ring full looks again after this.
+/// Time after which a sender that found a ring full retries.
 const FULL_RETRY_DELAY: Duration = Duration::from_micros(20);
-/// After so many packets in a row without room, whether the peer still lives is asked.
+/// Number of consecutive packets without space after which the sender checks that the peer is
+/// alive.
 const FULL_CHECK_INTERVAL: u32 = 1024;
-/// The longest packet that an ICRC can cover: IPv4's length has sixteen bits.
+/// The maximum packet length that an ICRC can cover: the IPv4 length field has 16 bits.
 const MAX_ICRC_PACKET: usize = 65_507;
 
 /// A link between processes of one machine.
@@ -91,42 +99,44 @@ const MAX_ICRC_PACKET: usize = 65_507;
 pub struct Shm {
     local: SocketAddr,
     namespace: Namespace,
-    /// The UDP port of the same number, held while the link lives, if the number was ours to choose.
+    /// The UDP port of the same number, bound as long as the link exists, if the link chose the
+    /// number.
     _port: Option<OwnedFd>,
     options: Options,
-    /// Everything that may wake us: the listener, connections both ways, the receiving side's own event.
+    /// An epoll instance over the listener, all connections, and the eventfd of the receiving side.
     poll: OwnedFd,
     flows: Flows<Flow>,
     outgoing: Vec<Option<Outgoing>>,
-    /// The rings with packets that are committed and not published.
+    /// Rings with packets that are committed but not published.
     dirty: Vec<usize>,
     reserved: Option<Reserved>,
-    /// Where packets are built whose peer is gone.
+    /// Buffer for packets to peers that have exited.
     sink: Box<[u8]>,
-    /// A peer may be gone.
+    /// The peer of some ring has exited.
     peer_lost: Cell<bool>,
     /// The last packet found its ring full.
     ring_full: bool,
-    /// Connections are taken up by `wait_fd` too, which has no exclusive access: a new one is nothing to wake up for.
+    /// In a `RefCell` because `wait_fd`, which has no exclusive access, also accepts connections: a
+    /// new connection alone must not wake the caller.
     incoming: RefCell<Incoming>,
     append_icrc: bool,
-    /// We would reach memory of peers by ourselves.
+    /// Request direct access to the memory of peers.
     wants_direct: bool,
     counters: Counters,
 }
 
-/// Connections that were turned away, and rings that were ended, since the link was made.
+/// Connections rejected and rings terminated since the link was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectCounters {
-    /// Connections of another user, who is not root.
+    /// Connections from another user that is not root.
     pub untrusted: u64,
-    /// Connections that speak another version.
+    /// Connections that use another protocol version.
     pub wrong_version: u64,
-    /// Connections whose first message, or whose memory, was not what it must be.
+    /// Connections with an invalid first message or invalid memory.
     pub malformed: u64,
-    /// Connections beyond the number that a link keeps.
+    /// Connections beyond the limit of a link.
     pub too_many: u64,
-    /// Rings whose contents made no sense; what was left in them is lost.
+    /// Rings with invalid contents; the packets left in them are lost.
     pub broken: u64,
 }
 
@@ -140,29 +150,29 @@ struct Flow {
 struct Reserved {
     flow: FlowId,
     len: usize,
-    /// The peer is gone: the packet is built to be lost.
+    /// The peer has exited: the packet will be dropped.
     sink: bool,
 }
 
-/// A ring that we send through.
+/// A ring to send through.
 struct Outgoing {
     peer: SocketAddr,
     from: SocketAddr,
-    /// The sort of name that it was found under, and is looked for again if it goes.
+    /// The namespace in which the peer was found, for reconnecting.
     namespace: Namespace,
     shm_peer: Arc<ShmPeer>,
     writer: Writer,
-    /// How many flows use it.
+    /// Number of flows that use the ring.
     flows: usize,
     dirty: bool,
     gone: Cell<bool>,
     retry: Instant,
-    /// Packets in a row that had no room.
+    /// Consecutive packets that found no space.
     refused: u32,
 }
 
 impl Outgoing {
-    /// The peer is gone, or of no use.
+    /// Marks the peer as lost or misbehaving, and closes the connection.
     fn mark_gone(&self) {
         self.shm_peer.disconnect();
         self.gone.set(true);
@@ -170,25 +180,26 @@ impl Outgoing {
 }
 
 impl Drop for Outgoing {
-    /// Others may hold the peer too; that it is over is told at once.
+    /// Other owners may hold the peer too: mark it as disconnected now.
     fn drop(&mut self) {
         self.shm_peer.disconnect();
     }
 }
 
 impl Shm {
-    /// Listens for peers under `address`; port 0 stands for any that is free, for UDP too. The address is a name and need not be
-    /// one of this machine's; an unspecified one (`0.0.0.0`, `::`) is met under every address with its port.
+    /// Listens for peers under `address`; port 0 selects a port that is free for UDP as well. The
+    /// address is a name and need not belong to this machine; a link on an unspecified address
+    /// (`0.0.0.0`, `::`) is found under every address with its port.
     ///
     /// # Errors
-    /// `Busy` if another process has that name.
+    /// `Busy` if another link has the address.
     pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
         let failed = |source: io::Error| bind_error(address, &source);
         let (listener, local, port) = listen(address).map_err(failed)?;
         Self::listening(listener, local, options, Namespace::Shm, port)
     }
 
-    /// Listens beside a UDP socket that has this address.
+    /// Listens under the address of a UDP socket that the caller owns.
     pub(super) fn bind_with_udp(address: SocketAddr, options: Options) -> Result<Self> {
         let listener = handshake::listen(address, Namespace::Auto)
             .map_err(|source| bind_error(address, &source))?;
@@ -203,7 +214,7 @@ impl Shm {
         port: Option<OwnedFd>,
     ) -> Result<Self> {
         let options = options.rounded();
-        // Asked for now, as it may take milliseconds: peers that come find it done.
+        // Done now, because it may take milliseconds, before peers connect.
         asymmetric_fence::prepare_global();
         let failed = |source: io::Error| bind_error(local, &source);
         let poll =
@@ -230,7 +241,7 @@ impl Shm {
         })
     }
 
-    /// Who was turned away, and why.
+    /// Rejected connections and terminated rings, by cause.
     ///
     /// ```
     /// use warpwire::link::Shm;
@@ -242,12 +253,12 @@ impl Shm {
         self.incoming.borrow().rejects
     }
 
-    /// How many rings others send to us through.
+    /// Number of rings through which peers send to this link.
     pub(super) fn senders(&mut self) -> usize {
         self.incoming.get_mut().count()
     }
 
-    /// The ring to this peer, made if there is none.
+    /// The ring to this peer, created if there is none.
     fn ring_to(&mut self, peer: SocketAddr) -> Result<usize> {
         let same = |known: &Option<Outgoing>| {
             known.as_ref().is_some_and(|known| known.peer == peer && !known.gone.get())
@@ -276,18 +287,19 @@ impl Shm {
             return Ok(free);
         }
         self.outgoing.push(Some(made));
-        // Room for each, so that a flush never allocates.
+        // Capacity for all of them, so that a flush never allocates.
         self.dirty.reserve(self.outgoing.len());
         Ok(self.outgoing.len() - 1)
     }
 
-    /// The address that the peer sees us under. Linux sends to an address of this machine from that same address.
+    /// The address under which the peer sees this link. Linux sends to a local address from that
+    /// same address.
     fn source(&self, peer: SocketAddr) -> SocketAddr {
         let ip = if self.local.ip().is_unspecified() { peer.ip() } else { self.local.ip() };
         SocketAddr::new(ip, self.local.port())
     }
 
-    /// Connects to the peer, and gives it a new ring.
+    /// Connects to the peer and passes it a new ring.
     fn handshake(
         &self,
         from: SocketAddr,
@@ -302,13 +314,13 @@ impl Shm {
         let ((memory, ring), (control, page)) = (SealedMapping::new(size)?, ControlPage::new()?);
         let wants_direct = self.wants_direct;
         RingHello { from, to: peer, ring: size, wants_direct }.send_on(&socket, &ring, &page)?;
-        // What it offers comes from there, and its end.
+        // The socket delivers the peer's exports, and its end.
         epoll_add(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
         let writer = Writer::new(memory, control, size);
         Ok((namespace, ShmPeer::new(from, socket, &page)?, writer))
     }
 
-    /// Sees to the sockets.
+    /// Handles events on the sockets.
     fn poll_sockets(&self, incoming: &mut Incoming) {
         incoming.poll_sockets(&self.poll, &mut |which| {
             let ours = |known: &&Outgoing| epoll_token(&known.shm_peer.socket) == which;
@@ -322,13 +334,13 @@ impl Shm {
         });
     }
 
-    /// As [`Shm::poll_sockets`], out of the way of those who look often.
+    /// As [`Shm::poll_sockets`], out of line: the cold path of `receive`.
     #[cold]
     fn poll_sockets_now(&self) {
         self.poll_sockets(&mut self.incoming.borrow_mut());
     }
 
-    /// Looks for the peers that are gone.
+    /// Tries to reconnect to peers that have exited.
     #[cold]
     fn reconnect_lost(&mut self) {
         let now = Instant::now();
@@ -338,8 +350,8 @@ impl Shm {
             if !known.gone.get() {
                 continue;
             }
-            let again = || self.handshake(known.from, known.peer, &[known.namespace]).ok();
-            let shm_peer = if known.retry <= now { again() } else { None };
+            let reconnect = || self.handshake(known.from, known.peer, &[known.namespace]).ok();
+            let shm_peer = if known.retry <= now { reconnect() } else { None };
             let Some(known) = &mut self.outgoing[at] else { continue };
             match shm_peer {
                 Some((_, shm_peer, writer)) => {
@@ -358,14 +370,15 @@ impl Shm {
         self.peer_lost.set(peer_lost);
     }
 
-    /// A packet found no room: whether the batch or the peer is to blame, and whether the peer lives.
+    /// Handles a packet that found no space: notes a full ring, and checks from time to time
+    /// whether the peer is alive. Returns whether the peer has exited.
     #[cold]
     fn no_room(&mut self, ring: usize, why: NoRoom) -> bool {
         let Some(known) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else { return true };
         known.refused = known.refused.wrapping_add(1);
         self.ring_full |= why == NoRoom::Ring;
-        let asks = why == NoRoom::Ring && known.refused.is_multiple_of(FULL_CHECK_INTERVAL);
-        if why == NoRoom::Broken || asks && !known.shm_peer.poll_control() {
+        let check_alive = why == NoRoom::Ring && known.refused.is_multiple_of(FULL_CHECK_INTERVAL);
+        if why == NoRoom::Broken || check_alive && !known.shm_peer.poll_control() {
             known.mark_gone();
             self.peer_lost.set(true);
         }
@@ -383,22 +396,22 @@ impl Shm {
                 .fix("start the peer first, or use UDP"),
             Some(Errno::PERM) => Error::new(ErrorKind::PermissionDenied, what)
                 .on(on)
-                .why("the process that listens there is another user's, and not root's")
+                .why("the listening process runs as another user that is not root")
                 .fix("run both as one user, or use UDP"),
             Some(Errno::AGAIN) => Error::new(ErrorKind::Busy, what)
                 .on(on)
-                .why("too many connections wait for the peer to take them up")
-                .fix("try again when it has received"),
+                .why("too many connections are waiting for the peer to accept them")
+                .fix("retry after the peer has received"),
             Some(Errno::INVAL) => Error::new(ErrorKind::Unsupported, what)
                 .on(on)
-                .why("this kernel does not seal memory against writers (F_SEAL_FUTURE_WRITE, Linux 5.1)")
+                .why("the kernel cannot seal memory (F_SEAL_FUTURE_WRITE, Linux 5.1)")
                 .fix("use UDP"),
             _ => Error::os(what, source).on(on),
         }
     }
 }
 
-/// Publishes a ring's packets, and returns how many went.
+/// Publishes the packets of a ring and returns their number.
 fn publish(known: &mut Outgoing, peer_lost: &Cell<bool>, counters: &mut Counters) -> u64 {
     known.dirty = false;
     let (packets, bytes) = (known.writer.packets, known.writer.bytes);
@@ -422,10 +435,10 @@ fn publish(known: &mut Outgoing, peer_lost: &Cell<bool>, counters: &mut Counters
 impl Link for Shm {
     fn path(&self) -> LinkPath {
         let append_icrc =
-            if self.append_icrc { "with" } else { "without (memory does not damage packets)" };
+            if self.append_icrc { "with" } else { "without (memory does not corrupt packets)" };
         let why = format!(
-            "memory shared with other processes of this machine; rings of {}, packets up to {} bytes {append_icrc} ICRC, \
-             filled in place and copied out; {} peers send to us",
+            "memory shared with other processes of this machine; rings of {}, packets up to {} \
+             bytes {append_icrc} ICRC, built in the ring and copied out; {} senders connected",
             units::bytes(self.options.ring as u64),
             self.max_packet(),
             self.incoming.borrow().count(),
@@ -445,7 +458,7 @@ impl Link for Shm {
         }
     }
 
-    /// The peer must listen already; later it may go and come again.
+    /// The peer must be listening; it may exit and return later.
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
         super::check_peer(self.local, peer)?;
         let ring = self.ring_to(peer)?;
@@ -467,7 +480,7 @@ impl Link for Shm {
         let Some(known) = slot else { return };
         known.flows -= 1;
         if known.flows == 0 {
-            // The ring goes with its last flow, and what was committed before that.
+            // The ring is dropped with its last flow; publish its packets first.
             publish(known, &self.peer_lost, &mut self.counters);
             let _ = epoll::delete(&self.poll, &known.shm_peer.socket);
             *slot = None;
@@ -570,7 +583,7 @@ impl Link for Shm {
         if delivered > 0 || !was_armed {
             return Ok(delivered);
         }
-        // Woken, and by no packet: a connection, or an end.
+        // Woken, but not by a packet: by a connection, or by the end of one.
         self.poll_sockets_now();
         Ok(self.incoming.get_mut().receive(&mut self.counters, take))
     }
@@ -600,7 +613,8 @@ impl Link for Shm {
         ring.map(|ring| ring.shm_peer.clone()).ok_or("the flow is closed")
     }
 
-    /// From now on packets are at most 65 507 bytes: IP, whose header the ICRC covers, knows no longer ones.
+    /// From now on packets have at most 65 507 bytes: the ICRC covers an IP header, which cannot
+    /// express more.
     fn force_icrc(&mut self) {
         self.append_icrc = true;
     }
@@ -610,7 +624,7 @@ impl Link for Shm {
     }
 }
 
-/// Listens under the address, or under any free port of it, which is then held for UDP too.
+/// Listens under the address; with port 0, under a free port, which is then bound for UDP as well.
 fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedFd>)> {
     if address.port() != 0 {
         return Ok((handshake::listen(address, Namespace::Shm)?, address, None));
@@ -623,7 +637,7 @@ fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedF
             Err(source) => return Err(source),
         }
     }
-    // Processes begin at different ports, so that they rarely try one that is taken.
+    // Processes start at different ports, so that they rarely try one that is taken.
     let (first, count) = (*ANY_PORTS.start(), ANY_PORTS.len() as u32);
     let start = std::process::id().wrapping_mul(40_503) % count;
     for step in 0..count {
@@ -644,8 +658,8 @@ fn bind_error(address: SocketAddr, source: &io::Error) -> Error {
     if source.kind() == io::ErrorKind::AddrInUse {
         return Error::new(ErrorKind::Busy, what)
             .on(address.to_string())
-            .why("another link has that name")
-            .fix("choose another port (0 for any), or stop who has it");
+            .why("another link has this address")
+            .fix("choose another port (0 for any free one), or stop the process that uses it");
     }
     Error::os(what, source).on(address.to_string())
 }

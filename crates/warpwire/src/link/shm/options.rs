@@ -1,4 +1,4 @@
-//! How large a shared-memory link's rings and packets are, chosen by a program or by `WARPWIRE_SHM`.
+//! Sizes of the rings and packets of a shared-memory link, set by the program or by `WARPWIRE_SHM`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,10 +13,10 @@ use crate::units;
 /// The environment variable that [`Options::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_SHM";
 
-/// The longest packet that can be asked for.
+/// Upper limit of [`Options::max_packet`]: 1 MiB.
 const MAX_PACKET_LEN: usize = 1 << 20;
 
-/// How large a shared-memory link's rings and packets are.
+/// Sizes of the rings and packets of a shared-memory link.
 ///
 /// ```
 /// use warpwire::link::shm::Options;
@@ -27,18 +27,21 @@ const MAX_PACKET_LEN: usize = 1 << 20;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The bytes of one ring, of which there is one per peer and direction: rounded up to a power of two, and to what
-    /// holds four of the largest packets.
+    /// Size of a ring in bytes, one per peer and direction; 4 KiB to 64 MiB, default 1 MiB. Rounded
+    /// up to a power of two that holds at least four packets of the maximum length.
     pub ring: usize,
-    /// The longest packet, from the base header through the ICRC. Both ends should have the same: a receiver drops
-    /// what is longer than its own.
+    /// Maximum packet length in bytes, from the BTH through the ICRC; at most 1 MiB, default 64 KiB
+    /// of payload. Both ends should use the same value: a receiver drops packets longer than its
+    /// own.
     pub max_packet: usize,
-    /// A receiver that never sleeps looks for new connections, and for what peers ask, after so many calls.
+    /// Maximum number of calls of `receive` between two polls for new connections and peer
+    /// requests, for a receiver that never sleeps; default 256.
     pub control_poll_interval: u32,
 }
 
 impl Default for Options {
-    /// Packets of 64 KiB of payload, and rings that the second-level cache holds beside other things.
+    /// Packets of 64 KiB of payload, and rings that fit into the second-level cache beside other
+    /// data.
     fn default() -> Self {
         Self {
             ring: 1 << 20,
@@ -49,20 +52,20 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The usual options, changed by `WARPWIRE_SHM` where it is set.
+    /// The default options, as modified by `WARPWIRE_SHM` if it is set.
     ///
     /// # Errors
-    /// If the variable does not have the form that [`Options`] are read from.
+    /// If the variable cannot be parsed as [`Options`].
     pub fn from_env() -> Result<Self> {
         let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
         text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
     }
 
-    /// As they are used.
+    /// The options clamped and rounded to what is used.
     pub(super) fn rounded(self) -> Self {
         let max_packet = self.max_packet.clamp(MIN_PACKET, MAX_PACKET_LEN);
-        let least = (4 * ring::stride(max_packet)).max(*SIZES.start());
-        let ring = self.ring.clamp(least, *SIZES.end()).next_power_of_two();
+        let min_ring = (4 * ring::stride(max_packet)).max(*SIZES.start());
+        let ring = self.ring.clamp(min_ring, *SIZES.end()).next_power_of_two();
         Self { ring, max_packet, control_poll_interval: self.control_poll_interval.max(1) }
     }
 }
@@ -78,17 +81,17 @@ impl FromStr for Options {
             match key {
                 "ring" => match value()? {
                     ring if SIZES.contains(&ring) => options.ring = ring,
-                    _ => return Err(malformed(part, "it is not between 4 KiB and 64 MiB")),
+                    _ => return Err(malformed(part, "it must be between 4 KiB and 64 MiB")),
                 },
-                "largest" => match value()? {
+                "max_packet" => match value()? {
                     max_packet @ MIN_PACKET..=MAX_PACKET_LEN => options.max_packet = max_packet,
-                    _ => return Err(malformed(part, "it is not between 16 and 1 MiB")),
+                    _ => return Err(malformed(part, "it must be between 16 and 1 MiB")),
                 },
-                "attend" => match value()? {
+                "control_poll_interval" => match value()? {
                     calls @ 1..=1_000_000 => options.control_poll_interval = calls as u32,
-                    _ => return Err(malformed(part, "it is not between 1 and 1000000")),
+                    _ => return Err(malformed(part, "it must be between 1 and 1000000")),
                 },
-                _ => return Err(malformed(part, "there is no such option")),
+                _ => return Err(malformed(part, "unknown option")),
             }
         }
         Ok(options)
@@ -99,7 +102,7 @@ impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "ring={},largest={},attend={}",
+            "ring={},max_packet={},control_poll_interval={}",
             self.ring, self.max_packet, self.control_poll_interval
         )
     }
@@ -107,9 +110,9 @@ impl fmt::Display for Options {
 
 #[cold]
 fn malformed(part: &str, why: &'static str) -> Error {
-    Error::new(Kind::Malformed, format!("read {part:?} as an option of the shared-memory link"))
+    Error::new(Kind::Malformed, format!("parse {part:?} as an option of the shared-memory link"))
         .why(why)
-        .fix("write ring=4MiB or largest=4140, with a comma between them")
+        .fix("use ring=4MiB, max_packet=4140 or control_poll_interval=256, separated by commas")
 }
 
 #[cfg(test)]
@@ -117,21 +120,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_read_what_they_print() {
+    fn display_and_from_str_round_trip() {
         for options in
             [Options::default(), Options { ring: 5000, max_packet: 100, control_poll_interval: 7 }]
         {
             assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
         }
-        for text in
-            ["ring=1", "ring=65MiB", "largest=15", "largest=2MiB", "attend=0", "depth=3", "ring"]
-        {
+        for text in [
+            "ring=1",
+            "ring=65MiB",
+            "max_packet=15",
+            "max_packet=2MiB",
+            "control_poll_interval=0",
+            "depth=3",
+            "ring",
+        ] {
             assert!(text.parse::<Options>().is_err(), "{text}");
         }
     }
 
     #[test]
-    fn any_options_make_a_ring_that_holds_its_packets() {
+    fn rounded_options_hold_four_packets() {
         for (ring, max_packet) in [(0, 0), (1, 5000), (usize::MAX, usize::MAX), (70_000, 65_000)] {
             let rounded = Options { ring, max_packet, control_poll_interval: 0 }.rounded();
             assert!(rounded.ring.is_power_of_two() && SIZES.contains(&rounded.ring));

@@ -1,47 +1,52 @@
-//! One direction between two processes: a ring of bytes with packets of any length in it, one writer, one reader.
+//! One direction between two processes: a single-producer single-consumer ring buffer with packets
+//! of any length.
 //!
-//! A packet is a header word and its bytes, at a multiple of a cache line, and never runs over the ring's end: where
-//! it would, a header says "go on at the beginning". After the last packet stands a header of 0.
+//! A packet is a header word and its bytes. It starts at a multiple of a cache line and never wraps
+//! around the end of the ring: where it would, a `WRAP` header sends the reader to the start. A
+//! header of 0 follows the last packet.
 //!
-//! There is no tail for the reader to look at: it looks at the place of the next header, and finds the packet in the same
-//! line. A batch is written behind that header, all of it, with a new 0 at its end; then the first header is stored, and
-//! the whole batch is there. While a reader looks at that line, each store to it takes the line away from the reader and
-//! is followed by its coming back; hence a small packet that begins a batch is filled in the writer's own memory, and goes into the ring
-//! together with its header. The head, which says what room is free again, counts bytes and never wraps.
+//! There is no tail index for the reader to poll: it polls the position of the next header, and
+//! finds the packet in the same cache line. The writer stores a batch behind that header, complete
+//! with a new 0 at its end; then it stores the first header, which publishes the whole batch. While
+//! the reader polls that line, each store to it moves the line from the reader to the writer and
+//! back; hence a small packet that begins a batch is filled in private memory, and copied to the
+//! ring together with its header. The head, which reports the space that is free again, counts
+//! bytes and never wraps.
 //!
-//! Neither side believes the other. The writer takes the reader's head for a claim about free room, good only if it
-//! lies between the last claim and what was published. The reader takes every header for a claim too, and
-//! reads it once; one that makes no sense ends the ring ([`Broken`]). No step is without progress.
+//! Neither side trusts the other. The writer accepts the reader's head only if it is between the
+//! last accepted value and what was published. The reader reads each header once and validates it;
+//! an invalid one terminates the ring ([`Broken`]). Every step makes progress.
 
 use std::sync::atomic::{Ordering, fence};
 
 use super::sys::{ControlPage, ReadOnlyMapping, SealedMapping};
 
-/// What stands before a packet.
+/// Length of a packet header in bytes.
 const HEADER_LEN: usize = 8;
-/// Packets begin at multiples of this: small ones, with their header, are one line that changes hands.
+/// Packets start at multiples of this: a small one and its header move between cores as one line.
 const CACHE_LINE: usize = 64;
 
-/// So many lines behind the last packet are fetched before they are written: a small packet, and the 0 behind it.
+/// Number of lines behind the last packet that are prefetched for write: a small packet, and the 0
+/// behind it.
 const PREFETCH_LINES: usize = 3;
 
-/// Packets up to this length are small: two lines with their header.
+/// Maximum length of a small packet: two lines with its header.
 const MAX_SMALL: usize = 2 * CACHE_LINE - HEADER_LEN;
 
-/// A packet, as it was committed.
+/// Header kind: a packet without ICRC.
 const PLAIN: u64 = 1;
-/// A packet with an ICRC.
+/// Header kind: a packet with an ICRC.
 const WITH_ICRC: u64 = 2;
-/// No packet: go on at the ring's beginning.
+/// Header kind: no packet, continue at the start of the ring.
 const WRAP: u64 = 3;
 
-/// With a header: its batch is this packet alone, so that there may be nothing behind it yet.
+/// Header flag: the batch consists of this packet only, so there may be nothing behind it yet.
 const SINGLE: u64 = 1 << 63;
 
-/// The sizes of rings that are made and accepted.
+/// Valid ring sizes in bytes.
 pub(super) const SIZES: std::ops::RangeInclusive<usize> = 1 << 12..=1 << 26;
 
-/// What a packet takes in the ring.
+/// The space that a packet takes in the ring.
 pub(super) const fn stride(len: usize) -> usize {
     (HEADER_LEN + len).next_multiple_of(CACHE_LINE)
 }
@@ -50,18 +55,18 @@ const fn header(kind: u64, len: usize) -> u64 {
     kind << 32 | len as u64
 }
 
-/// The other side wrote something into the ring that makes no sense.
+/// The other side wrote invalid contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Broken;
 
-/// Why there is no room.
+/// Why there is no space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoRoom {
-    /// As many bytes are committed as one flush publishes.
+    /// The maximum that one flush publishes has been committed.
     Batch,
     /// The peer has not read enough.
     Ring,
-    /// The peer's head makes no sense.
+    /// The peer's head is invalid.
     Broken,
 }
 
@@ -70,28 +75,29 @@ pub(super) struct Writer {
     memory: SealedMapping,
     control: ControlPage,
     size: usize,
-    /// Up to where packets are committed, and published.
+    /// End of the committed packets, and of the published ones, in bytes.
     tail: u64,
     published: u64,
-    /// The reader's head, as last seen.
+    /// The last head read from the reader.
     head: u64,
-    /// Where the reserved packet's header goes, whether that is at the beginning, after a turn.
+    /// Offset of the reserved packet's header; whether it follows a wrap to the start of the ring.
     start: usize,
     wraps: bool,
     len: usize,
-    /// The header that shows the batch, once it is stored: where, and which.
+    /// Offset and value of the header that publishes the batch once it is stored.
     first: Option<(usize, u64)>,
-    /// A small packet that begins the batch; whether it is the reserved one, and its length once it is committed.
+    /// A small packet that begins the batch; whether it is the reserved one; its length once it is
+    /// committed.
     stage: [u8; MAX_SMALL],
     in_stage: bool,
     staged: Option<usize>,
-    /// Packets and bytes that are committed and not published.
+    /// Packets and bytes committed but not published.
     pub packets: u64,
     pub bytes: u64,
 }
 
 impl Writer {
-    /// `size` is a power of two, and what the memory was made with.
+    /// `size` is a power of two, and the size of the memory.
     pub(super) fn new(memory: SealedMapping, control: ControlPage, size: usize) -> Self {
         Self {
             memory,
@@ -112,15 +118,15 @@ impl Writer {
         }
     }
 
-    /// Finds room for a packet; [`Writer::reserved_mut`] is it.
+    /// Reserves space for a packet, which [`Writer::reserved_mut`] returns.
     #[inline]
     pub(super) fn reserve(&mut self, len: usize) -> Result<(), NoRoom> {
         let offset = self.tail as usize & (self.size - 1);
         let to_end = self.size - offset;
         let wraps = stride(len) > to_end;
-        // With a line for the 0 behind it.
+        // Plus a line for the 0 behind it.
         let needed = stride(len) + CACHE_LINE + if wraps { to_end } else { 0 };
-        // Half a ring at a time: the other half is being read meanwhile.
+        // At most half the ring per batch: the reader reads the other half meanwhile.
         if (self.tail - self.published) as usize + needed > self.size / 2 {
             return Err(NoRoom::Batch);
         }
@@ -137,7 +143,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Asks how far the reader is. Acquire: it has done with those bytes before we write them.
+    /// Reads the reader's head. Acquire: the reader is done with the bytes before we overwrite
+    /// them.
     fn refresh_head(&mut self) -> Result<(), NoRoom> {
         let head = self.control.head().load(Ordering::Acquire);
         if head < self.head || head > self.published {
@@ -147,7 +154,7 @@ impl Writer {
         Ok(())
     }
 
-    /// The room that was reserved.
+    /// The reserved packet.
     #[inline]
     pub(super) fn reserved_mut(&mut self) -> &mut [u8] {
         if self.in_stage {
@@ -156,7 +163,8 @@ impl Writer {
         self.memory.bytes_mut(self.start + HEADER_LEN, self.len).unwrap_or_default()
     }
 
-    /// Ends the reserved packet after `len` of its bytes, and returns them. The reader does not see it yet.
+    /// Ends the reserved packet after `len` bytes, and returns them. The reader does not see it
+    /// yet.
     #[inline]
     pub(super) fn commit(&mut self, len: usize, has_icrc: bool) -> &[u8] {
         let len = len.min(self.len);
@@ -178,7 +186,7 @@ impl Writer {
         self.memory.bytes(self.start + HEADER_LEN, len).unwrap_or_default()
     }
 
-    /// Writes a header; the batch's first is kept for [`Writer::publish`].
+    /// Writes a header; the first one of a batch is kept for [`Writer::publish`].
     #[inline]
     fn write_header(&mut self, offset: usize, word: u64) {
         match self.first {
@@ -187,18 +195,19 @@ impl Writer {
         }
     }
 
-    /// Shows the reader what was committed, and returns whether it must be woken.
+    /// Publishes the committed packets, and returns whether the reader must be woken.
     ///
-    /// Between the store of the header and the load of the wish stands a fence, as it does between the reader's store of
-    /// the wish and its load of the header: either we see the wish, or the reader sees the packet.
+    /// A fence separates the store of the header from the load of `armed`, as one separates the
+    /// reader's store of `armed` from its load of the header: either the writer sees `armed`, or
+    /// the reader sees the packet (Dekker).
     #[inline]
     pub(super) fn publish(&mut self) -> bool {
         if let Some((offset, word)) = self.first.take() {
             let staged = self.staged.take().and_then(|len| self.stage.get(..len));
             if let Some(bytes) = staged
-                && let Some(place) = self.memory.bytes_mut(offset + HEADER_LEN, bytes.len())
+                && let Some(slot) = self.memory.bytes_mut(offset + HEADER_LEN, bytes.len())
             {
-                place.copy_from_slice(bytes);
+                slot.copy_from_slice(bytes);
             }
             let single = self.packets == 1 && word >> 32 != WRAP;
             self.memory.set(offset, if single { word | SINGLE } else { word }, Ordering::Release);
@@ -206,8 +215,9 @@ impl Writer {
         }
         self.published = self.tail;
         (self.packets, self.bytes) = (0, 0);
-        // The reader had the next lines last. They are fetched now, while the sender is busy with other things: the
-        // next packet's header cannot be stored before the 0 behind that packet.
+        // The reader accessed the next lines last. Prefetch them for write now, while the sender
+        // does other work: the next packet's header cannot be stored before the 0 behind that
+        // packet.
         for line in 1..=PREFETCH_LINES {
             self.memory.prefetch((self.tail as usize + line * CACHE_LINE) & (self.size - 1));
         }
@@ -216,11 +226,11 @@ impl Writer {
     }
 }
 
-/// What a reader finds.
+/// An item that a reader finds.
 pub(super) enum RingItem<'a> {
-    /// A packet, copied, and whether it has an ICRC.
+    /// A packet, copied out, and whether it has an ICRC.
     Packet(&'a [u8], bool),
-    /// A packet that is longer than the buffer for it; skipped.
+    /// A packet longer than the buffer; skipped.
     TooLong,
 }
 
@@ -229,20 +239,21 @@ pub(super) struct Reader {
     memory: ReadOnlyMapping,
     control: ControlPage,
     size: usize,
-    /// Up to where we have read, and said so.
+    /// End of the packets read, and of those reported to the writer, in bytes.
     head: u64,
     released: u64,
-    /// The last look found nothing: whoever looks waits for one packet.
+    /// The last poll found nothing: the caller is waiting for a packet.
     idle: bool,
 }
 
 impl Reader {
-    /// `size` is a power of two, and what the memory was opened with.
+    /// `size` is a power of two, and the size that the memory was opened with.
     pub(super) fn new(memory: ReadOnlyMapping, control: ControlPage, size: usize) -> Self {
         Self { memory, control, size, head: 0, released: 0, idle: true }
     }
 
-    /// Takes up to `max` packets, each copied into `buffer` first: the sender may change its memory while we look.
+    /// Delivers up to `max` packets, each copied into `buffer` first: the sender may change its
+    /// memory at any time.
     #[inline]
     pub(super) fn take(
         &mut self,
@@ -251,9 +262,9 @@ impl Reader {
         mut each: impl FnMut(RingItem<'_>),
     ) -> Result<(), Broken> {
         let idle = std::mem::take(&mut self.idle);
-        // Turns count as well: nothing that a sender writes keeps us here for ever.
+        // Wraps count as well: no contents can keep the reader in this loop forever.
         for step in 0..max {
-            let offset = self.place();
+            let offset = self.header_offset();
             let word = self.memory.word(offset, Ordering::Acquire);
             if word == 0 {
                 self.idle = step == 0;
@@ -278,11 +289,12 @@ impl Reader {
                 }
             }
             self.head += step as u64;
-            // A sender that waits for room gets some before the batch is at its end.
+            // Free space early for a sender that waits for it.
             if (self.head - self.released) as usize >= self.size / 8 {
                 self.release();
             }
-            // To look behind it costs as much as the packet did; who has waited for it answers it first.
+            // Polling the next header costs as much as the packet did; a caller that was waiting
+            // for this packet handles it first.
             if idle && word & SINGLE != 0 {
                 break;
             }
@@ -291,13 +303,14 @@ impl Reader {
         Ok(())
     }
 
-    /// Where the next header is.
+    /// Offset of the next header.
     #[inline]
-    fn place(&self) -> usize {
+    fn header_offset(&self) -> usize {
         self.head as usize & (self.size - 1)
     }
 
-    /// Gives back what was read. Release: our reading is done before the writer writes there again.
+    /// Returns the space that was read. Release: our reads are done before the writer overwrites
+    /// it.
     #[inline]
     fn release(&mut self) {
         if self.head != self.released {
@@ -306,27 +319,29 @@ impl Reader {
         }
     }
 
-    /// Asks the sender to wake us with its next packet; whether there is one already. See [`Writer::publish`].
+    /// Requests a wake-up with the next packet; returns whether there is one already. See
+    /// [`Writer::publish`].
     pub(super) fn arm(&self) -> bool {
         self.control.armed().store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        self.memory.word(self.place(), Ordering::Acquire) != 0
+        self.memory.word(self.header_offset(), Ordering::Acquire) != 0
     }
 
-    /// We are awake, and look by ourselves.
+    /// Cancels the request for a wake-up.
     pub(super) fn disarm(&self) {
         self.control.armed().store(0, Ordering::Relaxed);
     }
 
-    /// Whether all is read that the sender published; to be asked after it is known to be gone.
+    /// Whether everything published has been read; conclusive only once the sender is known to have
+    /// exited.
     pub(super) fn is_empty(&self) -> bool {
-        self.memory.word(self.place(), Ordering::Acquire) == 0
+        self.memory.word(self.header_offset(), Ordering::Acquire) == 0
     }
 }
 
 #[cfg(test)]
 impl Writer {
-    /// Writes `count` words anywhere, some of them likely headers.
+    /// Writes `count` words at random positions, many of them plausible headers.
     pub(super) fn corrupt(&mut self, draw: &mut dyn FnMut() -> u64, count: usize) {
         for _ in 0..count {
             let word = draw();
@@ -335,7 +350,7 @@ impl Writer {
                 1 => 0,
                 _ => header(1 + word % 3, (word >> 8) as usize % 3000),
             };
-            // The reader is near the beginning.
+            // The reader is near the start.
             let line =
                 draw() as usize % if draw().is_multiple_of(2) { 4 } else { self.size / CACHE_LINE };
             self.memory.set(line * CACHE_LINE, word, Ordering::Release);
@@ -371,7 +386,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_goes_in_comes_out(
+        fn packets_round_trip(
             batches in prop::collection::vec(prop::collection::vec(16_usize..900, 0..12), 1..40),
         ) {
             let (mut writer, mut reader) = pair(1 << 12);
@@ -391,21 +406,22 @@ mod tests {
                     got.extend(take(&mut reader).unwrap());
                 }
             }
-            // One look may leave some: who has waited for a packet gets that one first.
+            // One call may leave packets: a caller that was waiting for one gets that one first.
             while !reader.is_empty() {
                 got.extend(take(&mut reader).unwrap());
             }
             prop_assert_eq!(sent, got);
         }
 
-        /// Any words as headers: packets, or the end, never a panic, and never more steps than were asked for.
+        /// Arbitrary words as headers: packets or an error, never a panic, and never more steps
+        /// than requested.
         #[test]
-        fn any_claims_of_the_sender_are_survived(
+        fn arbitrary_headers_are_handled(
             words in prop::collection::vec((any::<u64>(), 0_usize..64), 1..200),
         ) {
             let (mut writer, mut reader) = pair(1 << 12);
             for (word, line) in words {
-                // Some claims are nearly right, and go further.
+                // Many headers are nearly valid, and get further.
                 let likely = header(1 + word % 4, (word >> 8) as usize % 500);
                 let word = if word % 8 != 0 { likely } else { word };
                 writer.memory.set(line * CACHE_LINE, word, Ordering::Relaxed);
@@ -418,7 +434,7 @@ mod tests {
         }
 
         #[test]
-        fn any_claims_of_the_reader_are_survived(heads in prop::collection::vec(any::<u64>(), 1..60)) {
+        fn arbitrary_heads_are_handled(heads in prop::collection::vec(any::<u64>(), 1..60)) {
             let (mut writer, _reader) = pair(1 << 12);
             for head in heads {
                 let head = if head % 2 == 0 { writer.head + (head >> 8) % 300 } else { head };
@@ -437,14 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_once() {
+    fn a_waiting_reader_is_woken_once() {
         let (mut writer, mut reader) = pair(1 << 12);
         assert!(!reader.arm());
         writer.reserve(64).unwrap();
         writer.commit(64, false);
         assert!(writer.publish());
-        assert!(!writer.publish(), "it was told");
-        assert!(reader.arm(), "there is something already");
+        assert!(!writer.publish(), "it was woken already");
+        assert!(reader.arm(), "a packet is waiting");
         assert_eq!(take(&mut reader).unwrap().len(), 1);
         reader.disarm();
         assert!(!writer.publish() && reader.is_empty());

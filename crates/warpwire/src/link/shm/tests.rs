@@ -1,4 +1,5 @@
-//! What is the shared-memory link's own: real processes, peers that lie, die, come back, or are another user's.
+//! Tests specific to the shared-memory link: real processes, and peers that misbehave, exit,
+//! return, or belong to another user.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
@@ -14,17 +15,17 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::*;
 use crate::link::tests::{fill, receive, send};
 
-/// The role of the process that a test starts, and the address of who started it.
+/// The role of the process that a test starts, and the address of the test that started it.
 const ROLE: &str = "WARPWIRE_TEST_SHM_ROLE";
 const PEER: &str = "WARPWIRE_TEST_SHM_PEER";
-/// The test that is the other process's main function.
+/// The test that serves as the other process's main function.
 const OTHER: &str = "link::shm::tests::other_process";
 
 fn bind() -> Shm {
     Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default()).unwrap()
 }
 
-/// This program again, in a role.
+/// This program in another role.
 fn command(role: &str, peer: SocketAddr) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -35,17 +36,17 @@ fn command(role: &str, peer: SocketAddr) -> Command {
     command
 }
 
-/// Starts it, and waits for the line with its address.
+/// Starts the process and waits for the line with its address.
 fn start(role: &str, peer: SocketAddr) -> (Child, SocketAddr) {
     let mut child = command(role, peer).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let address = lines.find_map(|line| line.unwrap().strip_prefix("address ")?.parse().ok());
-    // The rest is read, so that the child never waits for it.
+    // Drain the rest, so that the child never blocks on its output.
     std::thread::spawn(move || lines.for_each(drop));
-    (child, address.expect("the other process says its address"))
+    (child, address.expect("the other process prints its address"))
 }
 
-/// Waits until there may be something to receive.
+/// Waits for something to receive; `false` on timeout.
 fn sleep(link: &Shm, time: Duration) -> bool {
     let time = link.poll_delay().unwrap_or(time).min(time);
     let fd = link.wait_fd().unwrap();
@@ -56,7 +57,7 @@ fn sleep(link: &Shm, time: Duration) -> bool {
 fn wait_until(what: &str, mut happens: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !happens() {
-        assert!(Instant::now() < deadline, "in vain: {what}");
+        assert!(Instant::now() < deadline, "timed out: {what}");
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -79,7 +80,7 @@ fn other_process() {
                 link.flush().unwrap();
             }
         }
-        // Listens, and does nothing.
+        // Listens, and never receives.
         "idle" => std::thread::sleep(Duration::from_secs(60)),
         "echo" => echo(link, peer),
         "exhausted" => exhausted(&link),
@@ -87,15 +88,15 @@ fn other_process() {
     }
 }
 
-/// Sends back what comes, sleeping in between, until a packet says that it is enough.
+/// Echoes packets, sleeping in between, until one carries the end mark.
 fn echo(mut link: Shm, peer: SocketAddr) {
     let flow = link.open(peer, 0).unwrap();
     let mut enough = false;
     while !enough {
-        let mut came = Vec::new();
+        let mut received = Vec::new();
         sleep(&link, Duration::from_secs(20));
-        link.receive(&mut |frame| came.push(frame.bytes.to_vec())).unwrap();
-        for packet in came {
+        link.receive(&mut |frame| received.push(frame.bytes.to_vec())).unwrap();
+        for packet in received {
             enough |= packet[..4] == u32::MAX.to_be_bytes();
             link.reserve(flow, packet.len()).unwrap().copy_from_slice(&packet);
             link.commit();
@@ -105,10 +106,10 @@ fn echo(mut link: Shm, peer: SocketAddr) {
 }
 
 const COUNT: u32 = 10_000;
-/// Nobody's.
+/// An address that no process uses.
 const ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1);
 
-/// Lengths of all sorts: small ones mostly, and each up to the largest.
+/// Mixed lengths: small ones mostly, some up to RoCE's maximum, some up to the link's.
 fn length(number: u32, max_packet: usize) -> usize {
     let draw = number.wrapping_mul(2_654_435_761) as usize;
     match number % 16 {
@@ -118,7 +119,8 @@ fn length(number: u32, max_packet: usize) -> usize {
     }
 }
 
-/// Sends packets of all sizes and receives as many, both checked, whoever is faster.
+/// Sends packets of all sizes and receives as many, verifying both, in whatever order they
+/// progress.
 fn exchange(link: &mut Shm, flow: FlowId, count: u32) {
     let (mut sent, mut got, max_packet) = (0, 0, link.max_packet());
     let deadline = Instant::now() + Duration::from_secs(120);
@@ -129,20 +131,23 @@ fn exchange(link: &mut Shm, flow: FlowId, count: u32) {
             if sent == count {
                 break;
             }
-            let Ok(room) = link.reserve(flow, length(sent, max_packet)) else { break };
-            fill(room, sent);
+            let Ok(packet) = link.reserve(flow, length(sent, max_packet)) else { break };
+            fill(packet, sent);
             link.commit();
             sent += 1;
         }
         link.flush().unwrap();
-        let came = link.receive(&mut |frame| {
+        let received = link.receive(&mut |frame| {
             let len = length(got, max_packet);
             assert_eq!(frame.bytes.len(), len, "packet {got}");
             fill(&mut want[..len], got);
-            assert!(frame.bytes[..len - 4] == want[..len - 4], "packet {got} is not what was sent");
+            assert!(
+                frame.bytes[..len - 4] == want[..len - 4],
+                "packet {got} differs from what was sent"
+            );
             got += 1;
         });
-        if came.unwrap() == 0 {
+        if received.unwrap() == 0 {
             sleep(link, Duration::from_millis(10));
         }
     }
@@ -151,7 +156,8 @@ fn exchange(link: &mut Shm, flow: FlowId, count: u32) {
 
 #[test]
 fn two_processes_exchange_packets_of_all_sizes() {
-    // 10 000 of mixed sizes, each time with a new process: for a change 100 000 packets and ten meetings.
+    // 10 000 packets of mixed sizes per process: at the default effort 100 000 packets and ten
+    // processes.
     let meetings = testkit::Effort::choose([1, 10, 100]);
     let mut link = bind();
     for _ in 0..meetings {
@@ -177,28 +183,28 @@ fn a_sender_that_is_killed_leaves_what_it_published() {
         })
         .unwrap()
     };
-    wait_until("packets come", || take(&mut link) > 0);
+    wait_until("packets arrive", || take(&mut link) > 0);
     for _ in 0..100 {
         take(&mut link);
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    wait_until("the ring is read to its end, and goes", || {
+    wait_until("the ring is drained and removed", || {
         while take(&mut link) > 0 {}
         sleep(&link, Duration::from_millis(1));
         link.incoming.borrow().count() == 0
     });
     assert_eq!(link.rejects(), RejectCounters::default());
-    // Nothing wakes us any more.
+    // Nothing wakes the link any more.
     assert!(!sleep(&link, Duration::from_millis(5)));
 }
 
 #[test]
-fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found() {
+fn packets_to_a_killed_receiver_are_counted_and_its_successor_is_found() {
     let mut link = bind();
     let (mut child, address) = start("idle", link.local());
     let flow = link.open(address, 0).unwrap();
-    // It never reads: the ring fills up.
+    // It never reads, so the ring fills up.
     let mut number = 0;
     while link.reserve(flow, 4000).is_ok() || link.writer_has_batch(flow) {
         if link.reserve(flow, 4000).is_ok() {
@@ -209,11 +215,11 @@ fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found()
         assert!(number < 10_000);
     }
     assert_eq!(link.reserve(flow, 4000).err(), Some(ReserveError::Full));
-    assert!(link.poll_delay().is_some(), "nobody signals room");
+    assert!(link.poll_delay().is_some(), "free space is not signalled");
     child.kill().unwrap();
     child.wait().unwrap();
-    // A sender that only sends finds out by itself.
-    wait_until("the sender is let go", || link.reserve(flow, 4000).is_ok());
+    // A sender that only sends must detect the exit as well.
+    wait_until("the sender is unblocked", || link.reserve(flow, 4000).is_ok());
     for number in 0..1000 {
         send(&mut link, flow, 4000, number);
         link.flush().unwrap();
@@ -221,7 +227,7 @@ fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found()
     assert!(link.counters().drops.no_peer >= 1000);
     let error = link.open(address, 0).unwrap_err();
     assert_eq!(error.kind(), &ErrorKind::Unavailable, "{error}");
-    // Somebody takes up the address: the same flow reaches it.
+    // Another process binds the address: the same flow reaches it.
     let mut successor = Shm::bind(address, Options::default()).unwrap();
     let lost = link.counters().drops.no_peer;
     wait_until("the successor is found", || {
@@ -232,36 +238,36 @@ fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found()
     });
     let lost = link.counters().drops.no_peer - lost;
     assert!(lost < 20_000, "{lost} were lost meanwhile");
-    // And when that one goes, an idle sender is told by its descriptor.
+    // When that one exits, the descriptor wakes an idle sender.
     drop(successor);
-    wait_until("the end is seen", || {
+    wait_until("the exit is detected", || {
         sleep(&link, Duration::from_millis(1));
         link.peer_lost.get()
     });
 }
 
 impl Shm {
-    /// Whether packets of the flow's ring wait for a flush: then a flush may make room.
+    /// Whether the flow's ring has packets that wait for a flush: then a flush may free space.
     fn writer_has_batch(&mut self, flow: FlowId) -> bool {
         let ring = self.flows.get(flow).unwrap().ring;
         self.outgoing[ring].as_ref().unwrap().writer.packets > 0
     }
 
-    /// The first incoming ring's sender, as somebody who writes what he likes.
+    /// The writer of the ring to `peer`, for writing arbitrary contents.
     fn writer_to(&mut self, peer: SocketAddr) -> &mut Writer {
         let at = self.ring_to(peer).unwrap();
         &mut self.outgoing[at].as_mut().unwrap().writer
     }
 }
 
-/// With a ring so small that what is written anywhere will be read.
+/// A link with a ring so small that anything written to it will be read.
 fn malicious() -> Shm {
-    let options = "ring=16KiB,largest=2000".parse().unwrap();
+    let options = "ring=16KiB,max_packet=2000".parse().unwrap();
     Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap()
 }
 
 #[test]
-fn any_contents_of_a_ring_are_survived() {
+fn arbitrary_ring_contents_are_handled() {
     let mut link = bind();
     let peer = link.local();
     let mut seed = 0x1234_5678_9abc_def1_u64;
@@ -277,7 +283,7 @@ fn any_contents_of_a_ring_are_survived() {
         malicious.open(peer, 0).unwrap();
         for _ in 0..50 {
             malicious.writer_to(peer).corrupt(&mut draw, 200);
-            // Takes it up.
+            // Accepts the connection.
             link.wait_fd();
             delivered +=
                 link.receive(&mut |frame| assert!(frame.bytes.len() >= MIN_PACKET)).unwrap() as u64;
@@ -286,7 +292,7 @@ fn any_contents_of_a_ring_are_survived() {
     }
     let rejects = link.rejects();
     assert!(delivered > 0 && rejects.broken > 50, "{rounds}: {delivered} packets, {rejects:?}");
-    // An honest sender is not disturbed by what the others did.
+    // A correct sender is not affected by the others.
     let mut honest = bind();
     let flow = honest.open(peer, 0).unwrap();
     send(&mut honest, flow, 64, 1);
@@ -299,7 +305,7 @@ fn any_contents_of_a_ring_are_survived() {
 }
 
 #[test]
-fn contents_that_change_while_they_are_read_are_survived() {
+fn ring_contents_that_change_while_being_read_are_handled() {
     let mut link = bind();
     let peer = link.local();
     let stop = std::sync::atomic::AtomicBool::new(false);
@@ -327,7 +333,7 @@ fn contents_that_change_while_they_are_read_are_survived() {
     });
 }
 
-/// A plain connection to a link, as somebody makes who is not one.
+/// A plain connection to a link.
 fn raw_connection(link: &Shm) -> OwnedFd {
     let name = format!("warpwire shm {} {}", handshake::VERSION, link.local());
     let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
@@ -336,36 +342,36 @@ fn raw_connection(link: &Shm) -> OwnedFd {
     socket
 }
 
-/// In a process of its own, whose limit it changes.
+/// Runs in a process of its own, because it changes the descriptor limit.
 fn exhausted(link: &Shm) {
     let untrusted = [raw_connection(link), raw_connection(link)];
     let next = rustix::io::fcntl_dupfd_cloexec(&untrusted[0], 0).unwrap();
     let limit = Rlimit { current: Some(next.as_raw_fd() as u64), ..getrlimit(Resource::Nofile) };
     drop(next);
     setrlimit(Resource::Nofile, limit).unwrap();
-    wait_until("both are turned away", || {
+    wait_until("both are rejected", || {
         sleep(link, Duration::from_millis(1));
         link.rejects().too_many == 2
     });
     for socket in &untrusted {
         let end = rustix::net::recv(socket, &mut [0_u8; 1][..], rustix::net::RecvFlags::empty());
-        assert!(matches!(end, Ok((_, 0)) | Err(_)), "the connection is ended");
+        assert!(matches!(end, Ok((_, 0)) | Err(_)), "the connection is closed");
     }
-    assert!(!sleep(link, Duration::from_millis(10)), "nothing wakes us any more");
+    assert!(!sleep(link, Duration::from_millis(10)), "nothing wakes the link any more");
 }
 
 #[test]
-fn connections_without_descriptors_are_turned_away_and_let_us_sleep() {
+fn connections_without_descriptors_are_rejected_and_do_not_wake() {
     let status = command("exhausted", ADDRESS).status().unwrap();
     assert!(status.success(), "{status}");
 }
 
 #[test]
-fn other_versions_and_nonsense_are_turned_away() {
+fn other_versions_and_invalid_messages_are_rejected() {
     let mut link = bind();
     let mut other = Vec::from(*b"warpshm\0");
     other.extend((handshake::VERSION + 1).to_le_bytes());
-    for (message, what) in [(&other[..], "version"), (b"hello", "nonsense"), (&[0; 200], "long")] {
+    for (message, what) in [(&other[..], "version"), (b"hello", "invalid"), (&[0; 200], "long")] {
         let socket = raw_connection(&link);
         send_bytes(&socket, message, SendFlags::empty()).unwrap();
         let before = link.rejects();
@@ -375,13 +381,13 @@ fn other_versions_and_nonsense_are_turned_away() {
         });
         let mut byte = [0_u8; 1];
         let end = rustix::net::recv(&socket, &mut byte[..], rustix::net::RecvFlags::empty());
-        assert!(matches!(end, Ok((_, 0)) | Err(_)), "{what}: the connection is ended");
+        assert!(matches!(end, Ok((_, 0)) | Err(_)), "{what}: the connection is closed");
     }
     assert_eq!(
         link.rejects(),
         RejectCounters { wrong_version: 1, malformed: 2, ..RejectCounters::default() }
     );
-    // One that says nothing, and one that goes, are nobody's harm.
+    // A connection that sends nothing, and one that closes, do no harm.
     let silent = raw_connection(&link);
     drop(raw_connection(&link));
     assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
@@ -391,7 +397,7 @@ fn other_versions_and_nonsense_are_turned_away() {
 }
 
 #[test]
-fn memory_that_is_not_what_was_said_is_turned_away() {
+fn memory_that_differs_from_the_hello_is_rejected() {
     let mut link = bind();
     let to = link.local();
     let ((_, ring), (_, page)) =
@@ -399,38 +405,38 @@ fn memory_that_is_not_what_was_said_is_turned_away() {
     let mut elsewhere = to;
     elsewhere.set_port(1);
     let from = "127.0.0.1:5".parse().unwrap();
-    let right = RingHello { from, to, ring: 1 << 16, wants_direct: true };
+    let valid = RingHello { from, to, ring: 1 << 16, wants_direct: true };
     for (hello, files) in [
-        (RingHello { ring: 1 << 17, ..right }, [&ring, &page]),
-        (RingHello { to: elsewhere, ..right }, [&ring, &page]),
-        (RingHello { from: "[::1]:5".parse().unwrap(), ..right }, [&ring, &page]),
-        (RingHello { from: "127.0.0.1:0".parse().unwrap(), ..right }, [&ring, &page]),
-        (right, [&page, &ring]),
-        (right, [&page, &page]),
+        (RingHello { ring: 1 << 17, ..valid }, [&ring, &page]),
+        (RingHello { to: elsewhere, ..valid }, [&ring, &page]),
+        (RingHello { from: "[::1]:5".parse().unwrap(), ..valid }, [&ring, &page]),
+        (RingHello { from: "127.0.0.1:0".parse().unwrap(), ..valid }, [&ring, &page]),
+        (valid, [&page, &ring]),
+        (valid, [&page, &page]),
     ] {
         let before = link.rejects().malformed;
         let socket = raw_connection(&link);
         hello.send_on(&socket, files[0], files[1]).unwrap();
-        wait_until("the hello is refused", || {
+        wait_until("the hello is rejected", || {
             sleep(&link, Duration::from_millis(1));
             link.rejects().malformed > before
         });
     }
     let socket = raw_connection(&link);
-    right.send_on(&socket, &ring, &page).unwrap();
-    wait_until("the right one is taken", || {
+    valid.send_on(&socket, &ring, &page).unwrap();
+    wait_until("the valid hello is accepted", || {
         link.receive(&mut |_| ()).unwrap();
         link.incoming.borrow().count() == 1
     });
 }
 
 #[test]
-fn another_users_process_is_turned_away() {
+fn another_users_process_is_rejected() {
     use std::os::unix::process::CommandExt;
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: only root can start another user's process");
     }
-    // Where that user may read it.
+    // In a place where that user may read it.
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("other");
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
@@ -446,9 +452,9 @@ fn another_users_process_is_turned_away() {
         Ok(child) => child,
         Err(why) => return println!("skipped: another user's process: {why}"),
     };
-    // To it we are root, whom everyone may meet; to us it is a stranger.
-    wait_until("a stranger is turned away", || {
-        assert_eq!(link.receive(&mut |_| panic!("a stranger's packet")).unwrap(), 0);
+    // The other process accepts root; this one must not accept an unprivileged user.
+    wait_until("the other user is rejected", || {
+        assert_eq!(link.receive(&mut |_| panic!("a packet of another user")).unwrap(), 0);
         sleep(&link, Duration::from_millis(1));
         link.rejects().untrusted > 0
     });
@@ -465,15 +471,15 @@ fn no_wake_up_is_lost() {
     let flow = link.open(address, 0).unwrap();
     let mut best = Duration::MAX;
     for number in 0..SLEEPS {
-        // Sometimes the other side is asleep by then, sometimes about to be.
+        // Sometimes the other side is asleep by then, sometimes about to sleep.
         (0..number % 97 * 10).for_each(|_| std::hint::spin_loop());
         let start = Instant::now();
         send(&mut link, flow, 64, if number + 1 == SLEEPS { u32::MAX } else { number });
         link.flush().unwrap();
-        let mut came = 0;
-        while came == 0 {
+        let mut received = 0;
+        while received == 0 {
             assert!(sleep(&link, Duration::from_secs(5)), "sleep {number} never ended");
-            came = link.receive(&mut |_| ()).unwrap();
+            received = link.receive(&mut |_| ()).unwrap();
         }
         best = best.min(start.elapsed());
     }
@@ -482,7 +488,7 @@ fn no_wake_up_is_lost() {
 }
 
 #[test]
-fn nobody_calls_the_kernel_while_nobody_sleeps() {
+fn no_system_calls_unless_a_receiver_sleeps() {
     let (mut one, mut two) = (bind(), bind());
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..1000 {
@@ -494,17 +500,17 @@ fn nobody_calls_the_kernel_while_nobody_sleeps() {
 }
 
 #[test]
-fn names_are_taken_and_given_back() {
+fn names_are_exclusive_and_released() {
     let one = bind();
     let error = Shm::bind(one.local(), Options::default()).err().unwrap();
     assert_eq!(error.kind(), &ErrorKind::Busy, "{error}");
     let address = one.local();
     drop(one);
     Shm::bind(address, Options::default()).unwrap();
-    // A link on every address is met under each.
+    // A link on the unspecified address is found under every address.
     let mut wide = Shm::bind("0.0.0.0:0".parse().unwrap(), Options::default()).unwrap();
     let mut reach = wide.local();
-    // Which no other test has.
+    // An address that no other test uses.
     reach.set_ip("127.9.9.9".parse().unwrap());
     let mut narrow = bind();
     let (there, back) = (narrow.open(reach, 0).unwrap(), wide.open(narrow.local(), 0).unwrap());
@@ -521,9 +527,9 @@ fn names_are_taken_and_given_back() {
 }
 
 #[test]
-fn packets_longer_than_the_receiver_takes_are_counted() {
+fn packets_longer_than_the_receiver_accepts_are_counted() {
     let mut small =
-        Shm::bind("127.0.0.1:0".parse().unwrap(), "largest=1000".parse().unwrap()).unwrap();
+        Shm::bind("127.0.0.1:0".parse().unwrap(), "max_packet=1000".parse().unwrap()).unwrap();
     let mut large = bind();
     let flow = large.open(small.local(), 0).unwrap();
     for (number, len) in [(0, 1000), (1, 1001), (2, 65_000), (3, 64)] {

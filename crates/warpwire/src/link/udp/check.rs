@@ -1,13 +1,15 @@
-//! Whether a packet that came through a UDP socket has the right ICRC, although its IP header is out of sight.
+//! ICRC verification for packets from a UDP socket, without access to their IP header.
 //!
-//! Everything in the header is known but IPv4's identification. It is guessed from what the sender did before (the
-//! usual case: one CRC); where the guess is wrong, the ICRC itself tells it, because the CRC is linear.
+//! Every header field that the ICRC covers is known except the IPv4 identification. The checker
+//! predicts it from the sender's previous packets (the usual case: one CRC); if the prediction is
+//! wrong, it solves for the identification, because the CRC is linear.
 //!
-//! A solution takes sixteen of the ICRC's bits for the identification and leaves sixteen as a check. Our own
-//! senders use small identifications, so that a small one is taken at once (25 bits are left as a check), and so is
-//! one that follows closely on the last. A sender's first packet may have any, because it may be its only one: rxe
-//! refuses a request once, and is silent from then on. A sender that began small must show large ones twice
-//! before they count: its packets were damaged rather.
+//! Solving uses 16 bits of the ICRC for the identification and leaves 16 as a check. Warpwire's
+//! senders use small identifications, so a small one is accepted immediately (25 bits are left as a
+//! check), and so is one that closely follows the last. The first packet of a sender may have any
+//! value, because it may be the only one: rxe rejects a request once and is silent from then on. If
+//! a sender has only used small values, its first two large ones are dropped: they are more likely
+//! corruption.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -17,42 +19,44 @@ use warpwire_proto::wire::packet::ICRC_LEN;
 use super::loopback;
 use crate::link::SimdCrc32;
 
-/// Linux cuts at most this many packets out of one buffer.
+/// Exclusive limit of small identifications: Linux segments a buffer into at most this many
+/// packets.
 const MAX_SMALL_ID: u16 = 128;
-/// So many large identifications make a sender one that has them.
+/// Number of large identifications after which a sender is known to use them.
 const MIN_LARGE_IDS: u8 = 2;
-/// Senders that are remembered, by a hash of their address: two that meet in one place forget each other.
+/// Number of cached senders, indexed by a hash of the address; a collision evicts.
 const SENDERS: usize = 256;
-/// Lengths whose solution is prepared.
+/// Number of packet lengths with a cached solver.
 const LENGTHS: usize = 64;
 
-/// What is remembered of a sender.
+/// What is known about a sender.
 #[derive(Clone)]
 struct SenderState {
     from: SocketAddr,
     to: IpAddr,
     icrc_prefix: IcrcPrefix,
+    /// The last identification.
     last: u16,
-    /// What it adds from packet to packet.
+    /// The increment from packet to packet, 0 or 1.
     step: u16,
-    /// How many large identifications it has shown.
+    /// Number of large identifications seen.
     large_ids: u8,
-    /// None of its packets was right so far.
+    /// No valid packet has been received yet.
     is_new: bool,
-    /// Its last long packet went without an ICRC.
+    /// The last long packet had no ICRC.
     without_icrc: bool,
 }
 
 pub(super) struct IcrcChecker {
     port: u16,
-    /// All senders are of this machine.
+    /// The link is bound to a loopback address: all senders are on this machine.
     is_loopback: bool,
     senders: Vec<Option<SenderState>>,
     lengths: Vec<IpIdSolver>,
 }
 
 impl IcrcChecker {
-    /// For packets that come to this address.
+    /// A checker for packets sent to this address.
     pub(super) fn new(local: SocketAddr) -> Self {
         Self {
             port: local.port(),
@@ -62,7 +66,7 @@ impl IcrcChecker {
         }
     }
 
-    /// Whether it is a packet of this machine that goes without an ICRC: see `loopback.rs`.
+    /// Whether the packet is one from this machine that omits the ICRC: see `loopback.rs`.
     #[inline]
     pub(super) fn is_without_icrc(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
         let len = packet.len();
@@ -71,7 +75,8 @@ impl IcrcChecker {
             && self.has_header_checksum(from, to, len, packet, packet)
     }
 
-    /// Whether a long packet of this machine, of which these are the beginning and the end, has the sum that stands in the place of an ICRC.
+    /// Whether a long packet from this machine with this head and tail has a valid header checksum
+    /// in place of an ICRC.
     pub(super) fn has_header_checksum(
         &mut self,
         from: SocketAddr,
@@ -86,7 +91,8 @@ impl IcrcChecker {
         sender.without_icrc
     }
 
-    /// Whether a packet of that length, of which only the beginning is known, will most likely be one of those.
+    /// Predicts from the sender's last long packet whether one of this length omits the ICRC,
+    /// before its end has been read.
     #[inline]
     pub(super) fn likely_without_icrc(&self, from: SocketAddr, to: IpAddr, len: usize) -> bool {
         let known = self.senders.get(slot_of(from)).and_then(Option::as_ref);
@@ -95,7 +101,7 @@ impl IcrcChecker {
         loopback::exceeds_roce(len) && self.is_loopback && known.is_some_and(of_sender)
     }
 
-    /// The identification that makes the packet's ICRC right; `None` if none does.
+    /// The identification for which the packet's ICRC is valid; `None` if there is none.
     pub(super) fn check(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> Option<u16> {
         let carried = carried(packet)?;
         let sender = sender(&mut self.senders, self.port, from, to)?;
@@ -137,7 +143,7 @@ fn carried(packet: &[u8]) -> Option<u32> {
     packet.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// What is known of a sender, or the place for it.
+/// The state of a sender; evicts another one from the slot if needed.
 #[inline]
 fn sender(
     senders: &mut [Option<SenderState>],
@@ -162,8 +168,8 @@ fn sender(
     slot.as_mut()
 }
 
-/// Whether the base header has the version and the partition that every packet has: 20 bits that chance would have to
-/// guess, on top of the ICRC's.
+/// Whether the BTH has the version and the partition key that every packet has: 20 more bits of
+/// check in addition to the ICRC's.
 fn has_valid_bth(packet: &[u8]) -> bool {
     matches!(packet, [_, second, 0x7f | 0xff, 0xff, ..] if second & 0x0f == 0)
 }
@@ -217,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counting_sender_costs_one_computation() {
+    fn a_counting_sender_costs_one_crc_per_packet() {
         let mut checker = IcrcChecker::new(here());
         for id in 0..100 {
             assert_eq!(checker.check(from(), to(), &packet_with_icrc(id, 100)), Some(id));
@@ -228,7 +234,7 @@ mod tests {
 
     #[test]
     fn the_first_packet_of_a_sender_may_have_any_identification() {
-        // rxe tells of a refusal once. Were it dropped, the requester would wait in vain.
+        // rxe reports a rejection once. If it were dropped, the requester would wait in vain.
         let mut checker = IcrcChecker::new(here());
         for id in [0xabcd, 0xabcf, 0x1234, 9, 0x8000] {
             assert_eq!(
@@ -240,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_does_not_pass_by_chance() {
+    fn a_first_packet_with_an_invalid_bth_is_rejected() {
         let mut checker = IcrcChecker::new(here());
         let mut packet = packet_with_icrc(0xabcd, 100);
         packet[2] = 0x12;
@@ -251,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_that_began_small_must_prove_large_ones() {
+    fn two_large_ids_are_dropped_after_small_ones() {
         let mut checker = IcrcChecker::new(here());
         let ids = [0, 0xabcd, 5, 0xabce, 0xabcf, 0x1234];
         let found = ids.map(|id| checker.check(from(), to(), &packet_with_icrc(id, 100)));
@@ -259,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_that_counts_slowly_out_of_the_small_ones_is_followed() {
+    fn a_counter_that_leaves_the_small_ids_in_small_steps_is_followed() {
         let mut checker = IcrcChecker::new(here());
         for id in (3..1000).step_by(7) {
             assert_eq!(checker.check(from(), to(), &packet_with_icrc(id, 100)), Some(id));
@@ -267,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_found_whatever_the_sender_did_before() {
+    fn corruption_is_detected_whatever_the_sender_did_before() {
         let mut checker = IcrcChecker::new(here());
         for id in [0, 0xabcd, 0xabce, 0xabcf, 0xabd0] {
             let _ = checker.check(from(), to(), &packet_with_icrc(id, 200));
@@ -282,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_that_are_too_short_are_no_packets() {
+    fn packets_that_are_too_short_are_rejected() {
         let mut checker = IcrcChecker::new(here());
         for len in 0..16 {
             assert_eq!(checker.check(from(), to(), &[0; 16][..len]), None);
@@ -290,9 +296,9 @@ mod tests {
     }
 
     #[test]
-    fn a_short_sum_counts_for_long_packets_of_this_machine_only() {
+    fn a_header_checksum_is_valid_only_for_long_loopback_packets() {
         let loopback: SocketAddr = "127.0.0.1:4791".parse().unwrap();
-        let short = |from: SocketAddr, to: SocketAddr, len: usize| {
+        let with_checksum = |from: SocketAddr, to: SocketAddr, len: usize| {
             let mut packet = vec![0x5a; len];
             let (head, tail) = packet.split_at_mut(12);
             loopback::write_header_checksum(&mut IcrcPrefix::new(from, to), len, head, tail)
@@ -300,28 +306,35 @@ mod tests {
             packet
         };
         let mut checker = IcrcChecker::new(loopback);
-        let long = short(loopback, loopback, 5000);
+        let long = with_checksum(loopback, loopback, 5000);
         assert!(checker.is_without_icrc(loopback, loopback.ip(), &long));
-        assert_eq!(checker.check(loopback, loopback.ip(), &long), None, "it is no ICRC");
+        assert_eq!(checker.check(loopback, loopback.ip(), &long), None, "it is not an ICRC");
         for at in (0..12).chain([4996, 4999]).filter(|at| *at != 4) {
-            let mut damaged = long.clone();
-            damaged[at] ^= 1;
-            assert!(!checker.is_without_icrc(loopback, loopback.ip(), &damaged), "byte {at}");
+            let mut corrupted = long.clone();
+            corrupted[at] ^= 1;
+            assert!(!checker.is_without_icrc(loopback, loopback.ip(), &corrupted), "byte {at}");
         }
-        assert!(!checker.is_without_icrc(loopback, loopback.ip(), &long[..4996]), "cut");
+        assert!(!checker.is_without_icrc(loopback, loopback.ip(), &long[..4996]), "truncated");
         assert!(
             !checker.is_without_icrc("127.0.0.2:4791".parse().unwrap(), loopback.ip(), &long),
-            "whose"
+            "another sender"
         );
         assert!(
-            !checker.is_without_icrc(loopback, loopback.ip(), &short(loopback, loopback, 1000)),
-            "short ones"
+            !checker.is_without_icrc(
+                loopback,
+                loopback.ip(),
+                &with_checksum(loopback, loopback, 1000)
+            ),
+            "a short packet"
         );
         assert!(
-            !checker.is_without_icrc(from(), loopback.ip(), &short(from(), loopback, 5000)),
-            "from outside"
+            !checker.is_without_icrc(from(), loopback.ip(), &with_checksum(from(), loopback, 5000)),
+            "not a loopback sender"
         );
         let mut outside = IcrcChecker::new(here());
-        assert!(!outside.is_without_icrc(from(), to(), &short(from(), here(), 5000)), "elsewhere");
+        assert!(
+            !outside.is_without_icrc(from(), to(), &with_checksum(from(), here(), 5000)),
+            "not a loopback link"
+        );
     }
 }

@@ -1,7 +1,10 @@
-//! Packets whose payload stays in the socket until somebody says where it belongs: the kernel puts it there, and a copy is spared.
+//! Deferred payloads: a long packet stays in the socket until its destination is known, and the
+//! kernel copies the payload straight there, which saves a copy.
 //!
-//! The next packet's beginning is looked at, which leaves the packet in the socket; its queue pair finds out what it means, and what to do with the payload.
-//! Only packets that need no ICRC are left there: one that has it must be looked at as a whole, before any byte of it is used. See `loopback.rs`.
+//! The head of the next packet is peeked at (`MSG_PEEK`), which leaves the packet in the socket;
+//! its queue pair parses the headers and decides where the payload goes. Only packets without an
+//! ICRC are deferred: a packet with one must be verified as a whole before any of its bytes is
+//! used. See `loopback.rs`.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,17 +18,20 @@ use crate::error::Result;
 use crate::link::{Counters, Deferred, Frame, PendingPayload, ReceivedPacket};
 use crate::mem::SharedBytes;
 
-/// As much of a packet is looked at: the longest headers, and the pad and ICRC that stand behind them where there is no payload.
+/// Number of bytes to peek at: the longest headers, and the pad and ICRC that follow them in a
+/// packet without payload.
 const PEEK_LEN: usize = (MAX_HEADERS_LEN + 3 + ICRC_LEN).next_multiple_of(8);
-/// The last bytes of a payload are stored by us, behind all others: whoever waits for the last one to change may look at the rest then.
+/// The last bytes of a payload, which this thread stores after all others: a thread that polls the
+/// last byte may read the rest once it changes.
 const TAIL_LEN: usize = 64;
-/// How many packets are taken at a time.
+/// Packets received per call.
 const MAX_PACKETS: usize = 8;
-/// After a long packet, each of so many is looked at: the last one of a message is short, and the next message's first is long again.
+/// Number of packets to peek at after a long one: the last packet of a message is short, and the
+/// first of the next message is long again.
 pub(super) const LONG_LOOKAHEAD: u8 = 4;
 
 impl Udp {
-    /// Takes up to a batch of packets, one after another, each of which may be long.
+    /// Receives up to a batch of packets, peeking at each: it may be long.
     pub(super) fn receive_one_by_one(
         &mut self,
         take: &mut dyn FnMut(ReceivedPacket<'_>),
@@ -49,7 +55,7 @@ impl Udp {
         Ok(delivered)
     }
 
-    /// Hands over the packet that was looked at, if it is long; tells whether it was.
+    /// Delivers the peeked packet if it is long; returns whether it was.
     fn deliver_long(
         &mut self,
         head: &[u8; PEEK_LEN],
@@ -59,7 +65,7 @@ impl Udp {
         let Some(message) = incoming.headers.received(0) else { return false };
         let (from, len) = (message.from, message.len);
         let to = message.to.unwrap_or(local.ip());
-        // One that is too long or joined is the usual way's.
+        // The regular path handles packets that are too long or coalesced.
         if message.segment != 0 || len > *max_packet || !checker.likely_without_icrc(from, to, len)
         {
             return false;
@@ -103,7 +109,7 @@ impl Udp {
     }
 }
 
-/// The packet that was looked at.
+/// The peeked packet.
 struct SocketPayload<'a> {
     socket: BorrowedFd<'a>,
     incoming: &'a mut Incoming,
@@ -112,9 +118,9 @@ struct SocketPayload<'a> {
     head: &'a [u8; PEEK_LEN],
     message: Received,
     to: IpAddr,
-    /// Nobody has taken it.
+    /// The packet has not been consumed yet.
     in_socket: bool,
-    /// It was not right.
+    /// The packet was invalid.
     is_bad: bool,
 }
 
@@ -125,8 +131,9 @@ impl PendingPayload for SocketPayload<'_> {
         }
         let Incoming { headers, buffer, size, .. } = &mut *self.incoming;
         self.counters.calls += 1;
-        let came = headers.receive(self.socket, buffer, *size, CallMode::Single).is_ok();
-        let message = headers.received(0).filter(|message| came && is_same(message, &self.message));
+        let is_ok = headers.receive(self.socket, buffer, *size, CallMode::Single).is_ok();
+        let message =
+            headers.received(0).filter(|message| is_ok && is_same(message, &self.message));
         let packet = message.and_then(|message| buffer.get(..message.len)).filter(|packet| {
             let from = self.message.from;
             packet.starts_with(self.head) && verify(self.checker, from, self.to, packet).is_some()
@@ -151,7 +158,7 @@ impl SocketPayload<'_> {
         let len = self.message.len;
         let payload = usize::try_from(into.len()).ok()?;
         let last = payload.min(TAIL_LEN);
-        // The pad and the seal: more, or less, is not a packet with that payload.
+        // The rest is the pad and the checksum: any other length does not match the payload.
         let behind = len.checked_sub(headers)?.checked_sub(payload)?;
         let behind = Some(behind).filter(|behind| (ICRC_LEN..ICRC_LEN + 4).contains(behind))?;
         let head = head.get_mut(..headers)?;
@@ -163,9 +170,9 @@ impl SocketPayload<'_> {
         incoming.receive_parts(self.socket, head, &first, tail).ok()?;
         incoming.received(0).filter(|message| is_same(message, &self.message))?;
         let from = self.message.from;
-        let right = self.head.starts_with(head)
+        let valid = self.head.starts_with(head)
             && self.checker.has_header_checksum(from, self.to, len, head, tail);
-        if !right {
+        if !valid {
             return None;
         }
         self.counters.direct_placed += 1;
@@ -173,7 +180,7 @@ impl SocketPayload<'_> {
     }
 }
 
-/// Whether it is the message that was looked at, and there was room for it.
+/// Whether this is the message that was peeked at, and it was not truncated.
 fn is_same(message: &Received, before: &Received) -> bool {
     !message.truncated
         && (message.from, message.len, message.segment) == (before.from, before.len, before.segment)
@@ -193,12 +200,16 @@ mod tests {
     fn links(address: &str) -> Option<(Udp, Udp, FlowId)> {
         let bind = || Udp::bind(address.parse().unwrap(), Options::default());
         let (Ok(mut one), Ok(mut two)) = (bind(), bind()) else {
-            println!("skipped: {address} is no address of this machine");
+            println!("skipped: {address} does not belong to this machine");
             return None;
         };
         let flow = one.open(two.local(), 0).unwrap();
         send(&mut one, flow, 20_000, 0, Corruption::Intact);
-        assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)], "not known yet");
+        assert_eq!(
+            receive(&mut two, 1, &mut leave),
+            [(true, HEADERS + 20_000)],
+            "not expected yet"
+        );
         Some((one, two, flow))
     }
 
@@ -222,28 +233,29 @@ mod tests {
 
     fn leave(_: Deferred<'_>) {}
 
-    /// Receives so many packets; of each, whether it was read, and its length but for the ICRC.
+    /// Receives `count` packets. Returns whether each was complete, and its length without the
+    /// ICRC.
     fn receive(
         link: &mut Udp,
         count: usize,
         take: &mut dyn FnMut(Deferred<'_>),
     ) -> Vec<(bool, usize)> {
-        let mut came = Vec::new();
-        while came.len() < count {
+        let mut received = Vec::new();
+        while received.len() < count {
             let delivered = link.receive_deferred(&mut |arrival| match arrival {
-                ReceivedPacket::Read(frame) => came.push((true, frame.bytes.len() - ICRC_LEN)),
+                ReceivedPacket::Read(frame) => received.push((true, frame.bytes.len() - ICRC_LEN)),
                 ReceivedPacket::Deferred(deferred) => {
-                    came.push((false, deferred.len - ICRC_LEN));
+                    received.push((false, deferred.len - ICRC_LEN));
                     take(deferred);
                 }
             });
             delivered.unwrap();
         }
-        came
+        received
     }
 
     #[test]
-    fn payloads_are_put_where_they_belong_and_nowhere_else() {
+    fn payloads_are_placed_at_their_destination_only() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Some((mut one, mut two, flow)) = links(address) else { continue };
             let memory = memory(1 << 17);
@@ -254,7 +266,7 @@ mod tests {
                     let seed = seed as u8;
                     memory.host_bytes().unwrap().write(0, &[0xee; 1 << 17]).unwrap();
                     send(&mut one, flow, len, seed, Corruption::Intact);
-                    let came = receive(&mut two, 1, &mut |deferred| {
+                    let received = receive(&mut two, 1, &mut |deferred| {
                         assert_eq!(
                             (deferred.head.from, deferred.head.has_icrc),
                             (one.local(), false)
@@ -267,11 +279,14 @@ mod tests {
                         );
                         assert!(
                             !deferred.pending_payload.read_into(HEADERS, &into),
-                            "it is there once"
+                            "it can be consumed once"
                         );
-                        assert!(deferred.pending_payload.read().is_none(), "it is there once");
+                        assert!(
+                            deferred.pending_payload.read().is_none(),
+                            "it can be consumed once"
+                        );
                     });
-                    assert_eq!(came, [(false, HEADERS + len.next_multiple_of(4))]);
+                    assert_eq!(received, [(false, HEADERS + len.next_multiple_of(4))]);
                     let mut found = vec![0; 1 << 17];
                     memory.host_bytes().unwrap().read(0, &mut found).unwrap();
                     let (start, end) = (offset as usize, offset as usize + len);
@@ -286,15 +301,15 @@ mod tests {
     }
 
     #[test]
-    fn packets_are_read_or_left_and_others_come_in_their_order() {
+    fn packets_are_read_or_skipped_and_order_is_kept() {
         let Some((mut one, mut two, flow)) = links("127.0.0.1:0") else { return };
         let lengths = [20_000, 100, 100, 30_000, 60_000, 100, 20_000, 100, 100, 100, 100, 100, 100];
         for (seed, len) in lengths.into_iter().enumerate() {
             send(&mut one, flow, len, seed as u8, Corruption::Intact);
         }
         let mut read = Vec::new();
-        let came = receive(&mut two, lengths.len(), &mut |deferred| {
-            // Every second one is left where it is.
+        let received = receive(&mut two, lengths.len(), &mut |deferred| {
+            // Packets of 20 000 bytes are left in the socket.
             if deferred.len != 20_000 + HEADERS + ICRC_LEN {
                 let packet = deferred.pending_payload.read().unwrap();
                 assert!(
@@ -305,17 +320,17 @@ mod tests {
             }
         });
         let wanted = lengths.map(|len| (len <= MAX_ROCE_PACKET, HEADERS + len));
-        assert_eq!(came, wanted);
+        assert_eq!(received, wanted);
         assert_eq!(read, [30_000, 60_000]);
         let counters = two.counters();
         assert_eq!((counters.received, counters.drops.total()), (1 + lengths.len() as u64, 0));
-        // Where none has come for a while, the next is read at once.
+        // After a while without long packets, the next one is delivered complete.
         send(&mut one, flow, 20_000, 1, Corruption::Intact);
         assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)]);
     }
 
     #[test]
-    fn what_is_not_right_is_dropped_and_counted() {
+    fn invalid_packets_are_dropped_and_counted() {
         let Some((mut one, mut two, flow)) = links("127.0.0.1:0") else { return };
         let memory = memory(1 << 16);
         let into = memory.host_bytes().unwrap().slice(0, 20_000).unwrap();
@@ -334,13 +349,14 @@ mod tests {
                 dropped += 1;
                 let mut end = [0; 64];
                 memory.host_bytes().unwrap().read(19_936, &mut end).unwrap();
-                assert_eq!(end, [0xee; 64], "whoever waits for the last byte has seen nothing");
-                // The next is read at once, as one that may be sealed is; then they are expected again.
+                assert_eq!(end, [0xee; 64], "the tail must not have been stored");
+                // The next one is delivered complete, because it may have an ICRC; then deferral
+                // resumes.
                 send(&mut one, flow, 20_000, 1, Corruption::Intact);
                 assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)]);
             }
         }
-        // Lengths that the packet does not have.
+        // Lengths that do not match the packet.
         for (headers, len) in
             [(HEADERS, 19_990), (HEADERS, 20_001), (HEADERS + 4, 20_000), (90, 5), (0, 9)]
         {
@@ -358,10 +374,10 @@ mod tests {
     fn packets_with_an_icrc_are_read_whole() {
         let Some((_, mut two, _)) = links("127.0.0.1:0") else { return };
         let here = "127.0.0.1:0".parse().unwrap();
-        let mut sealing = Udp::bind(here, "seal=on".parse().unwrap()).unwrap();
-        let flow = sealing.open(two.local(), 0).unwrap();
+        let mut with_icrc = Udp::bind(here, "always_icrc=on".parse().unwrap()).unwrap();
+        let flow = with_icrc.open(two.local(), 0).unwrap();
         for seed in 0..3 {
-            send(&mut sealing, flow, 20_000, seed, Corruption::Intact);
+            send(&mut with_icrc, flow, 20_000, seed, Corruption::Intact);
             assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)]);
         }
         assert_eq!(two.counters().drops.total(), 0);

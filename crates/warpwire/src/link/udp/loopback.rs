@@ -1,36 +1,38 @@
-//! Packets that stay on this machine and are longer than RoCE's.
+//! Packets that never leave this machine and exceed RoCE's maximum length.
 //!
-//! A link that is bound to a loopback address reaches this machine alone, and only two of our own ends agree on packets that are longer than
-//! [`MAX_ROCE_PACKET`]. What such a packet carries goes from memory to memory, as it does through shared memory, and no ICRC is computed over it: that would be
-//! most of what a sender does beside the kernel's copy. In the place of the ICRC stands a short sum, over the addresses, the length and the base header:
-//! a packet of anybody else does not have it by chance.
+//! A link bound to a loopback address reaches this machine only, and only two Warpwire links agree
+//! on packets longer than [`MAX_ROCE_PACKET`]. The payload is not covered by an ICRC, as with
+//! shared memory: computing it would cost about as much as the kernel's copy. In place of the ICRC
+//! the packet carries a checksum over the addresses, the length and the BTH, which foreign packets
+//! do not match by chance.
 //!
-//! A receiver takes either, so that each sender may choose: one below faults seals everything ([`force_icrc`](crate::link::Link::force_icrc)), and so
-//! does one with the option `seal=on`.
+//! A receiver accepts both forms, so each sender may choose.
+//! [`force_icrc`](crate::link::Link::force_icrc), which fault injection calls, and the option
+//! `always_icrc=on` make a sender append ICRCs to all packets.
 
 use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
 use crate::link::{MAX_ROCE_PACKET, SimdCrc32};
 
-/// Whether a packet of that length may go without an ICRC, where it stays on this machine.
+/// Whether a packet of this length may omit the ICRC where it never leaves this machine.
 #[inline]
 pub(super) fn exceeds_roce(len: usize) -> bool {
     len > MAX_ROCE_PACKET
 }
 
-/// What stands in the place of the ICRC, in a packet of `len` bytes that begins with `head`. Inverted, so that it is not the ICRC of a packet that has a
-/// base header only.
+/// The header checksum of a packet of `len` bytes that begins with `head`. Inverted, so that it
+/// differs from the ICRC of a packet that consists of a BTH only.
 pub(super) fn header_checksum(
     icrc_prefix: &mut IcrcPrefix,
     len: usize,
     head: &[u8],
 ) -> Option<u32> {
-    // The identification is the kernel's, and this need not know it.
+    // The identification is chosen by the kernel, and the checksum does not cover it.
     icrc_prefix.begin::<SimdCrc32>(0, len, head.get(..BTH_LEN)?).map(|sum| !sum)
 }
 
-/// Puts it in its place, which is the end of `tail`.
+/// Writes the header checksum to the last four bytes of `tail`.
 pub(super) fn write_header_checksum(
     icrc_prefix: &mut IcrcPrefix,
     len: usize,

@@ -1,14 +1,16 @@
-//! RoCEv2 through a plain UDP socket, IPv4 or IPv6: no privileges, no kernel module, any network.
+//! RoCEv2 over a plain UDP socket, IPv4 or IPv6: no privileges, no kernel module, any network.
 //!
-//! The socket is not connected and forbids fragments, so that Linux leaves IPv4's identification 0, and counts 0, 1,
-//! 2, … through the packets of a segmented run: the sender knows what the ICRC covers. (A connected socket has a
-//! counter that nobody can see.) The receiver finds the identification from the ICRC itself: see `check.rs`.
+//! The socket is not connected and forbids fragmentation. Linux then sets the IPv4 identification
+//! to 0, and to 0, 1, 2, … within a segmented run, so the sender knows the value that the ICRC
+//! covers. (A connected socket has a counter that user space cannot read.) The receiver infers the
+//! identification from the ICRC itself: see `check.rs`.
 //!
-//! Linux does not combine segmentation with an absent UDP checksum, so that the checksum stays where segmentation is
-//! used; the ICRC counts it as ones either way.
+//! Linux does not combine segmentation (GSO) with an absent UDP checksum, so the checksum stays
+//! where segmentation is used; the ICRC treats the checksum field as ones either way.
 //!
-//! Written on the system calls rather than on `quinn-udp`, which sends one message per call, has no say over
-//! checksums, and does not send a run again that a route refused: here it is sealed anew and goes packet by packet.
+//! Written on raw system calls instead of `quinn-udp`, which sends one message per call, has no
+//! control over checksums, and does not resend a run that a route rejected: here its ICRCs are
+//! recomputed and it is sent packet by packet.
 
 mod check;
 mod deferred;
@@ -43,14 +45,15 @@ use check::IcrcChecker;
 use send::{Flow, TxBatch};
 use sys::{CallMode, Headers, SockAddr};
 
-/// Where a link is bound unless somebody says otherwise: RoCEv2's port, reached from this machine alone.
+/// The default bind address: RoCEv2's port, reachable from this machine only.
 pub const ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), UDP_PORT);
 
-/// What the kernel joins to one message at most.
+/// Maximum length of a message that the kernel coalesced (GRO).
 const MAX_GRO_LEN: usize = 1 << 16;
-/// Messages per call: few where each may be joined of many, so that they stay in the cache.
+/// Messages per call with and without GRO: fewer with GRO, where each may hold many packets, so
+/// that the buffers stay in the cache.
 const MESSAGES: (usize, usize) = (16, 64);
-/// After so many calls that brought something, several messages are asked for at once.
+/// Number of successive non-empty calls after which several messages are requested per call.
 const BATCH_AFTER: u8 = 2;
 const IPV4_AND_UDP: usize = 28;
 const IPV6_AND_UDP: usize = 48;
@@ -81,31 +84,32 @@ pub struct Udp {
     setup: SocketSetup,
 }
 
-/// What a UDP link has of the kernel's offloads.
+/// The kernel offloads that a UDP link uses; for each one it does not use, the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offloads {
-    /// Runs of equal packets go down the stack as one (`UDP_SEGMENT`).
+    /// Runs of equal packets pass the network stack as one on transmit (`UDP_SEGMENT`).
     pub segmentation: std::result::Result<(), String>,
-    /// Runs of equal packets come up the stack as one (`UDP_GRO`).
+    /// Runs of equal packets pass the network stack as one on receive (`UDP_GRO`).
     pub coalescing: std::result::Result<(), String>,
-    /// Packets go without a UDP checksum.
+    /// Packets are sent without a UDP checksum.
     pub no_checksum: std::result::Result<(), String>,
 }
 
-/// The receiving side's buffers.
+/// The receive buffers.
 struct Incoming {
     headers: Headers,
     buffer: Box<[u8]>,
-    /// The length of each piece of the buffer.
+    /// The length of each slot of the buffer: one message.
     size: usize,
     calls: CallMode,
-    /// How many calls in a row brought something; more may be there.
+    /// Successive calls that returned messages; more may be queued.
     busy_calls: u8,
-    /// So many of the packets to come may be long, and of those that are read when it is known where they belong.
+    /// Number of following packets that may be long, and are peeked at so that their payload can be
+    /// deferred.
     expect_long: u8,
 }
 
-/// What was asked for, and what the kernel gave.
+/// The requested options, and what the kernel granted.
 struct SocketSetup {
     options: Options,
     gso: io::Result<()>,
@@ -117,13 +121,14 @@ struct SocketSetup {
 }
 
 impl Udp {
-    /// Binds to `address`; port 0 stands for any that is free, 4791 is RoCEv2's own.
+    /// Binds to `address`; port 0 selects a free port, 4791 is RoCEv2's.
     ///
-    /// Bind to a loopback address ([`ADDRESS`]) unless others are to reach it. An unspecified address (`0.0.0.0`, `::`) works, and
-    /// costs a little per message: the kernel is then asked for the addresses of each.
+    /// Bind to a loopback address ([`ADDRESS`]) unless other machines must reach the link. The
+    /// unspecified address (`0.0.0.0`, `::`) works, at a small cost per message: the kernel then
+    /// reports the destination address of each.
     ///
     /// # Errors
-    /// If the address is not of this machine, or taken, with advice.
+    /// If the address does not belong to this machine or is in use, with advice.
     pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
         let failed = |source: io::Error| bind_error(address, &source);
         let socket = sys::socket(address).map_err(failed)?;
@@ -141,7 +146,7 @@ impl Udp {
         let max_packet = options.max_packet_on(local.ip()).min(carried);
         let calls = if options.mmsg { CallMode::Batched } else { CallMode::Single };
         let omit_icrc = local.ip().is_loopback() && !options.always_icrc;
-        // One byte more than the longest packet: what is longer shows.
+        // One byte more than the maximum packet, so that longer ones are detected.
         let (count, size) = match setup.gro {
             Ok(()) => (MESSAGES.0, MAX_GRO_LEN),
             Err(_) => (MESSAGES.1, (max_packet + 1).next_multiple_of(64)),
@@ -166,7 +171,7 @@ impl Udp {
         })
     }
 
-    /// What the kernel gave of what was asked for; each that it did not give, with the reason.
+    /// The offloads that the kernel granted; for each one it did not, the reason.
     ///
     /// ```
     /// use warpwire::link::Udp;
@@ -191,7 +196,7 @@ impl Udp {
         }
     }
 
-    /// Takes apart one message: a packet, or several that the kernel joined.
+    /// Delivers the packets of one message: one, or several that the kernel coalesced.
     fn deliver(&mut self, at: usize, take: &mut dyn FnMut(Frame<'_>)) -> usize {
         let Self { incoming, counters, checker, .. } = self;
         let Some(message) = incoming.headers.received(at) else { return 0 };
@@ -240,7 +245,7 @@ impl Udp {
         delivered
     }
 
-    /// Takes what one such call brings.
+    /// Receives with one system call, in this mode.
     fn receive_with(&mut self, now: CallMode, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         let Incoming { headers, buffer, size, busy_calls, .. } = &mut self.incoming;
         self.counters.calls += 1;
@@ -256,11 +261,11 @@ impl Udp {
         }
     }
 
-    /// A call for packets failed: most of the time because there are none.
+    /// Handles a failed receive call, in most cases `EAGAIN`.
     fn on_receive_error(&mut self, source: &io::Error, calls: CallMode) -> Result<()> {
         match source.raw_os_error() {
             Some(libc::EAGAIN | libc::EINTR) => Ok(()),
-            // A complaint about a packet sent earlier, for whom it may concern.
+            // An ICMP error for a packet sent earlier, possibly on another flow.
             Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(()),
             Some(libc::ENOSYS) if calls == CallMode::Batched => {
                 self.incoming.calls = CallMode::Single;
@@ -271,7 +276,8 @@ impl Udp {
     }
 }
 
-/// The identification of a packet that is right, and whether that is by its ICRC.
+/// Verifies a packet. Returns its identification, and whether it has an ICRC; `None` if it is
+/// invalid.
 #[inline]
 fn verify(
     checker: &mut IcrcChecker,
@@ -289,7 +295,7 @@ impl Link for Udp {
     fn path(&self) -> LinkPath {
         let mut why = self.setup.describe(&self.offloads(), self.local, self.max_packet);
         if self.batch.omit_icrc && loopback::exceeds_roce(self.max_packet) {
-            why += "; long packets without ICRC (they stay on this machine)";
+            why += "; long packets without ICRC (they never leave this machine)";
         }
         LinkPath { kind: LinkKind::Udp, local: self.local, why }
     }
@@ -315,10 +321,10 @@ impl Link for Udp {
             return Err(Error::new(ErrorKind::Unsupported, format!("open a flow to {peer}"))
                 .on(format!("udp {}", self.local))
                 .why(format!(
-                    "the route carries packets of {fits} bytes and the link uses {}",
+                    "the route carries packets of {fits} bytes, but the link uses {}",
                     self.max_packet
                 ))
-                .fix(format!("set largest={fits} in {ENV_VAR} or in the link's options")));
+                .fix(format!("set max_packet={fits} in {ENV_VAR} or in the link's options")));
         }
         let from = SocketAddr::new(route.source, self.local.port());
         Ok(self.flows.insert(Flow {
@@ -331,7 +337,7 @@ impl Link for Udp {
     }
 
     fn close(&mut self, flow: FlowId) {
-        // Its packets in the batch know their way by themselves.
+        // Packets already in the batch hold their own destination.
         self.flows.remove(flow);
     }
 
@@ -368,7 +374,7 @@ impl Link for Udp {
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        // Who waits for one packet, and looks often, is served faster by the call for one.
+        // `recvmsg` has less latency than `recvmmsg` for a caller that polls for single packets.
         let Incoming { busy_calls, calls, .. } = self.incoming;
         self.receive_with(if busy_calls < BATCH_AFTER { CallMode::Single } else { calls }, take)
     }
@@ -389,7 +395,8 @@ impl Link for Udp {
         self.batch.omit_icrc = false;
     }
 
-    /// The count of packets that found the socket's buffer full is asked of the kernel here, and not per packet.
+    /// Reads the number of packets lost to a full socket buffer from the kernel here, not per
+    /// packet.
     fn counters(&self) -> Counters {
         const DROPS: usize = 8;
         let mut counters = self.counters;
@@ -399,14 +406,14 @@ impl Link for Udp {
     }
 }
 
-/// Where the kernel would send packets for a peer.
+/// The kernel's route to a peer.
 struct Route {
     source: IpAddr,
     mtu: usize,
 }
 
 impl Route {
-    /// Connecting a UDP socket sends nothing; it looks up the route, or says why there is none.
+    /// Looks up the route by connecting a UDP socket, which sends nothing; fails if there is none.
     fn find(local: SocketAddr, peer: SocketAddr) -> io::Result<Self> {
         let socket = sys::socket(peer)?;
         let fd = socket.as_fd();
@@ -423,12 +430,12 @@ impl Route {
     }
 }
 
-/// Sets the socket's options: those that the wire format needs, and those that make it fast.
+/// Sets the socket options that the wire format requires, and the offloads.
 fn configure(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result<SocketSetup> {
     const ON: i32 = 1;
     let ecn = i32::from(ECN_CAPABLE);
     if local.is_ipv4() {
-        // Without fragments, and only then, the identification is known.
+        // The identification is predictable only if fragmentation is forbidden.
         sys::set(fd, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_DO)?;
         sys::set(fd, libc::IPPROTO_IP, libc::IP_TOS, ecn)?;
         sys::set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, ON)?;
@@ -436,7 +443,7 @@ fn configure(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Res
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_DO)?;
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ecn)?;
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, ON)?;
-        // Hardware sends without a checksum.
+        // Hardware sends RoCEv2 without a UDP checksum.
         sys::set(fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, ON)?;
     }
     if local.ip().is_unspecified() {
@@ -474,9 +481,9 @@ fn configure(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Res
     })
 }
 
-/// Asks for a buffer, by force where that is allowed; returns what was granted.
+/// Sets a buffer size, exceeding the system limit where permitted; returns the size granted.
 fn set_buffer_size(fd: BorrowedFd<'_>, force: i32, ask: i32, bytes: usize) -> io::Result<usize> {
-    // The kernel doubles what it is given, for its own needs, and reports the double.
+    // The kernel doubles the value for its bookkeeping, and reports the doubled value.
     let wanted = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
     if sys::set(fd, libc::SOL_SOCKET, force, wanted).is_err() {
         sys::set(fd, libc::SOL_SOCKET, ask, wanted)?;
@@ -484,8 +491,8 @@ fn set_buffer_size(fd: BorrowedFd<'_>, force: i32, ask: i32, bytes: usize) -> io
     Ok(usize::try_from(sys::get(fd, libc::SOL_SOCKET, ask)?).unwrap_or(0) / 2)
 }
 
-/// The interface that has the address and the longest packet that it carries; of all that are up, the one that
-/// carries least, where the address is any.
+/// The interface that has the address, with its MTU; for the unspecified address, the interface
+/// with the smallest MTU of all that are up.
 fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
     let interfaces = System::live().net_interfaces().into_iter();
     let known = interfaces.filter_map(|known| Some((known.is_up(), known.name, known.mtu?)));
@@ -494,29 +501,29 @@ fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
         return up.map(|(_, name, mtu)| (name, mtu)).min_by_key(|(_, mtu)| *mtu);
     }
     let mine = sys::interface_of(address);
-    // All of 127.0.0.0/8 is the loopback interface's, and only 127.0.0.1 is listed.
+    // All of 127.0.0.0/8 belongs to the loopback interface, but only 127.0.0.1 is listed.
     let mine = mine.or_else(|| address.is_loopback().then(|| "lo".to_owned()))?;
     known.map(|(_, name, mtu)| (name, mtu)).find(|(name, _)| *name == mine)
 }
 
-/// Whether an address is one of this machine's.
+/// Whether an address belongs to this machine.
 pub(super) fn is_local_address(address: IpAddr) -> bool {
-    // All of 127.0.0.0/8 is the loopback interface's, and only 127.0.0.1 is listed.
+    // All of 127.0.0.0/8 belongs to the loopback interface, but only 127.0.0.1 is listed.
     address.is_loopback() || sys::interface_of(address).is_some()
 }
 
 impl SocketSetup {
     fn describe(&self, offloads: &Offloads, local: SocketAddr, max_packet: usize) -> String {
-        let say = |name: &str, outcome: &std::result::Result<(), String>| match outcome {
+        let item = |name: &str, outcome: &std::result::Result<(), String>| match outcome {
             Ok(()) => format!("{name} on"),
             Err(why) => format!("{name} off ({why})"),
         };
         let mmsg = if self.options.mmsg { Ok(()) } else { Err("it was turned off".to_owned()) };
         let mut parts = vec![
-            say("segmentation (UDP_SEGMENT)", &offloads.segmentation),
-            say("receive offload (UDP_GRO)", &offloads.coalescing),
-            say("batched calls (sendmmsg, recvmmsg)", &mmsg),
-            say("sending without UDP checksum", &offloads.no_checksum),
+            item("segmentation (UDP_SEGMENT)", &offloads.segmentation),
+            item("receive offload (UDP_GRO)", &offloads.coalescing),
+            item("batched calls (sendmmsg, recvmmsg)", &mmsg),
+            item("sending without UDP checksum", &offloads.no_checksum),
         ];
         let limit = match &self.mtu {
             Some((name, mtu)) => format!(" ({name} carries {mtu})"),
@@ -544,14 +551,15 @@ impl SocketSetup {
 fn bind_error(address: SocketAddr, source: &io::Error) -> Error {
     let error = Error::os("bind a UDP link", source).on(address.to_string());
     match source.raw_os_error() {
-        Some(libc::EADDRINUSE) => {
-            error.fix("choose another port (0 for any), or stop who has it; an rxe device has 4791")
-        }
+        Some(libc::EADDRINUSE) => error.fix(
+            "choose another port (0 for any free one), or stop the process that uses it (an \
+             rxe device uses 4791)",
+        ),
         Some(libc::EADDRNOTAVAIL) => {
             error.fix("give an address of this machine: 127.0.0.1, or one that `ip address` lists")
         }
-        Some(libc::EACCES) => error.fix("choose a port from 1024 on"),
-        Some(libc::EAFNOSUPPORT) => error.fix("this kernel lacks that IP version; use the other"),
+        Some(libc::EACCES) => error.fix("choose a port >= 1024"),
+        Some(libc::EAFNOSUPPORT) => error.fix("the kernel lacks this IP version; use the other"),
         _ => error,
     }
 }

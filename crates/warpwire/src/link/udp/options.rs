@@ -1,4 +1,4 @@
-//! What a UDP link may use, chosen by a program or by `WARPWIRE_UDP`.
+//! Options of the UDP link, set by the program or by `WARPWIRE_UDP`.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,17 +13,18 @@ use crate::units;
 /// The environment variable that [`Options::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_UDP";
 
-/// The longest packet on a loopback address unless somebody says otherwise: 60 KiB of payload. No wire sets a limit there,
-/// and packets cost by their number. Peers that offer less get less.
+/// The default maximum packet length on a loopback address: 60 KiB of payload. No wire limits it
+/// there, and the cost is per packet. A peer with a smaller maximum gets smaller packets.
 ///
-/// IP allows four KiB more. But the kernel keeps a packet in at most 17 pieces, which are single pages where memory has fallen to pieces:
-/// whole pages of payload fit even then.
+/// IP allows 4 KiB more, but the kernel stores a packet in at most 17 fragments, each a single page
+/// when memory is fragmented: whole pages of payload fit even then.
 pub const LOOPBACK_MAX_PACKET: usize = MAX_HEADERS_LEN + (60 << 10) + ICRC_LEN;
 
-/// The most that UDP over IPv4 carries.
+/// The maximum UDP payload over IPv4, in bytes.
 pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 
-/// What a UDP link may use. What is allowed here and missing in the kernel is done without; the link's path says so.
+/// Features that a UDP link may use. A feature that is allowed here but missing in the kernel is
+/// not used, and the link's path reports it.
 ///
 /// ```
 /// use warpwire::link::udp::Options;
@@ -35,21 +36,25 @@ pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Segmentation by the kernel (`UDP_SEGMENT`): runs of equal packets to one peer go down the stack as one.
+    /// Generic segmentation offload (`UDP_SEGMENT`): runs of equal packets to one peer pass the
+    /// stack as one. Default on.
     pub gso: bool,
-    /// Joining by the kernel (`UDP_GRO`): such runs come up the stack as one.
+    /// Generic receive offload (`UDP_GRO`): runs of equal packets are delivered as one. Default on.
     pub gro: bool,
-    /// Several messages per system call (`sendmmsg`, `recvmmsg`).
+    /// Several messages per system call (`sendmmsg`, `recvmmsg`). Default on.
     pub mmsg: bool,
-    /// No UDP checksum on packets sent: the ICRC covers more. The kernel does not combine this with segmentation.
+    /// No UDP checksum on packets sent: the ICRC covers more. The kernel does not combine this with
+    /// segmentation. Default on.
     pub no_checksum: bool,
-    /// An ICRC over all of each packet, also over those that are longer than RoCE's and stay on this machine.
+    /// Append an ICRC to every packet, even to those that exceed RoCE's maximum and never leave
+    /// this machine. Default off.
     pub always_icrc: bool,
-    /// The socket's buffers, in bytes each way.
+    /// Size of the socket's send and receive buffers, in bytes each; default 8 MiB.
     pub buffer: usize,
-    /// The longest packet, from the base header through the ICRC; less where the interface carries less. `None` stands
-    /// for what RoCEv2 knows ([`MAX_ROCE_PACKET`]), and for [`LOOPBACK_MAX_PACKET`] on a loopback address, where only this machine's
-    /// processes are.
+    /// The maximum packet length in bytes, from the BTH through the ICRC; limited by the
+    /// interface's MTU. `None`, the default, means RoCEv2's maximum ([`MAX_ROCE_PACKET`]), or
+    /// [`LOOPBACK_MAX_PACKET`] on a loopback address, which only processes of this machine can
+    /// reach.
     pub max_packet: Option<usize>,
 }
 
@@ -68,16 +73,16 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The longest packet of a link with that address.
+    /// The maximum packet length of a link with this address.
     pub(super) fn max_packet_on(&self, local: IpAddr) -> usize {
         let usual = if local.is_loopback() { LOOPBACK_MAX_PACKET } else { MAX_ROCE_PACKET };
         self.max_packet.unwrap_or(usual).clamp(MIN_PACKET, MAX_UDP_PAYLOAD)
     }
 
-    /// The usual options, changed by `WARPWIRE_UDP` where it is set.
+    /// The default options, as modified by `WARPWIRE_UDP` if it is set.
     ///
     /// # Errors
-    /// If the variable does not have the form that [`Options`] are read from.
+    /// If the variable cannot be parsed as [`Options`].
     pub fn from_env() -> Result<Self> {
         let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
         text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
@@ -96,28 +101,28 @@ impl FromStr for Options {
                 "gro" => &mut options.gro,
                 "mmsg" => &mut options.mmsg,
                 "nocheck" => &mut options.no_checksum,
-                "seal" => &mut options.always_icrc,
+                "always_icrc" => &mut options.always_icrc,
                 "buffer" => {
                     options.buffer = units::parse_bytes(value)?.clamp(4096, 1 << 30) as usize;
                     continue;
                 }
-                "largest" if value == "auto" => {
+                "max_packet" if value == "auto" => {
                     options.max_packet = None;
                     continue;
                 }
-                "largest" => {
+                "max_packet" => {
                     options.max_packet = match units::parse_bytes(value)? as usize {
                         max_packet @ MIN_PACKET..=MAX_UDP_PAYLOAD => Some(max_packet),
-                        _ => return Err(malformed(part, "it is not between 16 and 65507")),
+                        _ => return Err(malformed(part, "it must be between 16 and 65507")),
                     };
                     continue;
                 }
-                _ => return Err(malformed(part, "there is no such option")),
+                _ => return Err(malformed(part, "unknown option")),
             };
             *switch = match value {
                 "on" | "1" | "yes" => true,
                 "off" | "0" | "no" => false,
-                _ => return Err(malformed(part, "it is neither on nor off")),
+                _ => return Err(malformed(part, "the value must be on or off")),
             };
         }
         Ok(options)
@@ -129,8 +134,12 @@ impl fmt::Display for Options {
         let word = |on: bool| if on { "on" } else { "off" };
         let Self { gso, gro, mmsg, no_checksum, always_icrc, buffer, max_packet } = *self;
         let (gso, gro, mmsg, nocheck) = (word(gso), word(gro), word(mmsg), word(no_checksum));
-        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},seal={},", word(always_icrc))?;
-        write!(f, "buffer={buffer},largest=")?;
+        write!(
+            f,
+            "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},always_icrc={},",
+            word(always_icrc)
+        )?;
+        write!(f, "buffer={buffer},max_packet=")?;
         match max_packet {
             Some(max_packet) => write!(f, "{max_packet}"),
             None => f.write_str("auto"),
@@ -140,9 +149,12 @@ impl fmt::Display for Options {
 
 #[cold]
 fn malformed(part: &str, why: &'static str) -> Error {
-    Error::new(Kind::Malformed, format!("read {part:?} as an option of the UDP link"))
+    Error::new(Kind::Malformed, format!("parse {part:?} as an option of the UDP link"))
         .why(why)
-        .fix("write gso=off, gro=off, mmsg=off, nocheck=off, seal=on, buffer=4MiB or largest=1064, with commas between them")
+        .fix(
+            "use gso=off, gro=off, mmsg=off, nocheck=off, always_icrc=on, buffer=4MiB or max_packet=1064, \
+             separated by commas",
+        )
 }
 
 #[cfg(test)]
@@ -150,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_read_what_they_print() {
+    fn display_and_from_str_round_trip() {
         let odd = Options {
             gso: false,
             mmsg: false,
@@ -163,12 +175,15 @@ mod tests {
             assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
         }
         assert_eq!("".parse::<Options>().unwrap(), Options::default());
-        assert_eq!("largest=100,largest=auto".parse::<Options>().unwrap(), Options::default());
+        assert_eq!(
+            "max_packet=100,max_packet=auto".parse::<Options>().unwrap(),
+            Options::default()
+        );
     }
 
     #[test]
-    fn nonsense_is_refused_with_an_example() {
-        for text in ["gso=maybe", "tso=on", "largest=15", "largest=65508"] {
+    fn invalid_options_are_rejected_with_an_example() {
+        for text in ["gso=maybe", "tso=on", "max_packet=15", "max_packet=65508"] {
             let error = text.parse::<Options>().unwrap_err();
             assert!(error.advice().is_some_and(|advice| advice.contains("gso=off")), "{error}");
         }

@@ -1,8 +1,9 @@
-//! Packets on their way out: one after the other in one buffer, in runs that the kernel may cut up itself.
+//! The transmit batch: packets back to back in one buffer, grouped into runs that the kernel
+//! segments (GSO).
 //!
-//! A run is packets of one flow and one length, of which the last may be shorter. The kernel numbers the packets of a
-//! run 0, 1, 2, … in IPv4's identification, and gives 0 to packets that go alone: each is sealed with the number that
-//! it will get.
+//! A run consists of packets of one flow and one length; the last may be shorter. The kernel
+//! numbers the packets of a run 0, 1, 2, … in the IPv4 identification, and gives 0 to single
+//! packets: each ICRC is computed with the number that its packet will get.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -16,23 +17,23 @@ use super::sys::{CallMode, Headers, Outgoing, SockAddr};
 use crate::link::flows::FlowId;
 use crate::link::{Corruption, Counters, Flushed, Frame, SimdCrc32};
 
-/// Packets in a batch.
+/// Capacity of a batch, in packets.
 pub(super) const PACKETS: usize = 64;
-/// The most that goes down the stack at once: IP's limit, less the headers.
+/// Maximum length of a run in bytes: IP's limit less the headers, rounded down.
 const MAX_RUN_BYTES: usize = 65_000;
 
-/// Whom a flow sends to.
+/// The destination of a flow.
 #[derive(Clone)]
 pub(super) struct Flow {
     pub from: SocketAddr,
     pub to: SocketAddr,
     pub name: SockAddr,
-    /// The source address to ask for, where the socket has several.
+    /// The source address to request if the socket has several.
     pub source: Option<IpAddr>,
     pub icrc_prefix: IcrcPrefix,
 }
 
-/// Packets that lie one after the other and go to one peer.
+/// Contiguous packets to one peer.
 struct GsoRun {
     id: FlowId,
     from: SocketAddr,
@@ -44,23 +45,23 @@ struct GsoRun {
     /// The length of every packet but the last, which may be shorter.
     segment: usize,
     packets: usize,
-    /// The last packet was shorter: nothing follows.
+    /// The last packet was shorter: no packet may follow.
     closed: bool,
 }
 
 pub(super) struct TxBatch {
     pub(super) buffer: Box<[u8]>,
-    /// Where the next packet goes.
+    /// Offset of the next packet in the buffer.
     pub(super) end: usize,
     packets: usize,
     runs: Vec<GsoRun>,
-    /// Runs that have been handed over.
+    /// Number of runs that have been sent.
     sent: usize,
     headers: Headers,
     pub(super) reserved: Option<(FlowId, usize)>,
     /// Whether runs may have more than one packet.
     pub gso: bool,
-    /// Long packets go without an ICRC: they stay on this machine.
+    /// Long packets omit the ICRC: they never leave this machine.
     pub omit_icrc: bool,
     pub calls: CallMode,
 }
@@ -81,7 +82,7 @@ impl TxBatch {
         }
     }
 
-    /// Room for a packet; `None` if the batch is full.
+    /// Reserves a packet; `None` if the batch is full.
     #[inline]
     pub(super) fn reserve(&mut self, id: FlowId, len: usize) -> Option<&mut [u8]> {
         if self.packets == PACKETS {
@@ -91,13 +92,14 @@ impl TxBatch {
         self.buffer.get_mut(self.end..self.end + len)
     }
 
-    /// The flow that the reserved packet belongs to.
+    /// The flow of the reserved packet.
     #[inline]
     pub(super) fn reserved(&self) -> Option<FlowId> {
         self.reserved.map(|(id, _)| id)
     }
 
-    /// Seals the reserved packet with the number that it will get, and puts it into a run.
+    /// Appends the ICRC to the reserved packet, for the identification that it will get, and adds
+    /// it to a run.
     pub(super) fn commit(&mut self, flow: &mut Flow, corruption: Corruption) -> Option<Frame<'_>> {
         let (id, len) = self.reserved.take()?;
         let gso = self.gso;
@@ -152,7 +154,7 @@ impl TxBatch {
         })
     }
 
-    /// Hands over what it can, and forgets a reservation.
+    /// Sends what the kernel accepts, and discards a reservation.
     pub(super) fn flush(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
         self.reserved = None;
         let flushed = self.send_runs(socket, counters);
@@ -162,13 +164,13 @@ impl TxBatch {
         flushed
     }
 
-    /// Begins anew: nothing waits.
+    /// Empties the batch; no packet may be waiting.
     pub(super) fn clear(&mut self) {
         self.runs.clear();
         (self.sent, self.end, self.packets) = (0, 0, 0);
     }
 
-    /// Hands over what it can, and leaves everything where it is: a reserved packet too.
+    /// Sends what the kernel accepts, and leaves the buffer as it is, with a reserved packet.
     pub(super) fn send_runs(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
         let mut flushed = Flushed::default();
         while self.sent < self.runs.len() {
@@ -180,7 +182,7 @@ impl TxBatch {
                 source: run.source,
             });
             counters.calls += 1;
-            // One message alone goes faster by the call for one.
+            // A single message is faster with `sendmsg` than with `sendmmsg`.
             let is_single = self.sent + 1 == self.runs.len();
             let calls = if is_single { CallMode::Single } else { self.calls };
             match self.headers.send(socket, outgoing, calls) {
@@ -204,7 +206,7 @@ impl TxBatch {
         flushed
     }
 
-    /// Makes the best of an error about the first run that was not sent; false if the answer is to wait.
+    /// Handles an error for the first unsent run; `false` if the caller must wait and retry.
     #[cold]
     pub(super) fn recover(&mut self, source: &io::Error, counters: &mut Counters) -> bool {
         let Some(run) = self.runs.get(self.sent) else { return false };
@@ -212,12 +214,13 @@ impl TxBatch {
             Some(libc::EINTR) => {}
             Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => return false,
             Some(libc::ENOSYS) if self.calls == CallMode::Batched => self.calls = CallMode::Single,
-            // The route's device has no checksums, or the route is a tunnel: no segmentation from now on.
+            // The route's device has no checksum offload, or the route is a tunnel: no segmentation
+            // from now on.
             Some(libc::EIO | libc::EOPNOTSUPP) if run.packets > 1 => {
                 self.gso = false;
                 self.split_runs();
             }
-            // Something about the run, or about each of its packets: those tell.
+            // The error concerns the run as such, or its packets: sending them singly shows which.
             Some(libc::EINVAL | libc::EMSGSIZE) if run.packets > 1 => self.split_runs(),
             _ => {
                 counters.drops.refused += run.packets as u64;
@@ -227,7 +230,8 @@ impl TxBatch {
         true
     }
 
-    /// Makes single packets of the runs that are left, sealed as such. There is room: no more runs than packets.
+    /// Splits the remaining runs into single packets, with ICRCs for identification 0. Does not
+    /// reallocate: there are at most as many runs as packets.
     #[cold]
     fn split_runs(&mut self) {
         let runs = self.runs.split_off(self.sent);
@@ -237,7 +241,8 @@ impl TxBatch {
             for number in 0..run.packets {
                 let end = (start + run.segment).min(run.end);
                 let Some(packet) = self.buffer.get_mut(start..end) else { continue };
-                // Damage done on purpose stays: only what was right is sealed anew. So does a short sum, which knows no numbers.
+                // Injected corruption is preserved: only a valid ICRC is recomputed. So is a header
+                // checksum, which does not cover the identification.
                 if icrc_of(packet) == icrc_prefix.icrc::<SimdCrc32>(number as u16, packet) {
                     append_icrc(packet, &mut icrc_prefix, 0);
                 }

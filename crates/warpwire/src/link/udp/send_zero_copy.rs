@@ -1,7 +1,10 @@
-//! A packet whose payload stays where it lies: the kernel takes it from there, and the copy into a packet is spared.
+//! Zero-copy sends: the kernel reads the payload from the caller's memory, which saves the copy
+//! into a packet buffer.
 //!
-//! What is lent goes at once, by a call of its own, so that the memory is needed no longer than that. Only the kernel looks at it, once: an ICRC would
-//! be another look, and wrong if the payload changed between the two. So packets are lent that need none: see `loopback.rs`.
+//! A zero-copy packet is sent immediately, by a system call of its own, so the memory is not needed
+//! afterwards. Only the kernel reads the payload, and only once: an ICRC would require a second
+//! read, and would be wrong if the payload changed in between. Hence only packets without an ICRC
+//! are sent zero-copy: see `loopback.rs`.
 
 use std::os::fd::BorrowedFd;
 
@@ -14,8 +17,8 @@ use crate::link::Counters;
 use crate::mem::SharedBytes;
 
 impl TxBatch {
-    /// Sends the reserved packet, whose headers and pad are filled in, with that payload. `false` if it did not go: it is
-    /// reserved as before.
+    /// Sends the reserved packet, whose headers and pad are filled in, with this payload. `false`
+    /// if it was not sent: it is still reserved.
     pub(super) fn send_zero_copy(
         &mut self,
         flow: &mut Flow,
@@ -29,7 +32,7 @@ impl TxBatch {
         else {
             return false;
         };
-        // Those that were committed before go first.
+        // Packets committed before must be sent first.
         if self.send_runs(socket, counters).waiting > 0 {
             return false;
         }
@@ -42,7 +45,7 @@ impl TxBatch {
         }
         let parts = PacketParts { to: &flow.name, source: flow.source, head, payload, tail };
         counters.calls += 1;
-        // Whatever the reason, a copy of it has the same trouble, and deals with it.
+        // Whatever the cause, the copying path meets the same error and handles it.
         if sys::send_parts(socket, &parts).is_err() {
             return false;
         }
@@ -55,7 +58,7 @@ impl TxBatch {
     }
 }
 
-/// What stands in front of the payload, and behind it.
+/// Splits a packet into the parts before and after its payload.
 fn split_payload(
     packet: &mut [u8],
     headers: usize,
@@ -63,7 +66,7 @@ fn split_payload(
 ) -> Option<(&mut [u8], &mut [u8])> {
     let (head, rest) = packet.split_at_mut_checked(headers)?;
     let (_, tail) = rest.split_at_mut_checked(usize::try_from(payload).ok()?)?;
-    // The pad and the seal: more, or less, is not a packet with that payload.
+    // The tail is the pad and the checksum: any other length does not match the payload.
     (ICRC_LEN..ICRC_LEN + 4).contains(&tail.len()).then_some((head, tail))
 }
 
@@ -85,14 +88,14 @@ mod tests {
     fn links(address: &str) -> Option<(Udp, Udp, FlowId)> {
         let bind = || Udp::bind(address.parse().unwrap(), Options::default());
         let (Ok(mut one), Ok(two)) = (bind(), bind()) else {
-            println!("skipped: {address} is no address of this machine");
+            println!("skipped: {address} does not belong to this machine");
             return None;
         };
         let flow = one.open(two.local(), 0).unwrap();
         Some((one, two, flow))
     }
 
-    /// Pinned memory in which no two places look alike.
+    /// Pinned memory with a distinct content at every offset.
     fn memory() -> Allocation {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let memory = gpu.alloc_pinned(1 << 17).unwrap();
@@ -110,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn payloads_of_any_length_and_place_arrive_as_they_lie() {
+    fn payloads_of_any_length_and_offset_arrive_unchanged() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Some((mut one, mut two, flow)) = links(address) else { continue };
             let memory = memory();
@@ -154,16 +157,17 @@ mod tests {
         assert_eq!(lengths, [96, 96, HEADERS + 20_000, 96]);
     }
 
-    /// A socket that says "not now", as a UDP socket does whose network is slow.
+    /// A socket that returns `EAGAIN`, as a UDP socket on a slow network does.
     fn full_socket() -> (TcpStream, TcpStream) {
         use std::io::Write;
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let other_end = listener.accept().unwrap().0;
         full.set_nonblocking(true).unwrap();
-        // Of a size that the kernel does not change by itself.
+        // A size that the kernel does not auto-tune.
         rustix::net::sockopt::set_socket_send_buffer_size(&full, 1 << 16).unwrap();
-        // The other end reads nothing; what the kernel still moves between its buffers must have come to rest.
+        // The other end reads nothing; the kernel must have finished moving bytes between its
+        // buffers.
         let mut quiet = 0;
         while quiet < 10 {
             quiet += 1;
@@ -182,15 +186,15 @@ mod tests {
         let slice = memory.host_bytes().unwrap().slice(0, 20_000).unwrap();
         let (full, _other_end) = full_socket();
         let refused = |one: &mut Udp| {
-            let way = one.flows.get_mut(one.batch.reserved().unwrap()).unwrap();
-            !one.batch.send_zero_copy(way, full.as_fd(), &mut one.counters, HEADERS, &slice)
+            let flow_state = one.flows.get_mut(one.batch.reserved().unwrap()).unwrap();
+            !one.batch.send_zero_copy(flow_state, full.as_fd(), &mut one.counters, HEADERS, &slice)
         };
         reserve(&mut one, flow, 20_000, 5);
-        assert!(refused(&mut one), "there is no room for it");
-        // It goes as a copy, and finds its headers where they were.
+        assert!(refused(&mut one), "the socket is full");
+        // It is sent as a copy, and its headers are still filled in.
         assert_eq!(one.commit().unwrap().bytes[..HEADERS], [5; HEADERS]);
         reserve(&mut one, flow, 20_000, 6);
-        assert!(refused(&mut one), "it must not pass the one that waits");
+        assert!(refused(&mut one), "it must not overtake the waiting packet");
         assert_eq!(one.commit().unwrap().bytes[..HEADERS], [6; HEADERS]);
         assert_eq!(one.flush().unwrap(), Flushed { sent: 2, waiting: 0 });
         reserve(&mut one, flow, 20_000, 7);
@@ -201,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_that_are_none_are_not_sent() {
+    fn invalid_packets_are_not_sent() {
         let Some((mut one, mut two, flow)) = links("127.0.0.1:0") else { return };
         let memory = memory();
         let bytes = memory.host_bytes().unwrap();
@@ -212,13 +216,13 @@ mod tests {
         for (headers, len) in [(HEADERS, 5004), (HEADERS, 4992), (more, 5000), (less, 5000)] {
             assert!(!one.commit_zero_copy(headers, &slice(len)), "{headers} and {len}");
         }
-        assert!(!one.commit_zero_copy(11, &slice(5017)), "less than a base header");
+        assert!(!one.commit_zero_copy(11, &slice(5017)), "less than a BTH");
         assert!(
             !one.commit_zero_copy(9000, &slice(4)) && !one.commit_zero_copy(usize::MAX, &slice(4))
         );
         let payload = MAX_ROCE_PACKET - HEADERS - ICRC_LEN;
         reserve(&mut one, flow, payload, 1);
-        assert!(!one.commit_zero_copy(HEADERS, &slice(payload)), "one that must be sealed");
+        assert!(!one.commit_zero_copy(HEADERS, &slice(payload)), "a packet that needs an ICRC");
         reserve(&mut one, flow, 5000, 1);
         one.close(flow);
         assert!(!one.commit_zero_copy(HEADERS, &slice(5000)), "the flow is closed");
@@ -231,10 +235,10 @@ mod tests {
         let slice = memory.host_bytes().unwrap().slice(0, 20_000).unwrap();
         let here = "127.0.0.1:0".parse().unwrap();
         let mut two = Udp::bind(here, Options::default()).unwrap();
-        for (options, asked) in [("seal=on", false), ("", true)] {
+        for (options, forced) in [("always_icrc=on", false), ("", true)] {
             let mut one = Udp::bind(here, options.parse().unwrap()).unwrap();
             let flow = one.open(two.local(), 0).unwrap();
-            if asked {
+            if forced {
                 assert!(one.path().why.contains("without ICRC"));
                 one.force_icrc();
             }
@@ -242,16 +246,16 @@ mod tests {
             reserve(&mut one, flow, 20_000, 1);
             assert!(!one.commit_zero_copy(HEADERS, &slice));
             assert!(one.commit().unwrap().has_icrc);
-            // Damage to what a long packet carries is found, as it must be under faults.
+            // Corruption of a long packet's payload is detected, as fault injection requires.
             reserve(&mut one, flow, 20_000, 2);
             one.commit_corrupted(Corruption::FlipBit(100_000));
             one.flush().unwrap();
         }
-        let mut right = 0;
-        while right + two.counters().drops.icrc < 4 {
-            two.receive(&mut |frame| right += u64::from(frame.has_icrc)).unwrap();
+        let mut valid = 0;
+        while valid + two.counters().drops.icrc < 4 {
+            two.receive(&mut |frame| valid += u64::from(frame.has_icrc)).unwrap();
         }
-        assert_eq!(right, 2);
+        assert_eq!(valid, 2);
     }
 
     #[test]

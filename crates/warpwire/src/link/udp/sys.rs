@@ -1,7 +1,9 @@
-//! The socket calls that need pointers: options, batches out, batches in. Nothing else of the link is unsafe.
+//! The socket calls that take pointers: options, batched sends, batched receives. The only unsafe
+//! code of the UDP link.
 //!
-//! The kernel's message headers point at names, buffers and control bytes. They are kept between calls, so that
-//! nothing is allocated per batch, and all their pointers are written anew before each call.
+//! The kernel's message headers point to names, buffers and control bytes. They are kept between
+//! calls, so that nothing is allocated per batch, and all of their pointers are rewritten before
+//! each call.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,23 +17,23 @@ use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
 use crate::mem::SharedBytes;
 
-/// Room for the control messages of one packet or run: segment size, traffic class, the address; with what the
-/// kernel may add unasked.
+/// Bytes for the control messages of one packet or run: segment size, traffic class, address, and
+/// what the kernel may add unrequested.
 const CONTROL: usize = 128;
 
-/// A socket of the address's version, which nobody has bound yet.
+/// An unbound socket of the address's IP version.
 pub(super) fn socket(address: SocketAddr) -> io::Result<OwnedFd> {
     let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointers.
     let fd = check(unsafe { libc::socket(family, kind, 0) })?;
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 pub(super) fn bind(socket: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     let name = SockAddr::from(address);
-    // SAFETY: the name lives through the call, and its length is its own.
+    // SAFETY: the name is valid during the call, and `len` is its length.
     check(unsafe { libc::bind(socket.as_raw_fd(), name.pointer(), name.len) }).map(drop)
 }
 
@@ -56,7 +58,7 @@ pub(super) fn set(
     name: c_int,
     value: c_int,
 ) -> io::Result<()> {
-    // SAFETY: the value lives through the call, and its size is an int's.
+    // SAFETY: the value is valid during the call, and the size is that of an int.
     check(unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
@@ -74,7 +76,7 @@ pub(super) fn get(socket: BorrowedFd<'_>, level: c_int, name: c_int) -> io::Resu
     Ok(value as c_int)
 }
 
-/// An option that is several words; those that the kernel does not write are zero.
+/// Reads an option of several words; words that the kernel does not write are zero.
 pub(super) fn get_words<const N: usize>(
     socket: BorrowedFd<'_>,
     level: c_int,
@@ -102,7 +104,7 @@ pub(super) fn interface_of(address: IpAddr) -> Option<String> {
     check(unsafe { libc::getifaddrs(&raw mut list) }).ok()?;
     let (mut entry, mut found) = (list, None);
     while !entry.is_null() && found.is_none() {
-        // SAFETY: an entry of the list, not null; its name is a C string, its address may be null.
+        // SAFETY: a non-null entry of the list; its name is a C string, its address may be null.
         unsafe {
             let name = SockAddr::copied((*entry).ifa_addr);
             if name.and_then(|name| name.address()).is_some_and(|known| known.ip() == address) {
@@ -112,12 +114,12 @@ pub(super) fn interface_of(address: IpAddr) -> Option<String> {
             entry = (*entry).ifa_next;
         }
     }
-    // SAFETY: the list that was given out above, freed once.
+    // SAFETY: the list returned above, freed once.
     unsafe { libc::freeifaddrs(list) };
     found
 }
 
-/// A socket address as the kernel writes it.
+/// A socket address in the kernel's format.
 #[derive(Clone, Copy)]
 pub(super) struct SockAddr {
     storage: sockaddr_storage,
@@ -131,12 +133,12 @@ impl SockAddr {
     }
 
     /// # Safety
-    /// `address` is null or points at an address whose family tells its size.
+    /// `address` is null or points to an address of the size that its family implies.
     unsafe fn copied(address: *const libc::sockaddr) -> Option<Self> {
         if address.is_null() {
             return None;
         }
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let family = unsafe { (*address).sa_family };
         let len = match c_int::from(family) {
             libc::AF_INET => size_of::<sockaddr_in>(),
@@ -144,7 +146,7 @@ impl SockAddr {
             _ => return None,
         };
         let mut name = Self::empty();
-        // SAFETY: the family tells that so many bytes are there; the storage is larger.
+        // SAFETY: the family implies that `len` bytes are readable; the storage is larger.
         unsafe {
             ptr::copy_nonoverlapping(address.cast::<u8>(), (&raw mut name.storage).cast(), len)
         };
@@ -160,7 +162,8 @@ impl SockAddr {
         let len = self.len as usize;
         match c_int::from(self.storage.ss_family) {
             libc::AF_INET if len >= size_of::<sockaddr_in>() => {
-                // SAFETY: the family and the length say that this is what the storage holds; it is aligned for all.
+                // SAFETY: the family and the length show that the storage holds this type; it is
+                // aligned for every address type.
                 let name = unsafe { &*(&raw const self.storage).cast::<sockaddr_in>() };
                 let ip = Ipv4Addr::from(u32::from_be(name.sin_addr.s_addr));
                 Some(SocketAddrV4::new(ip, u16::from_be(name.sin_port)).into())
@@ -170,7 +173,8 @@ impl SockAddr {
                 let name = unsafe { &*(&raw const self.storage).cast::<sockaddr_in6>() };
                 let ip = Ipv6Addr::from(name.sin6_addr.s6_addr);
                 let port = u16::from_be(name.sin6_port);
-                // The flow label is the sender's affair, and would make one peer look like several.
+                // The flow label is chosen by the sender, and would make one peer look like
+                // several.
                 Some(SocketAddrV6::new(ip, port, 0, name.sin6_scope_id).into())
             }
             _ => None,
@@ -188,7 +192,7 @@ impl From<SocketAddr> for SockAddr {
                 raw.sin_family = libc::AF_INET as u16;
                 raw.sin_port = address.port().to_be();
                 raw.sin_addr.s_addr = u32::from(*address.ip()).to_be();
-                // SAFETY: the storage is larger than, and aligned for, every address.
+                // SAFETY: the storage is larger than every address type, and aligned for it.
                 unsafe { (&raw mut name.storage).cast::<sockaddr_in>().write(raw) };
                 name.len = size_of::<sockaddr_in>() as u32;
             }
@@ -208,38 +212,38 @@ impl From<SocketAddr> for SockAddr {
     }
 }
 
-/// Control bytes, aligned as the kernel's headers in them must be.
+/// Control bytes, aligned as `cmsghdr` requires.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
 struct Control([u8; CONTROL]);
 
-/// Something to send with one message: one packet, or a run that the kernel cuts into packets.
+/// One message to send: one packet, or a run that the kernel segments.
 #[derive(Clone, Copy)]
 pub(super) struct Outgoing<'a> {
     pub to: &'a SockAddr,
     pub bytes: &'a [u8],
-    /// The length of each packet of a run; 0 for one packet.
+    /// Segment size of a run in bytes; 0 for a single packet.
     pub segment: u16,
-    /// The source address, where the socket has several.
+    /// The source address, if the socket has several.
     pub source: Option<IpAddr>,
 }
 
-/// A packet in three parts, of which others may change the middle one.
+/// A packet in three parts; the payload may be modified concurrently.
 pub(super) struct PacketParts<'a> {
     pub to: &'a SockAddr,
-    /// The source address, where the socket has several.
+    /// The source address, if the socket has several.
     pub source: Option<IpAddr>,
     pub head: &'a [u8],
     pub payload: &'a SharedBytes<'a>,
     pub tail: &'a [u8],
 }
 
-/// Sends one packet.
+/// Sends one packet by scatter-gather.
 pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &PacketParts<'_>) -> io::Result<()> {
     let PacketParts { to, source, head, payload, tail } = *parts;
     let slice =
         |bytes: &[u8]| iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    // A view is of memory that is there, so that its length is one.
+    // The view is of mapped memory, so its length fits into a `usize`.
     let middle =
         iovec { iov_base: payload.base().as_ptr().cast(), iov_len: payload.len() as usize };
     let mut slices = [slice(head), middle, slice(tail)];
@@ -254,21 +258,22 @@ pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &PacketParts<'_>) -> io:
         write_cmsgs(&mut control, &Outgoing { to, bytes: head, segment: 0, source });
     header.msg_control = control.0.as_mut_ptr().cast();
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the header points at parts that the borrows keep alive, each with its length. The kernel only reads them, and copes with
-    // a middle one that others change: it makes no promises about memory of programs.
+    // SAFETY: the header points to parts that the borrows keep alive, each with its length. The
+    // kernel only reads them, and tolerates concurrent modification of the payload: it does not
+    // rely on user memory being stable.
     let sent =
         unsafe { libc::syscall(libc::SYS_sendmsg, socket.as_raw_fd(), &raw const header, flags) };
     check_len(sent).map(drop)
 }
 
-/// Throws away the next message.
+/// Discards the next message.
 pub(super) fn discard(socket: BorrowedFd<'_>) {
     let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-    // SAFETY: there is no room for a single byte, and none is written.
+    // SAFETY: the buffer length is 0, so nothing is written.
     let _ = unsafe { libc::recv(socket.as_raw_fd(), ptr::null_mut(), 0, flags) };
 }
 
-/// How many messages go with one system call.
+/// Whether a system call carries one message or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CallMode {
     Batched,
@@ -284,7 +289,7 @@ impl CallMode {
     }
 }
 
-/// The kernel's headers for a batch, kept between calls.
+/// Message headers for a batch, kept between calls.
 pub(super) struct Headers {
     messages: Vec<mmsghdr>,
     slices: Vec<iovec>,
@@ -292,8 +297,8 @@ pub(super) struct Headers {
     controls: Vec<Control>,
 }
 
-// SAFETY: the pointers in the headers are written before each call and used by that call alone, which borrows
-// everything that they point at.
+// SAFETY: the pointers in the headers are written before each call and used by that call only,
+// which borrows everything that they point to.
 unsafe impl Send for Headers {}
 
 impl Headers {
@@ -308,8 +313,8 @@ impl Headers {
         }
     }
 
-    /// Sends messages until the kernel refuses one or the batch is at its end, and returns how many went: the error
-    /// is that of the first.
+    /// Sends messages until the kernel rejects one or the batch ends, and returns the number sent;
+    /// an error is that of the first message.
     pub(super) fn send<'a>(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -339,13 +344,13 @@ impl Headers {
             let sent = unsafe { libc::syscall(libc::SYS_sendmsg, fd, header, flags) };
             return check_len(sent).map(|_| count);
         }
-        // SAFETY: the headers point at names and bytes that `'a` keeps alive, which the kernel only reads, and at
-        // slices and control bytes of `self`; their number is the count.
+        // SAFETY: the headers point to names and bytes that `'a` keeps alive, which the kernel only
+        // reads, and to slices and control bytes of `self`; `count` headers are initialized.
         let sent = unsafe { libc::sendmmsg(fd, self.messages.as_mut_ptr(), count as u32, flags) };
         check(sent).map(|sent| sent as usize)
     }
 
-    /// Receives messages into `buffer`, which is cut into pieces of `size` bytes; returns how many came.
+    /// Receives messages into `buffer`, one per slot of `size` bytes; returns their number.
     pub(super) fn receive(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -379,8 +384,9 @@ impl Headers {
             1
         } else {
             let messages = self.messages.as_mut_ptr();
-            // SAFETY: the headers point at pieces of `buffer`, which is borrowed mutably and whose pieces do not
-            // overlap, and at parts of `self`, each with its length; their number is the count.
+            // SAFETY: the headers point to slots of `buffer`, which is borrowed mutably and whose
+            // slots do not overlap, and to parts of `self`, each with its length; `count` headers
+            // are initialized.
             check(unsafe { libc::recvmmsg(fd, messages, count, flags, ptr::null_mut()) })? as usize
         };
         for (message, name) in self.messages[..received].iter().zip(&mut self.names) {
@@ -389,15 +395,16 @@ impl Headers {
         Ok(received)
     }
 
-    /// Looks at the next message, which stays where it is; that there is none is an error. What came with it is that of message 0; its length
-    /// is its own, however much of it there is room for.
+    /// Peeks at the next message, which stays in the socket; fails if there is none. Its metadata
+    /// becomes that of message 0, with the full length of the message even if `head` is shorter.
     pub(super) fn peek(&mut self, socket: BorrowedFd<'_>, head: &mut [u8]) -> io::Result<()> {
         let slices = &mut [iovec { iov_base: head.as_mut_ptr().cast(), iov_len: head.len() }];
         // SAFETY: the slice is that of `head`, which is borrowed mutably.
         unsafe { self.receive_one(socket, slices, libc::MSG_PEEK | libc::MSG_TRUNC) }
     }
 
-    /// Receives one message into three parts, one after another. What came with it is that of message 0.
+    /// Receives one message into three parts by scatter-gather. Its metadata becomes that of
+    /// message 0.
     pub(super) fn receive_parts(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -410,13 +417,14 @@ impl Headers {
         let shared =
             iovec { iov_base: middle.base().as_ptr().cast(), iov_len: middle.len() as usize };
         let slices = &mut [slice(head), shared, slice(tail)];
-        // SAFETY: two slices are those of bytes that are borrowed mutably. That between them is of memory that the view keeps, and that others
-        // may use at the same time: the kernel makes no promises about memory of programs, and needs none.
+        // SAFETY: two slices belong to bytes that are borrowed mutably. The middle one is memory
+        // that the view keeps mapped and that may be accessed concurrently: the kernel does not
+        // rely on exclusive access to user memory.
         unsafe { self.receive_one(socket, slices, 0) }
     }
 
     /// # Safety
-    /// The slices are valid for writes through this call, and nobody has references into them.
+    /// The slices are valid for writes during this call, and no references into them exist.
     unsafe fn receive_one(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -425,7 +433,7 @@ impl Headers {
     ) -> io::Result<()> {
         let first = (self.messages.first_mut(), self.names.first_mut(), self.controls.first_mut());
         let (Some(message), Some(name), Some(control)) = first else {
-            return Err(io::Error::other("there is no room for a message"));
+            return Err(io::Error::other("no message header is allocated"));
         };
         let header = &mut message.msg_hdr;
         header.msg_name = (&raw mut name.storage).cast();
@@ -436,14 +444,14 @@ impl Headers {
         header.msg_controllen = CONTROL;
         header.msg_flags = 0;
         let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
-        // SAFETY: the header points at parts of `self`, and at the slices, each with its length.
+        // SAFETY: the header points to parts of `self` and to the slices, each with its length.
         let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, &raw mut *header, flags) };
         message.msg_len = check_len(len)?;
         name.len = message.msg_hdr.msg_namelen;
         Ok(())
     }
 
-    /// What came with message `at` of the last receive; `None` if it has no sender that could be named.
+    /// Metadata of message `at` of the last receive; `None` if its sender has no IP address.
     pub(super) fn received(&self, at: usize) -> Option<Received> {
         let (message, name) = (self.messages.get(at)?, self.names.get(at)?);
         let mut received = Received {
@@ -461,22 +469,22 @@ impl Headers {
     }
 }
 
-/// What came with a message.
+/// Metadata of a received message.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Received {
     pub from: SocketAddr,
     pub len: usize,
-    /// The length of each packet, if the kernel joined several; else 0.
+    /// Length of each packet if the kernel coalesced several; else 0.
     pub segment: usize,
     pub traffic_class: u8,
-    /// The address that it was sent to, where the socket has several.
+    /// The destination address, if the socket has several.
     pub to: Option<IpAddr>,
-    /// It was longer than its buffer.
+    /// The message was longer than its buffer.
     pub truncated: bool,
 }
 
 impl Received {
-    /// A switch marked it.
+    /// Whether a switch marked the packet: congestion (ECN CE).
     pub(super) fn is_marked(&self) -> bool {
         self.traffic_class & ECN_MASK == ECN_MARKED
     }
@@ -484,8 +492,8 @@ impl Received {
 
 const HEADER: usize = size_of::<cmsghdr>();
 
-/// Writes what goes with a message, and returns its length. Control messages are a header and a value, aligned to
-/// words; the values here are at most twenty bytes, and two of them fit.
+/// Writes the control messages of a message and returns their length. Each is a header and a value,
+/// aligned to words; the values here have at most 20 bytes, and two of them fit.
 fn write_cmsgs(control: &mut Control, outgoing: &Outgoing<'_>) -> usize {
     let mut at = 0;
     if outgoing.segment != 0 {
@@ -518,7 +526,7 @@ fn push_cmsg(control: &mut Control, at: usize, level: c_int, kind: c_int, value:
     header.cmsg_type = kind;
     let end = (at + HEADER + value.len()).next_multiple_of(size_of::<usize>());
     let Some(cmsg_bytes) = control.0.get_mut(at..end) else { return at };
-    // SAFETY: `cmsg_bytes` is at least a header long; the write needs no alignment.
+    // SAFETY: `cmsg_bytes` is at least as long as a header; the write needs no alignment.
     unsafe { cmsg_bytes.as_mut_ptr().cast::<cmsghdr>().write_unaligned(header) };
     cmsg_bytes[HEADER..HEADER + value.len()].copy_from_slice(value);
     end
@@ -526,7 +534,7 @@ fn push_cmsg(control: &mut Control, at: usize, level: c_int, kind: c_int, value:
 
 fn parse_cmsgs(mut control: &[u8], received: &mut Received) {
     while control.len() >= HEADER {
-        // SAFETY: as many bytes are there as a header has, and every bit pattern is one.
+        // SAFETY: the slice is at least as long as a header, and every bit pattern is valid.
         let header: cmsghdr = unsafe { control.as_ptr().cast::<cmsghdr>().read_unaligned() };
         let len = header.cmsg_len;
         let Some(value) = control.get(HEADER..len) else { return };
@@ -553,8 +561,9 @@ fn parse_cmsgs(mut control: &[u8], received: &mut Received) {
     }
 }
 
-/// What a system call returned. The calls for single messages are made past the C library, whose own look whether the thread is being
-/// cancelled: no thread here is, and the looks are a part of the time of a small message.
+/// Converts the result of a raw system call. Single messages bypass the C library, whose wrappers
+/// are cancellation points: no thread here is ever cancelled, and the check is measurable for small
+/// messages.
 #[inline]
 fn check_len(result: libc::c_long) -> io::Result<u32> {
     u32::try_from(result).map_err(|_| io::Error::last_os_error())
@@ -564,21 +573,22 @@ fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// A socket that sees the packets of the loopback interface between two UDP ports as they are; for tests.
+/// A socket that captures packets between two UDP ports on the loopback interface; for tests.
 ///
-/// Others are filtered out by the kernel: they would fill the socket's buffer, and packets that matter be lost.
+/// The kernel filters out all others, which could fill the socket's buffer and displace packets
+/// that matter.
 #[cfg(test)]
 pub(super) fn sniffer(from: u16, to: u16) -> io::Result<OwnedFd> {
     const PACKET_IGNORE_OUTGOING: c_int = 23;
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // Of no protocol: nothing comes before the filter is in its place.
+    // With protocol 0 the socket receives nothing until the filter is attached.
     // SAFETY: no pointers.
     let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) })?;
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut filter = port_filter(from, to);
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    // SAFETY: the program and its instructions live through the call, each with its length.
+    // SAFETY: the program and its instructions are valid during the call, each with its length.
     check(unsafe {
         libc::setsockopt(
             fd,
@@ -588,7 +598,7 @@ pub(super) fn sniffer(from: u16, to: u16) -> io::Result<OwnedFd> {
             size_of::<libc::sock_fprog>() as u32,
         )
     })?;
-    // Otherwise each packet shows twice, on its way out and on its way in.
+    // Otherwise each packet is captured twice, on transmit and on receive.
     set(std::os::fd::AsFd::as_fd(&socket), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)?;
     // SAFETY: all zeros are a valid address; the name of the interface is a C string.
     let (mut name, index) =
@@ -597,18 +607,19 @@ pub(super) fn sniffer(from: u16, to: u16) -> io::Result<OwnedFd> {
     name.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
     name.sll_ifindex = index as c_int;
     let len = size_of::<libc::sockaddr_ll>() as u32;
-    // SAFETY: the name lives through the call, and its length is its own.
+    // SAFETY: the name is valid during the call, and `len` is its length.
     check(unsafe { libc::bind(fd, (&raw const name).cast(), len) })?;
     Ok(socket)
 }
 
-/// The kernel's program that passes Ethernet frames with UDP between these ports, in IP headers without options.
+/// A BPF program that accepts Ethernet frames with UDP between these ports, in IP headers without
+/// options.
 #[cfg(test)]
 fn port_filter(from: u16, to: u16) -> Vec<libc::sock_filter> {
     const HALF: u16 = 0x28; // load two bytes
     const BYTE: u16 = 0x30; // load one byte
-    const SAME: u16 = 0x15; // go on by `yes` instructions if it is this, else by `no`
-    const PASS: u16 = 0x06; // end, with so many bytes
+    const SAME: u16 = 0x15; // skip `yes` instructions if equal, else `no`
+    const PASS: u16 = 0x06; // accept `k` bytes of the packet
     let step = |code, k, yes, no| libc::sock_filter { code, jt: yes, jf: no, k };
     let (ipv4, ipv6, udp) = (0x0800, 0x86dd, libc::IPPROTO_UDP as u32);
     vec![
@@ -637,7 +648,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_come_back_as_they_went() {
+    fn addresses_round_trip() {
         for text in ["127.0.0.1:4791", "[::1]:4791", "[fe80::1%3]:1", "0.0.0.0:0"] {
             let address: SocketAddr = text.parse().unwrap();
             assert_eq!(SockAddr::from(address).address(), Some(address));
@@ -646,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn control_bytes_of_any_sort_are_read_without_harm() {
+    fn arbitrary_control_bytes_are_parsed_safely() {
         let blank = Received {
             from: "127.0.0.1:1".parse().unwrap(),
             len: 0,

@@ -1,4 +1,5 @@
-//! What is the UDP link's own: the kernel's real headers, garbage from outside, offloads that fail.
+//! Tests specific to the UDP link: the kernel's actual headers, garbage from outside, failing
+//! offloads.
 
 use std::net::UdpSocket;
 use std::time::{Duration, Instant};
@@ -16,19 +17,19 @@ fn bind(address: &str, options: Options) -> Udp {
     Udp::bind(address.parse().unwrap(), options).unwrap()
 }
 
-/// The versions of IP that this machine has.
+/// One loopback address per IP version that this machine has.
 fn addresses() -> Vec<&'static str> {
-    let there = |address: &&str| {
+    let available = |address: &&str| {
         let bound = UdpSocket::bind(*address).is_ok();
         if !bound {
-            println!("skipped: {address} is no address of this machine");
+            println!("skipped: {address} does not belong to this machine");
         }
         bound
     };
-    ["127.0.0.1:0", "[::1]:0"].into_iter().filter(there).collect()
+    ["127.0.0.1:0", "[::1]:0"].into_iter().filter(available).collect()
 }
 
-/// The next `count` packets, from the IP header on, or those that came within two seconds.
+/// The next `count` packets, from the IP header on, or those captured within two seconds.
 fn sniff(sniffer: &OwnedFd, count: usize) -> Vec<Vec<u8>> {
     let deadline = Instant::now() + Duration::from_secs(2);
     let mut found = Vec::new();
@@ -38,13 +39,13 @@ fn sniff(sniffer: &OwnedFd, count: usize) -> Vec<Vec<u8>> {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         };
-        // Fourteen bytes of Ethernet stand in front.
+        // Skip the Ethernet header.
         found.push(frame[..bytes].get(14..).unwrap_or_default().to_vec());
     }
     found
 }
 
-/// A packet that is right in all its headers.
+/// Sends a packet with valid headers.
 fn put(link: &mut Udp, flow: FlowId, payload: usize, number: u32) {
     let headers =
         WireHeaders::new(Opcode::SendOnly, 7, warpwire_proto::Psn::new(number), Extension::None);
@@ -54,12 +55,13 @@ fn put(link: &mut Udp, flow: FlowId, payload: usize, number: u32) {
     link.commit().unwrap();
 }
 
-/// Where a run is cut into packets before it can be seen: a network namespace whose loopback interface takes no runs.
+/// Set in a network namespace whose loopback interface accepts no runs, so that the kernel segments
+/// them before they can be captured.
 const SEGMENTED: &str = "WARPWIRE_TEST_SEGMENTED";
 
 #[test]
-fn the_icrc_is_right_for_the_headers_that_the_kernel_writes() {
-    // A socket that sees every packet of the loopback interface as it is, where this user may have one.
+fn the_icrc_matches_the_headers_that_the_kernel_writes() {
+    // Needs a socket that captures every packet of the loopback interface.
     if let Err(why) = sys::sniffer(1, 1) {
         return println!("skipped: no AF_PACKET socket: {why} (it needs CAP_NET_RAW)");
     }
@@ -77,9 +79,9 @@ fn the_icrc_is_right_for_the_headers_that_the_kernel_writes() {
 }
 
 #[test]
-fn the_icrc_is_right_for_the_packets_that_the_kernel_cuts() {
+fn the_icrc_matches_the_packets_that_the_kernel_segments() {
     let script = "ip link set lo up gso_max_segs 1 && exec \"$@\"";
-    let test = "link::udp::tests::the_icrc_is_right_for_the_headers_that_the_kernel_writes";
+    let test = "link::udp::tests::the_icrc_matches_the_headers_that_the_kernel_writes";
     let ran = std::process::Command::new("unshare")
         .args(["-rn", "sh", "-c", script, "sh"])
         .arg(std::env::current_exe().unwrap())
@@ -97,13 +99,15 @@ fn the_icrc_is_right_for_the_packets_that_the_kernel_cuts() {
     } else if text.contains("running 1 test") {
         panic!("{text}");
     } else {
-        println!("skipped: no network namespace with a loopback interface that cuts runs: {text}");
+        println!(
+            "skipped: no network namespace with a loopback interface that segments runs: {text}"
+        );
     }
 }
 
 const SIZES: [usize; 8] = [4, 100, 100, 100, 60, 1024, 1024, 0];
 
-/// Sends single packets and runs, and returns them as they stand on the wire.
+/// Sends single packets and runs, and returns them as captured on the wire.
 fn exchange(address: &str, options: &str) -> (Udp, Vec<Vec<u8>>) {
     let mut one = bind(address, options.parse().unwrap());
     let two = bind(address, Options::default());
@@ -122,13 +126,13 @@ fn exchange(address: &str, options: &str) -> (Udp, Vec<Vec<u8>>) {
     (one, found)
 }
 
-/// Looks at what stands on the wire. A watcher may miss packets when the machine is busy, and then looks again: each
-/// packet that is seen must be right, and all must be seen together once.
+/// Checks the headers on the wire. The capture may lose packets on a busy machine, so it is
+/// repeated: each captured packet must be valid, and one attempt must capture all of them.
 fn check_headers(address: &str, options: &str) {
-    const TRIES: usize = 5;
-    let mut seen = (0..TRIES).map(|_| exchange(address, options));
+    const ATTEMPTS: usize = 5;
+    let mut seen = (0..ATTEMPTS).map(|_| exchange(address, options));
     let whole = seen.find(|(_, found)| found.len() == SIZES.len());
-    let (one, found) = whole.expect("all packets are seen in one of the tries");
+    let (one, found) = whole.expect("one attempt must capture all packets");
     let mut ids = Vec::new();
     for (number, bytes) in found.iter().enumerate() {
         let packet = Packet::new_checked(bytes).unwrap();
@@ -150,7 +154,9 @@ fn check_headers(address: &str, options: &str) {
 #[test]
 fn garbage_is_counted_and_does_no_harm() {
     for address in addresses() {
-        for options in ["", "gro=off", "gro=off,mmsg=off", "largest=1000,gro=off", "largest=1000"] {
+        for options in
+            ["", "gro=off", "gro=off,mmsg=off", "max_packet=1000,gro=off", "max_packet=1000"]
+        {
             let mut link = bind(address, options.parse().unwrap());
             let stranger = UdpSocket::bind(address).unwrap();
             stranger.connect(link.local()).unwrap();
@@ -160,7 +166,7 @@ fn garbage_is_counted_and_does_no_harm() {
                 stranger.send(&vec![0xa5; len]).unwrap();
             }
             for _ in 0..sizes.len() * 2 {
-                link.receive(&mut |frame| panic!("{} bytes taken", frame.bytes.len())).unwrap();
+                link.receive(&mut |frame| panic!("{} bytes delivered", frame.bytes.len())).unwrap();
             }
             let drops = link.counters().drops;
             assert_eq!((drops.short, drops.icrc, drops.long), (3, 3, 2), "{address} {options}");
@@ -187,7 +193,7 @@ proptest! {
 }
 
 #[test]
-fn marks_of_congestion_are_seen() {
+fn congestion_marks_are_reported() {
     for address in addresses() {
         for options in ["", "gso=off,gro=off"] {
             let mut one = bind(address, options.parse().unwrap());
@@ -199,7 +205,7 @@ fn marks_of_congestion_are_seen() {
                 } else {
                     (libc::IPPROTO_IPV6, libc::IPV6_TCLASS)
                 };
-                // As a switch would do it.
+                // As a switch would mark it.
                 let class = if mark { ECN_MARKED } else { ECN_CAPABLE };
                 sys::set(one.socket.as_fd(), level, name, i32::from(class)).unwrap();
                 (0..3).for_each(|number| send(&mut one, flow, 64, number));
@@ -214,7 +220,7 @@ fn marks_of_congestion_are_seen() {
 }
 
 #[test]
-fn a_link_on_every_address_knows_which_was_used() {
+fn a_link_on_the_wildcard_address_reports_the_destination() {
     for (any, one) in [("0.0.0.0:0", "127.0.0.1:0"), ("[::]:0", "[::1]:0")] {
         if !addresses().contains(&one) {
             continue;
@@ -235,7 +241,7 @@ fn a_link_on_every_address_knows_which_was_used() {
         wide.flush().unwrap();
         let at_narrow = receive(&mut narrow, 5);
         assert_eq!(at_narrow.len(), 5);
-        assert_eq!(at_narrow[0].0, reach, "the source is the address that the route starts from");
+        assert_eq!(at_narrow[0].0, reach, "the source is the route's source address");
         let mut to = None;
         let mut count = 0;
         while count < 5 {
@@ -246,7 +252,7 @@ fn a_link_on_every_address_knows_which_was_used() {
 }
 
 #[test]
-fn runs_that_a_route_refuses_go_one_by_one() {
+fn runs_that_a_route_rejects_are_sent_packet_by_packet() {
     let mut one = bind("127.0.0.1:0", Options::default());
     let mut two = bind("127.0.0.1:0", Options::default());
     let flow = one.open(two.local(), 0).unwrap();
@@ -255,17 +261,17 @@ fn runs_that_a_route_refuses_go_one_by_one() {
     }
     fill(one.reserve(flow, 100).unwrap(), 10);
     one.commit_corrupted(Corruption::FlipBit(0));
-    // Linux refuses a run on a socket without checksums.
+    // Linux rejects a run on a socket without checksums.
     sys::set(one.socket.as_fd(), libc::SOL_SOCKET, libc::SO_NO_CHECK, 1).unwrap();
     assert_eq!(one.flush().unwrap(), Flushed { sent: 11, waiting: 0 });
     assert_eq!(receive(&mut two, 10).len(), 10);
     two.receive(&mut |_| ()).unwrap();
-    assert_eq!(two.counters().drops.icrc, 1, "damage on purpose stays");
+    assert_eq!(two.counters().drops.icrc, 1, "injected corruption is preserved");
     assert_eq!(one.counters().drops.total(), 0);
 }
 
 #[test]
-fn a_route_that_has_no_segmentation_is_remembered() {
+fn a_route_without_segmentation_disables_it() {
     let mut counters = Counters::default();
     let mut one = bind("127.0.0.1:0", Options::default());
     let flow = one.open("127.0.0.1:9".parse().unwrap(), 0).unwrap();
@@ -279,7 +285,7 @@ fn a_route_that_has_no_segmentation_is_remembered() {
     send(&mut one, flow, 100, 4);
     assert!(!one.batch.recover(&io::Error::from_raw_os_error(libc::EAGAIN), &mut counters));
     assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::EPERM), &mut counters));
-    assert_eq!(counters.drops.refused, 1, "a packet that a firewall refuses is counted");
+    assert_eq!(counters.drops.refused, 1, "a packet that a firewall rejects is counted");
     assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::ENOSYS), &mut counters));
     assert_eq!(one.batch.calls, CallMode::Single);
     assert_eq!(one.flush().unwrap(), Flushed { sent: 1, waiting: 0 });
@@ -299,7 +305,7 @@ fn a_batch_is_one_call() {
     while got < 40 {
         got += two.receive(&mut |_| ()).unwrap();
     }
-    // The first calls ask for one message, the next for as many as there are.
+    // The first calls request one message each, later calls as many as are available.
     assert!(
         two.counters().calls <= 40 / 2 / MESSAGES.0 as u64 + 1 + u64::from(BATCH_AFTER),
         "{:?}",
@@ -321,11 +327,11 @@ fn a_full_socket_buffer_is_counted() {
         got += more as u64;
     }
     let lost = two.counters().drops.overrun;
-    assert!(lost > 0 && got + lost == 64, "{got} came, {lost} were counted");
+    assert!(lost > 0 && got + lost == 64, "{got} received, {lost} counted as lost");
 }
 
 #[test]
-fn what_cannot_be_bound_or_reached_says_why() {
+fn bind_and_open_errors_name_the_cause() {
     let taken = bind("127.0.0.1:0", Options::default());
     for (address, why) in [
         (taken.local().to_string(), "another port"),

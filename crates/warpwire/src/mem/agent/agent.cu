@@ -1,9 +1,10 @@
-// The copy agent: one resident block that copies on request, between device memory and pinned host memory.
-// Its twin for the simulated GPU stands in mod.rs.
+// The copy agent: one resident block that copies on request between device and pinned host memory.
+// mod.rs has the equivalent for the simulated GPU.
 
 typedef unsigned long long u64;
 
-// The request, in device memory, which the host writes through a window: number last.
+// The request slot, in device memory. The host writes it through a window, the sequence number
+// last.
 struct Request {
     volatile u64 sequence, to, from, len;
 };
@@ -29,15 +30,15 @@ static __device__ void copy(u64 to, u64 from, u64 len) {
         ((volatile unsigned char *)to)[at] = ((const volatile unsigned char *)from)[at];
 }
 
-// The number, and with it everything that the host wrote before it.
+// Loads the sequence number with acquire semantics: the rest of the request is visible after it.
 static __device__ u64 acquire(volatile u64 *from) {
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
 
-// Serves requests whose number differs from `last`, until it is told to stop (a length of all ones) or
-// nothing has come for `idle_timeout` clock cycles.
+// Serves requests whose sequence number differs from `last`, until one has the length ~0 (stop) or
+// none has arrived for `idle_timeout` clock cycles.
 extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 idle_timeout) {
     __shared__ u64 sequence, to, from, len;
     Request *req = (Request *)request;
@@ -45,7 +46,8 @@ extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 idle_
         if (threadIdx.x == 0) {
             long long start = clock64();
             u64 seen;
-            while ((seen = acquire(&req->sequence)) == last && clock64() - start < (long long)idle_timeout) {}
+            while ((seen = acquire(&req->sequence)) == last &&
+                   clock64() - start < (long long)idle_timeout) {}
             sequence = seen, to = req->to, from = req->from, len = req->len;
         }
         __syncthreads();
@@ -54,7 +56,7 @@ extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 idle_
         last = sequence;
         __syncthreads();
         if (threadIdx.x == 0) {
-            // After the barrier this covers the stores of the whole block.
+            // After the barrier this fence covers the stores of the whole block.
             __threadfence_system();
             *(volatile u64 *)done = last;
         }

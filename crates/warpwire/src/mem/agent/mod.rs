@@ -1,9 +1,9 @@
-//! The copy agent: a small resident kernel that copies when the CPU rings.
+//! The copy agent: a small resident (persistent) kernel that copies when the CPU rings a doorbell.
 //!
-//! A call to the copy engine costs about 7 µs before the first byte moves. A kernel that is there already
-//! and watches a word in its memory, which the CPU writes through a [window](super::Window), starts within
-//! one or two. It occupies one multiprocessor while it is awake, so nothing starts it unasked; after a
-//! while without requests it ends by itself, and the next request starts it again.
+//! A copy engine call costs about 7 µs before the first byte moves. A running kernel that polls a
+//! word in device memory, written by the CPU through a [window](super::Window), starts in one or
+//! two microseconds. It occupies one multiprocessor while it runs, so it is only started on
+//! request; after about a second without requests it exits, and the next request restarts it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,13 +21,13 @@ use crate::sync::Backoff;
 
 const KERNEL: &str = "copy_agent";
 const THREADS: u32 = 1024;
-/// How long it stays awake without requests, in clock cycles: about a second.
+/// Time without requests after which the kernel exits, in clock cycles: about a second.
 const IDLE_TIMEOUT_CYCLES: u64 = 2_000_000_000;
-/// After so many looks at the answer, see whether the kernel still runs.
+/// Polls of the completion word between two checks that the kernel still runs.
 const POLLS_PER_CHECK: u32 = 2_000;
-/// No copy takes as long.
+/// Far longer than any copy takes.
 const COPY_TIMEOUT: Duration = Duration::from_secs(10);
-/// The length that tells the agent to stop.
+/// A request length that makes the agent exit.
 const STOP: u64 = u64::MAX;
 
 /// A resident kernel that copies between device memory and pinned host memory.
@@ -37,36 +37,36 @@ const STOP: u64 = u64::MAX;
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let agent = Agent::start(&gpu).unwrap();
 /// let (device, host) = (gpu.alloc(4096).unwrap(), gpu.alloc_pinned(4096).unwrap());
-/// device.write(0, b"at once").unwrap();
+/// device.write(0, b"payload").unwrap();
 /// agent.copy(&host.region(8, 7).unwrap(), &device.region(0, 7).unwrap()).unwrap();
 /// let mut back = [0; 7];
 /// host.read(8, &mut back).unwrap();
-/// assert_eq!(&back, b"at once");
+/// assert_eq!(&back, b"payload");
 /// ```
 pub struct Agent {
     device: Device,
     kernel: Kernel,
     stream: Stream,
-    /// The request, in device memory, and how the CPU writes it.
+    /// The request slot, in device memory, and the window through which the CPU writes it.
     request: Allocation,
     window: Window,
-    /// The number of the last request that is done, in pinned memory.
+    /// Sequence number of the last completed request, in pinned memory.
     done: Word,
     state: Mutex<State>,
 }
 
 struct State {
-    /// The number of the last request made.
+    /// Sequence number of the last submitted request.
     sequence: u64,
     failure: Option<Error>,
 }
 
 impl Agent {
-    /// Starts an agent on the device, which must offer CPU windows.
+    /// Starts an agent on the device, which must support CPU windows.
     pub fn start(device: &Device) -> Result<Arc<Self>> {
         let program =
             Program::new("copy agent").ptx(include_str!("agent.ptx")).block(KERNEL, agent_block);
-        // Its own page, so that the request begins aligned; freed without waiting for the agent itself.
+        // VMM memory is page-aligned, and freeing it does not wait for the running kernel.
         let request = device.alloc_kind(4096, MemoryKind::Vmm)?;
         request.write(0, &[0; 32])?;
         let done = device.alloc_pinned(64)?.word64(0)?;
@@ -89,20 +89,21 @@ impl Agent {
         &self.device
     }
 
-    /// Copies `from` to `to`, of the same length, and returns when it is done. One side is memory of the
-    /// agent's device; the other may be pinned host memory. Copies of several threads take turns.
+    /// Copies `from` to `to`, of the same length, and returns when the copy is complete. One side
+    /// is memory of the agent's device; the other may be pinned host memory. Concurrent calls are
+    /// serialized.
     ///
-    /// It is fast where both sides lie at the same offset from a multiple of 16 bytes.
+    /// Fast only if both addresses are equal modulo 16; otherwise it copies byte by byte.
     pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
-        let reaches = |region: &Region| {
+        let accessible = |region: &Region| {
             let memory = region.allocation();
             let same_backend = memory.device().info().backend == self.device.info().backend;
             *memory.device() == self.device || same_backend && memory.kind() == MemoryKind::Pinned
         };
-        if to.len() != from.len() || !reaches(to) || !reaches(from) || to.overlaps(from) {
+        if to.len() != from.len() || !accessible(to) || !accessible(from) || to.overlaps(from) {
             return Err(Error::new(Kind::InvalidArgument, "copy by agent")
                 .on(self.device.label())
-                .why("the two ranges differ in length, overlap, or are of another device"));
+                .why("the ranges differ in length, overlap, or belong to another device"));
         }
         if to.is_empty() {
             return Ok(());
@@ -116,15 +117,15 @@ impl Agent {
             .submit(state.sequence, to.address().raw(), from.address().raw(), to.len())
             .and_then(|()| self.wait_done(state.sequence));
         if let Err(error) = &outcome {
-            // The agent may still be at that copy: nothing more can be asked of it, and what the copy uses
-            // must stay for good.
+            // The agent may still be executing that copy: it takes no further requests, and the
+            // memory is leaked because it may still be accessed.
             state.failure = Some(error.clone());
             std::mem::forget((to.clone(), from.clone()));
         }
         outcome
     }
 
-    /// Writes a request: first what is asked, then its number, by which the agent knows.
+    /// Writes a request: first its arguments, then its sequence number, which triggers the agent.
     fn submit(&self, sequence: u64, to: u64, from: u64, len: u64) -> Result<()> {
         let mut request = [0; 24];
         request[..8].copy_from_slice(&to.to_le_bytes());
@@ -144,20 +145,20 @@ impl Agent {
                 }
                 std::hint::spin_loop();
             }
-            // It went to sleep before it saw the request, or its device is gone.
+            // The kernel exited before it saw the request, or the device is lost.
             if self.stream.is_idle()? && self.done.load()? != sequence {
                 self.start_kernel(sequence - 1)?;
             }
             if start.elapsed() > COPY_TIMEOUT {
                 return Err(Error::new(Kind::Timeout, "copy by agent")
                     .on(self.device.label())
-                    .why(format!("no answer in {COPY_TIMEOUT:?}")));
+                    .why(format!("no response within {COPY_TIMEOUT:?}")));
             }
             backoff.snooze();
         }
     }
 
-    /// Starts the kernel, which has served all requests up to `last`.
+    /// Launches the kernel; it skips requests up to `last`.
     #[allow(unsafe_code)]
     fn start_kernel(&self, last: u64) -> Result<()> {
         let launch = Launch::new(&self.kernel)
@@ -166,9 +167,9 @@ impl Agent {
             .region(self.done.region())
             .value(last)
             .value(IDLE_TIMEOUT_CYCLES);
-        // SAFETY: beside the two words that it is given, which the launch keeps alive, the kernel touches
-        // what requests name; `copy` takes those from regions, and returns only when they are done with, or
-        // keeps them for good.
+        // SAFETY: besides its two arguments, which the launch keeps alive, the kernel only accesses
+        // memory that requests name. `copy` takes those ranges from regions and returns only after
+        // completion; on failure it leaks them.
         unsafe { self.stream.launch(launch) }
     }
 }
@@ -176,9 +177,9 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         let sequence = self.state.lock().sequence;
-        // If that fails the device is gone, and the kernel with it.
+        // If this fails, the device is lost and the kernel with it.
         if self.submit(sequence + 1, 0, 0, STOP).is_err() {
-            tracing::debug!("a copy agent could not be told to stop");
+            tracing::debug!("could not stop a copy agent");
         }
     }
 }
@@ -190,7 +191,7 @@ fn agent_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
         |at: u64| request.checked_add(at).ok_or_else(|| KernelFault::new("address overflow"));
     let mut buffer = vec![0; 1 << 16];
     loop {
-        // Cycles of a clock of 2 GHz.
+        // The argument counts cycles of a 2 GHz clock.
         let idle_timeout = Duration::from_nanos(block.value(3)? / 2);
         let start = Instant::now();
         let mut sequence = last;

@@ -1,43 +1,46 @@
-//! Loads and stores of AArch64's vector registers.
+//! Vector loads and stores of AArch64.
 //!
-//! Tested in an emulated processor only (qemu-user with the aarch64-unknown-linux-gnu standard library):
-//! that shows what is copied, but neither speed nor the order seen by a device.
+//! Tested in emulation only (qemu-user with the aarch64-unknown-linux-gnu standard library): that
+//! shows what is copied, but neither speed nor the order that a device sees.
 
 use std::arch::asm;
 
 use super::{AccessWidth, scalar};
 
-/// Stores of so many bytes.
+/// Stores of `BYTES` bytes.
 pub(super) struct Store<const BYTES: usize>;
 
-/// Loads of so many bytes.
+/// Loads of `BYTES` bytes.
 pub(super) struct Load<const BYTES: usize>;
 
-/// Keeps stores before it, to device memory too, ahead of stores after it.
+/// Orders earlier stores, also to device memory, before later stores.
 pub(super) fn store_fence() {
-    // SAFETY: it only orders memory accesses.
+    // SAFETY: only orders memory accesses.
     unsafe { asm!("dmb oshst", options(nostack, preserves_flags)) };
 }
 
-/// Asks for a line to store to.
+/// Prefetches a cache line for writing.
 #[inline]
 pub(super) fn prefetch_for_write(address: u64) {
-    // SAFETY: a hint: it accesses nothing, and no address makes it fail.
+    // SAFETY: a hint that accesses nothing and does not fault on any address.
     unsafe {
         asm!("prfm pstl1keep, [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
     }
 }
 
-/// Keeps loads before it, from device memory too, ahead of accesses after it.
+/// Orders earlier loads, also from device memory, before later accesses.
 pub(super) fn load_fence() {
-    // SAFETY: it only orders memory accesses.
+    // SAFETY: only orders memory accesses.
     unsafe { asm!("dmb oshld", options(nostack, preserves_flags)) };
 }
 
-// One instruction loads and stores on both sides: host memory takes it at any address, and on the
-// device's side a pair is aligned where its 16-byte halves are.
+// The same instructions serve both sides: host memory allows any address, and on the device side a
+// pair is aligned where its 16-byte halves are.
 macro_rules! vectors {
-    ($access:ident<$bytes:literal>, then $narrower:ty, [$($line:literal),+], [$($register:tt),+]) => {
+    (
+        $access:ident<$bytes:literal>, then $narrower:ty,
+        [$($line:literal),+], [$($register:tt),+]
+    ) => {
         impl AccessWidth for $access<$bytes> {
             const BYTES: usize = $bytes;
             type Narrower = $narrower;
@@ -46,8 +49,8 @@ macro_rules! vectors {
             unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
                 for block in 0..count {
                     let at = block * $bytes;
-                    // SAFETY: the block lies within `count`, and the device's side is aligned, by the
-                    // caller's promise; registers that change are named.
+                    // SAFETY: the block is within `count` and the device side is aligned, by the
+                    // caller's contract; all clobbered registers are declared.
                     unsafe {
                         asm!(
                             $($line,)+

@@ -1,4 +1,4 @@
-//! Copies between buffers of the host and one piece of device memory, by the fastest way for each size.
+//! Copies between host buffers and one device allocation, by the fastest method for each size.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ use super::plan::{CopyDirection, CopyMethod, CopyPlan, median, threads};
 use super::staging::StagingOptions;
 use crate::error::{Error, Result};
 
-/// How much the agent carries at a time.
+/// Maximum length of one request to the agent.
 const AGENT_CHUNK: u64 = 1 << 20;
-/// The agent is fast where both sides have the same offset from a multiple of this.
+/// The agent is fast if both addresses are equal modulo this.
 const AGENT_ALIGNMENT: u64 = 16;
 
-/// Copies to and from one allocation by the fastest way there is for each size and direction.
+/// Copies to and from one allocation by the fastest method for each size and direction.
 ///
-/// Both calls return when the bytes are there. It may be used from many threads.
+/// Both calls return when the copy is complete. May be used from many threads.
 ///
 /// ```
 /// use warpwire::mem::{copy::Copier, sim::{Sim, SimConfig}};
@@ -29,7 +29,7 @@ const AGENT_ALIGNMENT: u64 = 16;
 /// let memory = gpu.alloc(1 << 20).unwrap();
 /// let copier = Copier::new(&memory).unwrap();
 /// copier.write(5, b"the fastest method").unwrap();
-/// let mut back = [0; 15];
+/// let mut back = [0; 18];
 /// copier.read(5, &mut back).unwrap();
 /// assert_eq!(&back, b"the fastest method");
 /// ```
@@ -37,30 +37,30 @@ pub struct Copier {
     memory: Allocation,
     window: Result<Window>,
     plan: Arc<CopyPlan>,
-    /// Writes up to this size go through the window, whatever else there is.
+    /// Writes up to this length use the window, whatever other methods exist.
     max_window_write: u64,
     agent_reader: Option<AgentReader>,
     staging: StagingOptions,
-    /// Made at the first staged read.
+    /// Created by the first staged read.
     staged_reader: Mutex<Option<StagedReader>>,
 }
 
-/// An agent and the pinned memory that it carries through.
+/// An agent and the pinned memory that it copies to.
 struct AgentReader {
     agent: Arc<Agent>,
     staging: Mutex<Allocation>,
-    /// The reads that it serves fastest.
+    /// Lengths of reads for which the agent is the fastest method.
     reads: Option<RangeInclusive<u64>>,
 }
 
 impl Copier {
-    /// A copier by the device's own plan, without an agent.
+    /// A copier with the device's own plan, without an agent.
     pub fn new(memory: &Allocation) -> Result<Self> {
         let plan = CopyPlan::for_device(memory.device())?;
         Self::with(memory, plan, None)
     }
 
-    /// A copier by a given plan, with an agent of the memory's device if there is one.
+    /// A copier with a given plan and, optionally, an agent of the memory's device.
     pub fn with(
         memory: &Allocation,
         plan: Arc<CopyPlan>,
@@ -87,7 +87,7 @@ impl Copier {
         })
     }
 
-    /// The same copier with other parts for copies through pinned memory.
+    /// Sets the chunk sizes of copies through pinned memory.
     #[must_use]
     pub fn with_staging(mut self, staging: StagingOptions) -> Self {
         self.staging = staging;
@@ -99,7 +99,7 @@ impl Copier {
         self.window.as_ref()
     }
 
-    /// The way that a copy of `len` bytes takes.
+    /// The method used for a copy of `len` bytes.
     #[inline]
     pub fn method(&self, direction: CopyDirection, len: u64) -> CopyMethod {
         let by_agent = |agent_reader: &AgentReader| {
@@ -116,10 +116,10 @@ impl Copier {
         }
     }
 
-    /// Copies `from` into the memory at `offset`.
+    /// Copies `from` into the memory at `offset`; complete on return.
     #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        // Small writes take nanoseconds: they are told by one comparison.
+        // Small writes take nanoseconds: one comparison selects them.
         if from.len() as u64 <= self.max_window_write
             && let Ok(window) = &self.window
         {
@@ -128,7 +128,7 @@ impl Copier {
         }
         match (self.method(CopyDirection::Write, from.len() as u64), &self.window) {
             (CopyMethod::Window, Ok(window)) => {
-                // The window outlives a free, so that a look beforehand is enough.
+                // The window outlives a free, so checking once beforehand is enough.
                 self.memory.check_live()?;
                 window.write(offset, from)
             }
@@ -140,13 +140,13 @@ impl Copier {
         }
     }
 
-    /// Copies from the memory at `offset` into `into`.
+    /// Copies from the memory at `offset` into `into`; complete on return.
     #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.read_or_cancel(offset, into, &|| false)
     }
 
-    /// The same, for those who may have to stop waiting for the device.
+    /// Like [`read`](Self::read), for callers that may have to abandon a wait for the device.
     #[inline]
     pub(crate) fn read_or_cancel(
         &self,
@@ -183,7 +183,7 @@ impl Copier {
 }
 
 impl AgentReader {
-    /// What a small read takes, in microseconds.
+    /// Median time of a small read, in microseconds.
     fn latency(&self, memory: &Allocation) -> Result<f64> {
         let mut buffer = [0; 1024];
         let len = memory.len().min(buffer.len() as u64) as usize;
@@ -205,15 +205,15 @@ impl AgentReader {
     }
 }
 
-/// Pinned memory in two halves: the engine fills one while the CPU empties the other. An engine that
-/// copies into ordinary memory stages inside the driver, more slowly.
+/// Double-buffered pinned memory: the copy engine fills one half while the CPU drains the other.
+/// Engine copies to pageable memory are staged inside the driver, more slowly.
 pub(super) struct StagedReader {
     staging: StagingOptions,
     stream: Stream,
     halves: [(Allocation, Event); 2],
 }
 
-/// No half takes as long.
+/// Far longer than the copy of one half takes.
 const STAGING_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl StagedReader {
@@ -223,7 +223,7 @@ impl StagedReader {
         Ok(Self { staging, stream: device.stream()?, halves: [half()?, half()?] })
     }
 
-    /// Copies `from` into `into`, which is as long, unless it must stop waiting for the device.
+    /// Copies `from` into `into`, which has the same length, unless the wait is cancelled.
     pub(super) fn read(
         &self,
         from: &Region,

@@ -1,19 +1,19 @@
 //! Copies between ordinary memory and a CPU window onto device memory.
 //!
-//! A window is write-combining or uncached PCIe memory: each access is a transaction on the bus, a
-//! load costs about a microsecond, and an access that is not naturally aligned may be split, or fault.
-//! `memcpy` promises nothing about that. The copies here promise that the device side
+//! A window is write-combining or uncached PCIe memory: each access is a bus transaction, a load
+//! costs about a microsecond, and an access that is not naturally aligned may be split or fault.
+//! `memcpy` guarantees nothing about its accesses. The copies here guarantee that the device side
 //!
-//! * is accessed with naturally aligned accesses only, as wide as the [`Routine`] can and in rising
-//!   order: what is 1, 2, 4 or 8 bytes long and aligned to its length is exactly one access;
-//! * is never read by a store, never written by a load, and never touched outside the range.
+//! * is accessed only with naturally aligned accesses, as wide as the [`Routine`] allows and in
+//!   ascending order: a copy of 1, 2, 4 or 8 bytes aligned to its length is exactly one access;
+//! * is never read by a store, never written by a load, and never accessed outside the range.
 //!
-//! The host side may lie at any address.
+//! The host side may have any alignment.
 //!
-//! # Order
-//! Stores may linger in write-combining buffers, and pass each other, until the caller's one
-//! `store_fence`. A load wide enough to stream begins with a `load_fence`, so that it sees what the
-//! device wrote before, and what this thread stored; it says nothing about loads after it.
+//! # Ordering
+//! Stores may stay in write-combining buffers and be reordered until the caller's one
+//! `store_fence`. A load long enough to use streaming loads begins with a `load_fence`, so that it
+//! sees what the device wrote before, and what this thread stored. It does not order later loads.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -39,10 +39,10 @@ pub use copier::Copier;
 pub use plan::{CopyDirection, CopyMethod, CopyPlan, CopySample, ENV_VAR};
 pub use staging::{STAGING_ENV_VAR, StagingOptions};
 
-/// The shortest load that may use streaming loads, whose data can be older than the load.
+/// Minimum length of loads that use streaming loads, which may return data older than the load.
 const MIN_STREAMING_LOAD: usize = 16;
 
-/// A way to copy, named after the processor's instructions that it needs.
+/// A copy routine, named after the instruction set extension that it needs.
 ///
 /// ```
 /// use warpwire::mem::copy::Routine;
@@ -52,7 +52,7 @@ const MIN_STREAMING_LOAD: usize = 16;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Routine {
-    /// Words of the processor's own size; works everywhere.
+    /// Machine words; works everywhere.
     Scalar,
     /// 16-byte streaming loads and stores.
     Sse41,
@@ -60,14 +60,14 @@ pub enum Routine {
     Avx2,
     /// 64-byte streaming loads and stores.
     Avx512,
-    /// 64-byte direct stores; there are no such loads, so that it loads as [`Routine::for_loads`] does.
+    /// 64-byte direct stores. There are no such loads: loads use [`Routine::for_loads`].
     Movdir64b,
-    /// Pairs of 16-byte loads and stores, 64 bytes at a time.
+    /// Pairs of 16-byte loads and stores, 64 bytes per iteration.
     Neon,
 }
 
 impl Routine {
-    /// Every routine with its name, the simplest first.
+    /// Every routine with its name, simplest first.
     const ALL: [(Self, &'static str); 6] = [
         (Self::Scalar, "scalar"),
         (Self::Sse41, "sse4.1"),
@@ -77,28 +77,29 @@ impl Routine {
         (Self::Neon, "neon"),
     ];
 
-    /// The routines that this processor can run, the simplest first.
+    /// The routines that this processor supports, simplest first.
     pub fn available() -> Vec<Self> {
         detected().to_vec()
     }
 
-    /// Whether this processor can run it.
+    /// Whether this processor supports it.
     pub fn is_available(self) -> bool {
         detected().contains(&self)
     }
 
-    /// The routine to write to device memory with, unless a measurement says otherwise.
+    /// The default routine for writing to device memory.
     ///
     /// On the machine measured, AVX-512 streaming stores reach 15–20 GB/s and MOVDIR64B 12–14.
     pub fn for_stores() -> Self {
-        // AVX2 goes before MOVDIR64B because write-combining makes the same 64-byte writes of its
-        // halves; processors with these two but no AVX-512 have not been measured.
+        // AVX2 precedes MOVDIR64B because write combining merges its halves into the same 64-byte
+        // writes. Processors with these two but without AVX-512 have not been measured.
         Self::first_of(&[Self::Avx512, Self::Avx2, Self::Movdir64b, Self::Sse41, Self::Neon])
     }
 
-    /// The routine to read device memory with, unless a measurement says otherwise.
+    /// The default routine for reading device memory.
     ///
-    /// On the machine measured, 64- and 32-byte streaming loads read 4 KiB in 4 µs, 16-byte ones in 31.
+    /// On the machine measured, 64- and 32-byte streaming loads read 4 KiB in 4 µs, 16-byte ones
+    /// in 31 µs.
     pub fn for_loads() -> Self {
         Self::first_of(&[Self::Avx512, Self::Avx2, Self::Sse41, Self::Neon])
     }
@@ -107,7 +108,7 @@ impl Routine {
         preferred.iter().copied().find(|one| one.is_available()).unwrap_or(Self::Scalar)
     }
 
-    /// Whether its wide loads may be served from a buffer that was filled earlier.
+    /// Whether its wide loads may be served from a buffer filled earlier.
     fn streams_loads(self) -> bool {
         matches!(self, Self::Sse41 | Self::Avx2 | Self::Avx512)
     }
@@ -139,13 +140,13 @@ impl FromStr for Routine {
         found.map(|(routine, _)| routine).ok_or_else(|| {
             let names = Self::ALL.map(|(_, name)| name).join(", ");
             Error::new(Kind::InvalidArgument, format!("read {text:?} as a copy routine"))
-                .why("there is none of that name")
-                .fix(format!("write one of {names}"))
+                .why("there is no such routine")
+                .fix(format!("use one of {names}"))
         })
     }
 }
 
-/// What the processor can run, asked once: CPUID is slow in a virtual machine.
+/// The supported routines, detected once: CPUID is slow in a virtual machine.
 fn detected() -> &'static [Routine] {
     static DETECTED: OnceLock<Vec<Routine>> = OnceLock::new();
     DETECTED.get_or_init(|| {
@@ -154,15 +155,16 @@ fn detected() -> &'static [Routine] {
     })
 }
 
-/// Writes `len` bytes from `host` to `device`. Call [`store_fence`] after the last of a series.
+/// Writes `len` bytes from `host` to `device`. Call [`store_fence`] after the last write of a
+/// series.
 ///
 /// # Safety
-/// `routine` is available; `device` is valid for writes and `host` for reads of `len` bytes; the two do
-/// not overlap; and no reference to the device's bytes exists.
+/// `routine` is available; `device` is valid for writes and `host` for reads of `len` bytes; the
+/// two do not overlap; and no reference to the device's bytes exists.
 pub(crate) unsafe fn store(routine: Routine, device: *mut u8, host: *const u8, len: usize) {
     debug_assert!(routine.is_available(), "{routine} cannot run here");
     let address = device.addr();
-    // SAFETY: the caller's promise; each arm's instructions belong to the routine that is available.
+    // SAFETY: the caller's contract; each arm only uses instructions of the available routine.
     unsafe {
         match routine {
             #[cfg(target_arch = "x86_64")]
@@ -183,8 +185,8 @@ pub(crate) unsafe fn store(routine: Routine, device: *mut u8, host: *const u8, l
 /// Reads `len` bytes from `device` to `host`.
 ///
 /// # Safety
-/// `routine` is available; `host` is valid for writes and `device` for reads of `len` bytes; the two do
-/// not overlap; and no reference to the device's bytes exists.
+/// `routine` is available; `host` is valid for writes and `device` for reads of `len` bytes; the
+/// two do not overlap; and no reference to the device's bytes exists.
 pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, len: usize) {
     debug_assert!(routine.is_available(), "{routine} cannot run here");
     let routine = if routine == Routine::Movdir64b { Routine::for_loads() } else { routine };
@@ -192,7 +194,7 @@ pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, le
         load_fence();
     }
     let address = device.addr();
-    // SAFETY: the caller's promise; each arm's instructions belong to the routine that is available.
+    // SAFETY: the caller's contract; each arm only uses instructions of the available routine.
     unsafe {
         match routine {
             #[cfg(target_arch = "x86_64")]
@@ -208,7 +210,7 @@ pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, le
     }
 }
 
-/// Sends this thread's earlier stores to the device on their way, before any store that follows.
+/// Drains this thread's earlier stores towards the device, before any later store.
 pub(crate) fn store_fence() {
     #[cfg(target_arch = "x86_64")]
     x86::store_fence();
@@ -218,8 +220,8 @@ pub(crate) fn store_fence() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// Says that the line with this address will be stored to soon, so that the processor may fetch it from the cache that has
-/// it meanwhile. A hint, for any number: where no memory is, nothing happens.
+/// Prefetches the cache line at `address` for writing, so that the transfer from another core's
+/// cache overlaps with other work. A hint: any value is allowed, unmapped addresses have no effect.
 #[inline]
 pub(crate) fn prefetch_for_write(address: u64) {
     #[cfg(target_arch = "x86_64")]
@@ -230,8 +232,8 @@ pub(crate) fn prefetch_for_write(address: u64) {
     let _ = address;
 }
 
-/// Keeps loads that follow from being served with what the device held before this call: needed between
-/// a word that says "ready" and what it speaks of, where both are read through a window.
+/// Keeps later loads from returning data older than this call. Needed between a "ready" flag and
+/// the data it announces, if both are read through a window.
 pub(crate) fn load_fence() {
     #[cfg(target_arch = "x86_64")]
     x86::load_fence();
@@ -246,27 +248,29 @@ trait AccessWidth {
     /// The width of one access, a power of two.
     const BYTES: usize;
 
-    /// The accesses for what is too short or not aligned for these; bytes name themselves.
+    /// The next narrower accesses, for short or unaligned parts; for bytes, the type itself.
     type Narrower: AccessWidth;
 
-    /// Copies `count` times `BYTES`, with one access each on the device's side, in rising order.
+    /// Copies `count * BYTES` bytes, with one access per `BYTES` on the device side, in ascending
+    /// order.
     ///
     /// # Safety
-    /// The processor has the instructions; `from` is valid for reads and `to` for writes of that much;
-    /// whichever of them is the device's is aligned to `BYTES`.
+    /// The processor has the instructions; `from` is valid for reads and `to` for writes of that
+    /// length; the one on the device side is aligned to `BYTES`.
     unsafe fn copy(to: *mut u8, from: *const u8, count: usize);
 }
 
-/// Copies `len` bytes; `device` is the address of the device's side, which decides how they are split.
+/// Copies `len` bytes. `device` is the address of the device side, which decides how they are
+/// split.
 ///
 /// # Safety
-/// The processor has `A`'s instructions; `from` is valid for reads and `to` for writes of `len` bytes;
-/// `device` is the address of one of them.
+/// The processor has `A`'s instructions; `from` is valid for reads and `to` for writes of `len`
+/// bytes; `device` is the address of one of them.
 #[inline]
 unsafe fn copy<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize, device: usize) {
     let (head, body) = split(device, len, A::BYTES);
     let edge = head + body;
-    // SAFETY: head, body and the rest follow each other within `len`; the body starts aligned.
+    // SAFETY: head, body and rest are adjacent within `len`; the body starts aligned.
     unsafe {
         copy_edge::<A::Narrower>(to, from, head, device);
         if body > 0 {
@@ -277,25 +281,25 @@ unsafe fn copy<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize, device:
     }
 }
 
-/// Copies what lies before or behind the body, piece by piece.
+/// Copies the part before or after the body, one aligned access at a time.
 ///
 /// # Safety
 /// As for [`copy`].
 #[inline]
 unsafe fn copy_edge<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize, device: usize) {
     for AlignedAccess { offset, width } in aligned_accesses(device, len, A::BYTES) {
-        // SAFETY: pieces lie within `len`, aligned to their width on the device's side.
+        // SAFETY: accesses are within `len` and aligned to their width on the device side.
         unsafe { copy_aligned::<A>(to.add(offset), from.add(offset), width) }
     }
 }
 
-/// Copies one piece with the first of `A` and its narrower kin that is not too wide.
+/// Copies `width` bytes with the widest accesses, from `A` downwards, that fit.
 ///
 /// # Safety
 /// As for [`AccessWidth::copy`], for `width` bytes aligned to `width`.
 #[inline]
 unsafe fn copy_aligned<A: AccessWidth>(to: *mut u8, from: *const u8, width: usize) {
-    // SAFETY: the caller's promise; both are powers of two, so that the accesses cover it exactly.
+    // SAFETY: the caller's contract; both are powers of two, so the accesses cover it exactly.
     unsafe {
         if width >= A::BYTES {
             A::copy(to, from, width / A::BYTES);
@@ -305,16 +309,16 @@ unsafe fn copy_aligned<A: AccessWidth>(to: *mut u8, from: *const u8, width: usiz
     }
 }
 
-/// A part of a copy that is one device access.
+/// A part of a copy that is a single device access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AlignedAccess {
-    /// Where it starts, from the start of the copy.
+    /// Offset from the start of the copy.
     offset: usize,
-    /// Its length, which its address is a multiple of.
+    /// Length in bytes; the address is a multiple of it.
     width: usize,
 }
 
-/// The fewest aligned pieces, none wider than `widest`, that make up `len` bytes at `address`.
+/// The fewest aligned accesses, none wider than `widest`, that cover `len` bytes at `address`.
 #[inline]
 fn aligned_accesses(
     address: usize,
@@ -332,8 +336,8 @@ fn aligned_accesses(
     })
 }
 
-/// How much of `len` bytes at `address` comes before the first multiple of `width`, and how much from
-/// there on is whole multiples.
+/// Splits `len` bytes at `address` into the bytes before the first multiple of `width`, and the
+/// following whole multiples; returns both lengths.
 #[inline]
 fn split(address: usize, len: usize, width: usize) -> (usize, usize) {
     let mask = width - 1;

@@ -1,4 +1,4 @@
-//! Which way a copy goes: measured once per device, then looked up by size and direction.
+//! The copy plan: the fastest method by size and direction, measured once per device.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,11 +19,11 @@ use super::staging::StagingOptions;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that sets the plan by hand: `write=64KiB,read=512` is the largest size that
-/// goes through the window, in each direction.
+/// Environment variable that overrides the plan: `write=64KiB,read=512` are the maximum sizes
+/// copied through the window, per direction.
 pub const ENV_VAR: &str = "WARPWIRE_COPY";
 
-/// Which way the bytes go.
+/// Direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CopyDirection {
@@ -33,19 +33,19 @@ pub enum CopyDirection {
     Read,
 }
 
-/// How they get there.
+/// Method of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CopyMethod {
-    /// Stores or loads of the CPU, through a window.
+    /// CPU stores or loads through a window.
     Window,
-    /// Stores of several threads, through a window.
+    /// Stores of several threads through a window.
     Threads,
-    /// The copy agent, where one runs.
+    /// The copy agent, if one runs.
     Agent,
-    /// The device's copy engine, straight from or into the caller's buffer.
+    /// The device's copy engine, directly from or to the caller's buffer.
     Engine,
-    /// The copy engine through pinned memory, which the CPU empties meanwhile.
+    /// The copy engine to pinned memory, double-buffered: the CPU copies out of it concurrently.
     Staged,
 }
 
@@ -61,26 +61,26 @@ impl fmt::Display for CopyMethod {
     }
 }
 
-/// What was measured for one size.
+/// Measured times for one size and direction.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CopySample {
-    /// The direction.
+    /// Direction of the copy.
     pub direction: CopyDirection,
-    /// How many bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Microseconds through the window, where it was tried.
+    /// Microseconds through the window, if measured.
     pub window_us: Option<f64>,
-    /// Microseconds by the copy engine.
+    /// Microseconds with the copy engine.
     pub engine_us: f64,
-    /// Microseconds by the copy engine through pinned memory, where it was tried.
+    /// Microseconds with the copy engine through pinned memory, if measured.
     #[serde(default)]
     pub staged_us: Option<f64>,
-    /// Microseconds through the window by several threads, where it was tried.
+    /// Microseconds through the window with several threads, if measured.
     #[serde(default)]
     pub threads_us: Option<f64>,
 }
 
-/// Up to which size each way is the fastest on a device.
+/// The size ranges in which each method is the fastest on a device.
 ///
 /// ```
 /// use warpwire::mem::copy::{CopyDirection, CopyPlan, CopyMethod};
@@ -90,17 +90,17 @@ pub struct CopySample {
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CopyPlan {
-    /// The largest write that goes through the window.
+    /// Maximum length of a write through the window.
     window_writes: u64,
-    /// The largest read that goes through the window.
+    /// Maximum length of a read through the window.
     window_reads: u64,
-    /// The smallest read that goes through pinned memory, if that was set by hand.
+    /// Minimum length of a read through pinned memory, if overridden.
     staged_reads: Option<u64>,
-    /// What it rests on; empty if it was set by hand.
+    /// The measurements that it is based on; empty if the plan was set explicitly.
     samples: Vec<CopySample>,
 }
 
-/// The sizes that are measured. Between them the border is interpolated.
+/// The measured sizes. Thresholds between them are interpolated.
 const SIZES: [u64; 14] = [
     64,
     256,
@@ -118,29 +118,29 @@ const SIZES: [u64; 14] = [
     4 << 20,
 ];
 const MAX_SAMPLE_LEN: u64 = SIZES[SIZES.len() - 1];
-/// Smaller reads are not worth staging.
+/// Below this, reads are not worth staging.
 const MIN_STAGED_READ: u64 = 32 << 10;
-/// Smaller writes are over before the threads have started.
+/// Below this, a write is over before the threads have started.
 const MIN_PARALLEL_WRITE: u64 = 8 << 20;
-/// A way that costs threads or memory of its own must win by this much.
+/// A method that needs extra threads or memory must take at most this fraction of the time.
 const WIN_RATIO: f64 = 0.85;
-/// How long one way is measured at one size, at most.
+/// Maximum time to measure one method at one size.
 const SAMPLE_BUDGET: Duration = Duration::from_millis(4);
 impl CopyPlan {
-    /// A plan with the largest sizes that go through the window.
+    /// A plan with given maximum lengths for copies through the window.
     pub fn with_thresholds(window_writes: u64, window_reads: u64) -> Self {
         Self { window_writes, window_reads, staged_reads: None, samples: Vec::new() }
     }
 
-    /// The same plan with reads of `len` bytes and more going through pinned memory.
+    /// Sets the minimum length of reads through pinned memory.
     #[must_use]
     pub fn with_min_staged_read(mut self, len: u64) -> Self {
         self.staged_reads = Some(len);
         self
     }
 
-    /// The plan for a device: set by `WARPWIRE_COPY`, or measured earlier (in this process, or by
-    /// another and kept in the user's cache folder), or measured now.
+    /// The plan for a device: from `WARPWIRE_COPY`, from an earlier measurement (by this process,
+    /// or in the user's cache directory), or measured now.
     pub fn for_device(device: &Device) -> Result<Arc<Self>> {
         static KNOWN: Mutex<Option<HashMap<String, Arc<CopyPlan>>>> = Mutex::new(None);
         if let Some(plan) = Self::from_env()? {
@@ -178,7 +178,7 @@ impl CopyPlan {
             Error::new(Kind::Malformed, "read the copy plan")
                 .on(ENV_VAR)
                 .why(why)
-                .fix("write the largest sizes for the window, like write=64KiB,read=512")
+                .fix("give the maximum sizes for the window, like write=64KiB,read=512")
         };
         let mut plan = Self::with_thresholds(0, 0);
         for setting in text.split(',') {
@@ -195,10 +195,10 @@ impl CopyPlan {
         Ok(plan)
     }
 
-    /// Measures a device, in well under a second.
+    /// Measures a device. Takes well under a second.
     pub fn calibrate(device: &Device) -> Result<Self> {
         let memory = device.alloc_kind(MAX_SAMPLE_LEN, MemoryKind::Vmm)?;
-        // Without a window there is nothing to choose.
+        // Without a window there is no choice.
         let Ok(window) = memory.window() else { return Ok(Self::with_thresholds(0, 0)) };
         let mut samples = Vec::new();
         let window_writes = measure(CopyDirection::Write, &memory, &window, &mut samples)?;
@@ -206,7 +206,7 @@ impl CopyPlan {
         Ok(Self { window_writes, window_reads, staged_reads: None, samples })
     }
 
-    /// The way for a copy of `len` bytes, where no agent runs.
+    /// The method for a copy of `len` bytes without an agent.
     #[inline]
     pub fn method(&self, direction: CopyDirection, len: u64) -> CopyMethod {
         let threshold = match direction {
@@ -223,20 +223,21 @@ impl CopyPlan {
         }
     }
 
-    /// The largest write that goes through the window by one thread, whatever was measured.
+    /// Maximum length of a write through the window by one thread, regardless of the measurements.
     pub(super) fn max_window_write(&self) -> u64 {
         self.window_writes.min(MIN_PARALLEL_WRITE - 1)
     }
 
-    /// Whether several threads were clearly faster at the largest size: beyond it, more so.
+    /// Whether several threads were clearly faster at the maximum measured size; larger writes gain
+    /// more.
     fn parallel_wins(&self) -> bool {
         let mut writes = self.samples.iter().filter(|s| s.direction == CopyDirection::Write);
         let last = writes.next_back().and_then(|s| s.threads_us.zip(s.window_us));
         last.is_some_and(|(threads, window)| threads < window * WIN_RATIO)
     }
 
-    /// Whether pinned memory was clearly faster at the next size that was measured. Beyond the largest it is
-    /// not: there the CPU's copy costs more than the driver's staging.
+    /// Whether staging was clearly faster at the next larger measured size. Beyond the maximum
+    /// measured size it is not used: there the CPU's copy costs more than the driver's own staging.
     fn staging_wins(&self, len: u64) -> bool {
         if let Some(from) = self.staged_reads {
             return len >= from;
@@ -246,11 +247,12 @@ impl CopyPlan {
         next.is_some_and(|s| s.staged_us.is_some_and(|staged| staged < s.engine_us * WIN_RATIO))
     }
 
-    /// The reads that an agent serves fastest which takes `latency` microseconds for a small one: from where
-    /// the window takes longer, to where the engine's rate counts for more than its start.
+    /// The lengths of reads for which an agent with the given latency (in microseconds, for a small
+    /// read) is the fastest method: from where the window takes longer, up to where the engine's
+    /// bandwidth outweighs its start-up cost.
     pub(super) fn agent_reads(&self, latency: f64) -> Option<RangeInclusive<u64>> {
         const MAX_AGENT_READ: u64 = 512 << 10;
-        // Where nothing was measured: what was found on the machines seen.
+        // Without measurements: the value found on the machines tested.
         const DEFAULT_MIN_AGENT_READ: u64 = 3 << 10;
         let mut reads =
             self.samples.iter().filter(|s| s.direction == CopyDirection::Read).peekable();
@@ -270,21 +272,21 @@ impl CopyPlan {
         serde_json::from_str(&text).ok()
     }
 
-    /// Keeps the plan for later processes; where that is not possible, they measure for themselves.
+    /// Saves the plan for later processes; if that fails, they measure again.
     fn save(&self, device: &Device) {
         let Some(file) = cache_file(device) else { return };
         let kept = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
-            // Written beside and moved, so that no reader sees a half.
+            // Written to a temporary file and renamed, so that no reader sees a partial file.
             let fresh = file.with_extension(format!("{}.tmp", std::process::id()));
             std::fs::write(&fresh, serde_json::to_string_pretty(self)?)?;
             std::fs::rename(&fresh, &file)
         });
         if let Err(error) = kept {
-            tracing::debug!(%error, file = %file.display(), "the copy plan was not kept");
+            tracing::debug!(%error, file = %file.display(), "the copy plan was not saved");
         }
     }
 
-    /// Forgets what was measured earlier, measures anew and keeps that.
+    /// Measures again, ignoring an earlier measurement, and saves the result.
     pub fn recalibrate(device: &Device) -> Result<Self> {
         let plan = Self::calibrate(device)?;
         plan.save(device);
@@ -292,7 +294,7 @@ impl CopyPlan {
     }
 }
 
-/// What a plan depends on: the device, how its windows come to be and how the CPU copies.
+/// What a plan depends on: the library version, the device, and the CPU's copy routines.
 fn cache_name(device: &Device) -> String {
     let info = device.info();
     let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
@@ -300,7 +302,7 @@ fn cache_name(device: &Device) -> String {
     format!("copy-{version}-{}-{stores}-{loads}", info.uuid)
 }
 
-/// A simulated GPU is another one in each process; its plan is not kept.
+/// Cache file of a plan; `None` for simulated GPUs, which differ in each process.
 fn cache_file(device: &Device) -> Option<PathBuf> {
     if device.info().backend == Backend::Sim {
         return None;
@@ -313,14 +315,14 @@ fn cache_file(device: &Device) -> Option<PathBuf> {
         .then(|| folder.join("warpwire").join(format!("{}.json", cache_name(device))))
 }
 
-/// How many threads write together: more than a few add nothing on the bus.
+/// Number of threads for parallel writes, at most 4: more gain nothing on the bus.
 pub(super) fn threads() -> usize {
     static COUNT: OnceLock<usize> = OnceLock::new();
     *COUNT
         .get_or_init(|| std::thread::available_parallelism().map_or(1, |count| count.get().min(4)))
 }
 
-/// Measures both ways at each size until the engine is clearly ahead, and returns the border.
+/// Measures the methods at each size until the window is clearly slower, and returns the threshold.
 fn measure(
     direction: CopyDirection,
     memory: &Allocation,
@@ -328,8 +330,8 @@ fn measure(
     samples: &mut Vec<CopySample>,
 ) -> Result<u64> {
     let mut buffer = vec![1; MAX_SAMPLE_LEN as usize];
-    // Reads through the window grow steeply with their size, and the driver's figure wavers from run to
-    // run: near the border, the engine is the safer choice.
+    // The cost of window reads grows steeply with their size, and the driver's varies from run to
+    // run: near the threshold the engine is the safer choice.
     let margin = match direction {
         CopyDirection::Write => 1.0,
         CopyDirection::Read => 0.75,
@@ -381,14 +383,14 @@ fn measure(
     Ok(if window_is_slower { threshold } else { u64::MAX })
 }
 
-/// The size at which the ratio is 1, on a straight line between logarithms.
+/// The size at which the ratio is 1, interpolated linearly between logarithms.
 fn crossover((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
     let share = under.ln().abs() / (under.ln().abs() + over.ln().abs()).max(1e-9);
     let (from, to) = ((small as f64).ln(), (large as f64).ln());
     (from + (to - from) * share).exp() as u64
 }
 
-/// The median time of a copy in microseconds, from as many as the budget allows.
+/// The median time of a copy in microseconds, over as many runs as the budget allows.
 pub(super) fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
     const MIN_RUNS: usize = 5;
     const MAX_RUNS: usize = 400;
@@ -444,7 +446,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_read_and_wrong_ones_are_named() {
+    fn settings_parse_and_errors_name_them() {
         let plan = CopyPlan::parse("write=128KiB, read=1KiB").unwrap();
         assert_eq!(plan, CopyPlan::with_thresholds(128 << 10, 1 << 10));
         for text in ["write", "write=much", "copy=1", "write=1,,"] {
@@ -465,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn agents_and_staging_get_what_they_win() {
+    fn agent_and_staging_are_chosen_where_they_are_faster() {
         let samples = vec![
             sample(1 << 10, 1.0, 8.0, None),
             sample(4 << 10, 4.0, 9.0, None),
@@ -477,7 +479,7 @@ mod tests {
         assert_eq!(plan.method(CopyDirection::Read, 65 << 10), CopyMethod::Engine);
         assert_eq!(plan.method(CopyDirection::Read, 1 << 30), CopyMethod::Engine);
         assert_eq!(plan.agent_reads(3.4), Some(2049..=512 << 10));
-        assert_eq!(plan.agent_reads(1e6), None, "an agent slower than all gets nothing");
+        assert_eq!(plan.agent_reads(1e6), None, "an agent slower than the rest serves nothing");
     }
 
     #[test]

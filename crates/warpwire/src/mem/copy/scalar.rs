@@ -1,4 +1,4 @@
-//! Words: the widths that every processor has, and the edges of all wider routines.
+//! Word accesses: the widths that every processor has, also used for the edges of wider routines.
 
 use std::marker::PhantomData;
 
@@ -16,7 +16,7 @@ pub(super) struct Store<W>(PhantomData<W>);
 /// Loads of one word.
 pub(super) struct Load<W>(PhantomData<W>);
 
-// Volatile keeps each access whole, and keeps the loop from becoming a call of memcpy.
+// Volatile keeps each access whole, and keeps the loop from being compiled to a `memcpy` call.
 macro_rules! word {
     ($word:ty, $narrower:ty) => {
         impl AccessWidth for Store<$word> {
@@ -27,7 +27,7 @@ macro_rules! word {
             unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
                 let (to, from) = (to.cast::<$word>(), from.cast::<$word>());
                 for at in 0..count {
-                    // SAFETY: valid for `count` words, and `to` is aligned, by the caller's promise.
+                    // SAFETY: valid for `count` words and `to` aligned, by the caller's contract.
                     unsafe { to.add(at).write_volatile(from.add(at).read_unaligned()) };
                 }
             }
@@ -41,7 +41,7 @@ macro_rules! word {
             unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
                 let (to, from) = (to.cast::<$word>(), from.cast::<$word>());
                 for at in 0..count {
-                    // SAFETY: valid for `count` words, and `from` is aligned, by the caller's promise.
+                    // SAFETY: valid for `count` words and `from` aligned, by the caller's contract.
                     unsafe { to.add(at).write_unaligned(from.add(at).read_volatile()) };
                 }
             }

@@ -1,4 +1,4 @@
-//! How copies through pinned memory are cut into parts.
+//! Chunk sizes of copies staged through pinned memory.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,11 +6,11 @@ use std::str::FromStr;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that sets the parts: `half=1MiB,step=512KiB,small=16KiB,reads=32KiB`; what is left out
-/// stays as it is.
+/// Environment variable that sets the sizes: `half=1MiB,step=512KiB,small=16KiB,reads=32KiB`;
+/// omitted ones keep their defaults.
 pub const STAGING_ENV_VAR: &str = "WARPWIRE_STAGING";
 
-/// The sizes by which memory without a window is reached through pinned memory.
+/// Sizes for copies through pinned memory, for memory without a window. All are in bytes.
 ///
 /// ```
 /// use warpwire::mem::copy::StagingOptions;
@@ -21,13 +21,17 @@ pub const STAGING_ENV_VAR: &str = "WARPWIRE_STAGING";
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingOptions {
-    /// Each of the two halves of pinned memory: the CPU works on one, the copy engine on the other.
+    /// Size of each of the two halves of pinned memory: the CPU works on one, the copy engine on
+    /// the other. 4 KiB to 64 MiB; default: 1 MiB.
     pub half: u64,
-    /// The least that the engine is given before somebody waits: each copy costs some microseconds of its own.
+    /// Minimum length of one engine copy: each has a fixed cost of some microseconds. At most
+    /// `half`; default: 512 KiB.
     pub step: u64,
-    /// Writes up to this length are one call with ordinary memory, without a stream.
+    /// Maximum length of writes done in one call from pageable memory, without a stream. At most
+    /// `half`; default: 16 KiB.
     pub small: u64,
-    /// Reads from this length on go through pinned memory; shorter ones are one call with ordinary memory.
+    /// Minimum length of reads through pinned memory; shorter ones are one call into pageable
+    /// memory. Default: 1.
     pub reads: u64,
 }
 
@@ -41,7 +45,7 @@ impl StagingOptions {
     const MIN_HALF: u64 = 4 << 10;
     const MAX_HALF: u64 = 64 << 20;
 
-    /// What `WARPWIRE_STAGING` asks for; the default if it is not set.
+    /// The sizes from `WARPWIRE_STAGING`; the defaults if it is not set.
     pub fn from_env() -> Result<Self> {
         match std::env::var(STAGING_ENV_VAR) {
             Ok(text) => text.parse(),
@@ -49,7 +53,7 @@ impl StagingOptions {
         }
     }
 
-    /// Refuses sizes that make no sense together.
+    /// Rejects sizes that are out of range or inconsistent.
     pub fn check(&self) -> Result<()> {
         let refuse = |why: String| Err(malformed(why));
         let Self { half, step, small, reads: _ } = *self;
@@ -67,8 +71,8 @@ impl StagingOptions {
         Ok(())
     }
 
-    /// How much of a read of `len` bytes is fetched at a time: a quarter, so that most of the CPU's work lies beside
-    /// the engine's.
+    /// Chunk size for a read of `len` bytes: a quarter, so that most of the CPU's work overlaps
+    /// with the engine's.
     pub(super) fn fetch(&self, len: u64) -> u64 {
         (len / 4).next_multiple_of(4096).clamp(self.step, self.half)
     }
@@ -106,10 +110,10 @@ impl FromStr for StagingOptions {
 
 #[cold]
 fn malformed(why: String) -> Error {
-    Error::new(Kind::Malformed, "read the sizes of staging")
+    Error::new(Kind::Malformed, "read the staging sizes")
         .on(STAGING_ENV_VAR)
         .why(why)
-        .fix("write sizes like half=1MiB,step=512KiB,small=16KiB,reads=32KiB")
+        .fix("use sizes like half=1MiB,step=512KiB,small=16KiB,reads=32KiB")
 }
 
 #[cfg(test)]
@@ -117,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_size_reads_and_is_written_again() {
+    fn every_size_parses_and_displays() {
         let text = " half=1MiB, step=64KiB,small=0,reads=4KiB, ";
         let staging: StagingOptions = text.parse().unwrap();
         let wanted = StagingOptions { half: 1 << 20, step: 64 << 10, small: 0, reads: 4 << 10 };
@@ -132,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_make_no_sense_are_named() {
+    fn invalid_sizes_are_named_in_the_error() {
         for (text, named) in [
             ("half", "key=value"),
             ("half=0", "4KiB to 64MiB"),

@@ -1,4 +1,4 @@
-//! Every routine against plain expectations, and the plan of accesses against what it promises.
+//! Every routine against plain expectations, and the list of accesses against its guarantees.
 
 use std::cell::RefCell;
 
@@ -7,10 +7,10 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, m
 
 use super::*;
 
-/// What every byte is before a copy.
+/// Every byte before a copy.
 const BEFORE: u8 = 0xee;
 
-/// Bytes watched on either side of what is copied; a multiple of every alignment.
+/// Bytes checked on either side of a copy; a multiple of every alignment.
 const GUARD: usize = 64;
 
 const DEVICE_OFFSETS: std::ops::RangeInclusive<usize> = 0..=70;
@@ -24,7 +24,7 @@ fn lengths() -> impl Iterator<Item = usize> {
 #[repr(align(64))]
 struct Line(#[expect(dead_code, reason = "read through a pointer")] [u8; 64]);
 
-/// Memory aligned to 64 bytes with room for `len` bytes at the largest offset, and guards.
+/// Memory aligned to 64 bytes with space for `len` bytes at the maximum offset, and guards.
 struct Memory(Vec<Line>);
 
 impl Memory {
@@ -33,24 +33,24 @@ impl Memory {
         Self(vec![Line([BEFORE; 64]); bytes.div_ceil(64)])
     }
 
-    /// Where a copy at `offset` starts.
+    /// Pointer to the byte at `offset`, after the guard.
     fn at(&mut self, offset: usize) -> *mut u8 {
         self.bytes()[GUARD + offset..].as_mut_ptr()
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: a line is 64 bytes with no padding, and lines follow each other.
+        // SAFETY: a line is 64 bytes without padding, and lines are contiguous.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * 64) }
     }
 
-    /// Panics unless `data` is at `offset` and everything else as before; then makes all as before.
+    /// Panics unless `data` is at `offset` and everything else is unchanged; then resets all bytes.
     fn expect(&mut self, offset: usize, data: &[u8], case: &str) {
         let bytes = self.bytes();
         let (before, rest) = bytes.split_at(GUARD + offset);
         let (copied, behind) = rest.split_at(data.len());
         let untouched = |part: &[u8]| part.iter().all(|byte| *byte == BEFORE);
-        assert!(untouched(before) && untouched(behind), "{case} touched what lies outside");
-        assert!(copied == data, "{case} copied wrongly");
+        assert!(untouched(before) && untouched(behind), "{case}: bytes outside were changed");
+        assert!(copied == data, "{case}: wrong data");
         bytes.fill(BEFORE);
     }
 }
@@ -66,7 +66,7 @@ fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], me
     let case = format!("{routine}, {len} bytes, device +{device_at}, host +{host_at}");
     let mut source = vec![0; host_at + len];
     source[host_at..].copy_from_slice(data);
-    // SAFETY: the room has that many bytes at either offset, and the routine is available.
+    // SAFETY: the memory has that many bytes at either offset, and the routine is available.
     unsafe { store(routine, memory.at(device_at), source[host_at..].as_ptr(), len) };
     store_fence();
     memory.expect(device_at, data, &case);
@@ -86,7 +86,7 @@ fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], me
     memory.expect(host_at, data, &case);
 }
 
-/// Who waits for the last byte of a copy finds all others there, however they were moved.
+/// A reader that sees the last byte of a copy sees all others, whichever method copied them.
 #[test]
 fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -97,7 +97,7 @@ fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
         scope.spawn(|| {
             for round in 1..=2000_u64 {
                 let source = vec![round as u8; LEN];
-                // SAFETY: as long as either is, in atomics that outlive the scope.
+                // SAFETY: both are `LEN` bytes; the target is atomics that outlive the scope.
                 unsafe { cached(target.as_ptr().cast_mut().cast(), source.as_ptr(), LEN) };
                 while seen.load(Ordering::Acquire) != round {
                     std::thread::yield_now();
@@ -105,15 +105,15 @@ fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
             }
         });
         for round in 1..=2000_u64 {
-            let mut looks = 0_u32;
+            let mut polls = 0_u32;
             while target[LEN - 1].load(Ordering::Acquire) != round as u8 {
-                looks += 1;
-                if looks.is_multiple_of(1000) {
-                    std::thread::yield_now(); // on one processor the writer waits for this
+                polls += 1;
+                if polls.is_multiple_of(1000) {
+                    std::thread::yield_now(); // on one CPU the writer needs it to make progress
                 }
             }
             let late = target.iter().position(|byte| byte.load(Ordering::Relaxed) != round as u8);
-            assert_eq!(late, None, "turn {round}");
+            assert_eq!(late, None, "round {round}");
             seen.store(round, Ordering::Release);
         }
     });
@@ -147,7 +147,7 @@ proptest! {
     }
 
     #[test]
-    fn pieces_are_aligned_in_order_and_cover_exactly(
+    fn accesses_are_aligned_in_order_and_cover_exactly(
         address in any::<usize>(),
         len in 0usize..5000,
         widest in prop::sample::select(vec![1usize, 2, 4, 8, 16, 32, 64]),
@@ -163,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_aligned_to_its_length_is_one_piece(
+    fn a_range_aligned_to_its_length_is_one_access(
         block in 0usize..1 << 40,
         shift in 0u32..=6,
     ) {
@@ -173,7 +173,7 @@ proptest! {
     }
 
     #[test]
-    fn copies_make_the_accesses_of_their_pieces(start in 0usize..64, len in 0usize..700) {
+    fn copies_make_the_planned_accesses(start in 0usize..64, len in 0usize..700) {
         prop_assert_eq!(seen::<RecordingAccess<64>>(start, len), planned(start, len, 64));
         prop_assert_eq!(seen::<RecordingAccess<8>>(start, len), planned(start, len, 8));
     }
@@ -183,7 +183,7 @@ thread_local! {
     static ACCESSES: RefCell<Vec<(usize, usize)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Moves nothing, and notes each access: its address and width.
+/// Copies nothing, and records each access: its address and width.
 struct RecordingAccess<const BYTES: usize>;
 
 macro_rules! seen {
@@ -193,8 +193,8 @@ macro_rules! seen {
             type Narrower = RecordingAccess<$narrower>;
 
             unsafe fn copy(to: *mut u8, _: *const u8, count: usize) {
-                let noted = (0..count).map(|at| (to.addr() + at * $bytes, $bytes));
-                ACCESSES.with_borrow_mut(|all| all.extend(noted));
+                let accesses = (0..count).map(|at| (to.addr() + at * $bytes, $bytes));
+                ACCESSES.with_borrow_mut(|all| all.extend(accesses));
             }
         }
     };
@@ -208,12 +208,12 @@ seen!(16, 8);
 seen!(32, 16);
 seen!(64, 32);
 
-/// The accesses of a copy, with addresses from the start of aligned memory.
+/// The accesses of a copy, with addresses relative to the start of aligned memory.
 fn seen<A: AccessWidth>(start: usize, len: usize) -> Vec<(usize, usize)> {
     let (mut memory, source) = (Memory::new(len), vec![0; len]);
     let base = memory.at(0).addr();
     let to = memory.at(start);
-    // SAFETY: the room has that many bytes there, and nothing is moved.
+    // SAFETY: the memory has that many bytes there, and nothing is copied.
     unsafe { copy::<A>(to, source.as_ptr(), len, to.addr()) };
     ACCESSES.take().into_iter().map(|(address, width)| (address - base, width)).collect()
 }
@@ -225,10 +225,10 @@ fn planned(start: usize, len: usize, widest: usize) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn nothing_beyond_either_end_is_touched() {
+fn no_byte_outside_the_range_is_accessed() {
     const PAGE: usize = 4096;
     let none = ProtFlags::empty();
-    // SAFETY: a new mapping; only its middle page is ever accessible, and it is unmapped at the end.
+    // SAFETY: a new mapping; only its middle page is accessible, and it is unmapped at the end.
     unsafe {
         let base = mmap_anonymous(std::ptr::null_mut(), 3 * PAGE, none, MapFlags::PRIVATE).unwrap();
         let page = base.cast::<u8>().add(PAGE);
@@ -239,7 +239,7 @@ fn nothing_beyond_either_end_is_touched() {
                 for start in [page, page.add(PAGE - len)] {
                     store(routine, start, host.as_ptr(), len);
                     load(routine, host.as_mut_ptr(), start, len);
-                    // The host's side stays within its bounds just the same.
+                    // The host side must stay within its bounds as well.
                     let mut device = vec![0; len];
                     store(routine, device.as_mut_ptr(), start, len);
                     load(routine, start, device.as_ptr(), len);
@@ -287,8 +287,8 @@ fn routines_have_names_and_defaults() {
     assert_eq!(unknown.kind(), &Kind::InvalidArgument);
     assert_eq!(
         unknown.to_string(),
-        "cannot read \"sse9\" as a copy routine: there is none of that name; \
-         write one of scalar, sse4.1, avx2, avx512, movdir64b, neon"
+        "cannot read \"sse9\" as a copy routine: there is no such routine; \
+         use one of scalar, sse4.1, avx2, avx512, movdir64b, neon"
     );
     let available = Routine::available();
     assert_eq!(available[0], Routine::Scalar);

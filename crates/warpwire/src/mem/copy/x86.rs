@@ -1,33 +1,34 @@
-//! Streaming loads and stores of x86-64, and its direct store.
+//! Streaming (non-temporal) loads and stores of x86-64, and direct stores.
 //!
-//! Assembly rather than intrinsics: the compiler may merge or drop the intrinsics' streaming loads (they
-//! are declared pure), those of AVX-512 are younger than the oldest Rust that we build with, and
-//! MOVDIR64B has none. It also needs no `target_feature` functions, so that edges and loops are inlined.
+//! Assembly rather than intrinsics: the compiler may merge or drop the intrinsics' streaming loads
+//! (they are declared pure), those of AVX-512 are newer than the minimum supported Rust version,
+//! and MOVDIR64B has none. Assembly also needs no `target_feature` functions, so edges and loops
+//! are inlined.
 
 use std::arch::{asm, is_x86_feature_detected, x86_64};
 
 use super::{AccessWidth, Routine, scalar};
 
-/// CPUID leaf 7: the bit of ECX that says MOVDIR64B. `is_x86_feature_detected` does not know it.
+/// CPUID leaf 7, ECX: MOVDIR64B. `is_x86_feature_detected` does not support it.
 const LEAF7_ECX_MOVDIR64B: u32 = 1 << 28;
 
-/// How many registers are filled before the first is emptied: a load takes a round trip over PCIe, and
-/// that many are under way at once.
+/// Registers filled before the first is stored: a load takes a PCIe round trip, and this many are
+/// in flight.
 const UNROLL: usize = 8;
 
-/// Streaming stores of so many bytes.
+/// Streaming stores of `BYTES` bytes.
 pub(super) struct Store<const BYTES: usize>;
 
-/// Streaming loads of so many bytes.
+/// Streaming loads of `BYTES` bytes.
 pub(super) struct Load<const BYTES: usize>;
 
-/// Ordinary loads and stores of so many bytes, for cached memory; the stores are aligned.
+/// Ordinary loads and stores of `BYTES` bytes, for cached memory; the stores are aligned.
 pub(super) struct Plain<const BYTES: usize>;
 
 /// MOVDIR64B: 64 bytes as one write on the bus.
 pub(super) struct DirectStore;
 
-/// Whether the processor and the operating system offer what the routine needs, edges included.
+/// Whether the processor and the operating system support the routine, including its edges.
 pub(super) fn supports(routine: Routine) -> bool {
     match routine {
         Routine::Scalar => true,
@@ -39,27 +40,27 @@ pub(super) fn supports(routine: Routine) -> bool {
     }
 }
 
-#[allow(unused_unsafe)] // these two became safe functions in a later Rust than our oldest
+#[allow(unused_unsafe)] // these two became safe functions after the minimum supported Rust version
 fn has_movdir64b() -> bool {
-    // SAFETY: every x86-64 processor has CPUID, and leaf 7 is asked for only where it exists.
+    // SAFETY: every x86-64 processor has CPUID, and leaf 7 is queried only if it exists.
     unsafe {
         let (highest, _) = x86_64::__get_cpuid_max(0);
         highest >= 7 && x86_64::__cpuid_count(7, 0).ecx & LEAF7_ECX_MOVDIR64B != 0
     }
 }
 
-/// Whether the processor says that its string moves are fast.
+/// Whether the processor reports fast string moves (ERMSB).
 pub(super) fn has_fast_rep_movsb() -> bool {
     is_x86_feature_detected!("ermsb")
 }
 
-/// Copies with the processor's string move. Its stores may become visible in any order, all of them before later ones.
+/// Copies with `rep movsb`. Its stores may become visible in any order, but all before later ones.
 ///
 /// # Safety
 /// `to` is valid for writes and `from` for reads of `len` bytes.
 #[inline]
 pub(super) unsafe fn rep_movsb(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: the caller's promise; the direction is upward, as it is everywhere in Rust.
+    // SAFETY: the caller's contract; the direction flag is clear, as Rust's ABI requires.
     unsafe {
         asm!(
             "rep movsb",
@@ -71,31 +72,33 @@ pub(super) unsafe fn rep_movsb(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// Empties the write-combining buffers.
+/// Drains the write-combining buffers.
 pub(super) fn store_fence() {
-    // SAFETY: it only orders memory accesses.
+    // SAFETY: only orders memory accesses.
     unsafe { asm!("sfence", options(nostack, preserves_flags)) };
 }
 
-/// Asks for a line to store to. Assembly, as the intrinsic becomes a request to read it where the compiler is not told
-/// of a younger processor; whatever runs a 64-bit system of today has the instruction.
+/// Prefetches a cache line for writing. Assembly, because the intrinsic becomes a prefetch for
+/// reading unless the compiler targets a newer processor; every processor that runs a current
+/// 64-bit system has the instruction.
 #[inline]
 pub(super) fn prefetch_for_write(address: u64) {
-    // SAFETY: a hint: it accesses nothing, and no address makes it fail.
+    // SAFETY: a hint that accesses nothing and does not fault on any address.
     unsafe { asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags, readonly)) };
 }
 
-/// Discards what streaming loads have buffered, and waits for loads and stores before it. LFENCE would
+/// Discards data buffered by streaming loads, and waits for earlier loads and stores. LFENCE would
 /// not do the former.
 pub(super) fn load_fence() {
-    // SAFETY: it only orders memory accesses.
+    // SAFETY: only orders memory accesses.
     unsafe { asm!("mfence", options(nostack, preserves_flags)) };
 }
 
-/// Leaves the state in which older SSE code runs slowly, after 32-byte registers 0 to 15 were used.
+/// Clears the upper halves after using registers 0 to 15 as YMM, which would slow down legacy SSE
+/// code.
 #[inline]
 fn zero_upper() {
-    // SAFETY: only reached where AVX2 exists; the registers that it changes are all named.
+    // SAFETY: only reached if AVX2 is available; all registers that it changes are declared.
     unsafe {
         asm!(
             "vzeroupper",
@@ -108,7 +111,7 @@ fn zero_upper() {
     }
 }
 
-/// Fills the registers from `$from` at the offsets beside them, then empties them at `$to`.
+/// Loads the registers from `$from` at the given offsets, then stores them at `$to`.
 macro_rules! load_store {
     ($to:expr, $from:expr, $fill:literal, $empty:literal, $($register:tt $offset:literal),+) => {
         asm!(
@@ -136,8 +139,8 @@ macro_rules! streaming {
                 let unrolled = count - count % UNROLL;
                 for block in (0..unrolled).step_by(UNROLL) {
                     let at = block * $bytes;
-                    // SAFETY: the row lies within `count`; alignment and instructions are the caller's
-                    // promise; registers that change are named.
+                    // SAFETY: the blocks are within `count`; alignment and instructions by the
+                    // caller's contract; all clobbered registers are declared.
                     unsafe {
                         load_store!(
                             to.add(at), from.add(at), $fill, $empty,
@@ -181,7 +184,7 @@ streaming_both_ways!(
     "ymm0", "ymm1" 32, "ymm2" 64, "ymm3" 96, "ymm4" 128, "ymm5" 160, "ymm6" 192, "ymm7" 224
 );
 
-// Registers from 16 on leave the lower ones as they are, so that there is no state to leave afterwards.
+// Registers from 16 on do not affect the lower ones, so no `vzeroupper` is needed.
 streaming_both_ways!(
     64, then Store<32>, Load<32>,
     host "vmovdqu64" "vmovdqu64", device "vmovntdqa" "vmovntdq",
@@ -214,8 +217,8 @@ impl AccessWidth for DirectStore {
     unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
         for block in 0..count {
             let at = block * Self::BYTES;
-            // SAFETY: the block lies within `count`, `to` is aligned and the instruction there, by the
-            // caller's promise.
+            // SAFETY: the block is within `count`, `to` is aligned and the instruction available,
+            // by the caller's contract.
             unsafe {
                 asm!(
                     "movdir64b {to}, [{from}]",

@@ -1,15 +1,15 @@
-//! Objects whose destruction would wait for the device.
+//! Deferred destruction of objects whose destruction would wait for the device.
 //!
-//! `cuMemFree`, `cuMemFreeHost`, `cuIpcCloseMemHandle` and `cuModuleUnload` return only when all work on
-//! the device has ended (measured: they block while any stream waits for a word). A program that drops a
-//! buffer while a stream waits for that same program's next step would never take that step. A thread that
-//! makes those calls would not help: while one thread waits in `cuMemFree`, the calls of all others wait
-//! too (measured as well). So they are buried here, and destroyed at a moment when no stream of ours is at
-//! work: at the next call that looks, or by a thread that looks from time to time while there is
-//! something to destroy.
+//! `cuMemFree`, `cuMemFreeHost`, `cuIpcCloseMemHandle` and `cuModuleUnload` return only when all
+//! work on the device has completed (measured: they block while any stream waits for a word). A
+//! program that drops a buffer while a stream waits for that program's next step would deadlock. A
+//! helper thread making the calls would not help: while one thread blocks in `cuMemFree`, driver
+//! calls of all other threads block too (also measured). So the objects are queued here and
+//! destroyed when no stream of this library has work: by the next call that checks, or by a reaper
+//! thread that polls while the queue is not empty.
 //!
-//! The *gate* keeps that moment: queueing work holds it shared, calls that wait for the device hold it
-//! alone, so that no work arrives between the look and the call.
+//! `idle_lock` closes the race between check and call: queueing work holds it shared, calls that
+//! wait for the device hold it exclusively.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,32 +24,32 @@ use super::stream::{Core, InFlight};
 use super::sys::{Address, ModuleHandle, StreamHandle};
 use crate::error::Kind;
 
-/// Something to be destroyed.
+/// An object to be destroyed.
 pub(super) enum PendingFree {
     Memory(Address),
     Pinned(HostPointer),
-    /// With what keeps it mapped.
+    /// With the owner that keeps it mapped until it is unregistered.
     Registered(HostPointer, Option<HostOwner>),
     Imported(Address),
     Module(ModuleHandle),
 }
 
-/// The start of pinned memory.
+/// Start of pinned or registered memory.
 #[derive(Clone, Copy)]
 pub(super) struct HostPointer(pub(super) *mut std::ffi::c_void);
 
-// SAFETY: it is only ever handed back to the driver.
+// SAFETY: it is only passed back to the driver, never dereferenced.
 unsafe impl Send for HostPointer {}
 
-/// A stream as the graveyard needs it.
+/// The part of a stream that idle checks need.
 #[derive(Clone)]
 pub(super) struct StreamEntry {
     pub(super) handle: StreamHandle,
-    /// Asking a stream that is being captured whether it is idle would spoil the capture.
+    /// Querying a stream during a capture would invalidate the capture.
     pub(super) capturing: Arc<AtomicBool>,
 }
 
-/// A stream that was dropped with work in flight, and what that work uses.
+/// A stream that was dropped with work in flight, and the resources of that work.
 pub(super) struct DetachedStream {
     pub(super) entry: StreamEntry,
     pub(super) in_flight: InFlight,
@@ -78,18 +78,18 @@ impl DeferredFree {
         live.push(Arc::downgrade(core));
     }
 
-    /// The streams that are in use.
+    /// The streams that have not been dropped.
     pub(super) fn live_streams(&self) -> Vec<Arc<Core>> {
         self.live.lock().iter().filter_map(std::sync::Weak::upgrade).collect()
     }
 
-    /// Destroys a stream when its work has ended.
+    /// Destroys a stream once its work has completed.
     pub(super) fn add_detached(&self, device: &Arc<CudaDevice>, detached_stream: DetachedStream) {
         self.detached.lock().push(detached_stream);
         self.free_or_start_reaper(device);
     }
 
-    /// Destroys `pending` as soon as that does not wait. The context is current.
+    /// Destroys `pending` as soon as that does not block. The context must be current.
     pub(super) fn defer(&self, device: &Arc<CudaDevice>, pending: PendingFree) {
         self.pending.lock().push(pending);
         self.free_or_start_reaper(device);
@@ -106,8 +106,8 @@ impl DeferredFree {
         self.detached.lock().is_empty() && self.pending.lock().is_empty()
     }
 
-    /// A thread that looks from time to time, until everything is destroyed. It holds the device, which
-    /// therefore goes last.
+    /// Starts a thread that polls until everything is destroyed. It holds the device, which is
+    /// therefore dropped last.
     fn start_reaper(&self, device: &Arc<CudaDevice>) {
         const FIRST_PAUSE: Duration = Duration::from_millis(1);
         const MAX_PAUSE: Duration = Duration::from_millis(100);
@@ -127,7 +127,7 @@ impl DeferredFree {
                     }
                 }
                 deferred_free.reaper_runs.store(false, Ordering::Release);
-                // Whoever buried something just now may have seen this thread still running.
+                // A thread that queued an object just now may have seen this one still running.
                 if deferred_free.is_empty()
                     || deferred_free.reaper_runs.swap(true, Ordering::AcqRel)
                 {
@@ -138,11 +138,11 @@ impl DeferredFree {
         let started = std::thread::Builder::new().name("warpwire reaper".into()).spawn(reap);
         if let Err(error) = started {
             self.reaper_runs.store(false, Ordering::Release);
-            tracing::warn!(%error, "dropped CUDA objects wait for the next call that looks");
+            tracing::warn!(%error, "no reaper thread: dropped CUDA objects are destroyed later");
         }
     }
 
-    /// Destroys what can be destroyed now without waiting. The context is current.
+    /// Destroys what can be destroyed now without blocking. The context must be current.
     pub(super) fn free_ready(&self, driver: &Driver) {
         self.destroy_detached(driver);
         if self.pending.lock().is_empty() {
@@ -169,7 +169,8 @@ impl DeferredFree {
         }
     }
 
-    /// Gives the streams a moment to become idle; false if there was nothing to destroy, or still is.
+    /// Waits up to `timeout` for the streams to become idle. True if everything pending was
+    /// destroyed; false on timeout or if nothing was pending.
     pub(super) fn free_within(&self, driver: &Driver, timeout: Duration) -> bool {
         if self.is_empty() {
             return false;
@@ -185,8 +186,8 @@ impl DeferredFree {
         false
     }
 
-    /// Runs `call`, which waits for the device, while no stream is at work; `None` if that did not come
-    /// to pass in time. The context is current.
+    /// Runs `call`, which waits for the device, while no stream has work; `None` on timeout. The
+    /// context must be current.
     pub(super) fn while_idle<R>(
         &self,
         driver: &Driver,
@@ -213,7 +214,7 @@ impl DeferredFree {
             stream.capturing.load(Ordering::Acquire)
                 || match driver.stream_is_idle(stream.handle) {
                     Ok(idle) => !idle,
-                    // On a lost context nothing runs any more; any other error tells nothing.
+                    // On a lost context nothing runs any more; any other error is inconclusive.
                     Err(error) => error.kind() != &Kind::DeviceLost,
                 }
         })
@@ -239,7 +240,7 @@ impl DeferredFree {
                 tracing::warn!(%error, "a stream was not destroyed");
             }
         }
-        // The driver may be inside one of their host calls: on a lost context they stay.
+        // The driver may still be inside a host call of theirs: on a lost context they are leaked.
         lost.into_iter().for_each(|detached_stream| std::mem::forget(detached_stream.in_flight));
     }
 }

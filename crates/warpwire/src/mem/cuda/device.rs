@@ -35,17 +35,17 @@ pub(super) struct CudaDevice {
     capabilities: Capabilities,
     handle: i32,
     context: Context,
-    /// A stream of our own, for work that must not wait behind the users'.
+    /// An internal stream, for work that must not queue behind user streams.
     internal_handle: StreamHandle,
     pool: Mutex<Option<PoolHandle>>,
     next_stream: AtomicU64,
 }
 
-/// The context is current on this thread until this is dropped.
+/// Keeps the context current on this thread until dropped.
 pub(super) struct ContextGuard<'a> {
     device: &'a CudaDevice,
     pushed: bool,
-    /// How strict this thread was about calls during somebody's capture.
+    /// The thread's previous capture mode, to be restored.
     capture_mode: i32,
 }
 
@@ -58,7 +58,7 @@ impl Drop for ContextGuard<'_> {
             false => Ok(()),
         };
         if let Err(error) = restored.and(popped) {
-            tracing::warn!(%error, "this thread's CUDA context is not as it was");
+            tracing::warn!(%error, "this thread's CUDA context was not restored");
         }
     }
 }
@@ -104,8 +104,8 @@ impl CudaDevice {
         self.internal_handle
     }
 
-    /// Copies between a buffer of the host and device memory, beside whatever the users' streams do (a
-    /// hung stream must not hold it up), and returns when it is done. The context is current.
+    /// Copies between a host buffer and device memory, independent of user streams (a hung stream
+    /// must not block it). Complete on return. The context must be current.
     pub(super) fn copy_sync(&self, to: u64, from: u64, len: usize) -> Result<()> {
         call!(self.driver, copy_async(to, from, len, self.internal_handle))?;
         call!(self.driver, stream_synchronize(self.internal_handle))
@@ -118,18 +118,18 @@ impl CudaDevice {
 
     pub(super) fn pop(&self) {
         if let Err(error) = get!(self.driver, Context::NULL, context_pop()) {
-            tracing::warn!(%error, "this thread's CUDA context is not as it was");
+            tracing::warn!(%error, "this thread's CUDA context was not restored");
         }
     }
 
-    /// Makes the context current, unless it is.
+    /// Makes the context current until the guard is dropped; cheap if it already is.
     pub(super) fn make_current(&self) -> Result<ContextGuard<'_>> {
         let current = get!(self.driver, Context::NULL, context_current())?;
         let pushed = current != self.context;
         if pushed {
             call!(self.driver, context_push(self.context))?;
         }
-        // Our queries and allocations have nothing to do with captures of others in this process.
+        // Our queries and allocations must not interfere with other libraries' captures.
         let mut capture_mode = sys::CAPTURE_RELAXED;
         call!(self.driver, exchange_capture_mode(&mut capture_mode))?;
         Ok(ContextGuard { device: self, pushed, capture_mode })
@@ -139,7 +139,7 @@ impl CudaDevice {
         attribute(self.driver, self.ordinal(), attribute_number).is_ok_and(|value| value != 0)
     }
 
-    /// The pool that pool memory comes from, made at first use.
+    /// The pool for pool memory, created at first use.
     pub(super) fn pool(&self) -> Result<PoolHandle> {
         let mut pool = self.pool.lock();
         if let Some(pool) = *pool {
@@ -153,7 +153,8 @@ impl CudaDevice {
         Ok(made)
     }
 
-    /// Names the device in an error from the driver, and what was tried. Costs nothing unless there is one.
+    /// Adds the device and the attempted operation to a driver error. Costs nothing without an
+    /// error.
     pub(super) fn error_context<W>(&self, what: W) -> impl FnOnce(Error) -> Error
     where
         W: Into<Cow<'static, str>>,
@@ -164,7 +165,7 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        // Whatever is at work or waits to be destroyed holds the device, so nothing is.
+        // Queued work and pending frees hold the device, so there are none.
         let Ok(guard) = self.make_current() else { return };
         let pool = self.pool.lock().take();
         let outcome = pool
@@ -191,7 +192,7 @@ impl DeviceBackend for CudaDevice {
         let _current = self.make_current()?;
         let mut total = 0;
         let free = get!(self.driver, 0, memory_info(&mut total))
-            .map_err(self.error_context("ask for free memory"))?;
+            .map_err(self.error_context("query free memory"))?;
         Ok(MemoryUsage { free: free as u64, total: total as u64 })
     }
 
@@ -264,7 +265,7 @@ fn info(driver: &Driver, handle: i32, ordinal: u32) -> Result<DeviceInfo> {
 fn name(driver: &Driver, handle: i32) -> Result<String> {
     let mut text = [0 as c_char; 256];
     call!(driver, device_name(text.as_mut_ptr(), text.len() as i32 - 1, handle))?;
-    // SAFETY: the last byte is zero whatever the driver wrote before it.
+    // SAFETY: the last byte is zero, whatever the driver wrote before it.
     let text = unsafe { CStr::from_ptr(text.as_ptr()) };
     Ok(text.to_string_lossy().into_owned())
 }
@@ -282,12 +283,13 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
         let value = get!(driver, 0, device_attribute(number, handle));
         match value {
             Ok(0) => Capability::No(format!(
-                "the driver (CUDA {version}) says that this GPU cannot {what}"
+                "the driver (CUDA {version}) reports that this GPU cannot {what}"
             )),
             Ok(_) => Capability::Yes,
-            Err(error) => {
-                Capability::No(format!("the driver does not know of it: {}", error.reason()))
-            }
+            Err(error) => Capability::No(format!(
+                "the driver does not know the attribute: {}",
+                error.reason()
+            )),
         }
     };
     let symbol = |there: bool, name: &str| {
@@ -301,7 +303,7 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
         dmabuf_export: both(
             attribute(
                 a::DMA_BUF_SUPPORTED,
-                "export dma-bufs (open kernel modules and Linux 5.12 are needed)",
+                "export dma-bufs (requires open kernel modules and Linux 5.12)",
             ),
             symbol(functions.range_handle.is_some(), sys::symbol::range_handle),
         ),
@@ -310,11 +312,11 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
             a::GPUDIRECT_RDMA_WITH_VMM,
             "do GPUDirect RDMA with VMM memory",
         ),
-        vmm: attribute(a::VMM_SUPPORTED, "manage virtual memory"),
+        vmm: attribute(a::VMM_SUPPORTED, "use virtual memory management"),
         pool: attribute(a::POOLS_SUPPORTED, "allocate from pools"),
         ipc: symbol(functions.ipc_open.is_some(), sys::symbol::ipc_open),
         stream_mem_ops: both(
-            attribute(a::STREAM_MEM_OPS_64, "write and wait for words from streams"),
+            attribute(a::STREAM_MEM_OPS_64, "do 64-bit stream memory operations"),
             symbol(functions.stream_batch.is_some(), sys::symbol::stream_batch),
         ),
         stream_wait_nor: attribute(a::STREAM_WAIT_NOR, "wait for NOR"),
@@ -324,7 +326,7 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
         ),
         graphs: symbol(functions.graph_instantiate.is_some(), sys::symbol::graph_instantiate),
         notify: Capability::No(
-            "CUDA does not tell when memory goes; buffer ids are compared instead".into(),
+            "CUDA does not report when memory is freed; buffer IDs are compared instead".into(),
         ),
     }
 }

@@ -1,4 +1,4 @@
-//! `libcuda.so.1`, loaded at run time, with results as `Result`s.
+//! `libcuda.so.1`, loaded at run time, with status codes mapped to `Result`.
 
 use std::ffi::{CStr, c_char};
 use std::sync::OnceLock;
@@ -8,70 +8,73 @@ use libloading::Library;
 use super::sys::{self, CuResult, Functions, symbol};
 use crate::error::{Error, Kind, Result};
 
-/// The library that every NVIDIA driver installs. (`libcuda.so` comes with toolkits only.)
+/// The library that every NVIDIA driver installs. (`libcuda.so` is part of toolkits only.)
 const LIBRARY: &str = "libcuda.so.1";
 
 pub(super) struct Driver {
     pub(super) functions: Functions,
-    /// The version of CUDA that the driver speaks: 12020 for 12.2.
+    /// CUDA version that the driver supports: 12020 for 12.2.
     pub(super) version: i32,
-    /// Functions point into it, so it stays.
+    /// Keeps the library loaded: the functions point into it.
     _library: Library,
 }
 
 /// Calls a driver function and checks its result; a symbol that this driver lacks is an error.
 ///
-/// The body is unsafe because the driver trusts handles and pointers. The rule that makes it right: a
-/// handle is passed only by the object that owns it, and pointers are to live local variables.
+/// The call is unsafe because the driver trusts handles and pointers. It is sound because a handle
+/// is only passed by the object that owns it, and pointers refer to live local variables.
 macro_rules! call {
     ($driver:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let driver: &$crate::mem::cuda::driver::Driver = $driver;
         let name = $crate::mem::cuda::sys::symbol::$function;
         match driver.functions.$function {
-            // SAFETY: the caller owns the handles that it passes and the variables that it points to;
-            // they live until the call returns.
+            // SAFETY: the caller owns the handles that it passes and the variables that it points
+            // to; they live until the call returns.
             Some(function) => driver.check(name, unsafe { function($($argument),*) }),
             None => Err(driver.missing(name)),
         }
     }};
 }
 
-/// Calls a driver function whose first parameter is where the result goes.
+/// Calls a driver function whose first parameter is an out-pointer to the result.
 macro_rules! get {
     ($driver:expr, $initial:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let mut result = $initial;
-        $crate::mem::cuda::driver::call!($driver, $function(&mut result $(, $argument)*)).map(|()| result)
+        $crate::mem::cuda::driver::call!($driver, $function(&mut result $(, $argument)*))
+            .map(|()| result)
     }};
 }
 
 pub(super) use {call, get};
 
 impl Driver {
-    /// The driver, loaded and started once in this process.
+    /// The driver, loaded and initialized once per process.
     pub(super) fn get() -> Result<&'static Self> {
         static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
         DRIVER.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
-    /// Whether the library is in this process, whoever loaded it.
+    /// Whether the library is loaded in this process.
     pub(super) fn is_loaded() -> bool {
         use libloading::os::unix;
-        // SAFETY: nothing is loaded, so that no initialiser runs.
+        // SAFETY: nothing is loaded, so no initializer runs.
         unsafe { unix::Library::open(Some(LIBRARY), unix::RTLD_NOW | libc::RTLD_NOLOAD) }.is_ok()
     }
 
     fn load() -> Result<Self> {
-        // SAFETY: loading the vendor's library runs its initialisers, which have no conditions.
+        // SAFETY: loading the vendor's library runs its initializers, which have no preconditions.
         let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
-            let detail = std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
+            let source = std::error::Error::source(&error);
+            let detail = source.map_or(error.to_string(), ToString::to_string);
             let why = if detail.contains("No such file") {
                 format!("no CUDA driver ({LIBRARY} not found)")
             } else {
                 format!("{LIBRARY} does not load: {detail}")
             };
-            Error::new(Kind::Unavailable, "use CUDA")
-                .why(why)
-                .fix("install the NVIDIA driver, or run the container with the NVIDIA runtime; the simulated GPU works without")
+            Error::new(Kind::Unavailable, "use CUDA").why(why).fix(
+                "install the NVIDIA driver, or run the container with the NVIDIA runtime; \
+                     the simulated GPU needs no driver",
+            )
         })?;
         let mut driver =
             Self { functions: Functions::load(&library), version: 0, _library: library };
@@ -103,7 +106,8 @@ impl Driver {
         };
         let name = self.text(self.functions.error_name, code);
         let meaning = self.text(self.functions.error_string, code);
-        Error::new(kind, "use CUDA").why(format!("{function} gave {name} ({code}: {meaning})"))
+        let why = format!("{function} returned {name} ({code}: {meaning})");
+        Error::new(kind, "use CUDA").why(why)
     }
 
     #[cold]
@@ -126,11 +130,11 @@ impl Driver {
         if !known || text.is_null() {
             return "an unknown error".into();
         }
-        // SAFETY: not null, so it points to a static string that ends with a zero.
+        // SAFETY: not null, so it points to a static NUL-terminated string.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// Whether a call that may answer "not yet" has succeeded.
+    /// Whether a query has completed; `NOT_READY` is false.
     pub(super) fn ready(&self, function: &str, code: CuResult) -> Result<bool> {
         match code {
             sys::NOT_READY => Ok(false),
@@ -138,7 +142,7 @@ impl Driver {
         }
     }
 
-    /// Whether all work on the stream is done.
+    /// Whether all work on the stream has completed.
     pub(super) fn stream_is_idle(&self, stream: sys::StreamHandle) -> Result<bool> {
         let query =
             self.functions.stream_query.ok_or_else(|| self.missing(symbol::stream_query))?;
@@ -154,7 +158,7 @@ impl Driver {
     }
 }
 
-/// A version number of the driver's as people write it: 12020 is `12.2`.
+/// A driver version number as text: 12020 is `12.2`.
 pub(super) fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
@@ -164,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_people_write_them() {
+    fn version_numbers_become_text() {
         assert_eq!(version_text(12020), "12.2");
         assert_eq!(version_text(13000), "13.0");
     }

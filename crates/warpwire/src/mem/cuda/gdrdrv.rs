@@ -1,6 +1,6 @@
-//! CPU windows through gdrcopy's kernel module, where it is loaded.
+//! CPU windows through gdrcopy's kernel module (gdrdrv), where it is loaded.
 //!
-//! Written after the module's public interface; there was no machine with the module to run it on.
+//! Written against the module's public interface; not tested on a machine that has the module.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 
 const NODE: &str = "/dev/gdrdrv";
 const MAGIC: u64 = 0xda;
-/// The module pins in pages of the GPU's.
+/// The module pins in units of this GPU page size.
 const GPU_PAGE: u64 = 64 << 10;
 
 #[repr(C)]
@@ -31,7 +31,7 @@ struct UnpinParams {
 }
 
 const PIN: u64 = request(1, 40);
-/// All requests but the pins carry the size of a pointer.
+/// All requests except pins encode the size of a pointer.
 const UNPIN: u64 = request(2, 8);
 
 const _: () = assert!(size_of::<PinParams>() == 40 && PIN == 0xc028_da01 && UNPIN == 0xc008_da02);
@@ -40,7 +40,7 @@ const fn request(number: u64, size: u64) -> u64 {
     3 << 30 | size << 16 | MAGIC << 8 | number
 }
 
-/// Pinned memory; unpinned when dropped, and with the descriptor in any case.
+/// Pinned memory; unpinned on drop, and in any case when the descriptor is closed.
 struct Pinned {
     module: OwnedFd,
     handle: u64,
@@ -51,14 +51,14 @@ pub(super) fn map(start: u64, len: u64) -> Result<CpuMapping> {
     let module = module.map_err(|error| {
         Error::os("map GPU memory", &error)
             .on(NODE)
-            .fix("load gdrcopy's module, or use another path")
+            .fix("load the gdrdrv module, or use another path")
     })?;
     let first = start - start % GPU_PAGE;
     let size = (start + len).next_multiple_of(GPU_PAGE) - first;
     let mut pin = PinParams { address: first, size, ..PinParams::default() };
     call(&module, PIN, &mut pin)?;
     let pinned = Pinned { module, handle: pin.handle };
-    // The module finds the memory by the offset of the mapping, in pages.
+    // The offset of the mapping, in pages, is the handle by which the module finds the memory.
     let offset = pinned.handle * rustix::param::page_size() as u64;
     let mapped_range = MappedRange::of(&pinned.module, offset, size)?;
     let base = mapped_range.at(start - first);
@@ -75,10 +75,10 @@ impl Drop for Pinned {
 }
 
 fn call<T>(module: &OwnedFd, code: u64, argument: &mut T) -> Result<()> {
-    // SAFETY: each caller passes the structure that the request of that code takes.
+    // SAFETY: each caller passes the structure that belongs to the request code.
     let done = unsafe { libc::ioctl(module.as_raw_fd(), code, std::ptr::from_mut(argument)) };
     if done == 0 {
         return Ok(());
     }
-    Err(Error::os("make a request", &std::io::Error::last_os_error()).on(NODE))
+    Err(Error::os("issue an ioctl", &std::io::Error::last_os_error()).on(NODE))
 }

@@ -1,9 +1,10 @@
-//! Watching one call: what `libcuda` tells the kernel when it exports memory as a dma-buf.
+//! A hook on libcuda's `ioctl` calls, to see how it identifies memory when it exports a dma-buf.
 //!
-//! `cuMemGetHandleForAddressRange` makes one request that names the memory's objects, for every kind of
-//! memory that CUDA can export. CUDA makes that request through its dynamic symbol `ioctl`, so the entry
-//! of that symbol in libcuda's table is led through a function of ours. It passes every call on unchanged;
-//! on a thread that has asked for it, it also keeps a copy of that one request.
+//! `cuMemGetHandleForAddressRange` issues one ioctl that contains the handles of the memory
+//! objects, for every kind of memory that CUDA can export. libcuda calls `ioctl` through its
+//! dynamic symbol table, so that symbol's GOT entry in libcuda is redirected to a function here. It
+//! forwards every call unchanged; on a thread that requested it, it also records that one ioctl's
+//! parameters.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_int, c_ulong, c_void};
@@ -42,7 +43,7 @@ const _: () = {
     assert!(std::mem::offset_of!(ExportParams, offsets) == 552);
 };
 
-/// A part of an exported range: a piece of a memory object.
+/// A part of an exported range: a range of a memory object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ObjectRange {
     pub(super) client: u32,
@@ -55,7 +56,7 @@ thread_local! {
     static RECORDED: RefCell<Option<Vec<ObjectRange>>> = const { RefCell::new(None) };
 }
 
-/// Runs `export` and returns the pieces that CUDA named to the kernel meanwhile, on this thread.
+/// Runs `export` and returns the object ranges that CUDA passed to the kernel, on this thread.
 pub(super) fn record_exports<R>(
     export: impl FnOnce() -> Result<R>,
 ) -> Result<(R, Vec<ObjectRange>)> {
@@ -68,22 +69,22 @@ pub(super) fn record_exports<R>(
 
 type Ioctl = unsafe extern "C" fn(c_int, c_ulong, *mut c_void) -> c_int;
 
-/// Where the table led before: the C library's function.
+/// Address of the original function, in the C library.
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Stands in libcuda's table in place of `ioctl`.
+/// Replaces `ioctl` in libcuda's GOT.
 ///
 /// # Safety
-/// As `ioctl`.
+/// As for `ioctl`.
 unsafe extern "C" fn ioctl_hook(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let original = ORIGINAL.load(Ordering::Acquire);
-    // SAFETY: set before the table was changed, to the address of a function of this type.
+    // SAFETY: set before the GOT entry was changed, to the address of a function of this type.
     let original: Ioctl = unsafe { std::mem::transmute::<usize, Ioctl>(original) };
-    // SAFETY: passed on as it came.
+    // SAFETY: the arguments are forwarded unchanged.
     let result = unsafe { original(fd, request, argument) };
     // Some callers sign-extend the request.
     if request as u32 == EXPORT_REQUEST as u32 && result == 0 && !argument.is_null() {
-        // SAFETY: the kernel has just read and written a structure of this size there.
+        // SAFETY: the kernel has just accessed a structure of this size there.
         record(unsafe { &*argument.cast::<ExportParams>() });
     }
     result
@@ -93,7 +94,7 @@ fn record(export: &ExportParams) {
     if export.status != 0 {
         return;
     }
-    // A thread that is ending has no such variable any more; then nobody is watching.
+    // Thread-local storage is gone on an exiting thread; then nothing is being recorded.
     let _ = RECORDED.try_with(|recorded| {
         if let Ok(mut recorded) = recorded.try_borrow_mut()
             && let Some(object_ranges) = recorded.as_mut()
@@ -109,28 +110,28 @@ fn record(export: &ExportParams) {
     });
 }
 
-/// Leads libcuda's `ioctl` through ours, once in this process.
+/// Installs the hook, once per process.
 fn install() -> Result<()> {
     static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
     INSTALLED.get_or_init(|| find_entry().and_then(replace)).clone()
 }
 
 fn failure(why: &'static str) -> Error {
-    Error::new(Kind::Unsupported, "watch CUDA name its memory").on("libcuda.so.1").why(why)
+    Error::new(Kind::Unsupported, "record how CUDA identifies memory").on("libcuda.so.1").why(why)
 }
 
-/// The address of libcuda's table entry for `ioctl`.
+/// Address of libcuda's GOT entry for `ioctl`.
 fn find_entry() -> Result<usize> {
     let mut found: Option<usize> = None;
-    // SAFETY: the callback has the type that the function wants, and its data outlives the call.
+    // SAFETY: the callback has the required type, and its data outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut found).cast()) };
-    found.ok_or_else(|| failure("its symbol table has no entry for ioctl"))
+    found.ok_or_else(|| failure("it has no relocation for ioctl"))
 }
 
-/// Called for each loaded library; stops at the one that is libcuda.
+/// Called for each loaded library; stops at libcuda.
 ///
 /// # Safety
-/// As `dl_iterate_phdr` calls it; `found` points to an `Option<usize>`.
+/// As called by `dl_iterate_phdr`; `found` points to an `Option<usize>`.
 unsafe extern "C" fn visit(
     info: *mut libc::dl_phdr_info,
     _size: usize,
@@ -141,7 +142,7 @@ unsafe extern "C" fn visit(
     if info.dlpi_name.is_null() {
         return 0;
     }
-    // SAFETY: not null, and the loader's names end with a zero.
+    // SAFETY: not null, and the loader's names are NUL-terminated.
     let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_bytes();
     let file = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
     if !file.starts_with(b"libcuda.so") {
@@ -149,7 +150,7 @@ unsafe extern "C" fn visit(
     }
     // SAFETY: the structure describes a loaded library.
     let entry = unsafe { entry_in(info) };
-    // SAFETY: by this function's condition.
+    // SAFETY: by this function's contract.
     unsafe { *found.cast::<Option<usize>>() = entry };
     c_int::from(entry.is_some())
 }
@@ -178,12 +179,12 @@ mod tag {
     pub(super) const PLT: i64 = 23;
 }
 
-/// Looks through a library's relocations for the one that binds `ioctl`.
+/// Searches a library's relocations for the one that binds `ioctl`.
 ///
 /// # Safety
 /// `info` describes a loaded library.
 unsafe fn entry_in(info: &libc::dl_phdr_info) -> Option<usize> {
-    // SAFETY: the loader says how many program headers there are.
+    // SAFETY: the loader gives the number of program headers.
     let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()) };
     let dynamic = headers.iter().find(|header| header.p_type == libc::PT_DYNAMIC)?;
     let mut at = (info.dlpi_addr + dynamic.p_vaddr) as *const Dynamic;
@@ -205,11 +206,11 @@ unsafe fn entry_in(info: &libc::dl_phdr_info) -> Option<usize> {
         if value(start) == 0 || count == 0 {
             return None;
         }
-        // SAFETY: the section gives the place and the size of its relocations.
+        // SAFETY: the dynamic section gives address and size of the relocations.
         let all = unsafe { std::slice::from_raw_parts(value(start) as *const Relocation, count) };
         let binds_ioctl = |relocation: &&Relocation| {
             let symbol = relocation.info >> 32;
-            // SAFETY: the symbol's number comes from the library's own relocation.
+            // SAFETY: the symbol index comes from the library's own relocation.
             symbol != 0
                 && unsafe { symbol_name(value(tag::SYMBOLS), value(tag::STRINGS), symbol) }
                     == b"ioctl"
@@ -222,26 +223,26 @@ unsafe fn entry_in(info: &libc::dl_phdr_info) -> Option<usize> {
 /// The name of a symbol.
 ///
 /// # Safety
-/// The tables are those of a loaded library, and the number is of one of its symbols.
+/// The tables are those of a loaded library, and `number` is the index of one of its symbols.
 unsafe fn symbol_name<'a>(symbols: u64, strings: u64, number: u64) -> &'a [u8] {
     const SYMBOL_SIZE: u64 = 24;
-    // SAFETY: by this function's condition; a symbol begins with the offset of its name.
+    // SAFETY: by this function's contract; a symbol begins with the offset of its name.
     unsafe {
         let name = *((symbols + number * SYMBOL_SIZE) as *const u32);
         CStr::from_ptr((strings + u64::from(name)) as *const _).to_bytes()
     }
 }
 
-/// Puts our function into the table, making its page writable for that moment.
+/// Stores the hook in the GOT entry, after making its page writable.
 fn replace(entry: usize) -> Result<()> {
     use rustix::mm::{MprotectFlags, mprotect};
     let page = rustix::param::page_size();
     let start = (entry - entry % page) as *mut c_void;
-    // SAFETY: find_entry found this address in the table of a library that is never unloaded; the table
-    // holds a function pointer there, and the page stays readable throughout.
+    // SAFETY: `find_entry` found this address in the GOT of a library that is never unloaded; it
+    // holds a function pointer, and the page stays readable throughout.
     unsafe {
         let slot = AtomicPtr::<c_void>::from_ptr(entry as *mut *mut c_void);
-        // A table that is bound lazily may not hold the function yet, so it is looked up anew; that also
+        // With lazy binding the entry may not hold the function yet, so it is looked up; that also
         // finds the wrapper of a preloaded library.
         let original = libc::dlsym(libc::RTLD_DEFAULT, c"ioctl".as_ptr());
         if original.is_null() {
@@ -249,9 +250,10 @@ fn replace(entry: usize) -> Result<()> {
         }
         ORIGINAL.store(original as usize, Ordering::Release);
         mprotect(start, page, MprotectFlags::READ | MprotectFlags::WRITE)
-            .map_err(|_| failure("its symbol table cannot be made writable"))?;
+            .map_err(|_| failure("its GOT cannot be made writable"))?;
         slot.store(ioctl_hook as *mut c_void, Ordering::Release);
-        // If it was read-only, leaving it writable is harmless; if it was not, it must stay writable.
+        // If the page was read-only, leaving it writable is harmless; if not, it must stay
+        // writable.
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Memory of an NVIDIA GPU: plain, virtual-memory-managed, pooled, pinned and borrowed.
+//! Memory of an NVIDIA GPU: plain, VMM, pool, pinned, registered, borrowed and imported.
 
 use std::ffi::c_void;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -28,13 +28,13 @@ pub(super) struct CudaMemory {
     pub(super) address: DeviceAddr,
     pub(super) len: u64,
     pub(super) origin: Origin,
-    /// The descriptor behind an inter-process handle: it lives as long as the memory does.
+    /// The descriptor behind an inter-process handle; open as long as the memory is allocated.
     pub(super) exported: Mutex<Option<OwnedFd>>,
-    /// What keeps registered memory mapped.
+    /// Keeps registered memory mapped.
     owner: Option<HostOwner>,
 }
 
-/// Where memory came from, which is how it goes back.
+/// How memory was obtained, which decides how it is freed.
 #[derive(Clone, Copy)]
 pub(super) enum Origin {
     Plain,
@@ -42,27 +42,28 @@ pub(super) enum Origin {
     Pool,
     Pinned(NonNull<u8>),
     Borrowed,
-    /// Host memory, or registers of another device, that somebody else mapped.
+    /// Host memory, or registers of another device, mapped by another library.
     Registered {
         base: NonNull<u8>,
         io: bool,
     },
-    /// Opened from another process's `cuMemAlloc`, whose piece begins here.
+    /// Opened from another process's `cuMemAlloc`; `base` is the start of that allocation.
     Imported {
         base: u64,
     },
-    /// A virtual memory handle of another process.
+    /// From a virtual memory handle of another process.
     ImportedVmm(VmmAllocation),
-    /// From another process's pool.
+    /// From a pool of another process.
     ImportedPool(PoolHandle),
 }
 
-// SAFETY: the pinned and registered pointers are used through SharedBytes only, and handed back to the driver once.
+// SAFETY: the pinned and registered pointers are only used through SharedBytes, and passed back to
+// the driver once.
 unsafe impl Send for Origin {}
 // SAFETY: as above.
 unsafe impl Sync for Origin {}
 
-/// A mapped piece of virtual memory: its handle and its rounded size.
+/// A mapped virtual memory allocation: its handle and its size in whole pages.
 #[derive(Clone, Copy)]
 pub(super) struct VmmAllocation {
     pub(super) handle: u64,
@@ -79,8 +80,8 @@ impl CudaMemory {
         let (Origin::Pinned(base) | Origin::Registered { base, io: false }) = self.origin else {
             return None;
         };
-        // SAFETY: pinned by `allocate` with this base and length until `free`, or mapped for as long as its owner
-        // promised; handles that outlive a free are refused before they come here.
+        // SAFETY: pinned by `allocate` with this base and length until dropped, or mapped for as
+        // long as its owner guarantees; handles that outlive a free are rejected earlier.
         Some(unsafe { SharedBytes::new(base, self.len as usize) })
     }
 }
@@ -89,7 +90,7 @@ pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> R
     let current = device.make_current()?;
     device.deferred_free.free_ready(device.driver);
     let made = try_allocate(&device, len, kind).or_else(|error| {
-        // Memory that was dropped while streams were at work still counts: let it go, and try again.
+        // Memory whose free is deferred still counts: try to free it, and allocate again.
         let short = error.kind() == &Kind::OutOfMemory;
         if short {
             device.reclaim();
@@ -104,7 +105,7 @@ pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> R
     Ok(CudaMemory::new(device, address, len, origin))
 }
 
-/// How long an allocation waits for dropped memory to be freed before it fails.
+/// Time that an allocation waits for deferred frees before it fails.
 const OUT_OF_MEMORY_RETRY: Duration = Duration::from_secs(1);
 
 fn try_allocate(device: &CudaDevice, len: u64, kind: MemoryKind) -> Result<(u64, Origin)> {
@@ -117,7 +118,7 @@ fn try_allocate(device: &CudaDevice, len: u64, kind: MemoryKind) -> Result<(u64,
         MemoryKind::Pinned => allocate_pinned(device, len),
         MemoryKind::Borrowed | MemoryKind::Imported => {
             Err(Error::new(Kind::InvalidArgument, "")
-                .why(format!("{kind} memory is not allocated")))
+                .why(format!("{kind} memory cannot be allocated")))
         }
     }
 }
@@ -132,7 +133,7 @@ fn explain_out_of_memory(device: &CudaDevice, error: Error, len: u64, kind: Memo
         let (free, total) = (units::bytes(usage.free), units::bytes(usage.total));
         error = error
             .why(format!("{free} of {total} are free"))
-            .fix("free some (other processes use this GPU too), or ask for less");
+            .fix("free some (other processes may use this GPU too), or allocate less");
     }
     device.error_context(format!("allocate {} of {kind} memory", units::bytes(len)))(error)
 }
@@ -149,14 +150,14 @@ fn allocate_vmm(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
         Error::new(Kind::OutOfMemory, "").why("the length cannot be rounded up to whole pages")
     })?;
     let handle = get!(driver, 0, vmm_create(size, &prop, 0))?;
-    let piece = VmmAllocation { handle, size };
-    Ok((map_vmm(device, piece)?, Origin::Vmm(piece)))
+    let vmm_allocation = VmmAllocation { handle, size };
+    Ok((map_vmm(device, vmm_allocation)?, Origin::Vmm(vmm_allocation)))
 }
 
-/// Gives a virtual memory handle an address; on failure the handle is released.
-pub(super) fn map_vmm(device: &CudaDevice, piece: VmmAllocation) -> Result<u64> {
+/// Maps a virtual memory handle; on failure the handle is released.
+pub(super) fn map_vmm(device: &CudaDevice, vmm_allocation: VmmAllocation) -> Result<u64> {
     let driver = device.driver;
-    let VmmAllocation { handle, size } = piece;
+    let VmmAllocation { handle, size } = vmm_allocation;
     let reserved = get!(driver, 0, vmm_reserve(size, 0, 0, 0))
         .inspect_err(|_| drop(call!(driver, vmm_release(handle))))?;
     let access = AccessDesc::read_write(device.ordinal());
@@ -171,12 +172,12 @@ pub(super) fn map_vmm(device: &CudaDevice, piece: VmmAllocation) -> Result<u64> 
     Ok(reserved)
 }
 
-fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmAllocation) -> Result<()> {
+fn unmap_vmm(device: &CudaDevice, address: u64, vmm_allocation: VmmAllocation) -> Result<()> {
     let driver = device.driver;
-    // Go on after a failure: what can be given back is given back.
-    let unmapped = call!(driver, vmm_unmap(address, piece.size));
-    let released = call!(driver, vmm_release(piece.handle));
-    let unreserved = call!(driver, vmm_unreserve(address, piece.size));
+    // Continue after a failure: release whatever can be released.
+    let unmapped = call!(driver, vmm_unmap(address, vmm_allocation.size));
+    let released = call!(driver, vmm_release(vmm_allocation.handle));
+    let unreserved = call!(driver, vmm_unreserve(address, vmm_allocation.size));
     unmapped.and(released).and(unreserved)
 }
 
@@ -184,7 +185,8 @@ fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
     device.capabilities().pool.require("allocate", device.info())?;
     let (driver, internal_handle) = (device.driver, device.internal_stream());
     let address = get!(driver, 0, pool_alloc(len as usize, device.pool()?, internal_handle))?;
-    // Other streams may use it only once the side stream has got to the allocation.
+    // Other streams may use the memory only after the internal stream has executed the
+    // allocation.
     call!(driver, stream_synchronize(internal_handle))?;
     Ok((address, Origin::Pool))
 }
@@ -196,12 +198,13 @@ fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
     let free_host = |_: &Error| drop(call!(driver, host_free(host)));
     let address = get!(driver, 0, host_device_address(host, 0)).inspect_err(free_host)?;
     let base = NonNull::new(host.cast()).ok_or_else(|| {
-        Error::new(Kind::OutOfMemory, "").why("the driver pinned memory at no address")
+        Error::new(Kind::OutOfMemory, "")
+            .why("the driver returned a null pointer for pinned memory")
     })?;
     Ok((address, Origin::Pinned(base)))
 }
 
-/// Lets the device reach memory that somebody else mapped for the CPU.
+/// Registers memory that another library mapped for the CPU.
 pub(super) fn register_host(
     device: Arc<CudaDevice>,
     (base, len): (NonNull<u8>, u64),
@@ -227,18 +230,16 @@ pub(super) fn register_host(
 #[cold]
 fn explain_register(device: &CudaDevice, error: Error, len: u64, io: bool) -> Error {
     let what = match io {
-        true => "let streams reach registers of another device",
-        false => "let streams reach host memory",
+        true => "register another device's MMIO registers",
+        false => "register host memory",
     };
     let reason = error.reason().to_owned();
     let error = device.error_context(format!("{what} ({})", units::bytes(len)))(error);
     if !io {
-        return error.fix("register whole pages that are mapped, and not registered before");
+        return error.fix("register whole, mapped pages that are not registered already");
     }
     error
-        .why(format!(
-            "{reason}; the driver takes pages of a PCIe device only, whole and contiguous"
-        ))
+        .why(format!("{reason}; the driver only accepts whole, contiguous pages of a PCIe device"))
         .fix(
             "map the NIC's doorbell page, and load the nvidia module with \
              NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
@@ -254,20 +255,23 @@ pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> 
     Ok(CudaMemory::new(device, address.raw(), len, Origin::Borrowed))
 }
 
-/// Checks that each byte of the range is device memory of this GPU. A range may span several pieces of
-/// mapped virtual memory, so it is walked piece by piece.
+/// Checks that each byte of the range is device memory of this GPU. A range may span several
+/// virtual memory allocations, so it is checked one by one.
 fn check_borrowed(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
     let driver = device.driver;
     let refuse = |why: String| Error::new(Kind::NotDeviceMemory, "").why(why);
     let end = start + len;
     let mut at = start;
     while at < end {
-        let kind = pointer_attribute_u32(device, pointer::MEMORY_TYPE, at).map_err(|error| match error.kind() {
-            Kind::Cuda(sys::INVALID_VALUE) => {
-                refuse(format!("CUDA does not know the address {at:#x}: it is ordinary host memory, or was freed"))
-            }
-            _ => error,
-        })?;
+        let kind =
+            pointer_attribute_u32(device, pointer::MEMORY_TYPE, at).map_err(|error| match error
+                .kind()
+            {
+                Kind::Cuda(sys::INVALID_VALUE) => refuse(format!(
+                    "CUDA does not know the address {at:#x}: pageable host memory, or freed"
+                )),
+                _ => error,
+            })?;
         if kind == pointer::MEMORY_TYPE_HOST {
             return Err(refuse("it is pinned host memory".into())
                 .fix("borrow device memory; host memory needs no borrowing"));
@@ -285,7 +289,7 @@ fn check_borrowed(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
         call!(driver, address_range(&mut base, &mut size, at))?;
         let next = base + size as u64;
         if next < end && next <= at {
-            return Err(refuse(format!("the driver gives {at:#x} an impossible range")));
+            return Err(refuse(format!("the driver returned an impossible range for {at:#x}")));
         }
         at = next;
     }
@@ -297,7 +301,7 @@ pub(super) fn pointer_attribute_u32(
     attribute: i32,
     address: u64,
 ) -> Result<u32> {
-    // The attributes asked for here are 32-bit; the driver writes no more.
+    // The attributes queried here are 32-bit; the driver writes no more.
     let mut value = 0_u32;
     call!(device.driver, pointer_attribute((&raw mut value).cast(), attribute, address))?;
     Ok(value)
@@ -305,9 +309,9 @@ pub(super) fn pointer_attribute_u32(
 
 /// Exports the pages around a range; returns the descriptor and the address at which it begins.
 ///
-/// The driver takes whole pages of the host. Where small allocations share a piece, or memory comes from
-/// a pool, it also wants the export to begin at the start of the underlying piece: so several beginnings are
-/// tried in turn, the tightest first.
+/// The driver requires whole host pages. Where small allocations share a driver allocation, or
+/// memory comes from a pool, it also requires that the export begins at the start of the underlying
+/// allocation. So several start addresses are tried, the closest first.
 pub(super) fn export_pages(
     device: &CudaDevice,
     start: u64,
@@ -324,19 +328,22 @@ pub(super) fn export_pages(
     call!(device.driver, address_range(&mut base, &mut size, start))?;
     let candidates = [page, GPU_PAGE, LARGE_GPU_PAGE].map(|unit| start - start % unit);
     let mut mapping = base;
-    // Newer drivers tell where the underlying piece begins; for others, roundings are tried.
-    let known = call!(
+    // Newer drivers report where the underlying allocation begins; for others, roundings are tried.
+    let mapping_query = call!(
         device.driver,
         pointer_attribute((&raw mut mapping).cast(), pointer::MAPPING_BASE, start)
     );
-    let piece = known.map_or(base, |()| mapping);
-    let candidates =
-        candidates.into_iter().chain([piece, base - base % page, base - base % LARGE_GPU_PAGE]);
+    let underlying = mapping_query.map_or(base, |()| mapping);
+    let candidates = candidates.into_iter().chain([
+        underlying,
+        base - base % page,
+        base - base % LARGE_GPU_PAGE,
+    ]);
     let mut first_error = None;
     for first in candidates {
         let size = (end - first) as usize;
         match get!(device.driver, -1, range_handle(first, size, sys::RANGE_DMA_BUF, flags)) {
-            // SAFETY: the driver has just opened it for us.
+            // SAFETY: the driver has just opened the descriptor for the caller.
             Ok(fd) => return Ok((unsafe { OwnedFd::from_raw_fd(fd) }, first)),
             Err(error) => first_error = first_error.or(Some(error)),
         }
@@ -344,27 +351,27 @@ pub(super) fn export_pages(
     Err(first_error.unwrap_or_else(|| Error::new(Kind::Unsupported, "")))
 }
 
-/// Why CUDA does not export memory, as far as it says what memory that is.
+/// Explains why CUDA does not export memory, as far as its attributes show.
 #[cold]
 fn explain_export(device: &CudaDevice, start: u64, error: Error) -> Error {
-    let asked = |attribute| pointer_attribute_u32(device, attribute, start).ok();
+    let attribute_at = |attribute| pointer_attribute_u32(device, attribute, start).ok();
     let mut pool = 0_u64;
-    let asked_pool =
+    let pool_query =
         call!(device.driver, pointer_attribute((&raw mut pool).cast(), pointer::POOL, start));
-    let (why, fix) = if asked(pointer::IS_MANAGED) == Some(1) {
+    let (why, fix) = if attribute_at(pointer::IS_MANAGED) == Some(1) {
         (
             "it is managed memory, which moves between host and device",
             "use cuMemAlloc or cuMemCreate",
         )
-    } else if asked(pointer::RDMA_CAPABLE) == Some(0) {
+    } else if attribute_at(pointer::RDMA_CAPABLE) == Some(0) {
         (
-            "it was made with cuMemCreate without the flag for GPUDirect RDMA",
+            "it was allocated with cuMemCreate without the flag for GPUDirect RDMA",
             "set allocFlags.gpuDirectRDMACapable, or use cuMemAlloc (PyTorch: \
              PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
         )
-    } else if asked_pool.is_ok() && pool != 0 {
+    } else if pool_query.is_ok() && pool != 0 {
         (
-            "it comes from a memory pool of another maker",
+            "it comes from another library's memory pool",
             "use cuMemAlloc, or a pool with shareable handles",
         )
     } else {
@@ -468,7 +475,7 @@ impl MemoryBackend for CudaMemory {
     fn backing_end(&self, offset: u64) -> Result<u64> {
         let (mut base, mut size) = (0, 0);
         let at = self.address.raw() + offset;
-        // Unlike attributes, ranges are told to a thread with a context only.
+        // Unlike attributes, address ranges can only be queried with a current context.
         let _current = self.device.make_current()?;
         call!(self.device.driver, address_range(&mut base, &mut size, at))?;
         Ok((base + size as u64).saturating_sub(self.address.raw()))
@@ -493,7 +500,7 @@ impl MemoryBackend for CudaMemory {
         let (device, address) = (&self.device, self.address.raw());
         let driver = device.driver;
         let _current = device.make_current()?;
-        // A descriptor of the memory would keep it alive, and its handle valid.
+        // An open descriptor would keep the memory allocated and its handle valid.
         drop(self.exported.lock().take());
         let outcome = match self.origin {
             Origin::Borrowed => Ok(()),
@@ -501,14 +508,16 @@ impl MemoryBackend for CudaMemory {
                 device.deferred_free.defer(device, PendingFree::Memory(address));
                 Ok(())
             }
-            // The CPU may hold views of it: it goes with the last handle.
+            // The CPU may hold views of it: it is freed with the last handle.
             Origin::Pinned(_) | Origin::Registered { .. } => Ok(()),
             Origin::Imported { base } => {
                 device.deferred_free.defer(device, PendingFree::Imported(base));
                 Ok(())
             }
             Origin::Pool => call!(driver, pool_free(address, device.internal_stream())),
-            Origin::Vmm(piece) | Origin::ImportedVmm(piece) => unmap_vmm(device, address, piece),
+            Origin::Vmm(vmm_allocation) | Origin::ImportedVmm(vmm_allocation) => {
+                unmap_vmm(device, address, vmm_allocation)
+            }
             Origin::ImportedPool(pool) => {
                 let internal_handle = device.internal_stream();
                 call!(driver, pool_free(address, internal_handle))

@@ -1,9 +1,9 @@
-//! NVIDIA GPUs through the driver's own library, loaded at run time.
+//! NVIDIA GPUs through the CUDA driver API (`libcuda.so.1`), loaded at run time.
 //!
-//! Works on driver R535 and newer; what an older one lacks is a missing [capability](super::Capability)
-//! or an error that names the symbol. The primary context is used, so that memory and streams are
-//! shared with PyTorch and everybody else in the process, and it is current on the calling thread only
-//! for the length of a call.
+//! Works on driver R535 and newer. What an older one lacks is a missing
+//! [capability](super::Capability) or an error that names the symbol. The primary context is used,
+//! so memory and streams are shared with PyTorch and other libraries in the process; it is current
+//! on the calling thread only for the duration of a call.
 #![allow(unsafe_code)]
 
 mod deferred_free;
@@ -33,14 +33,14 @@ use driver::{Driver, call, get};
 
 /// All CUDA devices, or the reason why there are none.
 ///
-/// A device that cannot be opened (one in exclusive use, say) is left out, unless all of them are so.
+/// A device that cannot be opened (for instance one in exclusive mode) is skipped, unless none can.
 pub fn devices() -> Result<Vec<Device>> {
     let (mut devices, mut last_error) = (Vec::new(), None);
     for ordinal in 0..count()? {
         match device(ordinal) {
             Ok(device) => devices.push(device),
             Err(error) => {
-                tracing::warn!(%error, "cuda:{ordinal} is left out");
+                tracing::warn!(%error, "cuda:{ordinal} is skipped");
                 last_error = Some(error);
             }
         }
@@ -51,7 +51,8 @@ pub fn devices() -> Result<Vec<Device>> {
     }
 }
 
-/// The CUDA device of that number. The same number gives the same device while anything of it lives.
+/// Opens the CUDA device with that ordinal. Returns the same device while any object of it is
+/// alive.
 pub fn device(ordinal: u32) -> Result<Device> {
     open(ordinal).map(|device| Device::from_backend(device))
 }
@@ -61,7 +62,7 @@ fn open(ordinal: u32) -> Result<Arc<CudaDevice>> {
     let count = count()?;
     if ordinal >= count {
         return Err(Error::new(Kind::InvalidArgument, format!("open device cuda:{ordinal}"))
-            .why(format!("CUDA sees {count} devices"))
+            .why(format!("CUDA reports {count} devices"))
             .fix("use a lower number; check CUDA_VISIBLE_DEVICES"));
     }
     let mut open = OPEN.lock();
@@ -75,17 +76,17 @@ fn open(ordinal: u32) -> Result<Arc<CudaDevice>> {
     Ok(device)
 }
 
-/// The driver's own synchronous copies (`cuMemcpyHtoD`, `cuMemcpyDtoH`) as an ordinary program has them, its
-/// context current all the time: something to compare with. A copy to the device may still be under way
-/// when it returns, if it is small and comes from ordinary memory.
+/// The driver's synchronous copies (`cuMemcpyHtoD`, `cuMemcpyDtoH`) as an ordinary program uses
+/// them, with its context always current: a baseline for comparisons. A small copy to the device
+/// from pageable memory may still be in flight when the call returns.
 pub struct DriverCopies {
     device: Arc<CudaDevice>,
-    /// The context is current on this thread, so this stays here.
+    /// The context is current on this thread only.
     _not_send: std::marker::PhantomData<*const ()>,
 }
 
 impl DriverCopies {
-    /// Makes the device's context current on this thread until this is dropped.
+    /// Makes the device's context current on this thread until the value is dropped.
     pub fn on(ordinal: u32) -> Result<Self> {
         let device = open(ordinal)?;
         device.push()?;
@@ -106,7 +107,7 @@ impl DriverCopies {
         call!(self.device.driver, copy_to_host(into.as_mut_ptr().cast(), from, len))
     }
 
-    /// Returns when all of them have arrived.
+    /// Waits until all copies have completed.
     pub fn finish(&self) -> Result<()> {
         call!(self.device.driver, stream_synchronize(sys::StreamHandle::NULL))
     }
@@ -118,56 +119,57 @@ impl Drop for DriverCopies {
     }
 }
 
-/// Whether this process has loaded CUDA, by us or by anybody else.
+/// Whether libcuda is loaded in this process, by this library or any other.
 pub fn is_loaded() -> bool {
     Driver::is_loaded()
 }
 
-/// The CUDA device whose memory lies at `address`.
+/// The CUDA device that owns the memory at `address`.
 pub(super) fn owner_of(address: DeviceAddr) -> Result<Device> {
     let driver = Driver::get()?;
     let mut ordinal = 0_u32;
-    let asked = call!(
+    let queried = call!(
         driver,
         pointer_attribute((&raw mut ordinal).cast(), sys::pointer::DEVICE_ORDINAL, address.raw())
     );
-    asked.map_err(|error| {
+    queried.map_err(|error| {
         Error::new(Kind::NotDeviceMemory, format!("find the device of {address}"))
             .why(format!("CUDA does not know the address ({})", error.reason()))
     })?;
     device(ordinal)
 }
 
-/// The version of CUDA that the driver speaks, as `(13, 0)`.
+/// The CUDA version that the driver supports, as `(13, 0)`.
 pub fn driver_version() -> Result<(u32, u32)> {
     let version = Driver::get()?.version;
     Ok((version as u32 / 1000, version as u32 % 1000 / 10))
 }
 
-/// What the driver says of a device, for diagnosis; `None` where it does not know the question.
+/// Attributes of a device as reported by the driver, for diagnosis; `None` if the driver does not
+/// know one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Attributes {
-    /// Memory can be exported as a dma-buf.
+    /// dma-buf export is supported.
     pub dma_buf: Option<i32>,
-    /// GPUDirect RDMA works.
+    /// GPUDirect RDMA is supported.
     pub gpudirect_rdma: Option<i32>,
-    /// The same for virtual memory management.
+    /// GPUDirect RDMA with memory from the virtual memory management API is supported.
     pub gpudirect_rdma_with_vmm: Option<i32>,
-    /// How NICs' writes can be flushed, as bits.
+    /// Ways to flush NIC writes, as bits (`CUflushGPUDirectRDMAWritesOptions`).
     pub flush_options: Option<i32>,
-    /// For whom NICs' writes are ordered without a flush.
+    /// Scope in which NIC writes are ordered without a flush (`CUGPUDirectRDMAWritesOrdering`).
     pub writes_ordering: Option<i32>,
-    /// 64-bit stream memory operations.
+    /// 64-bit stream memory operations are supported.
     pub stream_mem_ops_64: Option<i32>,
-    /// Stream waits for NOR.
+    /// Stream waits for NOR are supported.
     pub stream_wait_nor: Option<i32>,
-    /// Virtual memory handles as file descriptors.
+    /// Virtual memory handles can be exported as file descriptors.
     pub posix_fd_handles: Option<i32>,
-    /// Stream-ordered pools.
+    /// Stream-ordered pools are supported.
     pub pools: Option<i32>,
 }
 
-/// Asks the driver about a device.
+/// Queries the driver's attributes of a device.
 pub fn attributes(ordinal: u32) -> Result<Attributes> {
     use sys::attribute as a;
     let driver = Driver::get()?;
@@ -189,7 +191,7 @@ fn count() -> Result<u32> {
     let count = get!(Driver::get()?, 0, device_count())?;
     u32::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
         Error::new(Kind::Unavailable, "use CUDA")
-            .why("the driver sees no GPU")
-            .fix("check CUDA_VISIBLE_DEVICES and nvidia-smi; the simulated GPU works without")
+            .why("the driver reports no GPU")
+            .fix("check CUDA_VISIBLE_DEVICES and nvidia-smi; the simulated GPU needs no driver")
     })
 }

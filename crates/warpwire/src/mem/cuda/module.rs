@@ -12,8 +12,8 @@ use super::driver::{call, get};
 use super::sys::{self, Function, ModuleHandle};
 use crate::error::{Error, Kind, Result};
 
-/// How long loading waits for the streams to become idle. The driver would wait for ever, and hold up
-/// the calls of all other threads meanwhile.
+/// Time that loading waits for the streams to become idle. The driver itself would wait without
+/// limit, and block driver calls of all other threads meanwhile.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) struct CudaModule {
@@ -27,7 +27,7 @@ impl CudaModule {
         let ptx = program.ptx_text().ok_or_else(|| program.missing_form("PTX", device.label()))?;
         let what = format!("load program {:?}", program.name());
         let text = CString::new(ptx).map_err(|_| {
-            Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
+            Error::new(Kind::Malformed, what.clone()).why("its PTX contains a NUL byte")
         })?;
         let current = device.make_current()?;
         let mut log = vec![0_u8; 8192];
@@ -59,8 +59,8 @@ impl CudaModule {
 fn busy(what: String, device: &CudaDevice) -> Error {
     Error::new(Kind::Busy, what)
         .on(device.label())
-        .why("streams are at work, and the driver loads code only when none is")
-        .fix("load programs and look kernels up before starting work that waits")
+        .why("streams have work, and the driver loads code only when none has")
+        .fix("load programs and look up kernels before starting work that waits")
 }
 
 impl ModuleBackend for CudaModule {
@@ -93,11 +93,11 @@ impl ModuleBackend for CudaModule {
             Err(Error::new(Kind::InvalidArgument, what()).on(self.device.label()).why(why))
         };
         let Ok(symbol) = CString::new(variable) else {
-            return refuse("the name holds a zero byte".into());
+            return refuse("the name contains a NUL byte".into());
         };
         let _current = self.device.make_current()?;
         let (driver, handle, mut size) = (self.device.driver, self.handle, 0);
-        // The driver may load now what it has put off.
+        // With lazy loading, the driver may load the module now.
         let found = self.device.deferred_free.while_idle(driver, LOAD_TIMEOUT, || {
             get!(driver, 0, module_global(&mut size, handle, symbol.as_ptr()))
         });
@@ -105,7 +105,7 @@ impl ModuleBackend for CudaModule {
             return refuse("the program has no variable of that name".into());
         };
         if size != bytes.len() {
-            return refuse(format!("it has {size} bytes and was given {}", bytes.len()));
+            return refuse(format!("it has {size} bytes, but {} were given", bytes.len()));
         }
         self.device
             .copy_sync(address, bytes.as_ptr() as u64, bytes.len())
@@ -114,26 +114,26 @@ impl ModuleBackend for CudaModule {
 }
 
 impl CudaModule {
-    /// Has the driver put the code onto the device. It would otherwise do so at the first launch, and
-    /// wait there for every stream that is at work, maybe for ever.
+    /// Makes the driver load the kernel onto the device. It would otherwise do so at the first
+    /// launch (lazy loading), and wait there for every stream that has work, possibly for ever.
     fn load_now(&self, function: Function) -> Result<()> {
         let driver = self.device.driver;
         if driver.functions.function_load.is_some() {
             return call!(driver, function_load(function));
         }
-        // Before CUDA 12.4, asking for an attribute has the same effect.
+        // Before CUDA 12.4, querying an attribute has the same effect.
         get!(driver, 0, function_attribute(sys::FUNCTION_REGISTERS, function)).map(|_| ())
     }
 
-    /// The sizes of the kernel's parameters, 4 or 8 bytes each; `None` on drivers that do not tell
-    /// (before CUDA 12.4).
+    /// Sizes of the kernel's parameters, 4 or 8 bytes each; `None` on drivers that do not report
+    /// them (before CUDA 12.4).
     fn parameters(&self, name: &str, function: Function) -> Result<Option<Vec<usize>>> {
         let driver = self.device.driver;
         if driver.functions.function_parameter.is_none() {
             return Ok(None);
         }
         let (mut sizes, mut offset, mut size) = (Vec::new(), 0, 0);
-        // The driver refuses the first number that is no parameter.
+        // The driver rejects the first index that is not a parameter.
         while call!(driver, function_parameter(function, sizes.len(), &mut offset, &mut size))
             .is_ok()
         {
@@ -141,7 +141,7 @@ impl CudaModule {
                 let what = format!("use kernel {name:?}");
                 let number = sizes.len();
                 let why = format!(
-                    "its parameter {number} has {size} bytes; only those of 32 and 64 bits are passed"
+                    "its parameter {number} has {size} bytes; only 32 and 64 bits are supported"
                 );
                 return Err(Error::new(Kind::Unsupported, what).on(self.device.label()).why(why));
             }
@@ -162,13 +162,13 @@ pub(super) struct CudaKernel {
     name: String,
     pub(super) function: Function,
     parameters: Option<Vec<usize>>,
-    /// The code stays loaded while a kernel of it is known.
+    /// Keeps the code loaded.
     _module: Arc<CudaModule>,
 }
 
 impl CudaKernel {
-    /// Refuses a wrong number of arguments, past which the driver would read, and one that is too large for its
-    /// parameter, of which it would read a part.
+    /// Rejects a wrong number of arguments (the driver would read past the end) and a value that is
+    /// too large for its parameter (the driver would truncate it).
     pub(super) fn check_arguments(&self, given: &[u64]) -> Result<()> {
         let Some(wanted) = &self.parameters else { return Ok(()) };
         let refuse = |why: String| {
@@ -177,15 +177,16 @@ impl CudaKernel {
         };
         if wanted.len() != given.len() {
             let (wanted, given) = (wanted.len(), given.len());
-            return refuse(format!("it takes {wanted} arguments and was given {given}"));
+            return refuse(format!("it takes {wanted} arguments, but {given} were given"));
         }
         let narrow = |(size, value): (&usize, &u64)| {
             *size == size_of::<u32>() && u32::try_from(*value).is_err()
         };
         match wanted.iter().zip(given).position(narrow) {
-            Some(number) => {
-                refuse(format!("its parameter {number} has 32 bits; {} is more", given[number]))
-            }
+            Some(number) => refuse(format!(
+                "its parameter {number} has 32 bits; {} does not fit",
+                given[number]
+            )),
             None => Ok(()),
         }
     }

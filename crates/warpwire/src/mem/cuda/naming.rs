@@ -1,8 +1,8 @@
-//! How CUDA's memory is named to the resource manager: which client, which object, where in it.
+//! How CUDA memory is identified to the resource manager: client handle, object handle, offset.
 //!
-//! Two ways, because neither is documented: the inter-process handle of `cuMemAlloc` memory holds the
-//! names in a layout that we know from experiment; and the request by which CUDA exports a dma-buf holds
-//! them for every kind of memory. Whoever uses a name proves it first (`window.rs`).
+//! There are two sources, neither documented: the inter-process handle of `cuMemAlloc` memory
+//! contains them in a layout known from experiment, and the ioctl by which CUDA exports a dma-buf
+//! contains them for every kind of memory. They are verified before use (`window.rs`).
 
 use std::os::fd::OwnedFd;
 
@@ -17,36 +17,36 @@ use crate::error::{Error, Kind, Result};
 /// The page size in which the resource manager maps.
 const PAGE: u64 = 4096;
 
-/// How memory was named, which is what a proof is good for.
+/// Kind of allocation, which decides how it is identified; verification is per kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AllocKind {
-    /// By the inter-process handle.
+    /// By its inter-process handle.
     Plain,
-    /// By the export of virtual memory.
+    /// By a dma-buf export; virtual memory.
     Vmm,
-    /// By the export of pool memory.
+    /// By a dma-buf export; pool memory.
     Pool,
 }
 
-/// A page-aligned range of device addresses and the pieces of objects that it consists of.
+/// A page-aligned range of device addresses, and the object ranges that it consists of.
 #[derive(Debug)]
 pub(super) struct RmRange {
     pub(super) start: u64,
     pub(super) object_ranges: Vec<ObjectRange>,
 }
 
-/// What sort of device memory lies at an address.
+/// The kind of device memory at an address.
 pub(super) fn alloc_kind_of(device: &CudaDevice, address: u64) -> AllocKind {
     if pointer_attribute_u32(device, pointer::IS_LEGACY_IPC_CAPABLE, address).unwrap_or(0) != 0 {
         return AllocKind::Plain;
     }
     let mut pool: u64 = 0;
-    let asked =
+    let pool_query =
         call!(device.driver, pointer_attribute((&raw mut pool).cast(), pointer::POOL, address));
-    if asked.is_ok() && pool != 0 { AllocKind::Pool } else { AllocKind::Vmm }
+    if pool_query.is_ok() && pool != 0 { AllocKind::Pool } else { AllocKind::Vmm }
 }
 
-/// Names `len` bytes at `address`. The context is current.
+/// Finds the object ranges of `len` bytes at `address`. The context must be current.
 pub(super) fn resolve(
     device: &CudaDevice,
     alloc_kind: AllocKind,
@@ -60,13 +60,13 @@ pub(super) fn resolve(
     let covered: u64 = rm_range.object_ranges.iter().map(|object_range| object_range.len).sum();
     let aligned = rm_range.object_ranges.iter().all(|p| p.offset % PAGE == 0 && p.len % PAGE == 0);
     if !aligned || rm_range.start > address || rm_range.start + covered < address + len {
-        return Err(naming_error("CUDA's names for the memory do not cover it"));
+        return Err(naming_error("the object ranges that CUDA reports do not cover the memory"));
     }
     Ok(rm_range)
 }
 
-/// Names `len` bytes at `address` by the object that the plain memory at `anchor` lies in. The range may go
-/// beyond the allocation of the anchor, not beyond the object.
+/// Finds the range of `len` bytes at `address` in the object that contains the plain memory at
+/// `anchor`. The range may extend beyond the anchor's allocation, but not beyond the object.
 pub(super) fn by_handle(
     device: &CudaDevice,
     anchor: u64,
@@ -91,13 +91,13 @@ pub(super) fn by_handle(
         && allocation >= size as u64
         && offset + size as u64 <= object_len;
     if !plausible {
-        return Err(naming_error("this driver's inter-process handle has another layout"));
+        return Err(naming_error("this driver's inter-process handle has a different layout"));
     }
-    // Where the object begins, and from there the range.
+    // Offset of the range in the object.
     let object_start = base.checked_sub(offset);
     let first = object_start.and_then(|start| address.checked_sub(start));
     let Some(first) = first.filter(|first| first + len <= object_len) else {
-        return Err(naming_error("the range passes the piece of memory that it begins in"));
+        return Err(naming_error("the range extends beyond the memory object that it begins in"));
     };
     let start = first - first % PAGE;
     let end = (first + len).next_multiple_of(PAGE).min(object_len);
@@ -114,14 +114,12 @@ fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<RmRange> {
     let export = || export_pages(device, address, len, DmaBufRoute::Default);
     let ((_descriptor, start), object_ranges): ((OwnedFd, u64), _) = hook::record_exports(export)?;
     if object_ranges.is_empty() {
-        return Err(naming_error(
-            "CUDA exported the memory without naming it to the kernel as expected",
-        ));
+        return Err(naming_error("CUDA exported the memory without the expected ioctl"));
     }
     Ok(RmRange { start, object_ranges })
 }
 
 #[cold]
 fn naming_error(why: &'static str) -> Error {
-    Error::new(Kind::Unsupported, "name GPU memory to the resource manager").why(why)
+    Error::new(Kind::Unsupported, "identify GPU memory to the resource manager").why(why)
 }

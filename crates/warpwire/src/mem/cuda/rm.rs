@@ -1,8 +1,8 @@
-//! The driver's resource manager, asked directly: the one call that maps GPU memory for the CPU.
+//! Direct ioctls to the driver's resource manager (RM), which can map GPU memory for the CPU.
 //!
-//! Every NVIDIA driver has it and any user who may open `/dev/nvidiactl` may make it. The structures are
-//! those of the open kernel modules; what rests on undocumented layouts (how CUDA names its memory) is in
-//! `naming.rs`, and is proved before it is used.
+//! Every NVIDIA driver has it, and any user who may open `/dev/nvidiactl` may use it. The
+//! structures are those of the open kernel modules. What relies on undocumented layouts (how CUDA
+//! identifies its memory) is in `naming.rs`, and is verified before use.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -159,7 +159,7 @@ const _: () = {
     assert!(size_of::<Free>() == 16);
 };
 
-/// Our own client of the resource manager. Objects and mappings belong to it, and go with it.
+/// This library's own RM client. It owns its objects and mappings; they are released with it.
 pub(super) struct Client {
     control: OwnedFd,
     handle: u32,
@@ -167,7 +167,7 @@ pub(super) struct Client {
     gpus: Mutex<Vec<(PciAddress, Gpu)>>,
 }
 
-/// A GPU as the resource manager knows it.
+/// A GPU as RM identifies it.
 #[derive(Clone, Copy)]
 pub(super) struct Gpu {
     device: u32,
@@ -175,7 +175,7 @@ pub(super) struct Gpu {
 }
 
 impl Client {
-    /// This process's client. A child process gets one of its own: its parent's belongs to the parent.
+    /// This process's client. A forked child gets its own: the parent's belongs to the parent.
     pub(super) fn get() -> Result<Arc<Self>> {
         static CLIENT: Mutex<Option<(u32, Arc<Client>)>> = Mutex::new(None);
         let pid = std::process::id();
@@ -187,7 +187,7 @@ impl Client {
         }
         let fresh = Arc::new(Self::open()?);
         if let Some((_, parents)) = client.replace((pid, fresh.clone())) {
-            // Dropping it here would free the parent's objects.
+            // Dropping it in the child would free the parent's objects.
             std::mem::forget(parents);
         }
         Ok(fresh)
@@ -197,7 +197,7 @@ impl Client {
         let control = open_node(CONTROL_NODE)?;
         let mut alloc = Alloc { class: CLASS_CLIENT, ..Alloc::default() };
         call(&control, request::ALLOC, &mut alloc)?;
-        check("make a client", alloc.status)?;
+        check("create a client", alloc.status)?;
         Ok(Self {
             control,
             handle: alloc.new,
@@ -210,7 +210,7 @@ impl Client {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The GPU at that PCI address.
+    /// Looks up the GPU at a PCI address, and opens it at first use.
     pub(super) fn gpu(&self, address: PciAddress) -> Result<Gpu> {
         let mut gpus = self.gpus.lock();
         if let Some((_, gpu)) = gpus.iter().find(|(known, _)| *known == address) {
@@ -242,7 +242,7 @@ impl Client {
             ..Control::default()
         };
         call(&self.control, request::CONTROL, &mut control)?;
-        check("ask for a GPU's number", control.status)?;
+        check("query a GPU's instance number", control.status)?;
         let mut params = DeviceParams { instance: info.device_instance, ..DeviceParams::default() };
         let device = self.new_handle();
         let mut alloc = Alloc {
@@ -259,7 +259,7 @@ impl Client {
         Ok(Gpu { device, minor: card.minor })
     }
 
-    /// Takes a reference to another client's memory object.
+    /// Duplicates another client's memory object.
     pub(super) fn dup_object(
         self: &Arc<Self>,
         gpu: Gpu,
@@ -276,12 +276,12 @@ impl Client {
             ..Dup::default()
         };
         call(&self.control, request::DUP, &mut dup)?;
-        check("take a reference to the memory", dup.status)?;
+        check("duplicate a memory object", dup.status)?;
         Ok(Object { client: self.clone(), gpu, handle })
     }
 }
 
-/// A reference of ours to a memory object: it keeps the memory alive.
+/// A duplicated memory object: it keeps the memory alive.
 pub(super) struct Object {
     client: Arc<Client>,
     gpu: Gpu,
@@ -289,8 +289,8 @@ pub(super) struct Object {
 }
 
 impl Object {
-    /// Prepares a mapping of `offset..offset + len`, both multiples of the page size. The descriptor that
-    /// comes back is to be mapped from its beginning, by this process.
+    /// Prepares a mapping of `offset..offset + len`, both multiples of the page size. The returned
+    /// descriptor must be mapped from offset 0, by this process.
     pub(super) fn map(self, offset: u64, len: u64) -> Result<(Mapping, OwnedFd)> {
         let node = open_node(&format!("/dev/nvidia{}", self.gpu.minor))?;
         let mut control = self.client.control.as_raw_fd();
@@ -323,7 +323,7 @@ impl Drop for Object {
     }
 }
 
-/// A mapping that the resource manager holds for us.
+/// A mapping prepared by RM; released on drop.
 pub(super) struct Mapping {
     object: Object,
     linear: u64,
@@ -344,36 +344,36 @@ impl Drop for Mapping {
 }
 
 fn report(outcome: Result<()>, status: u32, what: &str) {
-    if let Err(error) = outcome.and_then(|()| check("let go of memory", status)) {
+    if let Err(error) = outcome.and_then(|()| check("release memory", status)) {
         tracing::warn!(%error, "a window's memory was not {what}");
     }
 }
 
 fn open_node(path: &str) -> Result<OwnedFd> {
-    // The standard library opens with close-on-exec.
+    // The standard library opens files with close-on-exec.
     File::options().read(true).write(true).open(path).map(OwnedFd::from).map_err(|error| {
         Error::os("map GPU memory", &error).on(path.to_owned()).fix(format!(
-            "let this user read and write {path} (in a container: run with the NVIDIA runtime)"
+            "give this user read and write access to {path} (in a container: NVIDIA runtime)"
         ))
     })
 }
 
-/// One request to the resource manager.
+/// Issues one ioctl.
 fn call<T>(fd: &OwnedFd, number: u32, argument: &mut T) -> Result<()> {
     const READ_AND_WRITE: u64 = 3;
     let size = size_of::<T>() as u64;
     let code = READ_AND_WRITE << 30 | size << 16 | u64::from(b'F') << 8 | u64::from(number);
-    // SAFETY: the request carries the argument's size, and each caller passes the structure that the
-    // request of that number takes; the kernel checks pointers inside it.
+    // SAFETY: the request code contains the argument's size, and each caller passes the structure
+    // that belongs to the request number; the kernel checks pointers inside it.
     let done = unsafe { libc::ioctl(fd.as_raw_fd(), code, std::ptr::from_mut(argument)) };
     if done >= 0 {
         return Ok(());
     }
     let error = std::io::Error::last_os_error();
-    Err(Error::os(format!("make request {number:#x}"), &error).on("the resource manager"))
+    Err(Error::os(format!("issue ioctl {number:#x}"), &error).on("the resource manager"))
 }
 
-/// The resource manager's own verdict, which comes inside the structure.
+/// Checks RM's own status code, which is returned inside the structure.
 fn check(what: &'static str, status: u32) -> Result<()> {
     let (kind, meaning) = match status {
         0 => return Ok(()),
@@ -389,7 +389,10 @@ fn check(what: &'static str, status: u32) -> Result<()> {
         .on("the resource manager")
         .why(format!("status {status:#x} ({meaning})"));
     Err(match status {
-        0x1a => error.fix("close windows that are not needed, or let firmware give the GPU a larger BAR1 (Resizable BAR)"),
+        0x1a => error.fix(
+            "close windows that are not needed, or configure a larger BAR1 in the firmware \
+             (Resizable BAR)",
+        ),
         _ => error,
     })
 }
@@ -404,13 +407,13 @@ mod tests {
         assert_eq!(error.kind(), &Kind::Unavailable);
         let text = error.to_string();
         assert!(text.contains("/dev/no-such-node-of-nvidias"), "{text}");
-        assert!(text.contains("let this user read and write"), "{text}");
-        // A folder cannot be opened for writing, by root either.
+        assert!(text.contains("read and write access to"), "{text}");
+        // A directory cannot be opened for writing, not even by root.
         assert!(open_node("/dev").is_err());
     }
 
     #[test]
-    fn the_resource_managers_verdicts_are_explained() {
+    fn status_codes_are_explained() {
         assert!(check("map", 0).is_ok());
         for (status, kind, says) in [
             (0x1a, Kind::OutOfMemory, "BAR1"),
@@ -425,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_to_what_is_no_resource_manager_fail_cleanly() {
+    fn ioctls_to_another_file_fail_cleanly() {
         let file = OwnedFd::from(File::open("/dev/null").unwrap());
         let mut alloc = Alloc::default();
         assert!(call(&file, request::ALLOC, &mut alloc).is_err());

@@ -1,8 +1,8 @@
-//! Handles by which another process opens this GPU's memory.
+//! Handles with which another process opens this GPU's memory.
 //!
-//! Three sorts, because CUDA has three: `cuMemAlloc` memory has a handle that is bytes alone; virtual
-//! memory and pools are named by a file descriptor of the exporting process, which the importer copies
-//! with `pidfd_getfd`.
+//! CUDA has three kinds: `cuMemAlloc` memory has a handle that consists of bytes only; virtual
+//! memory and pools are exported as a file descriptor, which the importer duplicates from the
+//! exporting process with `pidfd_getfd`.
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -23,14 +23,14 @@ const VMM: u8 = 2;
 const POOL: u8 = 3;
 const UUID_LEN: usize = 40;
 
-/// What a handle's body says, apart from which device it is for.
+/// Contents of a handle's body, after the device UUID.
 enum IpcPayload {
     Plain { offset: u64, handle: Opaque64 },
     Vmm { owner: RemoteFd, size: u64 },
     Pool { owner: RemoteFd, pointer: Opaque64 },
 }
 
-/// A descriptor of another process.
+/// A file descriptor of another process.
 #[derive(Clone, Copy)]
 struct RemoteFd {
     pid: u32,
@@ -42,10 +42,11 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     let _current = device.make_current()?;
     let body = match memory.origin {
         Origin::Plain | Origin::Borrowed => export_plain(memory)?,
-        Origin::Vmm(piece) => {
-            let export =
-                || get!(device.driver, -1, vmm_export(piece.handle, sys::HANDLE_POSIX_FD, 0));
-            IpcPayload::Vmm { owner: shared_fd(memory, export)?, size: piece.size as u64 }
+        Origin::Vmm(vmm_allocation) => {
+            let export = || {
+                get!(device.driver, -1, vmm_export(vmm_allocation.handle, sys::HANDLE_POSIX_FD, 0))
+            };
+            IpcPayload::Vmm { owner: shared_fd(memory, export)?, size: vmm_allocation.size as u64 }
         }
         Origin::Pool => {
             let pool = device.pool()?;
@@ -61,7 +62,7 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
         | Origin::ImportedVmm(_)
         | Origin::ImportedPool(_) => {
             return Err(Error::new(Kind::Unsupported, "")
-                .why("the memory is not this GPU's own")
+                .why("it is host memory, or memory of another process")
                 .fix("export it where it was allocated"));
         }
     };
@@ -73,7 +74,7 @@ fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
     let capable = memory::pointer_attribute_u32(device, pointer::IS_LEGACY_IPC_CAPABLE, address);
     if capable.is_ok_and(|capable| capable == 0) {
         return Err(Error::new(Kind::Unsupported, "")
-            .why("memory from a pool or from virtual memory management has no such handle when borrowed")
+            .why("borrowed memory from a pool or from cuMemCreate has no inter-process handle")
             .fix("export it through its owner"));
     }
     let (mut base, mut size) = (0, 0);
@@ -82,14 +83,14 @@ fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
     Ok(IpcPayload::Plain { offset: address - base, handle })
 }
 
-/// The descriptor that other processes copy: exported once, kept with the memory.
+/// The descriptor that other processes duplicate: exported once, kept with the memory.
 fn shared_fd(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Result<RemoteFd> {
     let mut exported = memory.exported.lock();
     let fd = match &*exported {
         Some(fd) => fd.as_raw_fd(),
         None => {
             let fd = export()?;
-            // SAFETY: the driver has just opened it for us.
+            // SAFETY: the driver has just opened the descriptor for the caller.
             *exported = Some(unsafe { OwnedFd::from_raw_fd(fd) });
             fd
         }
@@ -118,19 +119,19 @@ fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, O
                 .is_ok_and(|()| offset.checked_add(len).is_some_and(|end| end <= size as u64));
             if !whole {
                 drop(call!(driver, ipc_close(base)));
-                return Err(malformed("it names more than the memory holds"));
+                return Err(malformed("it describes more than the memory's size"));
             }
             Ok((base + offset, Origin::Imported { base }))
         }
         IpcPayload::Vmm { owner, size } => {
             if *size < len || isize::try_from(*size).is_err() {
-                return Err(malformed("it names more than the memory holds"));
+                return Err(malformed("it describes more than the memory's size"));
             }
             let fd = copy_remote_fd(*owner)?;
             let shareable = fd.as_raw_fd() as usize as *mut c_void;
             let handle = get!(driver, 0, vmm_import(shareable, sys::HANDLE_POSIX_FD))?;
-            let piece = VmmAllocation { handle, size: *size as usize };
-            Ok((memory::map_vmm(device, piece)?, Origin::ImportedVmm(piece)))
+            let vmm_allocation = VmmAllocation { handle, size: *size as usize };
+            Ok((memory::map_vmm(device, vmm_allocation)?, Origin::ImportedVmm(vmm_allocation)))
         }
         IpcPayload::Pool { owner, pointer } => {
             let fd = copy_remote_fd(*owner)?;
@@ -151,7 +152,7 @@ fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, O
 fn explain_open(error: Error) -> Error {
     match error.kind() {
         Kind::Cuda(sys::INVALID_CONTEXT | sys::INVALID_VALUE) => error.fix(
-            "CUDA opens such handles in another process only, while the exporter keeps the memory alive",
+            "open it in another process than the exporter's, while the exporter keeps the memory",
         ),
         _ => error,
     }
@@ -167,10 +168,15 @@ fn copy_remote_fd(owner: RemoteFd) -> Result<OwnedFd> {
     let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let process = process.ok_or_else(|| stale(format!("process {} is gone", owner.pid)))?;
     pidfd_getfd(&process, owner.fd, PidfdGetfdFlags::empty()).map_err(|error| match error {
-        rustix::io::Errno::BADF => stale(format!("process {} has closed the descriptor", owner.pid)),
+        rustix::io::Errno::BADF => {
+            stale(format!("process {} has closed the descriptor", owner.pid))
+        }
         rustix::io::Errno::PERM => Error::new(Kind::PermissionDenied, "")
-            .why(format!("this user may not copy descriptors of process {}", owner.pid))
-            .fix("run both processes as one user, and set kernel.yama.ptrace_scope=0 or let the exporter be the parent's child"),
+            .why(format!("this user may not duplicate descriptors of process {}", owner.pid))
+            .fix(
+                "run both processes as one user, and set kernel.yama.ptrace_scope=0 or let the \
+                 exporter be a child of the importer",
+            ),
         other => Error::os("", &other.into()),
     })
 }
@@ -202,13 +208,13 @@ fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
 }
 
 fn decode(uuid: &str, bytes: &[u8]) -> Result<IpcPayload> {
-    let short = || malformed("it is shorter than its sort");
+    let short = || malformed("it is shorter than its kind requires");
     let (name, rest) = bytes.split_at_checked(UUID_LEN).ok_or_else(short)?;
     let name = String::from_utf8_lossy(name);
     let name = name.trim_end_matches('\0');
     if name != uuid {
         return Err(Error::new(Kind::InvalidArgument, "")
-            .why(format!("it names memory of {name}, and this is {uuid}"))
+            .why(format!("it belongs to {name}, and this is {uuid}"))
             .fix("open it on that device"));
     }
     let (kind, rest) = rest.split_first().ok_or_else(short)?;
@@ -226,7 +232,7 @@ fn decode(uuid: &str, bytes: &[u8]) -> Result<IpcPayload> {
             owner: RemoteFd::decode(*head),
             pointer: Opaque64(tail.try_into().map_err(|_| short())?),
         }),
-        other => Err(malformed(&format!("it is of the unknown sort {other}"))),
+        other => Err(malformed(&format!("its kind {other} is unknown"))),
     }
 }
 
@@ -245,7 +251,7 @@ impl RemoteFd {
 fn malformed(why: &str) -> Error {
     Error::new(Kind::Malformed, "")
         .why(why.to_string())
-        .fix("send the bytes of IpcHandle::to_bytes whole and unchanged")
+        .fix("send the bytes of IpcHandle::to_bytes complete and unchanged")
 }
 
 #[cfg(test)]
@@ -260,13 +266,13 @@ mod tests {
         let owner = RemoteFd { pid: 77, fd: 12 };
         let vmm = encode(UUID, &IpcPayload::Vmm { owner, size: 2 << 20 });
         let IpcPayload::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else {
-            panic!("another sort")
+            panic!("wrong kind")
         };
         assert_eq!((owner.pid, owner.fd, size), (77, 12, 2 << 20));
     }
 
     #[test]
-    fn damaged_and_misdirected_bodies_are_refused() {
+    fn damaged_and_misdirected_payloads_are_rejected() {
         let good = encode(UUID, &IpcPayload::Plain { offset: 8, handle: Opaque64([7; 64]) });
         for cut in 0..good.len() {
             assert!(decode(UUID, &good[..cut]).is_err(), "cut at {cut}");

@@ -21,16 +21,16 @@ use super::module::CudaKernel;
 use super::sys::{self, BatchOp, EventHandle, GraphExec, GraphHandle, StreamHandle, batch};
 use crate::error::{Error, Kind, Result};
 
-/// After how many operations a checkpoint is set, behind which finished ones are let go.
+/// Operations between two checkpoints (events up to which finished operations are released).
 const CHECKPOINT_INTERVAL: u64 = 32;
-/// How many word operations go to the driver in one call (its own limit is 256).
+/// Maximum number of word operations per driver call (the driver's limit is 256).
 const MAX_BATCH_OPS: usize = 128;
 
 pub(super) struct CudaStream {
     core: Arc<Core>,
 }
 
-/// What a stream is; the device looks at it too, to let go of what is finished.
+/// The stream's state; the device also accesses it, to reclaim finished operations.
 pub(super) struct Core {
     device: Arc<CudaDevice>,
     number: u64,
@@ -43,13 +43,14 @@ struct State {
     in_flight: InFlight,
     captured: Option<Vec<StreamOp>>,
     failure: Option<Error>,
-    /// The stream was dropped: its handle is the graveyard's now.
+    /// The stream was dropped: [`DeferredFree`](super::deferred_free::DeferredFree) owns its handle
+    /// now.
     dropped: bool,
 }
 
-/// Operations that the device may not have finished, kept because they hold what they use.
+/// Operations that may not have completed; they hold the resources that they use.
 ///
-/// An event is recorded every so often; once it is reached, everything before it is let go.
+/// An event is recorded periodically; once it is reached, all earlier operations are released.
 #[derive(Default)]
 pub(super) struct InFlight {
     ops: VecDeque<(u64, StreamOp)>,
@@ -75,7 +76,7 @@ impl InFlight {
             Some(event) => event,
             None => get!(driver, EventHandle::NULL, event_create(sys::EVENT_DISABLE_TIMING))?,
         };
-        // Only a recorded event may stand as a checkpoint: an old one looks reached.
+        // Only a recorded event may be a checkpoint: an old one would look reached.
         let recorded = call!(driver, event_record(event, stream, 0));
         match &recorded {
             Ok(()) => self.checkpoints.push_back((self.next, event)),
@@ -84,7 +85,7 @@ impl InFlight {
         recorded
     }
 
-    /// Takes out what lies behind reached checkpoints; the caller drops it where dropping is safe.
+    /// Removes operations before reached checkpoints; the caller drops them where that is safe.
     fn take_finished(&mut self, driver: &Driver) -> Vec<StreamOp> {
         let mut reached = 0;
         while let Some((number, event)) = self.checkpoints.front().copied() {
@@ -99,13 +100,13 @@ impl InFlight {
         self.ops.drain(..finished).map(|(_, op)| op).collect()
     }
 
-    /// Takes out everything, when the stream is idle.
+    /// Removes all operations; the stream must be idle.
     fn take_all(&mut self) -> Vec<StreamOp> {
         self.spare.extend(self.checkpoints.drain(..).map(|(_, event)| event));
         self.ops.drain(..).map(|(_, op)| op).collect()
     }
 
-    /// Lets everything go, when the stream is idle. The context is current.
+    /// Releases everything; the stream must be idle and the context current.
     pub(super) fn destroy(mut self, driver: &Driver) {
         drop(self.take_all());
         for event in self.spare {
@@ -142,14 +143,15 @@ impl Core {
         format!("{} stream {}", self.device.label(), self.number)
     }
 
-    /// Names the stream in an error of the driver.
+    /// Adds the stream and the attempted operation to a driver error.
     fn error_context(&self, what: &'static str) -> impl FnOnce(Error) -> Error {
         move |error| error.during(what).on(self.label())
     }
 
-    /// Has the driver choose the hardware queue now. It chooses one at the first work, and two streams whose first work
-    /// comes at the same moment may get the same one: a kernel that waits for a kernel of the other stream would then
-    /// wait for ever (seen in 5 of 100 pairs; never when each had had work before). Events are not work in this sense.
+    /// Makes the driver assign a hardware queue now. It does so at the first work, and two streams
+    /// whose first work is concurrent may get the same queue: a kernel that waits for a kernel of
+    /// the other stream would then wait for ever (seen in 5 of 100 pairs; never if each had work
+    /// before). Events do not count as work here.
     fn assign_hardware_queue(&self) {
         if let Err(error) = self.issue_batch(&[MemOp::Barrier]) {
             tracing::debug!(%error, "a new stream has no hardware queue yet");
@@ -188,7 +190,7 @@ impl Core {
             StreamOp::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
                 let graph = graph.downcast_ref::<CudaGraph>().ok_or_else(wrong_backend)?;
-                // The driver wants calls on one graph to come one after the other.
+                // The driver requires calls on one graph to be serialized.
                 let exec = graph.exec.lock();
                 call!(driver, graph_launch(*exec, stream))
             }
@@ -254,19 +256,20 @@ impl Core {
         )
     }
 
-    /// Drops finished operations, outside of the lock: what they hold may run anybody's code.
+    /// Drops finished operations, outside of the lock: dropping what they hold may run arbitrary
+    /// code.
     fn retire(&self, finished: Vec<StreamOp>) {
         if finished.iter().any(has_panicked) {
-            let failure = Error::new(Kind::StreamFailed, "call the host")
+            let failure = Error::new(Kind::StreamFailed, "run a host function")
                 .on(self.label())
-                .why("the function panicked");
+                .why("it panicked");
             self.state.lock().failure.get_or_insert(failure);
         }
         drop(finished);
     }
 
-    /// Lets go of what finished operations hold; of those that are not known to be finished, it will be
-    /// known next time. The context is current.
+    /// Releases what finished operations hold, and sets a checkpoint so that the next call can
+    /// release more. The context must be current.
     pub(super) fn reclaim(&self) {
         let driver = self.device.driver;
         let mut state = self.state.lock();
@@ -300,7 +303,7 @@ fn has_panicked(op: &StreamOp) -> bool {
     }
 }
 
-/// The operation as the driver has it, if it is one on a word.
+/// The driver's form of a word operation; `None` for copies.
 fn batch_op(op: &MemOp) -> Option<BatchOp> {
     let word = |operation, word: &super::super::allocation::Word, value, flags| BatchOp {
         operation,
@@ -332,12 +335,12 @@ fn batch_op(op: &MemOp) -> Option<BatchOp> {
     })
 }
 
-/// Called by the driver, on a thread of its own, when a stream gets to a host call.
+/// Called by the driver, on its own thread, when a stream reaches a host call.
 ///
 /// # Safety
 /// `argument` is a `HostCall` that the stream or graph keeps alive until it has been called.
 unsafe extern "C" fn call_host(argument: *mut c_void) {
-    // SAFETY: by this function's condition; HostCall is shared and lets no panic out.
+    // SAFETY: by this function's contract; HostCall is shared and lets no panic escape.
     unsafe { &*argument.cast::<HostCall>() }.call();
 }
 
@@ -363,7 +366,7 @@ impl Core {
         if let Err(error) = self.issue(&op, capturing) {
             let name = op.name();
             if !capturing {
-                // A part of a long batch may have been queued: what it uses must stay.
+                // Part of a long batch may have been queued: keep what it uses.
                 state.in_flight.push(op);
             }
             return Err(self.error_context(name)(error));
@@ -381,7 +384,7 @@ impl Core {
         drop(state);
         drop(enqueue_guard);
         self.retire(finished);
-        // The operation itself is queued: a missing checkpoint only keeps things longer.
+        // The operation itself is queued: without a checkpoint, resources are only held longer.
         if let Err(error) = set {
             tracing::debug!(%error, "no checkpoint could be set");
         }
@@ -395,7 +398,7 @@ impl Core {
             return Err(failure.clone());
         }
         if state.captured.is_some() {
-            return Err(capture_in_progress("ask whether it is idle", self.label()));
+            return Err(capture_in_progress("query whether it is idle", self.label()));
         }
         let idle = self.device.driver.stream_is_idle(self.entry.handle).map_err(|error| {
             let failure = self.error_context("finish its work")(error);
@@ -508,7 +511,7 @@ impl Drop for CudaStream {
     }
 }
 
-/// Captured work. It keeps what its operations use.
+/// Captured work. It holds what its operations use.
 struct CudaGraph {
     device: Arc<CudaDevice>,
     exec: Mutex<GraphExec>,
@@ -551,7 +554,7 @@ impl EventBackend for CudaEvent {
     fn is_complete(&self) -> Result<bool> {
         let _current = self.device.make_current()?;
         let reached = self.device.driver.event_is_complete(self.handle);
-        reached.map_err(self.device.error_context("ask for an event"))
+        reached.map_err(self.device.error_context("query an event"))
     }
 
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {

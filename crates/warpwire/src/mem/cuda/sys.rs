@@ -1,5 +1,6 @@
-//! The CUDA driver's interface as far as it is used here: types, numbers, and the symbols of
-//! `libcuda.so.1`, looked up when the library is loaded. A symbol that an older driver lacks is `None`.
+//! The part of the CUDA driver API that is used here: types, constants, and the symbols of
+//! `libcuda.so.1`, looked up when the library is loaded. A symbol that an older driver lacks is
+//! `None`.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -8,7 +9,7 @@ use libloading::Library;
 pub(super) type CuResult = c_int;
 pub(super) type Address = u64;
 
-/// An opaque object of the driver. Who owns it is said where it is made.
+/// An opaque object of the driver. Its owner is documented where it is created.
 macro_rules! handles {
     ($($name:ident),*) => {$(
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +22,7 @@ macro_rules! handles {
 
         // SAFETY: the driver's objects may be used from any thread.
         unsafe impl Send for $name {}
-        // SAFETY: the driver locks inside.
+        // SAFETY: the driver synchronizes internally.
         unsafe impl Sync for $name {}
     )*};
 }
@@ -45,7 +46,7 @@ pub(super) const INVALID_CONTEXT: CuResult = 201;
 pub(super) const NOT_READY: CuResult = 600;
 pub(super) const NOT_PERMITTED: CuResult = 800;
 pub(super) const NOT_SUPPORTED: CuResult = 801;
-/// Results after which the context answers every call with an error.
+/// Sticky errors: after one of these the context fails every call.
 pub(super) const STICKY_ERRORS: [CuResult; 12] =
     [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
@@ -177,7 +178,8 @@ impl PoolProps {
 #[repr(C, align(8))]
 pub(super) struct Opaque64(pub(super) [u8; 64]);
 
-/// One operation of `cuStreamBatchMemOp`: the wait and write forms, and the barrier in the same place.
+/// One operation of `cuStreamBatchMemOp`: the wait and write forms, and the barrier in the same
+/// layout.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct BatchOp {
@@ -207,7 +209,7 @@ pub(super) mod batch {
 
 pub(super) type HostFn = unsafe extern "C" fn(*mut c_void);
 
-/// Declares the function table: for each a field, its symbol, and its parameters.
+/// Declares the function table: field, symbol and parameters of each function.
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($parameter:ty),*);)*) => {
         pub(super) struct Functions {
@@ -216,14 +218,14 @@ macro_rules! functions {
 
         impl Functions {
             pub(super) fn load(library: &Library) -> Self {
-                // SAFETY: each signature is the one that cuda.h declares for the symbol of that name.
+                // SAFETY: each signature is what cuda.h declares for that symbol.
                 unsafe {
                     Self { $($field: library.get($symbol.as_bytes()).ok().map(|found| *found),)* }
                 }
             }
         }
 
-        /// The names of the symbols, for messages.
+        /// The symbol names, for messages.
         #[allow(non_upper_case_globals, dead_code)]
         pub(super) mod symbol {
             $(pub(crate) const $field: &str = $symbol;)*
@@ -305,7 +307,9 @@ functions! {
     graph_destroy = "cuGraphDestroy"(GraphHandle);
     graph_launch = "cuGraphLaunch"(GraphExec, StreamHandle);
     graph_exec_destroy = "cuGraphExecDestroy"(GraphExec);
-    module_load = "cuModuleLoadDataEx"(*mut ModuleHandle, *const c_void, c_uint, *mut c_int, *mut *mut c_void);
+    module_load = "cuModuleLoadDataEx"(
+        *mut ModuleHandle, *const c_void, c_uint, *mut c_int, *mut *mut c_void
+    );
     module_unload = "cuModuleUnload"(ModuleHandle);
     module_function = "cuModuleGetFunction"(*mut Function, ModuleHandle, *const c_char);
     module_global = "cuModuleGetGlobal_v2"(*mut Address, *mut usize, ModuleHandle, *const c_char);
@@ -318,7 +322,7 @@ functions! {
     );
 }
 
-// The layouts that cuda.h gives these structures on 64-bit Linux.
+// The layouts of these structures in cuda.h on 64-bit Linux.
 const _: () = {
     assert!(size_of::<AllocationProp>() == 32);
     assert!(size_of::<AccessDesc>() == 12);

@@ -1,4 +1,4 @@
-//! CPU windows onto this GPU's memory, by each of the paths that there are.
+//! CPU windows onto this GPU's memory, by each available path.
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
@@ -20,15 +20,16 @@ use super::rm;
 use super::sys::pointer;
 use crate::error::{Error, Kind, Result};
 
-/// Address space with device memory in it, in one piece or several; unmapped as a whole.
+/// An address range with device memory mapped into it, from one descriptor or several; unmapped as
+/// a whole.
 pub(super) struct MappedRange {
     base: NonNull<u8>,
     len: usize,
-    /// A part that is not ours any more.
+    /// A part that no longer belongs to this value.
     hole: Option<(usize, usize)>,
 }
 
-// SAFETY: it only owns the range; access is the window's business.
+// SAFETY: it only owns the address range; the window governs access.
 unsafe impl Send for MappedRange {}
 // SAFETY: as above.
 unsafe impl Sync for MappedRange {}
@@ -36,7 +37,7 @@ unsafe impl Sync for MappedRange {}
 const READ_AND_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 impl MappedRange {
-    /// All of it from one descriptor.
+    /// Maps all of it from one descriptor.
     pub(super) fn of(fd: &OwnedFd, offset: u64, len: u64) -> Result<Self> {
         let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
@@ -48,7 +49,7 @@ impl MappedRange {
         Ok(mapped_range)
     }
 
-    /// Inaccessible, for pieces to be placed in.
+    /// Reserves inaccessible address space, to map descriptors into.
     fn reserve(len: u64) -> Result<Self> {
         let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
         // SAFETY: as above.
@@ -64,33 +65,33 @@ impl MappedRange {
         Ok(Self { base, len, hole: None })
     }
 
-    /// Maps the first `len` bytes of a descriptor at `at` in the span.
+    /// Maps the first `len` bytes of a descriptor at offset `at` of the range.
     fn map_at(&mut self, fd: &OwnedFd, at: usize, len: usize) -> Result<()> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(map_error(rustix::io::Errno::INVAL));
         }
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let to = self.at(at as u64).as_ptr().cast();
-        // SAFETY: in range of the span, which is ours; what is replaced there was inaccessible.
+        // SAFETY: inside the range, which this value owns; what is replaced was inaccessible.
         let placed = unsafe { mmap(to, len, READ_AND_WRITE, flags, fd, 0) };
         if let Err(error) = placed {
-            // The kernel has unmapped what was there before it asked the driver. Another thread may have
-            // got those addresses meanwhile: they must not be unmapped again.
+            // The kernel unmapped the old mapping before it called the driver. Another thread may
+            // have been given these addresses since: they must not be unmapped again.
             self.hole = Some((at, at + len));
             return Err(map_error(error));
         }
         self.dont_fork(at, len)
     }
 
-    /// A child process must not reach the parent's device memory.
+    /// Excludes the mapping from forked children: they must not access the parent's device memory.
     fn dont_fork(&self, at: usize, len: usize) -> Result<()> {
-        // SAFETY: mapped just now, and ours.
+        // SAFETY: just mapped, and owned by this value.
         unsafe { madvise(self.at(at as u64).as_ptr().cast(), len, Advice::LinuxDontFork) }
             .map_err(map_error)
     }
 
     pub(super) fn at(&self, offset: u64) -> NonNull<u8> {
-        // SAFETY: callers ask for offsets inside the span that they mapped.
+        // SAFETY: callers pass offsets inside the range that they mapped.
         unsafe { self.base.add(offset as usize) }
     }
 }
@@ -102,7 +103,7 @@ impl Drop for MappedRange {
             if from == to {
                 continue;
             }
-            // SAFETY: the range is ours, and the window that used it is gone.
+            // SAFETY: this value owns the range, and the window that used it is gone.
             if let Err(error) = unsafe { munmap(self.at(from as u64).as_ptr().cast(), to - from) } {
                 tracing::warn!(%error, "a window was not unmapped");
             }
@@ -114,7 +115,7 @@ fn map_error(error: rustix::io::Errno) -> Error {
     Error::os("map GPU memory", &error.into())
 }
 
-/// Maps `offset..offset + len` of `memory` by one path.
+/// Maps `offset..offset + len` of `memory` by the given path.
 pub(super) fn map(
     memory: &CudaMemory,
     offset: u64,
@@ -127,7 +128,7 @@ pub(super) fn map(
     if memory::pointer_attribute_u32(device, pointer::IS_MANAGED, start).unwrap_or(0) != 0 {
         return Err(Error::new(Kind::Unsupported, "map GPU memory")
             .on(device.label())
-            .why("it is managed memory, which moves between the host and the GPU and has no fixed place")
+            .why("it is managed memory, which migrates between host and GPU")
             .fix("allocate it with cudaMalloc, or copy it"));
     }
     let mapped = match path {
@@ -135,14 +136,14 @@ pub(super) fn map(
         WindowPath::ResourceManager => by_resource_manager(device, start, len),
         WindowPath::Gdrdrv => gdrdrv::map(start, len),
         WindowPath::Memfd => {
-            Err(Error::new(Kind::Unsupported, "").why("only simulated memory lies in a memfd"))
+            Err(Error::new(Kind::Unsupported, "").why("only simulated memory is a memfd"))
         }
     };
     drop(current);
     mapped
 }
 
-/// Newer drivers let the CPU map an exported dma-buf (R610, CUDA 13.3); others say so.
+/// Maps an exported dma-buf. Supported by newer drivers (R610, CUDA 13.3); others report an error.
 fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<CpuMapping> {
     device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
     if let Some(refusal) = device.verified_kinds.dmabuf_error.get() {
@@ -152,7 +153,7 @@ fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<CpuMapping> {
     let page = rustix::param::page_size() as u64;
     let size = (start + len).next_multiple_of(page) - first;
     let mapped_range = MappedRange::of(&fd, 0, size).map_err(|error| match error.kind() {
-        // The driver's own answer, which does not change: it need not be asked again.
+        // ENOTSUPP is the driver's final answer: remember it.
         Kind::Os(524) => {
             let refusal = Error::new(Kind::Unsupported, "map a dma-buf").why(
                 "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
@@ -174,19 +175,19 @@ fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result
     Ok(mapped)
 }
 
-/// Maps a range around plain memory, within the object that it lies in.
+/// Maps a range around plain memory, within the object that contains it.
 pub(super) fn map_around(memory: &CudaMemory, start: u64, len: u64) -> Result<CpuMapping> {
     let (device, anchor) = (&memory.device, memory.address.raw());
     let _current = device.make_current()?;
     if naming::alloc_kind_of(device, anchor) != AllocKind::Plain {
         return Err(Error::new(Kind::Unsupported, "map the pages around memory")
             .on(device.label())
-            .why("it is not plain memory (cuMemAlloc), which alone shares pages"));
+            .why("only plain memory (cuMemAlloc) shares pages with other allocations"));
     }
     verify(device, AllocKind::Plain)?;
     let mapped = map_rm_range(device, naming::by_handle(device, anchor, start, len)?, start, len)?;
-    // Only the anchor is known to be memory that the copy engine reads.
-    // SAFETY: the anchor lies inside the range that was just mapped.
+    // Only the anchor is known to be memory that the copy engine can read.
+    // SAFETY: the anchor is inside the range that was just mapped.
     let at_anchor = unsafe { mapped.base().add((anchor - start) as usize) };
     compare(device, at_anchor, anchor, memory.len)?;
     Ok(mapped)
@@ -226,19 +227,20 @@ fn map_rm_range(
         }
     };
     let base = mapped_range.at(start - first);
-    // In this order: first the addresses go, then what they led to.
+    // Drop order: the mapping first, then the objects behind it.
     Ok(CpuMapping::new(base, len, MappingType::WriteCombining, Box::new((mapped_range, mappings))))
 }
 
-/// What the proofs of this device's sorts of memory gave, once each.
+/// Outcomes of the verification, once per kind of memory.
 #[derive(Default)]
 pub(super) struct VerifiedKinds {
     outcomes: parking_lot::Mutex<Vec<(AllocKind, Result<()>)>>,
     dmabuf_error: std::sync::OnceLock<Error>,
 }
 
-/// Proves on scratch memory that memory of this sort is named as we think: a pattern written one way must
-/// be read back the other, in both directions, at both ends of two neighbours.
+/// Verifies on scratch memory that memory of this kind is identified as expected: a pattern written
+/// by the copy engine must be read back through the window, and vice versa, at several offsets of
+/// two allocations.
 fn verify(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
     let mut verified_kinds = device.verified_kinds.outcomes.lock();
     if let Some((_, outcome)) = verified_kinds.iter().find(|(known, _)| *known == alloc_kind) {
@@ -246,7 +248,7 @@ fn verify(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
     }
     let outcome = verify_kind(device, alloc_kind);
     if let Err(error) = &outcome {
-        tracing::warn!(%error, ?alloc_kind, "the resource manager's path is refused for this memory");
+        tracing::warn!(%error, ?alloc_kind, "the resource manager path is disabled for this kind");
     }
     verified_kinds.push((alloc_kind, outcome.clone()));
     outcome
@@ -268,8 +270,8 @@ fn verify_kind(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
     Ok(())
 }
 
-/// A word that differs from seed to seed and from place to place (the generator SplitMix64), so
-/// that neither stale nor misplaced memory passes for what was written.
+/// A word that differs by seed and offset (SplitMix64), so that neither stale nor misplaced memory
+/// matches what was written.
 fn test_word(seed: u64, at: u64) -> u64 {
     let mut z = seed.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -287,7 +289,7 @@ fn check_both_ways(
     let start = scratch.address().raw();
     let mapped =
         map_rm_range(device, naming::resolve(device, alloc_kind, start, len)?, start, len)?;
-    // SAFETY: just mapped for this length, and dropped after the last use of the view.
+    // SAFETY: just mapped with this length, and dropped after the last use of the view.
     let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
     let pattern = |at: u64| test_word(seed, at).to_le_bytes();
     for at in [0, 4096, len / 2 / 8 * 8, len - 8] {
@@ -299,19 +301,19 @@ fn check_both_ways(
         super::super::copy::store_fence();
         scratch.read(at, &mut seen)?;
         if !from_device || seen != pattern(at + 1) {
-            return Err(Error::new(Kind::Unsupported, "prove the resource manager's mapping")
-                .why("scratch memory does not read back through it as it was written"));
+            return Err(Error::new(Kind::Unsupported, "verify the resource manager's mapping")
+                .why("scratch memory does not read back through it as written"));
         }
     }
     Ok(())
 }
 
-/// Compares a window with what the copy engine reads, without writing: some of the words must agree. (A
-/// running kernel may change the others meanwhile.)
+/// Compares a window with what the copy engine reads, without writing: at least one of the sampled
+/// words must agree. (A running kernel may be changing the others.)
 fn compare(device: &CudaDevice, base: NonNull<u8>, start: u64, len: u64) -> Result<()> {
     const SAMPLES: u64 = 8;
     const MAX_ATTEMPTS: u32 = 3;
-    // SAFETY: the caller has just mapped this length there, and keeps it mapped meanwhile.
+    // SAFETY: the caller has just mapped this length there, and keeps it mapped.
     let bytes = unsafe { SharedBytes::new(base, len as usize) };
     let size = len.min(8) as usize;
     for _ in 0..MAX_ATTEMPTS {
@@ -326,5 +328,5 @@ fn compare(device: &CudaDevice, base: NonNull<u8>, start: u64, len: u64) -> Resu
         }
     }
     Err(Error::new(Kind::Unsupported, "check a window")
-        .why("what it shows is not what the copy engine reads from that memory"))
+        .why("its contents differ from what the copy engine reads"))
 }

@@ -1,5 +1,4 @@
-//! What a kernel sees on the simulated GPU: its place in the grid, its arguments, and device memory by
-//! address.
+//! The view of a kernel on the simulated GPU: block index, arguments, and device memory by address.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,12 +10,12 @@ use super::memory::address_space;
 use crate::error::{Error, Result};
 use crate::sync::Backoff;
 
-/// Why a kernel ended early. It fails the stream that the kernel ran on.
+/// Why a kernel failed. The stream that it ran on fails with it.
 #[derive(Clone, Debug)]
 pub struct KernelFault(String);
 
 impl KernelFault {
-    /// A fault of the kernel's own making.
+    /// A fault raised by the kernel itself.
     pub fn new(why: impl Into<String>) -> Self {
         Self(why.into())
     }
@@ -34,7 +33,7 @@ impl From<Error> for KernelFault {
     }
 }
 
-/// One block of a grid on the simulated GPU. All blocks of a grid run at the same time, so that they may
+/// One block of a grid on the simulated GPU. All blocks of a grid run concurrently, so they may
 /// wait for each other, for the CPU, or for the network.
 ///
 /// Addresses are device addresses; a wrong one is a [`KernelFault`], as on hardware.
@@ -60,7 +59,7 @@ macro_rules! word_access {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$store(0, value))
         }
 
-        /// Adds to a word, wrapping, and returns what was there before.
+        /// Adds to a word, wrapping, and returns the previous value.
         pub fn $add(
             &self,
             at: DeviceAddr,
@@ -69,7 +68,7 @@ macro_rules! word_access {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$add(0, value))
         }
 
-        /// Puts `new` in place of `expected`, and returns what was there before.
+        /// Stores `new` if the word equals `expected`; returns the previous value.
         pub fn $cas(
             &self,
             at: DeviceAddr,
@@ -93,29 +92,29 @@ impl<'a> Block<'a> {
         Self { device, faulted, index, grid, threads, args }
     }
 
-    /// This block's number in the grid.
+    /// Index of this block in the grid.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// How many blocks the grid has.
+    /// Number of blocks in the grid.
     pub fn grid(&self) -> u32 {
         self.grid
     }
 
-    /// How many threads were asked for a block; the simulator runs one, which does the work of all.
+    /// Threads per block as launched; the simulator runs one, which does the work of all.
     pub fn threads(&self) -> u32 {
         self.threads
     }
 
-    /// The kernel's argument of that number.
+    /// The kernel argument at that index. Faults if the launch has fewer.
     pub fn value(&self, argument: usize) -> std::result::Result<u64, KernelFault> {
         let missing =
             || KernelFault(format!("the kernel was launched without argument {argument}"));
         self.args.get(argument).copied().ok_or_else(missing)
     }
 
-    /// The kernel's argument of that number, as an address.
+    /// The kernel argument at that index, as an address.
     pub fn address(&self, argument: usize) -> std::result::Result<DeviceAddr, KernelFault> {
         self.value(argument).map(DeviceAddr::new)
     }
@@ -123,18 +122,18 @@ impl<'a> Block<'a> {
     word_access!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32);
     word_access!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64);
 
-    /// Copies device memory into a buffer of the block's own.
+    /// Copies from device memory into a private buffer.
     pub fn read(&self, at: DeviceAddr, into: &mut [u8]) -> std::result::Result<(), KernelFault> {
         self.with_bytes(at, into.len() as u64, |bytes| bytes.read(0, into))
     }
 
-    /// Copies a buffer of the block's own into device memory.
+    /// Copies from a private buffer into device memory.
     pub fn write(&self, at: DeviceAddr, from: &[u8]) -> std::result::Result<(), KernelFault> {
         self.with_bytes(at, from.len() as u64, |bytes| bytes.write(0, from))
     }
 
-    /// Asks until the answer is yes. A spinning kernel calls this instead of looping by itself, so that
-    /// it does not starve those that it waits for, and ends when the device dies.
+    /// Polls until `is_ready` returns true. A spinning kernel calls this instead of its own loop,
+    /// so that it does not starve the threads that it waits for, and ends when the device dies.
     pub fn spin_until(
         &self,
         mut is_ready: impl FnMut() -> std::result::Result<bool, KernelFault>,
@@ -142,7 +141,7 @@ impl<'a> Block<'a> {
         let mut backoff = Backoff::default();
         while !is_ready()? {
             if self.device.is_dead() {
-                return Err(KernelFault::new("the device died under the kernel"));
+                return Err(KernelFault::new("the device was killed while the kernel ran"));
             }
             if self.faulted.load(Ordering::Acquire) {
                 return Err(KernelFault::new("another block of the grid faulted"));
@@ -162,7 +161,7 @@ impl<'a> Block<'a> {
         let Some((memory, offset)) = address_space().find(at, len) else {
             let index = self.index;
             return Err(KernelFault(format!(
-                "block {index} touched {len} bytes at illegal address {at}"
+                "block {index} accessed {len} bytes at illegal address {at}"
             )));
         };
         Ok(memory.with_bytes(|bytes| access(bytes.slice(offset, len)?))?)

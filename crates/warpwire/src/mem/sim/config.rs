@@ -1,4 +1,4 @@
-//! How the simulated machine is set up, by value or by the variable `WARPWIRE_SIM`.
+//! Configuration of the simulated machine, by value or by the variable `WARPWIRE_SIM`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,15 +7,15 @@ use std::time::Duration;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that sets up the simulator.
+/// Environment variable that configures the simulator; see [`SimConfig`] for the settings.
 pub const ENV_VAR: &str = "WARPWIRE_SIM";
 
-/// Sorts of operations that the simulator can be told to fail.
+/// Kinds of operations that the simulator can be configured to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     /// Any operation.
     Any,
-    /// Allocating.
+    /// Allocations.
     Alloc,
     /// Copies and fills on a stream.
     Copy,
@@ -34,22 +34,22 @@ impl OpKind {
         ("launch", Self::Launch),
     ];
 
-    /// Whether an operation of sort `other` counts for this one.
+    /// Whether an operation of kind `other` counts for this one.
     pub(super) fn covers(self, other: Self) -> bool {
         self == Self::Any || self == other
     }
 }
 
-/// The n-th operation of a sort, counted from 1.
+/// The n-th operation of a kind, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailNth {
-    /// Which operations count.
+    /// The kind of operations that are counted.
     pub kind: OpKind,
-    /// Which of them is meant.
+    /// Number of the operation that fails, from 1.
     pub number: u64,
 }
 
-/// The simulated machine: how many GPUs, how large, how slow, and what goes wrong.
+/// The simulated machine: number, size and speed of its GPUs, and injected faults.
 ///
 /// ```
 /// use warpwire::mem::sim::SimConfig;
@@ -60,22 +60,24 @@ pub struct FailNth {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimConfig {
-    /// How many GPUs (`gpus=2`).
+    /// Number of GPUs, 1 to 64 (`gpus=2`).
     pub gpus: u32,
-    /// How much memory each has (`memory=4GiB`). It costs host memory only where it is written.
+    /// Memory per GPU, 64 KiB to 1 TiB (`memory=4GiB`). Only pages that are written use host
+    /// memory.
     pub memory: u64,
-    /// A pause before each copy or fill (`copy_delay=50us`).
+    /// Delay before each copy or fill (`copy_delay=50us`).
     pub copy_delay: Duration,
-    /// Kernels stand still for up to so long before one memory access in 16, chosen at random
-    /// (`jitter=200us`): interleavings that are rare otherwise become common, and with them races.
+    /// Maximum length of a random pause of a kernel before one in 16 memory accesses, chosen at
+    /// random (`jitter=200us`): rare interleavings become common, and races with them.
     pub jitter: Duration,
-    /// Fail the n-th operation of a sort (`fail=copy:3`), once.
+    /// Fail the n-th operation of a kind (`fail=copy:3`), once.
     pub fail: Option<FailNth>,
-    /// Move the memory that it touched after every so many stream operations (`move_every=100`).
+    /// After every N-th stream operation, move the memory that it accessed (`move_every=100`).
     pub move_every: Option<u64>,
-    /// Free the memory that it touched under its users after this many stream operations (`free_at=500`).
+    /// After the N-th stream operation, free the memory that it accessed, under its users
+    /// (`free_at=500`).
     pub free_at: Option<u64>,
-    /// Streams cannot wait for NOR (`nor=off`), as on some devices.
+    /// Whether streams can wait for NOR; some devices cannot (`nor=off`).
     pub wait_nor: bool,
 }
 
@@ -97,7 +99,7 @@ impl Default for SimConfig {
 impl SimConfig {
     const MAX_GPUS: u32 = 64;
 
-    /// The setup that `WARPWIRE_SIM` asks for; the default one if it is not set.
+    /// The configuration in `WARPWIRE_SIM`; the default if it is not set.
     pub fn from_env() -> Result<Self> {
         match std::env::var(ENV_VAR) {
             Ok(text) => text.parse(),
@@ -161,7 +163,7 @@ impl FromStr for FailNth {
             let number = number.parse().ok().filter(|n| *n > 0)?;
             Some(Self { kind, number })
         });
-        parsed.ok_or_else(|| bad_setting(format!("{text:?} names no operation")))
+        parsed.ok_or_else(|| bad_setting(format!("{text:?} is not of the form kind:number")))
     }
 }
 
@@ -176,9 +178,7 @@ impl fmt::Display for FailNth {
 }
 
 fn parse_integer<N: FromStr>(key: &str, value: &str) -> Result<N> {
-    value
-        .parse()
-        .map_err(|_| bad_setting(format!("{key}={value:?} is not a whole number in range")))
+    value.parse().map_err(|_| bad_setting(format!("{key}={value:?} is not an integer in range")))
 }
 
 fn parse_switch(key: &str, value: &str) -> Result<bool> {
@@ -191,10 +191,10 @@ fn parse_switch(key: &str, value: &str) -> Result<bool> {
 
 #[cold]
 fn bad_setting(why: impl Into<String>) -> Error {
-    Error::new(Kind::Malformed, "set up the simulated GPU")
-        .on(ENV_VAR)
-        .why(why.into())
-        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,jitter=200us,fail=copy:3,move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)")
+    Error::new(Kind::Malformed, "configure the simulated GPU").on(ENV_VAR).why(why.into()).fix(
+        "use settings like gpus=2,memory=4GiB,copy_delay=50us,jitter=200us,fail=copy:3,\
+             move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)",
+    )
 }
 
 #[cfg(test)]
@@ -202,8 +202,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_reads() {
-        let text = " gpus=8, memory=1GiB,copy_delay=2ms,jitter=9us,fail=launch:7,move_every=10,free_at=3,nor=off, ";
+    fn every_setting_parses() {
+        let text = " gpus=8, memory=1GiB,copy_delay=2ms,jitter=9us,fail=launch:7,move_every=10,\
+                    free_at=3,nor=off, ";
         let config: SimConfig = text.parse().unwrap();
         let expected = SimConfig {
             gpus: 8,
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_settings_are_named() {
+    fn invalid_settings_are_named_in_the_error() {
         for (text, named) in [
             ("gpus", "gpus"),
             ("gpus=0", "between 1 and 64"),

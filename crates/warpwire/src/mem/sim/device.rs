@@ -23,16 +23,16 @@ use super::stream::{SimEvent, SimStream};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// What a simulated GPU holds now. After everything was dropped, all of it is zero.
+/// The objects that exist on a simulated GPU. All counts are zero after everything was dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LiveObjects {
-    /// Pieces of memory, pinned, borrowed-from-others' and imported ones too.
+    /// Allocations, including pinned, registered and imported memory.
     pub allocations: u64,
     /// Bytes of device memory.
     pub device_bytes: u64,
     /// Bytes of pinned host memory.
     pub pinned_bytes: u64,
-    /// Streams, those too that were dropped with work in flight.
+    /// Streams, including those that were dropped with work in flight.
     pub streams: u64,
     /// Events.
     pub events: u64,
@@ -47,9 +47,9 @@ struct Counters {
     events: AtomicU64,
 }
 
-/// What goes wrong, and when.
+/// Injected faults and their counters.
 struct FaultInjection {
-    /// Operations of the sort named so far.
+    /// The operation to fail, and the number of operations of that kind so far.
     fail: Option<(FailNth, u64)>,
     copy_delay: Duration,
     move_every: Option<u64>,
@@ -84,7 +84,7 @@ impl SimDevice {
             total_memory: config.memory,
         };
         let no_nic =
-            || Capability::No("no NIC reaches simulated memory; the software HCA does".into());
+            || Capability::No("NICs cannot access simulated memory; the software HCA can".into());
         let capabilities = Capabilities {
             dmabuf_export: Capability::Yes,
             gpudirect_rdma: no_nic(),
@@ -95,7 +95,7 @@ impl SimDevice {
             stream_mem_ops: Capability::Yes,
             stream_wait_nor: Capability::when(
                 config.wait_nor,
-                "the simulated GPU was set up without it",
+                "the simulated GPU is configured with nor=off",
             ),
             flush_remote_writes: Capability::Yes,
             graphs: Capability::Yes,
@@ -123,7 +123,7 @@ impl SimDevice {
         self.info.label()
     }
 
-    /// Takes `len` bytes off what is left, or says that there is not as much.
+    /// Accounts for `len` bytes. Fails with `OutOfMemory` if fewer are free.
     pub(super) fn reserve(&self, len: u64, kind: MemoryKind) -> Result<()> {
         self.check_alive()?;
         self.count_op(OpKind::Alloc)?;
@@ -132,7 +132,7 @@ impl SimDevice {
                 self.counters.pinned_bytes.fetch_add(len, Ordering::AcqRel);
                 true
             }
-            // Another process pays for what is imported.
+            // Imported memory is accounted for in the exporting process.
             MemoryKind::Imported => true,
             _ => self.take_device_bytes(len),
         };
@@ -187,7 +187,7 @@ impl SimDevice {
         count(&self.counters.events, created);
     }
 
-    /// Counts an operation, and fails it if it is the one that was to fail.
+    /// Counts an operation, and fails it if it is the one configured to fail.
     pub(super) fn count_op(&self, kind: OpKind) -> Result<()> {
         let mut fault_injection = self.fault_injection.lock();
         let Some((nth, seen)) = &mut fault_injection.fail else {
@@ -204,10 +204,10 @@ impl SimDevice {
         fault_injection.fail = None;
         Err(Error::new(Kind::StreamFailed, "finish an operation")
             .on(self.label())
-            .why(format!("the simulator was told to fail {injected}")))
+            .why(format!("the simulator was configured to fail {injected}")))
     }
 
-    /// After a stream operation on `memory`: moves or frees it if that is its turn.
+    /// Called after a stream operation on `memory`: moves or frees it if configured.
     pub(super) fn after_op(&self, memory: &SimMemory) {
         let (moves, frees) = {
             let mut fault_injection = self.fault_injection.lock();
@@ -216,7 +216,7 @@ impl SimDevice {
             let moves = fault_injection.move_every.is_some_and(|every| count.is_multiple_of(every));
             (moves, fault_injection.free_at == Some(count))
         };
-        // Memory that cannot move, or went away meanwhile, is passed over: the next turn will come.
+        // Memory that cannot move, or was freed meanwhile, is skipped until the next time.
         if moves {
             let _ = memory.relocate();
         }
@@ -225,14 +225,14 @@ impl SimDevice {
         }
     }
 
-    /// Has the calling kernel stand still at times: see `SimConfig::jitter`.
+    /// Pauses the calling kernel at random: see `SimConfig::jitter`.
     pub(super) fn inject_jitter(&self) {
         thread_local!(static RANDOM: Cell<u64> = const { Cell::new(0) });
         if self.jitter.is_zero() {
             return;
         }
         let random = RANDOM.with(|word| {
-            // A thread begins with a number of its own: where its stack lies.
+            // Seeded with the address of a local variable, which differs between threads.
             let seed = if word.get() == 0 { std::ptr::from_ref(&word) as u64 } else { word.get() };
             let next = seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
             word.set(next);
@@ -255,7 +255,7 @@ impl SimDevice {
         self.fault_injection.lock().fail = Some((nth, 0));
     }
 
-    /// The device falls off the bus: all work ends with an error.
+    /// Simulates a device that falls off the bus: all work fails.
     pub(super) fn kill(&self) {
         self.dead.store(true, Ordering::Release);
     }
@@ -268,9 +268,7 @@ impl SimDevice {
         if !self.is_dead() {
             return Ok(());
         }
-        Err(Error::new(Kind::DeviceLost, "use the device")
-            .on(self.label())
-            .why("it was told to die"))
+        Err(Error::new(Kind::DeviceLost, "use the device").on(self.label()).why("it was killed"))
     }
 }
 
@@ -302,7 +300,7 @@ impl DeviceBackend for SimDevice {
         if matches!(kind, MemoryKind::Borrowed | MemoryKind::Imported) {
             return Err(Error::new(Kind::InvalidArgument, "allocate memory")
                 .on(self.label())
-                .why(format!("{kind} memory is not allocated")));
+                .why(format!("{kind} memory cannot be allocated")));
         }
         Ok(SimMemory::create(self, len, kind)?)
     }
@@ -318,7 +316,7 @@ impl DeviceBackend for SimDevice {
             return failure("no simulated memory holds all of that range".into());
         };
         if !Arc::ptr_eq(owner.device(), &self) {
-            return failure(format!("the memory is of {}", owner.device().label()));
+            return failure(format!("the memory belongs to {}", owner.device().label()));
         }
         Ok(Arc::new(Borrowed { device: self, address, len }))
     }
@@ -376,8 +374,8 @@ impl ModuleBackend for SimModule {
         let what = format!("set {variable:?} of program {:?}", self.program.name());
         Err(Error::new(Kind::Unsupported, what)
             .on(self.device.label())
-            .why("block functions have no variables on the device")
-            .fix("let the function capture the value, or pass it as an argument"))
+            .why("block functions have no device variables")
+            .fix("capture the value in the function, or pass it as an argument"))
     }
 }
 

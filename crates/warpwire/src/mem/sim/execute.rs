@@ -1,4 +1,4 @@
-//! What each operation does on the simulated GPU.
+//! Execution of stream operations on the simulated GPU.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,10 +18,10 @@ use super::stream::{Core, QueuedOp, SimGraph};
 use crate::error::{Error, Kind, Result};
 use crate::sync::Backoff;
 
-/// How many blocks run at once, each on a thread of its own.
+/// Maximum number of blocks in a grid; each runs on its own thread.
 pub(super) const MAX_BLOCKS: u32 = 512;
 
-/// Runs the operations of one stream.
+/// Executes the operations of one stream.
 pub(super) struct Runner<'a> {
     stream: &'a Core,
 }
@@ -50,7 +50,7 @@ impl<'a> Runner<'a> {
             StreamOp::Call(call) => {
                 call.call();
                 if call.has_panicked() {
-                    Err(self.failure("call the host", "the function panicked"))
+                    Err(self.failure("run a host function", "it panicked"))
                 } else {
                     Ok(())
                 }
@@ -59,7 +59,7 @@ impl<'a> Runner<'a> {
             StreamOp::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
                 let ops = graph.downcast_ref::<SimGraph>().map_or(&[][..], |graph| &graph.ops);
-                // A replayed recording is a new one, made when its turn comes.
+                // Each replay makes a new event record, at the time of execution.
                 ops.iter().try_for_each(|op| self.run(&QueuedOp::new(op.clone())))
             }
         }
@@ -104,7 +104,7 @@ impl<'a> Runner<'a> {
                     outcome?;
                 }
                 MemOp::Copy { to, from } => self.move_bytes(to, from)?,
-                // The stream's thread writes in order already, and so does whoever writes to its memory.
+                // The stream's thread writes in order, and so do all other writers to its memory.
                 MemOp::Barrier | MemOp::Flush => {}
             }
         }
@@ -172,10 +172,10 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Runs all blocks of a grid at the same time and returns the first fault.
+/// Runs all blocks of a grid concurrently and returns the first fault.
 ///
-/// No block starts before all have a thread: blocks may wait for each other, and a grid that is only
-/// partly there would never end.
+/// No block starts before all have a thread: blocks may wait for each other, so an incomplete grid
+/// could never finish.
 fn run_grid(
     grid: u32,
     run: impl Fn(u32, &AtomicBool) -> std::result::Result<(), KernelFault> + Sync,
@@ -196,7 +196,7 @@ fn run_grid(
             };
             if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, body) {
                 *start_lock = false;
-                let fault = KernelFault::new(format!("block {index} got no thread: {error}"));
+                let fault = KernelFault::new(format!("no thread for block {index}: {error}"));
                 first_fault.lock().get_or_insert(fault);
                 break;
             }

@@ -1,4 +1,4 @@
-//! The simulator's memory: memfd files behind addresses that the CPU cannot follow.
+//! The simulator's memory: memfds at addresses that the CPU cannot dereference.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -25,23 +25,23 @@ use super::super::window::{CpuMapping, MappingType, WindowPath};
 use super::device::SimDevice;
 use crate::error::{Error, Kind, Result};
 
-/// What old backing is filled with when memory moves or is freed, so that stale readers are found out.
+/// Byte value that fills the old backing when memory moves or is freed, to expose stale readers.
 pub const POISON: u8 = 0xde;
 
-/// In the place of the number of pins, while memory moves.
+/// Value of `pins` while the memory moves.
 const MOVING: u64 = u64::MAX;
 
-/// The size of simulated memory is final.
+/// Seals that make the size of simulated memory final.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// A memfd and its mapping, or memory of somebody else's.
+/// A memfd and its mapping, or host memory of another owner.
 pub(super) struct Backing {
     file: std::result::Result<OwnedFd, HostOwner>,
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
+// SAFETY: the mapping is owned by this value and only accessed through SharedBytes.
 unsafe impl Send for Backing {}
 // SAFETY: as above.
 unsafe impl Sync for Backing {}
@@ -51,7 +51,7 @@ impl Backing {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create(name, flags).map_err(|e| memfd_error(e, len))?;
         ftruncate(&file, len).map_err(|e| memfd_error(e, len))?;
-        // The file goes to other processes: one that cut it short would kill those who have it mapped.
+        // The file is shared with other processes: truncating it would kill those that map it.
         fcntl_add_seals(&file, SEALS).map_err(|e| memfd_error(e, len))?;
         Self::map(file, len)
     }
@@ -69,12 +69,13 @@ impl Backing {
     }
 
     fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: mapped for as long as this value lives, which the lifetime says; no references exist.
+        // SAFETY: mapped while this value lives, which the view's lifetime does not exceed; no
+        // references exist.
         unsafe { SharedBytes::new(self.base, self.len) }
     }
 
-    /// The ranges that were ever written. The rest reads as zero and takes no memory; huge simulated
-    /// buffers are mostly such holes.
+    /// The ranges that were ever written. The rest reads as zero and uses no memory; large
+    /// simulated buffers are mostly such holes.
     fn data_ranges(&self) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         let mut at = 0;
@@ -87,7 +88,7 @@ impl Backing {
         ranges
     }
 
-    /// Takes over the contents of `old` and poisons what it held.
+    /// Copies the contents of `old`, then poisons it.
     fn copy_and_poison(&self, old: &Backing) -> Result<()> {
         for (start, len) in old.data_ranges() {
             self.bytes().copy_from(start, &old.bytes(), start, len)?;
@@ -118,20 +119,20 @@ fn memfd_error(error: rustix::io::Errno, len: u64) -> Error {
     Error::os(format!("back {len} bytes of simulated memory with a memfd"), &error.into())
 }
 
-/// A piece of simulated memory.
+/// An allocation of simulated memory.
 pub(super) struct SimMemory {
     device: Arc<SimDevice>,
     address: DeviceAddr,
     len: u64,
     kind: MemoryKind,
-    /// Where the bytes are; `None` once they are gone. Users hold it for reading while they touch
-    /// bytes, so that a move or a free happens between accesses and never under one.
+    /// The bytes; `None` once freed. Users hold the lock for reading during an access, so that a
+    /// move or a free happens between accesses, never during one.
     backing: RwLock<Option<Backing>>,
     /// A fixed view for pinned memory, whose backing never moves.
     pinned: Option<Backing>,
     listeners: Mutex<BTreeMap<u64, MemoryListener>>,
     next_listener: AtomicU64,
-    /// How many keep it from moving.
+    /// Number of pins that keep the memory from moving, or [`MOVING`].
     pins: AtomicU64,
 }
 
@@ -142,7 +143,7 @@ impl SimMemory {
         Self::from_backing(device, made?, len, kind)
     }
 
-    /// Memory that somebody else mapped for the CPU.
+    /// Wraps memory that another owner mapped for the CPU.
     pub(super) fn register(
         device: Arc<SimDevice>,
         (base, len): (NonNull<u8>, u64),
@@ -159,7 +160,7 @@ impl SimMemory {
         len: u64,
         kind: MemoryKind,
     ) -> Result<Arc<Self>> {
-        // Pinned memory needs a view that lasts as long as the object, and never moves.
+        // Pinned memory needs a view that lives as long as the object and never moves.
         let (backing, pinned) = match kind {
             MemoryKind::Pinned => (None, Some(made)),
             _ => (Some(made), None),
@@ -184,11 +185,11 @@ impl SimMemory {
         let name = MemfdHandle::decode(handle.body_for(Backend::Sim)?)?;
         let file = name.open()?;
         let size = fstat(&file).map_err(|e| memfd_error(e, handle.len()))?;
-        // The seals show that it is simulated memory, and no other file that a handle might name.
+        // The seals show that this is simulated memory, not another file that a handle might name.
         let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
         let same_size = u64::try_from(size.st_size).ok() == Some(handle.len());
         if size.st_ino != name.inode || !same_size || !sealed {
-            return Err(name.stale("the descriptor now names something else"));
+            return Err(name.stale("the descriptor now refers to another file"));
         }
         device.reserve(handle.len(), MemoryKind::Imported)?;
         let mapped = Backing::map(file, handle.len())
@@ -196,7 +197,7 @@ impl SimMemory {
         Self::from_backing(device, mapped?, handle.len(), MemoryKind::Imported)
     }
 
-    /// Runs `access` on the bytes, which stay where they are meanwhile.
+    /// Runs `access` on the bytes, which do not move during the call.
     pub(super) fn with_bytes<R>(
         &self,
         access: impl FnOnce(SharedBytes<'_>) -> Result<R>,
@@ -204,7 +205,8 @@ impl SimMemory {
         if let Some(pinned) = &self.pinned {
             return access(pinned.bytes());
         }
-        // Recursive: a copy inside one allocation takes the lock twice, and a mover may wait in between.
+        // Recursive: a copy within one allocation takes the lock twice, and a writer may queue in
+        // between.
         let backing: RwLockReadGuard<'_, _> = self.backing.read_recursive();
         match &*backing {
             Some(backing) => access(backing.bytes()),
@@ -216,7 +218,8 @@ impl SimMemory {
         &self.device
     }
 
-    /// Moves the bytes to other backing: watchers are told before and after, the old place is poisoned.
+    /// Moves the bytes to new backing: watchers are notified before and after, the old backing is
+    /// poisoned.
     pub(super) fn relocate(&self) -> Result<()> {
         if self.pinned.is_some() || self.kind == MemoryKind::Imported {
             return Err(Error::new(Kind::Unsupported, "move memory")
@@ -224,15 +227,15 @@ impl SimMemory {
                 .why(format!("{} memory does not move", self.kind)));
         }
         let new_backing = Backing::create(self.len, "warpwire-sim")?;
-        // A mark, so that nobody pins it on the way.
+        // Keeps the memory from being pinned during the move.
         let marked = self.pins.compare_exchange(0, MOVING, Ordering::AcqRel, Ordering::Acquire);
         if let Err(pins) = marked {
             let why = match pins {
                 MOVING => "it is moving already".to_owned(),
-                pins => format!("{pins} of its users keep it where it is"),
+                pins => format!("{pins} of its users have pinned it"),
             };
             let error = Error::new(Kind::Busy, "move memory").on(self.device.label()).why(why);
-            return Err(error.fix("wait until they are done, or let them attach dynamically"));
+            return Err(error.fix("wait until they unpin it, or let them attach dynamically"));
         }
         let moved = self.move_to(new_backing);
         self.pins.store(0, Ordering::Release);
@@ -253,12 +256,12 @@ impl SimMemory {
         Ok(())
     }
 
-    /// Takes the bytes away under their users, and poisons them for those who still map them.
+    /// Frees the memory under its users, and poisons it for those that still map it.
     pub(super) fn force_remove(&self) -> Result<()> {
         if self.pinned.is_some() || self.kind == MemoryKind::Imported {
             return Err(Error::new(Kind::Unsupported, "free memory under its users")
                 .on(self.device.label())
-                .why(format!("{} memory is not the device's own", self.kind)));
+                .why(format!("{} memory does not belong to the device", self.kind)));
         }
         self.remove().ok_or_else(|| self.freed_error())?.poison()
     }
@@ -330,7 +333,7 @@ impl MemoryBackend for SimMemory {
             return Err(Error::new(Kind::Busy, "pin memory")
                 .on(self.device.label())
                 .why("it is moving")
-                .fix("try again when it has moved"));
+                .fix("retry after the move"));
         }
         Ok(PinGuard::new(move || {
             self.pins.fetch_sub(1, Ordering::AcqRel);
@@ -343,7 +346,8 @@ impl MemoryBackend for SimMemory {
         let memory = Arc::downgrade(&self);
         Ok(WatchGuard::new(move || {
             if let Some(memory) = memory.upgrade() {
-                // Dropped outside of the lock: a listener may hold anything, another watch too.
+                // Dropped outside of the lock: a listener may own anything, including another
+                // watch.
                 let ended = memory.listeners.lock().remove(&number);
                 drop(ended);
             }
@@ -358,23 +362,23 @@ impl MemoryBackend for SimMemory {
         if path != WindowPath::Memfd {
             return Err(Error::new(Kind::Unsupported, "map memory")
                 .on(self.device.label())
-                .why("simulated memory is mapped as the memfd that it lies in"));
+                .why("simulated memory can only be mapped through its memfd"));
         }
-        // All of it, so that no rounding is needed; only the range asked for is ever touched.
+        // Maps all of it, so that no rounding is needed; only the requested range is accessed.
         let file = self.with_file(|file| file.try_clone_to_owned())?;
         let backing = Backing::map(file.map_err(|e| Error::os("map memory", &e))?, self.len)?;
-        // A child process must not reach the parent's device memory.
-        // SAFETY: the mapping has just been made, with this base and length.
+        // A forked child must not access the parent's device memory.
+        // SAFETY: the mapping was just created, with this base and length.
         unsafe { madvise(backing.base.as_ptr().cast(), backing.len, Advice::LinuxDontFork) }
             .map_err(|e| memfd_error(e, self.len))?;
-        // SAFETY: the offset lies inside the memory, by this trait's rule.
+        // SAFETY: the offset is inside the memory, by this trait's contract.
         let base = unsafe { backing.base.add(offset as usize) };
         Ok(CpuMapping::new(base, len, MappingType::Cached, Box::new(backing)))
     }
 
     fn free(&self) -> Result<()> {
         if self.pinned.is_some() {
-            // The CPU may hold views of it: the bytes go with the last handle, the address goes now.
+            // The CPU may hold views: the bytes are freed with the last handle, the address now.
             address_space().remove(self.address);
         }
         self.remove();
@@ -395,8 +399,8 @@ impl SimMemory {
             Ok(file) => Ok(f(file.as_fd())),
             Err(_) => Err(Error::new(Kind::Unsupported, "share memory")
                 .on(self.device.label())
-                .why("it is the host's, which this device was let reach")
-                .fix("share it by its owner's means")),
+                .why("it is registered host memory")
+                .fix("share it through its owner")),
         }
     }
 }
@@ -410,7 +414,7 @@ impl Drop for SimMemory {
     }
 }
 
-/// How another process finds a memfd: the owner's process, its descriptor, and the file's identity.
+/// Identifies a memfd to another process: PID, descriptor and inode number.
 struct MemfdHandle {
     pid: u32,
     fd: i32,
@@ -447,7 +451,9 @@ impl MemfdHandle {
         let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
         let opened = File::options().read(true).write(true).open(&path);
         opened.map(OwnedFd::from).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => self.stale("its process or descriptor is gone"),
+            std::io::ErrorKind::NotFound => {
+                self.stale("its process or descriptor no longer exists")
+            }
             _ => Error::os(format!("open simulated memory at {path}"), &error)
                 .fix("run both processes as the same user"),
         })
@@ -462,14 +468,14 @@ impl MemfdHandle {
     }
 }
 
-/// All simulated memory of this process, by address. Addresses are never used twice, so that a stale
-/// one never names a newcomer.
+/// All simulated memory of this process, by address. Addresses are never reused, so a stale one
+/// never refers to newer memory.
 pub(super) struct AddressSpace {
     next: AtomicU64,
     allocations: RwLock<BTreeMap<u64, Weak<SimMemory>>>,
 }
 
-/// Not canonical on any processor: following such an address is a fault at once.
+/// Not canonical on any processor: dereferencing such an address faults immediately.
 const FIRST_ADDRESS: u64 = 0x5157_0000_0000_0000;
 const ALIGNMENT: u64 = 2 << 20;
 
@@ -482,7 +488,7 @@ pub(super) fn address_space() -> &'static AddressSpace {
 }
 
 impl AddressSpace {
-    /// An unused range, with an unused gap behind it.
+    /// Reserves an unused range, followed by an unused gap.
     fn reserve(&self, len: u64) -> DeviceAddr {
         let step = len.next_multiple_of(ALIGNMENT) + ALIGNMENT;
         DeviceAddr::new(self.next.fetch_add(step, Ordering::Relaxed))
@@ -496,9 +502,9 @@ impl AddressSpace {
         self.allocations.write().remove(&address.raw());
     }
 
-    /// The memory that holds all of `address..address + len`, and where in it that begins.
+    /// The memory that contains all of `address..address + len`, and the offset of the range in it.
     pub(super) fn find(&self, address: DeviceAddr, len: u64) -> Option<(Arc<SimMemory>, u64)> {
-        // The lock is let go before the memory is: dropping the last handle takes it for writing.
+        // The lock is released before the memory: dropping the last handle takes it for writing.
         let memory = {
             let allocations = self.allocations.read();
             let (_, memory) = allocations.range(..=address.raw()).next_back()?;
@@ -510,7 +516,7 @@ impl AddressSpace {
     }
 }
 
-/// Memory that somebody else allocated on a simulated GPU, found anew at each use.
+/// Memory that another library allocated on a simulated GPU; looked up again at each use.
 pub(super) struct Borrowed {
     pub(super) device: Arc<SimDevice>,
     pub(super) address: DeviceAddr,
@@ -597,8 +603,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn simulated_addresses_cannot_be_followed() {
-        // Bits 63..57 of a user address are zero on every processor that we run on.
+    fn simulated_addresses_cannot_be_dereferenced() {
+        // Bits 63..57 of a user address are zero on every supported processor.
         assert_ne!(FIRST_ADDRESS >> 57, 0);
     }
 }

@@ -1,11 +1,12 @@
 //! A simulated GPU: a device, not a mock.
 //!
-//! Its memory lies in memfd files that other processes can open, behind addresses that the CPU cannot
-//! follow; its streams run by themselves, in order, beside each other; its kernels are Rust functions of
-//! which all blocks run at once. It can be told to be slow, to move memory, to take memory away under
-//! its users, to fail and to die. Everything above `mem` is tested on it.
+//! Its memory consists of memfds that other processes can open, at addresses that the CPU cannot
+//! dereference. Its streams run asynchronously, each in order, concurrently with each other. Its
+//! kernels are Rust functions, all blocks of which run concurrently. It can be configured to be
+//! slow, to move memory, to free memory under its users, to fail and to die. Everything above `mem`
+//! is tested on it.
 //!
-//! `WARPWIRE_SIM` sets up the simulated machine that commands see; see [`SimConfig`].
+//! `WARPWIRE_SIM` configures the simulated machine that commands see; see [`SimConfig`].
 
 mod block;
 mod config;
@@ -29,7 +30,7 @@ use crate::error::{Error, Kind, Result};
 use device::SimDevice;
 use memory::address_space;
 
-/// A machine of simulated GPUs. Clones are the same machine.
+/// A machine with simulated GPUs. Clones refer to the same machine.
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -44,32 +45,32 @@ pub struct Sim {
 }
 
 impl Sim {
-    /// A new machine, apart from all others in this process.
+    /// Creates a machine, independent of all others in this process.
     pub fn start(config: SimConfig) -> Result<Self> {
         config.check()?;
         let gpus = (0..config.gpus).map(|ordinal| Arc::new(SimDevice::new(ordinal, &config)));
         Ok(Self { gpus: gpus.collect() })
     }
 
-    /// The one machine of this process that `WARPWIRE_SIM` sets up.
+    /// The process-wide machine, configured by `WARPWIRE_SIM`.
     pub fn from_env() -> Result<Self> {
         static MACHINE: OnceLock<Result<Sim>> = OnceLock::new();
         MACHINE.get_or_init(|| SimConfig::from_env().and_then(Self::start)).clone()
     }
 
-    /// All of its devices.
+    /// All devices, by ordinal.
     pub fn devices(&self) -> Vec<Device> {
         let device = |gpu: &Arc<SimDevice>| Device::from_backend(gpu.clone());
         self.gpus.iter().map(device).collect()
     }
 
-    /// The device of that number.
+    /// The device with that ordinal.
     pub fn device(&self, ordinal: u32) -> Result<Device> {
         let backend = self.find(ordinal)?.clone();
         Ok(Device::from_backend(backend))
     }
 
-    /// The strings behind the device of that number.
+    /// The fault injection interface of the device with that ordinal.
     pub fn control(&self, ordinal: u32) -> Result<SimControl> {
         Ok(SimControl { gpu: self.find(ordinal)?.clone() })
     }
@@ -83,27 +84,27 @@ impl Sim {
     }
 }
 
-/// The device of whichever simulated machine of this process has memory at `address`.
+/// The device, of any simulated machine in this process, that owns the memory at `address`.
 pub(super) fn owner_of(address: DeviceAddr) -> Option<Device> {
     let (memory, _) = address_space().find(address, 1)?;
     Some(Device::from_backend(memory.device().clone()))
 }
 
-/// The strings behind a simulated GPU: what tests pull to see how others bear it.
+/// Controls a simulated GPU: fault injection and leak checks for tests.
 #[derive(Clone)]
 pub struct SimControl {
     gpu: Arc<SimDevice>,
 }
 
 impl SimControl {
-    /// What the device holds now.
+    /// The objects that exist on the device now.
     pub fn live_objects(&self) -> LiveObjects {
         self.gpu.live_objects()
     }
 
-    /// Waits until the device holds nothing, and says what it held last if it did not come to that.
+    /// Waits until the device holds no objects. On timeout returns those that remain.
     ///
-    /// Streams end by themselves, a little after they are dropped.
+    /// A stream ends asynchronously, shortly after it is dropped.
     pub fn wait_empty(&self, timeout: Duration) -> std::result::Result<(), LiveObjects> {
         let start = Instant::now();
         loop {
@@ -118,37 +119,37 @@ impl SimControl {
         }
     }
 
-    /// Moves an allocation to other backing. Those who [watch](Allocation::watch) it are told before
+    /// Moves an allocation to new backing memory. [Watchers](Allocation::watch) are notified before
     /// and after; the old backing is filled with [`POISON`].
     pub fn relocate(&self, memory: &Allocation) -> Result<()> {
         self.find_own(memory)?.relocate()
     }
 
-    /// Frees an allocation under its users: their next access is an error, and the old backing is
+    /// Frees an allocation under its users: their next access fails, and the old backing is
     /// filled with [`POISON`].
     pub fn force_free(&self, memory: &Allocation) -> Result<()> {
         self.find_own(memory)?.force_remove()
     }
 
-    /// Fails the n-th operation of a sort from now on, once.
+    /// Fails the n-th operation of a kind, counted from now, once.
     pub fn fail(&self, nth: FailNth) {
         self.gpu.set_failure(nth);
     }
 
-    /// Pauses this long before every copy.
+    /// Sets a delay before every copy.
     pub fn delay_copies(&self, delay: Duration) {
         self.gpu.set_copy_delay(delay);
     }
 
-    /// Kills the device: everything on it ends with an error, for good.
+    /// Kills the device: all work on it fails from now on.
     pub fn kill(&self) {
         self.gpu.kill();
     }
 
     fn find_own(&self, memory: &Allocation) -> Result<Arc<memory::SimMemory>> {
         let found = address_space().find(memory.address(), memory.len());
-        let find_own = found.filter(|(owner, _)| Arc::ptr_eq(owner.device(), &self.gpu));
-        find_own.map(|(owner, _)| owner).ok_or_else(|| {
+        let own = found.filter(|(owner, _)| Arc::ptr_eq(owner.device(), &self.gpu));
+        own.map(|(owner, _)| owner).ok_or_else(|| {
             Error::new(Kind::NotDeviceMemory, "find memory")
                 .on(self.gpu.label())
                 .why(format!("it has no live memory at {}", memory.address()))

@@ -1,4 +1,4 @@
-//! The simulator's streams: a thread each, which runs operations in order.
+//! The simulator's streams: each has a thread that runs its operations in order.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -36,14 +36,14 @@ struct Queue {
     blocked: Option<StreamOp>,
 }
 
-/// An operation in a queue, with the recording of an event that it makes or waits for.
+/// A queued operation, with the event record that it completes or waits for.
 pub(super) struct QueuedOp {
     pub(super) op: StreamOp,
     pub(super) event_record: Option<Arc<EventRecord>>,
 }
 
 impl QueuedOp {
-    /// Fixes, when the operation is queued, which recording of an event it means.
+    /// Binds the operation, at the time it is queued, to an event record.
     pub(super) fn new(op: StreamOp) -> Self {
         let event_record = match &op {
             StreamOp::Record(event) => sim_event(event).map(SimEvent::event_record),
@@ -53,7 +53,7 @@ impl QueuedOp {
         Self { op, event_record }
     }
 
-    /// Tells those who wait for the recording that it will not come.
+    /// Fails the event record, so that waits for it end.
     fn fail(&self, error: &Error) {
         if let (StreamOp::Record(_), Some(event_record)) = (&self.op, &self.event_record) {
             event_record.fail(error);
@@ -92,16 +92,16 @@ impl Drop for SimStream {
 }
 
 impl Core {
-    /// The stream's thread: until the stream is dropped and its work done.
+    /// Body of the stream's thread: runs until the stream is dropped and its work has completed.
     fn run(self: Arc<Self>) {
         while let Some(entry) = self.next() {
-            // Listeners and closures are anybody's code: their panics fail the stream, not its thread.
+            // Listeners and closures are user code: a panic fails the stream, not its thread.
             let run = || {
                 let outcome = Runner::new(&self).run(&entry);
                 outcome.inspect_err(|error| entry.fail(error))
             };
             let outcome = self.catch_panic(run);
-            // What the operation used is let go before the stream can look idle.
+            // Resources of the operation are released before the stream can look idle.
             let dropped = self.catch_panic(move || {
                 drop(entry);
                 Ok(())
@@ -147,7 +147,7 @@ impl Core {
         });
     }
 
-    /// Notes the wait that the stream is in, for whoever asks what it is blocked on.
+    /// Publishes the wait that the stream is in, for `blocked_on`.
     pub(super) fn set_blocked(&self, op: Option<StreamOp>) {
         self.queue.lock().blocked = op;
     }
@@ -169,7 +169,7 @@ impl StreamBackend for SimStream {
             let what = format!("launch {} blocks", launch.grid);
             return Err(Error::new(Kind::InvalidArgument, what)
                 .on(self.core.label())
-                .why(format!("the simulator runs at most {MAX_BLOCKS} blocks at once")));
+                .why(format!("the simulator runs at most {MAX_BLOCKS} concurrent blocks")));
         }
         let mut queue = self.core.queue.lock();
         if let Some(failure) = &queue.failure {
@@ -192,7 +192,7 @@ impl StreamBackend for SimStream {
             return Err(failure.clone());
         }
         if queue.captured.is_some() {
-            return Err(capture_in_progress("ask whether it is idle", self.core.label()));
+            return Err(capture_in_progress("query whether it is idle", self.core.label()));
         }
         Ok(queue.waiting.is_empty() && !queue.running)
     }
@@ -260,7 +260,7 @@ impl EventRecord {
     }
 }
 
-/// An event: it stands for its newest recording; who waits for an earlier one holds that.
+/// An event: refers to its latest record; a wait for an earlier one holds that record.
 pub(super) struct SimEvent {
     device: Arc<SimDevice>,
     latest: Mutex<Option<Arc<EventRecord>>>,
@@ -286,9 +286,9 @@ impl SimEvent {
         let completed_at =
             self.last_record().and_then(|event_record| event_record.0.lock().completed_at);
         completed_at.ok_or_else(|| {
-            Error::new(Kind::Busy, "take the time of an event")
+            Error::new(Kind::Busy, "query the time of an event")
                 .on(self.device.label())
-                .why("it has not been recorded and reached")
+                .why("it was not recorded, or has not been reached")
                 .fix("record it and synchronize first")
         })
     }

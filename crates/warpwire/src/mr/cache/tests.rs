@@ -1,4 +1,4 @@
-//! The cache finds what is good, and nothing that is not.
+//! The cache reuses valid registrations, and never those whose memory has changed.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -12,14 +12,14 @@ use crate::mr::AccessDenied;
 
 const PAGE: u64 = 4096;
 
-/// Pages that are mapped until they are dropped. Their addresses stay reserved, so that nobody else comes to lie
-/// there.
+/// Pages that are mapped until dropped. Their addresses stay reserved, so that no other mapping is
+/// placed there.
 struct Pages(*mut c_void, u64);
 
 impl Pages {
     fn map(len: u64) -> Self {
         let none = ProtFlags::empty();
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.
         let base =
             unsafe { mmap_anonymous(std::ptr::null_mut(), len as usize, none, MapFlags::PRIVATE) };
         Self::map_at(base.unwrap(), len)
@@ -37,7 +37,7 @@ impl Pages {
 
 fn cover(reserved: *mut c_void, len: u64, protection: ProtFlags) {
     let flags = MapFlags::PRIVATE | MapFlags::FIXED;
-    // SAFETY: reserved by the test, and no reference to it exists.
+    // SAFETY: the range is reserved by the test, and no reference to it exists.
     let base = unsafe { mmap_anonymous(reserved, len as usize, protection, flags) };
     assert_eq!(base.unwrap(), reserved);
 }
@@ -56,26 +56,26 @@ fn cache(options: CacheOptions) -> (Registry, SoftPd, MrCache) {
 }
 
 fn get(cache: &MrCache, address: u64, len: u64) -> Lease {
-    // SAFETY: what the tests pass is mapped, and touched through registrations alone.
+    // SAFETY: the tests pass mapped memory, and access it through registrations only.
     unsafe { cache.get(address, len) }.unwrap()
 }
 
 #[test]
-fn hits_merges_and_parts() {
+fn hits_merges_and_subranges() {
     let (registry, _, cache) = cache(CacheOptions::default());
     let pages = Pages::map(16 * PAGE);
     let at = pages.at();
     let first = get(&cache, at + PAGE, PAGE);
-    assert_eq!(get(&cache, at + PAGE + 100, 50).rkey(), first.rkey(), "a part");
+    assert_eq!(get(&cache, at + PAGE + 100, 50).rkey(), first.rkey(), "a subrange");
     let second = get(&cache, at + 4 * PAGE, 2 * PAGE);
     assert_ne!(second.rkey(), first.rkey());
-    // Both, and what lies between and beyond.
+    // Both entries, the gap between them, and bytes beyond.
     let all = get(&cache, at + PAGE + 1, 6 * PAGE);
     assert_eq!((all.iova(), all.len()), (at + PAGE, 6 * PAGE + 1));
     let stats = cache.stats();
     assert_eq!((stats.hits, stats.misses, stats.merges, stats.entries), (1, 3, 2, 1));
     assert_eq!(stats.bytes, 6 * PAGE + 1);
-    // Those who use the old ones still can.
+    // Leases of the merged entries stay valid.
     assert!(first.is_live() && second.is_live());
     assert_eq!(registry.len(), 3);
     drop((first, second));
@@ -83,7 +83,7 @@ fn hits_merges_and_parts() {
 }
 
 #[test]
-fn the_longest_unused_goes_first_and_what_is_used_stays() {
+fn the_least_recently_used_is_evicted_and_leased_entries_stay() {
     let options = CacheOptions { max_entries: 2, max_bytes: 10 * PAGE, ..CacheOptions::default() };
     let (registry, _, cache) = cache(options);
     let pages: Vec<Pages> = (0..4).map(|_| Pages::map(2 * PAGE)).collect();
@@ -91,25 +91,25 @@ fn the_longest_unused_goes_first_and_what_is_used_stays() {
     let held = get(&cache, at[0], PAGE);
     let second = get(&cache, at[1], PAGE).rkey();
     get(&cache, at[0], PAGE);
-    // The first was used last, and is in use.
+    // The first entry was used most recently, and is leased.
     get(&cache, at[2], PAGE);
     assert_eq!(cache.stats().evictions, 1);
-    assert_ne!(get(&cache, at[1], PAGE).rkey(), second, "the second made room");
+    assert_ne!(get(&cache, at[1], PAGE).rkey(), second, "the second was evicted");
     let other = get(&cache, at[3], PAGE);
-    // Both places are taken by what is in use.
+    // Both entries are leased.
     let uncached = get(&cache, at[2], PAGE);
     assert_eq!(cache.stats().uncached, 1);
     assert_eq!(cache.stats().entries, 2);
     let before = registry.len();
     drop(uncached);
-    assert_eq!(registry.len(), before - 1, "it ended with its use");
+    assert_eq!(registry.len(), before - 1, "it ended with its lease");
     drop((held, other));
     cache.clear();
     assert_eq!((registry.len(), cache.stats().bytes), (0, 0));
 }
 
 #[test]
-fn what_is_larger_than_the_cache_is_registered_and_not_kept() {
+fn memory_larger_than_the_cache_is_registered_uncached() {
     let options = CacheOptions { max_bytes: PAGE, ..CacheOptions::default() };
     let (registry, _, cache) = cache(options);
     let pages = Pages::map(4 * PAGE);
@@ -120,7 +120,7 @@ fn what_is_larger_than_the_cache_is_registered_and_not_kept() {
 }
 
 #[test]
-fn unmapped_memory_is_not_found_again() {
+fn unmapped_memory_is_not_reused() {
     for watch in [true, false] {
         let (registry, _, cache) = cache(CacheOptions { watch, ..CacheOptions::default() });
         let at = Pages::map(4 * PAGE).0;
@@ -136,9 +136,9 @@ fn unmapped_memory_is_not_found_again() {
             get(&cache, pages.at(), PAGE);
             assert_eq!(cache.stats().hits, hits + 1);
             drop(pages);
-            // SAFETY: nothing is there, which is found out.
+            // SAFETY: nothing is mapped there, so it fails.
             let refused = unsafe { cache.get(at.addr() as u64, 4 * PAGE) }.unwrap_err();
-            assert!(refused.to_string().contains("nobody knows"), "round {round}: {refused}");
+            assert!(refused.to_string().contains("no client owns"), "round {round}: {refused}");
             assert_eq!(registry.len(), 0, "watch {watch}");
         }
         assert_eq!(cache.stats().invalidations, 50);
@@ -146,7 +146,7 @@ fn unmapped_memory_is_not_found_again() {
 }
 
 #[test]
-fn memory_mapped_anew_at_the_same_address_is_registered_anew() {
+fn memory_remapped_at_the_same_address_is_registered_again() {
     let (_, _, cache) = cache(CacheOptions::default());
     let pages = Pages::map(4 * PAGE);
     let lease = get(&cache, pages.at(), 4 * PAGE);
@@ -163,7 +163,7 @@ fn memory_mapped_anew_at_the_same_address_is_registered_anew() {
 }
 
 #[test]
-fn device_memory_goes_with_its_owner() {
+fn freed_device_memory_is_not_reused() {
     let sim = Sim::start(SimConfig::default()).unwrap();
     let gpu = sim.device(0).unwrap();
     let (registry, pd, cache) = cache(CacheOptions::default());
@@ -175,13 +175,13 @@ fn device_memory_goes_with_its_owner() {
     memory.free().unwrap();
     let denied = registry.resolve(lease.rkey(), pd.id(), Access::REMOTE_READ, at + 100, 8);
     assert_eq!(denied.unwrap_err(), AccessDenied::Gone);
-    // SAFETY: nothing is there, which is found out.
+    // SAFETY: nothing is mapped there, so it fails.
     assert!(unsafe { cache.get(at + 100, 1000) }.is_err());
     assert_eq!((cache.stats().invalidations, cache.stats().entries), (1, 0));
 }
 
 #[test]
-fn invalidation_by_hand() {
+fn explicit_invalidation_removes_overlapping_entries() {
     let (_, _, cache) = cache(CacheOptions::default());
     let words: Vec<AtomicU64> = (0..4096).map(AtomicU64::new).collect();
     let at = words.as_ptr().addr() as u64;
@@ -194,7 +194,7 @@ fn invalidation_by_hand() {
 }
 
 #[test]
-fn bad_input_is_refused() {
+fn bad_input_is_rejected() {
     let registry = Registry::new();
     let zero = CacheOptions { access: Access::ZERO_BASED, ..CacheOptions::default() };
     assert!(MrCache::new(&registry, &registry.pd(), zero).is_err());
@@ -202,14 +202,14 @@ fn bad_input_is_refused() {
     assert!(MrCache::new(&registry, &registry.pd(), rights).is_err());
     let (_, _, cache) = cache(CacheOptions::default());
     for (address, len) in [(4096, 0), (u64::MAX, 2), (4096, 10), (0, 1)] {
-        // SAFETY: refused.
+        // SAFETY: rejected before any access.
         assert!(unsafe { cache.get(address, len) }.is_err(), "{address} {len}");
     }
     assert_eq!(cache.stats(), CacheStats::default());
 }
 
 #[test]
-fn many_threads_share_it() {
+fn many_threads_share_a_cache() {
     let options = CacheOptions { max_entries: 8, ..CacheOptions::default() };
     let (registry, pd, cache) = cache(options);
     let pages = Pages::map(64 * PAGE);

@@ -10,23 +10,24 @@ use crate::msg::window::RmaWindow;
 use crate::msg::words::Writer;
 use crate::stream::Descriptors;
 
-/// A list of sends, puts, waits and words that goes to a stream in one submission, all of it or nothing.
+/// A list of sends, puts, waits and word writes that is submitted to a stream as one batch: all of
+/// it, or nothing.
 #[must_use = "nothing happens until it is posted"]
 pub struct ChannelBatch {
     device_channel: DeviceChannel,
     list: Descriptors,
-    /// What it will have posted.
+    /// The requests of the list, to be marked as posted.
     requests: Vec<ChannelRequest>,
 }
 
 impl std::fmt::Debug for ChannelBatch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Batch({} operations)", self.list.len())
+        write!(f, "ChannelBatch({} operations)", self.list.len())
     }
 }
 
 impl DeviceChannel {
-    /// An empty list for that stream.
+    /// An empty batch for `stream`.
     pub fn batch(&self, stream: &Stream) -> ChannelBatch {
         ChannelBatch {
             device_channel: self.clone(),
@@ -37,12 +38,12 @@ impl DeviceChannel {
 }
 
 impl ChannelBatch {
-    /// How many operations there are.
+    /// Number of operations.
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Whether there are none.
+    /// Whether the batch is empty.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
@@ -63,20 +64,20 @@ impl ChannelBatch {
         self.prepared(work)
     }
 
-    /// Adds what was prepared before.
+    /// Adds prepared work.
     pub fn prepared(&mut self, work: PreparedWork) -> Result<ChannelRequest> {
         self.list.send_prepared(work.work)?;
         self.requests.push(work.request.clone());
         Ok(work.request)
     }
 
-    /// Adds a wait for the end of a request, which may stand earlier in this list.
+    /// Adds a wait for the completion of a request, which may be earlier in this batch.
     pub fn wait(&mut self, request: &ChannelRequest) -> Result<()> {
         let qp = self.device_channel.stream_qp(request.rank)?;
         self.list.wait_for(qp, request.ticket)
     }
 
-    /// Adds a wait for a word, which that rank writes.
+    /// Adds a wait for a word, which `writer` writes.
     pub fn wait_word(
         &mut self,
         word: &Word,
@@ -87,12 +88,12 @@ impl ChannelBatch {
         self.list.wait_value(word, condition, value)
     }
 
-    /// Adds a write of a word of our own.
+    /// Adds a write of a word of this device.
     pub fn write_word(&mut self, word: &Word, value: u64) -> Result<()> {
         self.list.write_value(word, value)
     }
 
-    /// Puts all of it on the stream. The list is empty then.
+    /// Submits the batch to the stream. It is empty afterwards, also on failure.
     pub fn post(&mut self) -> Result<()> {
         let posted = self.list.post();
         let requests = self.requests.drain(..);

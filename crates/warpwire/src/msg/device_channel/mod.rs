@@ -1,23 +1,44 @@
-//! Lanes: messages that streams and kernels of a device send and wait for.
+//! Device channels: messages that streams and kernels of a device send and wait for.
 //!
-//! The CPU matches nothing here. Beside the connection that the CPU's messages use, a lane has one of its own to each
-//! rank. A receive is posted by the CPU, and names the memory that the next message of that rank goes to; messages and
-//! receives meet in the order in which they were posted, without tags. A message that comes before its receive waits at
-//! its sender. So a stream needs to know only that *its* receive has ended, which is a word in memory.
+//! The CPU does no tag matching here. A device channel has its own connection to each rank, besides
+//! the one for the CPU's messages. The CPU posts a receive, which names the memory for the next
+//! message of that rank; messages and receives match in the order in which they were posted,
+//! without tags. A message that arrives before its receive waits at its sender (RNR retries). So a
+//! stream only has to wait for the completion of *its* receive, which is a word in memory.
 //!
-//! | | by the CPU, now | on a stream | later | several at once |
-//! |---|---|---|---|---|
-//! | send | | [`DeviceChannel::send_on_stream`] | [`DeviceChannel::prepare_send`] | [`ChannelBatch::send`] |
-//! | receive | [`DeviceChannel::receive`] | | | |
-//! | wait for it | [`ChannelRequest::wait`] | [`DeviceChannel::wait_on_stream`], [`DeviceChannel::wait_all_on_stream`] | | [`ChannelBatch::wait`] |
-//! | put, get | | [`DeviceChannel::put_on_stream`], [`DeviceChannel::put_signal_on_stream`], [`DeviceChannel::get_on_stream`] | [`DeviceChannel::prepare_put`] | [`ChannelBatch::put`] |
-//! | words | | [`DeviceChannel::wait_word_on_stream`] | | [`ChannelBatch::wait_word`], [`ChannelBatch::write_word`] |
-//! | ready to receive | | [`DeviceChannel::send_ready_on_stream`], [`DeviceChannel::wait_ready_on_stream`] | | |
-//! | all together | | [`DeviceChannel::barrier_on_stream`] | | |
+//! Operations of [`DeviceChannel`] on a stream, and their variants:
 //!
-//! Kernels of the program, and graphs, use the queue pair of [`DeviceChannel::kernel`]: with
-//! [`Window::remote`](super::Window::remote) and [`BufferSlice::sge`](super::Part::sge) it has all that the calls of `verbs.cuh`
-//! and those of [`KernelQp`] ask for.
+//! | | on a stream | prepared, or in a batch |
+//! |---|---|---|
+//! | send | [`send_on_stream`] | [`prepare_send`], [`ChannelBatch::send`] |
+//! | wait for a request | [`wait_on_stream`], [`wait_all_on_stream`] | [`ChannelBatch::wait`] |
+//! | put | [`put_on_stream`], [`put_signal_on_stream`] | [`prepare_put`], [`ChannelBatch::put`] |
+//! | get | [`get_on_stream`] | |
+//! | wait for a word | [`wait_word_on_stream`] | [`ChannelBatch::wait_word`] |
+//! | write a word | | [`ChannelBatch::write_word`] |
+//! | ready to receive | [`send_ready_on_stream`], [`wait_ready_on_stream`] | |
+//! | barrier | [`barrier_on_stream`] | |
+//!
+//! The CPU posts receives with [`DeviceChannel::receive`], and may wait with
+//! [`ChannelRequest::wait`].
+//!
+//! [`send_on_stream`]: DeviceChannel::send_on_stream
+//! [`prepare_send`]: DeviceChannel::prepare_send
+//! [`wait_on_stream`]: DeviceChannel::wait_on_stream
+//! [`wait_all_on_stream`]: DeviceChannel::wait_all_on_stream
+//! [`put_on_stream`]: DeviceChannel::put_on_stream
+//! [`put_signal_on_stream`]: DeviceChannel::put_signal_on_stream
+//! [`prepare_put`]: DeviceChannel::prepare_put
+//! [`get_on_stream`]: DeviceChannel::get_on_stream
+//! [`wait_word_on_stream`]: DeviceChannel::wait_word_on_stream
+//! [`send_ready_on_stream`]: DeviceChannel::send_ready_on_stream
+//! [`wait_ready_on_stream`]: DeviceChannel::wait_ready_on_stream
+//! [`barrier_on_stream`]: DeviceChannel::barrier_on_stream
+//!
+//! Kernels of the application, and graphs, use the queue pair of [`DeviceChannel::kernel`]:
+//! [`RmaWindow::remote`](super::RmaWindow::remote) and
+//! [`BufferSlice::sge`](super::BufferSlice::sge) give the arguments for the calls of `verbs.cuh`
+//! and of [`KernelQp`].
 
 mod batch;
 mod on;
@@ -45,14 +66,15 @@ use crate::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use crate::verbs::{QpAttributes, QpEndpoint, QpOptions, Remote, State};
 use tracker::CompletionTracker;
 
-/// How a lane is made.
+/// Options of a device channel.
 #[derive(Clone, Debug)]
 pub struct ChannelOptions {
-    /// How many sends, and how many receives, with each rank may be under way: a power of two.
+    /// Queue depth: maximum number of sends, and of receives, in flight with each rank; a power of
+    /// two. Default: 256.
     pub depth: u32,
-    /// How long a stream may wait before the connection counts as failed.
+    /// How long a stream may wait before the connection fails. Default: 30 s.
     pub wait_timeout: Duration,
-    /// Whether there are queue pairs for kernels and graphs too.
+    /// Whether to create queue pairs for kernels and graphs too. Default: true.
     pub kernels: bool,
 }
 
@@ -62,7 +84,7 @@ impl Default for ChannelOptions {
     }
 }
 
-/// Connections to all ranks for streams and kernels of one device. Clones are the same lane.
+/// Connections to all ranks for streams and kernels of one device. Clones share it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -100,9 +122,9 @@ pub struct DeviceChannel(Arc<Inner>);
 struct Inner {
     shared: Arc<Shared>,
     device: Device,
-    /// By rank; nothing at our own place.
+    /// By rank; `None` for this rank.
     peers: Vec<Option<ChannelPeer>>,
-    /// Words that peers write: how often each is ready, and the steps of barriers.
+    /// Words that peers write: ready counters by rank, then the rounds of barriers.
     table: Allocation,
     _registered: Buffer,
     sync_counters: Mutex<SyncCounters>,
@@ -113,15 +135,15 @@ struct ChannelPeer {
     stream: StreamQp,
     kernel: Option<KernelQp>,
     tracker: Mutex<CompletionTracker>,
-    /// Where its table begins.
+    /// Address and rkey of its table.
     table: Remote,
 }
 
-/// How often things were done.
+/// Counts of synchronization operations.
 struct SyncCounters {
-    /// We told that rank that we are ready.
+    /// Ready notifications sent, by rank.
     ready_sent: Vec<u32>,
-    /// We waited until that rank was.
+    /// Ready notifications waited for, by rank.
     ready_awaited: Vec<u32>,
     barriers: u32,
 }
@@ -131,14 +153,14 @@ struct WordWait {
     word: Word,
     condition: Condition,
     value: u64,
-    /// Who writes it; any rank if nothing.
+    /// The rank that writes it; `None` for any.
     writer: Option<usize>,
 }
 
-/// The steps of a barrier of the most ranks.
+/// Rounds of a barrier of the maximum number of ranks, 1024.
 const MAX_BARRIER_STEPS: usize = 10;
 
-/// What ranks tell each other.
+/// Connection data that ranks exchange.
 #[derive(Serialize, Deserialize)]
 struct ChannelInfo {
     stream: QpEndpoint,
@@ -146,22 +168,22 @@ struct ChannelInfo {
     table: (u64, u32),
 }
 
-/// An invitation's room in a message.
+/// Space for an encoded [`ChannelInfo`], in bytes.
 const CHANNEL_INFO_LEN: usize = 1024;
 
 impl std::fmt::Debug for DeviceChannel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Lane({}, {} ranks)", self.0.device.label(), self.0.peers.len())
+        write!(f, "DeviceChannel({}, {} ranks)", self.0.device.label(), self.0.peers.len())
     }
 }
 
 impl Comm {
-    /// Connects streams and kernels of a device to all ranks: every rank does so, in the same order among all that ranks
-    /// do together.
+    /// Connects streams and kernels of a device to all ranks. Collective: every rank calls it, in
+    /// the same order as other collectives.
     ///
     /// # Errors
-    /// If the communicator was not made [for streams](super::CommOptions::for_streams), or the device's streams cannot
-    /// write and wait for words.
+    /// If the communicator was not created [for streams](super::CommOptions::for_streams), or if
+    /// the device's streams cannot write and wait for words.
     pub fn device_channel(
         &self,
         device: &Device,
@@ -202,7 +224,7 @@ impl Comm {
                 &recv_buf[rank * CHANNEL_INFO_LEN..(rank + 1) * CHANNEL_INFO_LEN],
             )?;
         }
-        // Nobody sends to a queue pair that is not connected.
+        // No rank may send to a queue pair that is not connected yet.
         self.barrier(self.shared.options.timeout)?;
         let sync_counters =
             SyncCounters { ready_sent: vec![0; size], ready_awaited: vec![0; size], barriers: 0 };
@@ -218,7 +240,7 @@ impl Comm {
         let mut state = self.shared.state.lock();
         let weak = Arc::downgrade(&inner);
         state.hooks.push(weak);
-        // Ranks may have gone before this was there to be told.
+        // Ranks may have been lost before the hook was registered.
         let lost: Vec<_> = (0..size).filter_map(|rank| Some((rank, state.loss(rank)?))).collect();
         drop(state);
         lost.into_iter().for_each(|(rank, loss)| inner.lost(rank, loss));
@@ -231,7 +253,7 @@ impl Comm {
         options: &ChannelOptions,
         kernels: Option<Kernels>,
     ) -> Result<ChannelPeer> {
-        // As those of the CPU's messages: who dies is told of otherwise.
+        // As for the CPU's messages: TCP connections detect death.
         let connection = QpOptions { timeout: 18, retry_count: 7, ..QpOptions::default() };
         let (context, pd) = (&self.shared.context, &self.shared.pd);
         let queues = StreamQpOptions {
@@ -248,7 +270,7 @@ impl Comm {
         };
         let advice = |error: Error| match error.kind() {
             Kind::InvalidArgument => {
-                error.fix("make the communicator with CommOptions::for_streams")
+                error.fix("create the communicator with CommOptions::for_streams")
             }
             _ => error,
         };
@@ -272,7 +294,7 @@ impl Comm {
     }
 }
 
-/// Connects to what a rank has told of.
+/// Connects to the endpoints that a rank has sent.
 fn connect_peer(peer: &mut ChannelPeer, rank: usize, text: &[u8]) -> Result<()> {
     let what = || format!("connect streams to rank {rank}");
     let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
@@ -284,7 +306,7 @@ fn connect_peer(peer: &mut ChannelPeer, rank: usize, text: &[u8]) -> Result<()> 
         (None, None) => {}
         _ => {
             let error = Error::new(Kind::InvalidArgument, what());
-            return Err(error.why("one side has queue pairs for kernels, the other has not"));
+            return Err(error.why("one rank has queue pairs for kernels, the other has none"));
         }
     }
     peer.table = Remote { address: theirs.table.0, rkey: theirs.table.1 };
@@ -292,7 +314,7 @@ fn connect_peer(peer: &mut ChannelPeer, rank: usize, text: &[u8]) -> Result<()> 
 }
 
 impl DeviceChannel {
-    /// The device.
+    /// The device whose streams and kernels are connected.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
@@ -302,18 +324,20 @@ impl DeviceChannel {
         let peer = self.0.peer(rank, "reach")?;
         peer.kernel.as_ref().ok_or_else(|| {
             let error = Error::new(Kind::Unsupported, format!("reach rank {rank} from kernels"));
-            error.why("the lane was made without them").fix("set LaneOptions::kernels")
+            error
+                .why("the device channel has no kernel queue pairs")
+                .fix("set ChannelOptions::kernels")
         })
     }
 
-    /// The queue pair to a rank that streams use. Work that is posted there beside the lane's calls must be waited for
-    /// there too.
+    /// The queue pair to a rank that streams use. Work that is posted to it directly must be waited
+    /// for directly too.
     pub fn stream_qp(&self, rank: usize) -> Result<&StreamQp> {
         Ok(&self.0.peer(rank, "reach")?.stream)
     }
 
-    /// An error if a connection of the lane has failed, with the cause: streams go on when what they wait for fails, so
-    /// whoever has synchronized one asks this.
+    /// Returns an error with the cause if a connection of the device channel has failed. Streams
+    /// continue when a wait fails, so call this after synchronizing one.
     pub fn check(&self) -> Result<()> {
         for rank in 0..self.0.peers.len() {
             if let Some(why) = self.failure(rank) {
@@ -323,25 +347,26 @@ impl DeviceChannel {
         Ok(())
     }
 
-    /// Why the connections to a rank have failed, if they have.
+    /// Why the connections to a rank have failed; `None` if they have not.
     pub fn failure(&self, rank: usize) -> Option<Error> {
         let peer = self.0.peers.get(rank)?.as_ref()?;
         let of_stream = peer.stream.failure().map(|failure| failure.error.clone());
         let of_kernel = peer.kernel.as_ref().and_then(|kernel| kernel.check().err());
-        // Last, because a rank's end is noted before its connections are shut: read first, it could
-        // be missing for a connection that is found shut a moment later.
+        // Read last: a lost rank is recorded before its connections are closed. Read first, the
+        // record could be missing for a connection that is found closed a moment later.
         let (end, has_left) = {
             let state = self.0.shared.state.lock();
             (state.peers[rank].end.clone(), state.peers[rank].has_left)
         };
-        // Kernels are shut out when a rank leaves; those that waited then have reported it.
+        // Kernel queue pairs are closed when a rank leaves; kernels that waited then have reported
+        // it.
         let closed = |error: &Error| error.kind() == &Kind::Freed && has_left;
         let failed = of_stream.or(of_kernel.filter(|error| !closed(error)))?;
-        // The rank's own end says more than what its connection died of.
+        // The cause of the rank's loss is more specific than the failure of its connection.
         Some(end.unwrap_or_else(|| failed.during(format!("reach rank {rank} from streams"))))
     }
 
-    /// Takes completions, so that there is room for more. Other calls do so when they need to.
+    /// Polls completions to free queue space. Other methods do so when they need to.
     pub fn progress(&self) -> Result<()> {
         self.0.peers.iter().flatten().try_for_each(|peer| peer.tracker.lock().take(&peer.stream))
     }
@@ -352,8 +377,8 @@ impl Inner {
         self.shared.check_rank(rank, verb)?;
         self.peers[rank].as_ref().ok_or_else(|| {
             Error::new(Kind::Unsupported, format!("{verb} rank {rank}"))
-                .why("a lane does not lead back to its own rank")
-                .fix("copy by the stream itself")
+                .why("a device channel has no connection to its own rank")
+                .fix("use a copy on the stream")
         })
     }
 
@@ -362,22 +387,23 @@ impl Inner {
             Err(Error::new(Kind::InvalidArgument, format!("{verb} rank {rank}")).why(why))
         };
         if slices.len() > MAX_SLICES {
-            return wrong(format!("it has {} parts, and may have {MAX_SLICES}", slices.len()));
+            return wrong(format!("it has {} slices, and may have {MAX_SLICES}", slices.len()));
         }
         if slices.iter().any(|slice| !slice.buffer.is_of(&self.shared.pd)) {
             return wrong("the buffer was registered with another communicator".to_owned());
         }
         let total: u64 = slices.iter().map(|slice| slice.len).sum();
         if total > 1 << 30 {
-            return wrong(format!("{total} bytes are more than a message of a stream has, 1 GiB"));
+            return wrong(format!("{total} bytes exceed the maximum of a stream's message, 1 GiB"));
         }
         Ok(())
     }
 }
 
 impl OnLost for Inner {
-    /// Whoever waits for that rank goes on. What a rank that leaves has sent is there, and what was sent to it may still be
-    /// acknowledged: then only those are released who wait for more.
+    /// Releases streams that wait for this rank. All messages of a rank that left have arrived, and
+    /// those sent to it may still be acknowledged: then only waits that can no longer be satisfied
+    /// are released.
     fn lost(&self, rank: usize, loss: Loss) {
         let Some(Some(peer)) = self.peers.get(rank) else { return };
         let mut waits = self.waits.lock();
@@ -397,7 +423,8 @@ impl OnLost for Inner {
             || tracker.awaits_messages()
             || loss.broken && tracker.is_busy();
         drop(tracker);
-        // A rank that has left and owes nothing is no failure, also when its connections end.
+        // A rank that has left with nothing outstanding is not a failure, even when its connections
+        // close.
         if released || pending || !loss.left {
             peer.stream.abort();
         }
@@ -427,7 +454,7 @@ impl WordWait {
         seen.map_or(true, |seen| self.condition.holds(self.word.width(), seen, self.value))
     }
 
-    /// Gives the word a value that satisfies the condition.
+    /// Stores a value that satisfies the condition.
     fn release(&self) {
         if !self.is_satisfied() {
             let value = match self.condition {

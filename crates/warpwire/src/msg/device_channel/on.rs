@@ -1,4 +1,4 @@
-//! Calls that a stream carries out.
+//! Operations that a stream executes.
 
 use super::tracker::ChannelRequest;
 use super::{ChannelPeer, DeviceChannel, WordWait};
@@ -14,7 +14,7 @@ use crate::verbs::{ReceiveRequest, Remote, SendRequest, Sge, WrOp};
 
 const NOTHING: Sge = Sge { address: 0, len: 0, lkey: 0 };
 
-/// The memory of parts, as work requests name it.
+/// The slices as scatter-gather elements.
 pub(super) fn sges(slices: &[BufferSlice]) -> ([Sge; MAX_SLICES], usize) {
     let mut sges = [NOTHING; MAX_SLICES];
     let mut count = 0;
@@ -25,8 +25,8 @@ pub(super) fn sges(slices: &[BufferSlice]) -> ([Sge; MAX_SLICES], usize) {
     (sges, count)
 }
 
-/// A send or a put that is ready, and that no stream has been told of. Those to one rank are posted in the order in
-/// which they were prepared; dropped, it was never there.
+/// A prepared send or put that is not posted on a stream yet. Those to one rank must be posted in
+/// the order in which they were prepared; dropping one cancels it.
 #[must_use = "nothing happens until it is posted"]
 pub struct PreparedWork {
     pub(super) request: ChannelRequest,
@@ -40,7 +40,7 @@ impl std::fmt::Debug for PreparedWork {
 }
 
 impl PreparedWork {
-    /// Posts it on a stream: it goes when the stream gets there.
+    /// Posts the work on a stream, which executes it when it reaches that point.
     pub fn post(self, stream: &Stream) -> Result<ChannelRequest> {
         self.work.post(stream)?;
         self.request.note_posted();
@@ -49,18 +49,19 @@ impl PreparedWork {
 }
 
 impl DeviceChannel {
-    /// Gives memory for the next message of a rank that its streams or [`send_on_stream`](Self::send_on_stream) send. Waiting for it
-    /// is another matter: [`wait_on_stream`](Self::wait_on_stream), or [`ChannelRequest::wait`] on the CPU.
+    /// Posts a receive for the next message that streams of a rank send to this one with
+    /// [`send_on_stream`](Self::send_on_stream). Wait for it with
+    /// [`wait_on_stream`](Self::wait_on_stream), or on the CPU with [`ChannelRequest::wait`].
     ///
     /// A message that is longer than the memory fails the connection, on both sides.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if as many wait as the lane has room for.
+    /// [`Kind::Busy`] if the receive queue is full.
     pub fn receive(&self, from: usize, slice: impl Into<BufferSlice>) -> Result<ChannelRequest> {
         self.receivev(from, &[slice.into()])
     }
 
-    /// The same, into several parts, one after the other; 15 at most.
+    /// As [`receive`](Self::receive), scattered to slices in order; at most 15.
     pub fn receivev(&self, from: usize, slices: &[BufferSlice]) -> Result<ChannelRequest> {
         let peer = self.0.peer(from, "receive from")?;
         self.0.check_slices(slices, "receive from", from)?;
@@ -81,8 +82,8 @@ impl DeviceChannel {
         Ok(ChannelRequest { device_channel, rank: from, queue, number, ticket, len })
     }
 
-    /// Sends when the stream gets there: what the stream did before is in the message. If the other rank has no receive
-    /// for it, it waits; the stream does not.
+    /// Sends when the stream reaches this point: everything the stream did before is in the
+    /// message. If the peer has posted no receive, the message waits; the stream does not.
     pub fn send_on_stream(
         &self,
         stream: &Stream,
@@ -92,7 +93,7 @@ impl DeviceChannel {
         self.sendv_on_stream(stream, to, &[slice.into()])
     }
 
-    /// The same, from several parts; 15 at most.
+    /// As [`send_on_stream`](Self::send_on_stream), gathered from slices; at most 15.
     pub fn sendv_on_stream(
         &self,
         stream: &Stream,
@@ -107,12 +108,12 @@ impl DeviceChannel {
         self.prepare_sendv(to, &[slice.into()])
     }
 
-    /// Prepares a send of several parts.
+    /// Prepares a send gathered from slices; at most 15.
     pub fn prepare_sendv(&self, to: usize, slices: &[BufferSlice]) -> Result<PreparedWork> {
         self.prepare(to, WrOp::Send, slices, "send to")
     }
 
-    /// Writes to a rank's part of a window when the stream gets there.
+    /// Writes to a rank's memory of a window when the stream reaches this point.
     pub fn put_on_stream(
         &self,
         stream: &Stream,
@@ -133,8 +134,8 @@ impl DeviceChannel {
         self.prepare(rank, WrOp::Write(at), &[slice], "put to")
     }
 
-    /// Writes when the stream gets there, and then changes a word of the window: who sees the word has the data. The
-    /// request is that of the word.
+    /// Writes when the stream reaches this point, and then updates a word of the window: a peer
+    /// that sees the updated word sees the data. The returned request is that of the word.
     pub fn put_signal_on_stream(
         &self,
         stream: &Stream,
@@ -151,15 +152,15 @@ impl DeviceChannel {
             Signal::Add64(_) => {
                 let error = Error::new(Kind::Unsupported, format!("signal rank {rank}"));
                 return Err(error
-                    .why("a stream sets words, and does not add to them")
-                    .fix("use Signal::Set64, or put_signal_on of the lane's kernel queue pair"));
+                    .why("a stream can set words, but not add to them")
+                    .fix("use Signal::Set64, or put_signal_on_stream of DeviceChannel::kernel"));
             }
         };
         let _data = put.post(stream)?;
         then.post(stream)
     }
 
-    /// Reads from a rank's part of a window when the stream gets there.
+    /// Reads from a rank's memory of a window when the stream reaches this point.
     pub fn get_on_stream(
         &self,
         stream: &Stream,
@@ -171,8 +172,8 @@ impl DeviceChannel {
         self.prepare(rank, WrOp::Read(at), &[slice], "get from")?.post(stream)
     }
 
-    /// Holds a stream up until a request has ended, well or not; what follows sees what came. Whether it ended well says
-    /// [`check`](Self::check).
+    /// Blocks a stream until a request has completed or failed; the stream then sees received data.
+    /// [`check`](Self::check) reports failures.
     pub fn wait_on_stream(&self, stream: &Stream, request: &ChannelRequest) -> Result<()> {
         let peer = self.0.peer(request.rank, "wait for")?;
         let waits = || peer.stream.wait_for(stream, request.ticket);
@@ -185,13 +186,14 @@ impl DeviceChannel {
         }
     }
 
-    /// Holds a stream up until all of them have ended.
+    /// Blocks a stream until all requests have completed or failed.
     pub fn wait_all_on_stream(&self, stream: &Stream, requests: &[ChannelRequest]) -> Result<()> {
         requests.iter().try_for_each(|request| self.wait_on_stream(stream, request))
     }
 
-    /// Holds a stream up until a word of this device's memory satisfies a condition. If the rank that was to write it is
-    /// lost, the word gets a value that does, and [`check`](Self::check) tells.
+    /// Blocks a stream until a word of this device's memory satisfies a condition. If the rank that
+    /// writes it is lost, a value that satisfies the condition is stored, and
+    /// [`check`](Self::check) reports the loss.
     pub fn wait_word_on_stream(
         &self,
         stream: &Stream,
@@ -203,7 +205,7 @@ impl DeviceChannel {
         stream.wait_value(word, condition, value)
     }
 
-    /// Remembers whom a stream waits for.
+    /// Records which rank a stream waits for, so that [`OnLost`](super::OnLost) can release it.
     pub(super) fn note_wait(
         &self,
         word: &Word,
@@ -223,7 +225,7 @@ impl DeviceChannel {
         waits.retain(|wait| !wait.is_satisfied());
         waits.push(wait);
         drop(waits);
-        // Who was lost before this was noted is not lost again.
+        // The hook is not called again for a rank that was lost before the wait was recorded.
         let state = self.0.shared.state.lock();
         let lost = match writer {
             Some(rank) => state.peers[rank].end.clone(),
@@ -234,19 +236,19 @@ impl DeviceChannel {
         lost.map_or(Ok(()), |why| Err(why.during("wait for a word on a stream")))
     }
 
-    /// Tells a rank, when the stream gets there, that this one is ready to receive.
+    /// Notifies a rank, when the stream reaches this point, that this one is ready to receive.
     pub fn send_ready_on_stream(&self, stream: &Stream, to: usize) -> Result<()> {
-        let table = self.0.peer(to, "tell")?.table;
+        let table = self.0.peer(to, "notify")?.table;
         let mut sync_counters = self.0.sync_counters.lock();
         let value = sync_counters.ready_sent[to].wrapping_add(1);
         let own = self.0.shared.rank_info.rank as u64;
         let at = Remote { address: table.address + own * 4, ..table };
-        let _told = self.prepare_inline(to, at, &value.to_le_bytes())?.post(stream)?;
+        let _sent = self.prepare_inline(to, at, &value.to_le_bytes())?.post(stream)?;
         sync_counters.ready_sent[to] = value;
         Ok(())
     }
 
-    /// Holds a stream up until a rank has said that it is ready, once more.
+    /// Blocks a stream until the next ready notification of a rank, and consumes it.
     pub fn wait_ready_on_stream(&self, stream: &Stream, from: usize) -> Result<()> {
         self.0.peer(from, "wait for")?;
         let mut sync_counters = self.0.sync_counters.lock();
@@ -258,7 +260,8 @@ impl DeviceChannel {
         Ok(())
     }
 
-    /// Holds a stream up until a stream of every rank has come to its barrier of the same number.
+    /// Blocks a stream until a stream of every rank has reached the barrier with the same sequence
+    /// number.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<()> {
         let rank_info = &self.0.shared.rank_info;
         let (rank, size) = (rank_info.rank, rank_info.size);
@@ -267,9 +270,9 @@ impl DeviceChannel {
         let (mut distance, mut step) = (1, size as u64);
         while distance < size {
             let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
-            let table = self.0.peer(to, "meet")?.table;
+            let table = self.0.peer(to, "synchronize with")?.table;
             let at = Remote { address: table.address + step * 4, ..table };
-            let _told = self.prepare_inline(to, at, &value.to_le_bytes())?.post(stream)?;
+            let _sent = self.prepare_inline(to, at, &value.to_le_bytes())?.post(stream)?;
             let word = self.0.table.word32(step * 4)?;
             self.wait_word_on_stream(
                 stream,
@@ -324,7 +327,7 @@ impl DeviceChannel {
         Ok(PreparedWork { request, work })
     }
 
-    /// A failure of a connection, with the end of its rank if that is the cause.
+    /// The failure of a connection, with the loss of its rank if that is the cause.
     #[cold]
     fn explain(&self, rank: usize, error: Error) -> Error {
         self.failure(rank).unwrap_or(error)

@@ -1,4 +1,5 @@
-//! What is under way on a lane: completions come in order, so that a number says what has ended.
+//! Requests in flight on a device channel. Completions are in order, so a single counter records
+//! which requests have completed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,15 +15,15 @@ use crate::verbs::Completion;
 
 /// One queue of a connection.
 struct QueueTracker {
-    /// The number of the next request.
+    /// Number of the next request.
     next: u64,
-    /// All before it have ended.
+    /// All requests before this one have completed.
     ended: u64,
-    /// All before it are posted, or were given up.
+    /// All requests before this one are posted or cancelled.
     posted: u64,
-    /// Memory that is used, with the number of the request that uses it.
+    /// Memory in use, with the number of the request that uses it.
     in_use: VecDeque<(u64, BufferSlice)>,
-    /// How long messages were that came, by number, and whether they came well; as many as can be under way, twice.
+    /// Length of received messages and whether they succeeded, by number; twice the queue depth.
     received: Box<[(u32, bool)]>,
 }
 
@@ -50,12 +51,12 @@ impl CompletionTracker {
         Self { sides: [side(), side()] }
     }
 
-    /// The number of the next request; it is taken by [`begin`](Self::begun).
+    /// Number of the next request, which [`begin`](Self::begin) takes.
     pub fn next(&self, queue: Queue) -> u64 {
         self.sides[side(queue)].next
     }
 
-    /// The next request is posted, with this memory.
+    /// Takes the next number, and keeps the request's memory alive until it has completed.
     pub fn begin(&mut self, queue: Queue, slices: &[BufferSlice]) -> u64 {
         let side = &mut self.sides[side(queue)];
         let number = side.next;
@@ -64,24 +65,24 @@ impl CompletionTracker {
         number
     }
 
-    /// A request that was prepared is posted.
+    /// Records that a prepared request is posted.
     pub fn posted(&mut self, number: u64) {
         self.sides[side(Queue::Send)].posted = number + 1;
     }
 
-    /// Whether requests that are posted have not ended.
+    /// Whether posted requests have not completed.
     pub fn is_busy(&self) -> bool {
         let sends = &self.sides[side(Queue::Send)];
         sends.ended < sends.posted
     }
 
-    /// Whether receives are posted to which nothing has come.
+    /// Whether posted receives have not been matched by a message.
     pub fn awaits_messages(&self) -> bool {
         let receives = &self.sides[side(Queue::Receive)];
         receives.ended < receives.next
     }
 
-    /// Takes completions.
+    /// Polls completions.
     pub fn take(&mut self, qp: &StreamQp) -> Result<()> {
         let mut some = [Completion::EMPTY; 16];
         loop {
@@ -102,8 +103,8 @@ impl CompletionTracker {
         }
     }
 
-    /// Whether a request has ended: how long its message was, and whether it ended well. A length that was not asked
-    /// for in time is not known any more.
+    /// If a request has completed: the length of its message, and whether it succeeded. Older
+    /// lengths are overwritten, and then unknown.
     fn ended(&self, queue: Queue, number: u64) -> Option<(Option<u32>, bool)> {
         let side = &self.sides[side(queue)];
         if number >= side.ended {
@@ -115,8 +116,9 @@ impl CompletionTracker {
     }
 }
 
-/// A send, a receive, a put or a get of a lane. Dropped, it goes on; its memory is kept until then.
-#[must_use = "a stream waits for it only if it is told to"]
+/// A send, receive, put or get of a device channel. Dropping it does not cancel it; its memory
+/// stays alive until it has completed.
+#[must_use = "streams wait for it only with `wait_on_stream`"]
 #[derive(Clone)]
 pub struct ChannelRequest {
     pub(super) device_channel: Arc<Inner>,
@@ -129,24 +131,24 @@ pub struct ChannelRequest {
 
 impl std::fmt::Debug for ChannelRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "LaneRequest(rank {}, {})", self.rank, self.ticket)
+        write!(f, "ChannelRequest(rank {}, {})", self.rank, self.ticket)
     }
 }
 
 impl ChannelRequest {
-    /// It is on its stream.
+    /// Records that the request is on its stream.
     pub(super) fn note_posted(&self) {
         if let Some(Some(peer)) = self.device_channel.peers.get(self.rank) {
             peer.tracker.lock().posted(self.number);
         }
     }
 
-    /// What streams and [`StreamQp`] call it.
+    /// The request's ticket in its [`StreamQp`].
     pub fn ticket(&self) -> Ticket {
         self.ticket
     }
 
-    /// What became of it, if it has ended. Never blocks.
+    /// Returns the result if the request has completed. Never blocks.
     pub fn test(&self) -> Result<Option<Outcome>> {
         let peer = self.device_channel.peer(self.rank, "wait for")?;
         let mut tracker = peer.tracker.lock();
@@ -162,13 +164,13 @@ impl ChannelRequest {
                 Ok(Some(Outcome { peer: self.rank, tag: 0, len }))
             }
             Some((_, false)) => Err(self.failure()),
-            // What a failed connection does not give back has failed too.
+            // Requests that a failed connection never flushes have failed too.
             None if peer.stream.failure().is_some() => Err(self.failure()),
             None => Ok(None),
         }
     }
 
-    /// Waits, on the CPU, until it has ended.
+    /// Blocks the calling thread until the request has completed.
     pub fn wait(&self, timeout: Duration) -> Result<Outcome> {
         const SPIN: Duration = Duration::from_micros(50);
         let start = Instant::now();
@@ -179,7 +181,9 @@ impl ChannelRequest {
             let waited = start.elapsed();
             if waited >= timeout {
                 let error = Error::new(Kind::Timeout, self.what());
-                return Err(error.why(format!("it has not ended in {} s", timeout.as_secs_f64())));
+                return Err(
+                    error.why(format!("it did not complete in {} s", timeout.as_secs_f64()))
+                );
             }
             match waited > SPIN {
                 true => std::thread::sleep((waited / 16).min(Duration::from_micros(500))),

@@ -1,4 +1,5 @@
-//! Calls that ask the host: making, naming, connecting and closing sockets, and their settings.
+//! Calls that send a request to the host: create, bind, connect and close sockets, and their
+//! options.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -13,27 +14,28 @@ use crate::sock::layout::{
     ADDRESS_LEN, RequestOp, SockOption, address_bytes, address_from, reply, request,
 };
 
-/// How long the end of a call of another block is waited for when a socket is closed.
+/// How long close waits for calls of other blocks that are copying.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a request carries beside its operation.
+/// The arguments of a request.
 #[derive(Default)]
 struct RequestArgs {
     handle: i32,
     value: u64,
     option: u32,
     address: Option<SocketAddr>,
-    /// Of a close: what was sent and read.
+    /// Close only: total bytes sent and read.
     bytes: Option<(u64, u64)>,
 }
 
 impl Sockets<'_> {
-    /// A new socket. `EMFILE` if there is no place for one.
+    /// Creates a socket. `EMFILE` if all slots are used.
     pub fn socket(&self, family: Family, kind: SocketKind) -> SockResult<Sock> {
         self.socket_of_kind(family, kind as u32)
     }
 
-    /// The same by the number of a kind, which may be any, as in CUDA: `ESOCKTNOSUPPORT` if there is no such [`SocketKind`].
+    /// As [`socket`](Self::socket), with the kind as a number, as in CUDA: `ESOCKTNOSUPPORT` if
+    /// there is no such [`SocketKind`].
     pub fn socket_of_kind(&self, family: Family, kind: u32) -> SockResult<Sock> {
         let value = family as u64 | u64::from(kind) << 8;
         let (handle, _) =
@@ -43,7 +45,8 @@ impl Sockets<'_> {
         Ok(socket)
     }
 
-    /// Gives it an address of its own; port 0 lets the system choose ([`local_name`](Sockets::local_name) tells which).
+    /// Binds to a local address; with port 0 the system chooses one, which
+    /// [`local_name`](Sockets::local_name) returns.
     pub fn bind(&self, socket: Sock, address: SocketAddr) -> SockResult<()> {
         self.request_for(
             socket,
@@ -53,15 +56,16 @@ impl Sockets<'_> {
         Ok(())
     }
 
-    /// Makes it a listener, at which up to `backlog` connections wait for [`accept`](Sockets::accept).
+    /// Makes the socket a listener. Up to `backlog` connections, clamped to 1 to 4096, wait for
+    /// [`accept`](Sockets::accept).
     pub fn listen(&self, socket: Sock, backlog: u32) -> SockResult<()> {
         let args = RequestArgs { value: u64::from(backlog), ..RequestArgs::default() };
         self.request_for(socket, RequestOp::Listen, args)?;
         Ok(())
     }
 
-    /// Connects a stream, or names the peer of a datagram socket. A non-blocking stream returns `EINPROGRESS`; then it
-    /// is ready to send when the connection stands.
+    /// Connects a stream, or sets the peer of a datagram socket. A non-blocking stream returns
+    /// `EINPROGRESS`; it becomes ready to send once it is connected.
     pub fn connect(&self, socket: Sock, address: SocketAddr) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         self.request_for(
@@ -82,7 +86,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// Ends a direction. What was sent before still goes.
+    /// Shuts down a direction. Bytes that were sent before are still delivered.
     pub fn shutdown(&self, socket: Sock, how: ShutdownHow) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         self.request_for(
@@ -105,8 +109,8 @@ impl Sockets<'_> {
         Ok(())
     }
 
-    /// Lets go of a socket. What was sent still goes, in the background; calls of other blocks on it return `EBADF`.
-    /// `EBUSY` while a span of it is out.
+    /// Closes a socket. Bytes that were sent are still delivered, in the background; calls of other
+    /// blocks on it return `EBADF`. `EBUSY` while a span is reserved or borrowed.
     pub fn close(&self, socket: Sock) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         let snapshot = self.load_snapshot(socket_ref)?;
@@ -121,7 +125,7 @@ impl Sockets<'_> {
         if self.block.compare_exchange_u32(generation, mine, 0)? != mine {
             return Err(Errno::BADF.into());
         }
-        // From here on no call begins; those that copy now are waited for.
+        // No call can begin from here on; wait for those that are copying.
         for lock in locks {
             let word = at(socket_ref.device_state + lock);
             self.wait(WaitLimit::Within(CLOSE_TIMEOUT), || {
@@ -148,7 +152,7 @@ impl Sockets<'_> {
         Ok(())
     }
 
-    /// Tells the peer that no more will come, once those who copy now are done. A span that is out is not waited for.
+    /// Posts FIN after calls that are copying have finished. Does not wait for a reserved span.
     fn end_sending(&self, socket_ref: SocketRef) -> SockResult<()> {
         let word = at(socket_ref.device_state + device_state::SEND_LOCK);
         let locked = self.wait(WaitLimit::Within(CLOSE_TIMEOUT), || {
@@ -166,8 +170,8 @@ impl Sockets<'_> {
         ended
     }
 
-    /// Tells the peer that no more will be read, once those who copy now are done; the desk says so already. Who has a span
-    /// tells it with that.
+    /// Notifies the peer that no more will be read, after calls that are copying have finished. If
+    /// a span is borrowed, [`consume`](Sockets::consume) does it: the flag is set already.
     fn end_receiving(&self, socket_ref: SocketRef) -> SockResult<()> {
         let word = at(socket_ref.device_state + device_state::RECEIVE_LOCK);
         let locked = self.wait(WaitLimit::Within(CLOSE_TIMEOUT), || {
@@ -186,7 +190,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// Gives a connection up.
+    /// Requests the host to abort a connection.
     pub(super) fn fail(&self, handle: i32, why: Errno) -> SockResult<()> {
         let value = why.raw_os_error() as u64;
         self.request_host(
@@ -196,7 +200,7 @@ impl Sockets<'_> {
         Ok(())
     }
 
-    /// Sets an option. `EINVAL` for a value that makes no sense, `EISCONN` for sizes once bytes may flow.
+    /// Sets an option. `EINVAL` for an invalid value, `EISCONN` for ring sizes once bytes may flow.
     pub fn set(&self, socket: Sock, setting: SockOption, value: i64) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         self.load_snapshot(socket_ref)?;
@@ -219,7 +223,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// What an option is.
+    /// Gets an option.
     pub fn get(&self, socket: Sock, setting: SockOption) -> SockResult<i64> {
         let socket_ref = self.socket_ref(socket)?;
         let snapshot = self.load_snapshot(socket_ref)?;
@@ -240,13 +244,13 @@ impl Sockets<'_> {
         }
     }
 
-    /// Its own address.
+    /// The local address.
     pub fn local_name(&self, socket: Sock) -> SockResult<SocketAddr> {
         let (_, name) = self.request_for(socket, RequestOp::LocalName, RequestArgs::default())?;
         name.ok_or(Errno::NOTCONN.into())
     }
 
-    /// Its peer's address. `ENOTCONN` if it has none.
+    /// The peer's address. `ENOTCONN` if there is no peer.
     pub fn peer_name(&self, socket: Sock) -> SockResult<SocketAddr> {
         let (_, name) = self.request_for(socket, RequestOp::PeerName, RequestArgs::default())?;
         name.ok_or(Errno::NOTCONN.into())
@@ -266,7 +270,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// Asks about a socket that is open.
+    /// Sends a request about an open socket; `EBADF` if it is not open.
     fn request_for(
         &self,
         socket: Sock,
@@ -277,7 +281,7 @@ impl Sockets<'_> {
         self.request_host(op, &RequestArgs { handle: socket.raw(), ..args })
     }
 
-    /// Writes a request when it is its turn, and waits for the reply.
+    /// Takes a ticket, waits for its request slot, writes the request and waits for the reply.
     fn request_host(
         &self,
         op: RequestOp,

@@ -8,11 +8,12 @@ use super::stream::Readable;
 use super::{Sock, SockResult, Sockets, device_state, state};
 use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, record};
 
-/// The longest datagram that UDP carries over IPv4.
+/// Maximum payload of a UDP datagram over IPv4.
 const MAX_DATAGRAM: usize = 65_507;
 
 impl Sockets<'_> {
-    /// Sends one datagram to an address, or to the peer. `EMSGSIZE` if it fits into no datagram, or not into the ring.
+    /// Sends one datagram to `to`, or to the connected peer. `EMSGSIZE` if it is longer than 65507
+    /// bytes or than the send ring.
     pub fn send_to(&self, socket: Sock, bytes: &[u8], to: Option<SocketAddr>) -> SockResult<usize> {
         let socket_ref = self.socket_ref(socket)?;
         let snapshot = self.load_snapshot(socket_ref)?;
@@ -56,8 +57,8 @@ impl Sockets<'_> {
         })
     }
 
-    /// Receives one datagram, and whose it is. What does not fit is lost. An error that the network reported
-    /// (`ECONNREFUSED`, say) is told once.
+    /// Receives one datagram and its sender's address. Bytes that do not fit are discarded. An
+    /// error reported by the network, such as `ECONNREFUSED`, is returned once.
     pub fn recv_from(
         &self,
         socket: Sock,

@@ -1,10 +1,11 @@
-//! The calls of `include/warpwire/sock.cuh` for block functions of the simulated GPU: the same protocol on the same memory.
+//! The calls of `include/warpwire/sock.cuh` for block functions of the simulated GPU: the same
+//! protocol on the same memory.
 //!
-//! A call gives what it promises or a [`SockError`]: an errno, or the [`KernelFault`] of a block that touched memory that is not
-//! there. Errnos mean what they mean everywhere; these are told apart:
-//! - `EAGAIN`: the socket is non-blocking, and the call would have to wait;
-//! - `ETIMEDOUT`: it waited for as long as it may ([`SockOption::SendTimeout`], [`SockOption::ReceiveTimeout`]), or the peer did
-//!   not answer;
+//! A call fails with a [`SockError`]: an errno, or the [`KernelFault`] of a block that accessed
+//! invalid memory. Errnos have their usual meaning; in particular:
+//! - `EAGAIN`: the socket is non-blocking, and the call would block;
+//! - `ETIMEDOUT`: the timeout ([`SockOption::SendTimeout`], [`SockOption::ReceiveTimeout`])
+//!   expired, or the peer did not answer;
 //! - `ECONNABORTED`: the host is gone.
 
 mod control;
@@ -31,17 +32,17 @@ pub use span::RingSpan;
 /// Why a call failed.
 #[derive(Clone, Debug)]
 pub enum SockError {
-    /// With an errno, as a socket does.
+    /// The call failed with this errno.
     Errno(Errno),
-    /// The block itself faulted.
+    /// The block itself faulted, for example on invalid memory.
     KernelFault(KernelFault),
 }
 
-/// What a call gives.
+/// Result of a call.
 pub type SockResult<T> = Result<T, SockError>;
 
 impl SockError {
-    /// The errno, if it is one.
+    /// The errno; `None` for a fault of the block.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Errno(errno) => Some(*errno),
@@ -80,7 +81,7 @@ impl fmt::Display for SockError {
     }
 }
 
-/// The family of a socket's addresses.
+/// Address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// IPv4.
@@ -89,18 +90,18 @@ pub enum Family {
     V6 = 6,
 }
 
-/// What a socket carries.
+/// Kind of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketKind {
-    /// A stream of bytes: TCP.
+    /// A byte stream over TCP.
     Stream = 1,
-    /// Datagrams: UDP.
+    /// Datagrams over UDP.
     Datagram = 2,
-    /// A stream of bytes of the family `warp`: RDMA between the two ends' rings.
+    /// A byte stream over RDMA, of the `warp` family: the sender writes into the receiver's ring.
     WarpStream = 3,
 }
 
-/// Which direction ends.
+/// Direction to shut down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShutdownHow {
     /// Receiving.
@@ -111,23 +112,24 @@ pub enum ShutdownHow {
     Both = 2,
 }
 
-/// A socket's handle. The one of a closed socket is refused by every call.
+/// A socket's handle. Every call refuses the handle of a closed socket, as it contains a
+/// generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sock(i32);
 
 impl Sock {
-    /// The handle as a number of 0 or more, to be kept in device memory.
+    /// The handle as a non-negative number, to be kept in device memory.
     pub fn raw(self) -> i32 {
         self.0
     }
 
-    /// The handle of that number; any number is safe to try.
+    /// The handle with this number; calls with an invalid one return `EBADF`.
     pub fn from_raw(handle: i32) -> Self {
         Self(handle)
     }
 }
 
-/// Sockets as a block uses them.
+/// A block's access to the sockets of a [`SockHost`](super::SockHost).
 pub struct Sockets<'a> {
     block: &'a Block<'a>,
     sockets: u32,
@@ -148,7 +150,7 @@ fn at(address: u64) -> DeviceAddr {
     DeviceAddr::new(address)
 }
 
-/// A socket's lines, found by its handle.
+/// Addresses of a socket's lines.
 #[derive(Clone, Copy)]
 struct SocketRef {
     handle: i32,
@@ -158,7 +160,7 @@ struct SocketRef {
     device_state: u64,
 }
 
-/// The part of an inbox line that calls look at.
+/// The words of a socket that calls check.
 #[derive(Clone, Copy)]
 struct StateSnapshot {
     state: u64,
@@ -172,7 +174,7 @@ impl StateSnapshot {
         self.state & flag != 0
     }
 
-    /// Whether it is a stream of the family `warp`, whose counters the peer writes.
+    /// Whether it is a `warp` stream, whose counters the peer writes.
     fn is_warp(&self) -> bool {
         self.state & (state::WARP | state::LISTENING) == state::WARP
     }
@@ -194,14 +196,17 @@ fn errno(bits: u64) -> Option<Errno> {
 }
 
 impl<'a> Sockets<'a> {
-    /// The sockets of the table at that address, which [`SockHost::table`](super::SockHost::table) gave.
+    /// Opens the table at the address that [`SockHost::table`](super::SockHost::table) returned.
+    /// Faults if its version differs.
     pub fn open(block: &'a Block<'a>, table_at: DeviceAddr) -> Result<Self, KernelFault> {
         let base = table_at.raw();
         let word = |offset: u64| block.load_u64(at(base + offset));
         let half = |offset: u64| block.load_u32(at(base + offset));
         let version = half(table::VERSION)?;
         if version != layout::VERSION {
-            return Err(KernelFault::new(format!("a table of sockets of version {version}")));
+            return Err(KernelFault::new(format!(
+                "the socket table has unknown version {version}"
+            )));
         }
         Ok(Self {
             block,
@@ -235,7 +240,8 @@ impl<'a> Sockets<'a> {
         })
     }
 
-    /// Looks at a socket: at its state first, so that the counters are not older.
+    /// Loads the state before the counters, so that the counters are at least as new. `EBADF` if
+    /// the handle is not open.
     fn load_snapshot(&self, socket_ref: SocketRef) -> SockResult<StateSnapshot> {
         let open = self.block.load_u32(at(socket_ref.device_state + device_state::GENERATION))?;
         let state = self.block.load_u64(at(socket_ref.host_state + host_state::STATE))?;
@@ -249,7 +255,7 @@ impl<'a> Sockets<'a> {
             taken: self.block.load_u64(at(socket_ref.host_state + host_state::TAKEN))?,
             flags: self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?,
         };
-        // The peer itself says that it ends.
+        // A `warp` peer signals the end of the stream in its counter.
         if snapshot.is_warp() && snapshot.received & FIN != 0 {
             snapshot.received &= !FIN;
             snapshot.state |= state::RECEIVE_END;
@@ -257,7 +263,7 @@ impl<'a> Sockets<'a> {
         Ok(snapshot)
     }
 
-    /// The ring of a direction: its address and its size.
+    /// Address and size of a ring.
     fn ring(&self, socket_ref: SocketRef, address: u64, size: u64) -> SockResult<(u64, u64)> {
         let begin = self.block.load_u64(at(socket_ref.host_state + address))?;
         let size = u64::from(self.block.load_u32(at(socket_ref.host_state + size))?);
@@ -294,7 +300,7 @@ impl<'a> Sockets<'a> {
         Ok(())
     }
 
-    /// Says what was sent: on the desk, and to the host, or to the peer by writing it there.
+    /// Publishes the bytes sent: in the device state, and to the host or, by RDMA, to the peer.
     fn publish_sent(&self, socket_ref: SocketRef, sent: u64) -> SockResult<()> {
         let before = self.sent(socket_ref)?;
         self.block.store_u64(at(socket_ref.device_state + device_state::SENT), sent)?;
@@ -312,7 +318,7 @@ impl<'a> Sockets<'a> {
             != 0)
     }
 
-    /// Says what was consumed of a stream or of datagrams: to the host, or to the peer.
+    /// Publishes the bytes consumed of a stream or of datagrams: to the host, or to the peer.
     fn publish_consumed(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
         if self.is_warp(socket_ref)? {
             self.block.store_u64(at(socket_ref.device_state + device_state::CONSUMED), consumed)?;
@@ -321,7 +327,7 @@ impl<'a> Sockets<'a> {
         self.publish_consumed_to_host(socket_ref, consumed)
     }
 
-    /// Tells the host what was consumed.
+    /// Publishes the bytes consumed to the host.
     fn publish_consumed_to_host(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
         self.block.store_u64(at(socket_ref.device_state + device_state::CONSUMED), consumed)?;
         Ok(self.block.store_u32(
@@ -338,7 +344,7 @@ impl<'a> Sockets<'a> {
         Ok(self.block.load_u64(at(socket_ref.device_state + device_state::CONSUMED))?)
     }
 
-    /// Makes the desk of a socket that this block alone knows.
+    /// Initialises the device state of a socket that only this block knows; the generation last.
     fn init_device_state(&self, socket_ref: SocketRef) -> SockResult<()> {
         self.block.write(at(socket_ref.device_state + 8), &[0; device_state::LEN as usize - 8])?;
         let state = self.block.load_u64(at(socket_ref.host_state + host_state::STATE))?;

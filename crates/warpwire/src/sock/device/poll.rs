@@ -1,4 +1,4 @@
-//! Waiting for several sockets at once.
+//! Waiting for several sockets.
 
 use std::time::Duration;
 
@@ -8,27 +8,28 @@ use super::wait::WaitLimit;
 use super::{Sock, SockError, SockResult, Sockets, state};
 use crate::sock::layout::{events, record};
 
-/// A socket that is waited for, for what, and what was found.
+/// One entry of [`Sockets::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PollEntry {
     /// The socket.
     pub socket: Sock,
-    /// What is asked for: bits of [`events`].
+    /// Requested events: bits of [`events`].
     pub events: u16,
-    /// What there is: what was asked for, and `ERR`, `HUP` and `NVAL` unasked.
+    /// Result: the requested events that are ready, and `ERR`, `HUP` and `NVAL` in any case.
     pub revents: u16,
 }
 
 impl PollEntry {
-    /// Asks for `events` of a socket.
+    /// Requests `events` of a socket.
     pub fn new(socket: Sock, events: u16) -> Self {
         Self { socket, events, revents: 0 }
     }
 }
 
 impl Sockets<'_> {
-    /// Waits until there is something to tell of one of them, or the time is over (`None`: no end), and returns of how
-    /// many there is. What was not asked for ends no wait.
+    /// Waits until an entry has an event or the timeout expires (`None`: no timeout), and returns
+    /// the number of entries with events, 0 on timeout. Events that were not requested do not end
+    /// the wait.
     pub fn poll(&self, list: &mut [PollEntry], timeout: Option<Duration>) -> SockResult<usize> {
         let wait_limit = match timeout {
             Some(Duration::ZERO) => WaitLimit::None,
@@ -50,7 +51,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// Everything that there is to tell of a socket.
+    /// All current events of a socket.
     fn ready(&self, socket: Sock) -> SockResult<u16> {
         let looked = self
             .socket_ref(socket)
@@ -62,7 +63,7 @@ impl Sockets<'_> {
         };
         let mut revents = 0;
         let (no_more, no_send) = (snapshot.has(state::RECEIVE_END), snapshot.has(state::SEND_END));
-        // What the peer says of its counters is judged by who has the lock.
+        // A hint only: the peer's counters are validated under the lock.
         if snapshot.received != self.consumed(socket_ref)? || no_more {
             revents |= events::IN;
         }

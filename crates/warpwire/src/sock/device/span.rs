@@ -1,21 +1,21 @@
-//! Without a copy: spans of the rings themselves.
+//! Zero-copy access: spans of the rings themselves.
 
 use super::stream::Readable;
 use super::{DeviceAddr, Sock, SockResult, Sockets, at, device_state, state};
 use rustix::io::Errno;
 
-/// A piece of a ring that the block has for itself until it gives it back.
+/// A contiguous part of a ring that the block owns until it commits or consumes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingSpan {
-    /// Where it begins.
+    /// Device address of the first byte.
     pub address: DeviceAddr,
-    /// How long it is; 0 at the end of the stream, and then there is nothing to give back.
+    /// Length in bytes; 0 at the end of the stream, and then there is nothing to consume.
     pub len: u64,
 }
 
 impl Sockets<'_> {
-    /// Borrows bytes that were received, at most `max_len`, where they lie; waits as [`recv`](Sockets::recv) does.
-    /// Afterwards [`consume`](Sockets::consume) says how many are done with. Streams only.
+    /// Borrows up to `max_len` received bytes in the ring; blocks as [`recv`](Sockets::recv) does.
+    /// End it with [`consume`](Sockets::consume). Streams only (`EOPNOTSUPP`).
     pub fn borrow(&self, socket: Sock, max_len: u64) -> SockResult<RingSpan> {
         let socket_ref = self.socket_ref(socket)?;
         if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
@@ -58,7 +58,7 @@ impl Sockets<'_> {
         })
     }
 
-    /// Gives a borrowed span back: its first `used` bytes are done with, the others come again.
+    /// Ends a borrowed span: the first `used` bytes are consumed, the others are received again.
     pub fn consume(&self, socket: Sock, used: u64) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         let snapshot = self.load_snapshot(socket_ref)?;
@@ -71,8 +71,8 @@ impl Sockets<'_> {
         self.unlock(socket_ref, device_state::RECEIVE_LOCK)
     }
 
-    /// Reserves a piece of the send ring, at most `max_len` bytes, to be filled; waits as [`send`](Sockets::send) does.
-    /// Afterwards [`commit`](Sockets::commit) sends from its beginning. Streams only.
+    /// Reserves up to `max_len` bytes of the send ring; blocks as [`send`](Sockets::send) does. End
+    /// it with [`commit`](Sockets::commit). Streams only (`EOPNOTSUPP`).
     pub fn reserve(&self, socket: Sock, max_len: u64) -> SockResult<RingSpan> {
         let socket_ref = self.socket_ref(socket)?;
         if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
@@ -108,14 +108,14 @@ impl Sockets<'_> {
         })
     }
 
-    /// Sends the first `filled` bytes of the reserved span; 0 sends nothing and only ends the reservation.
+    /// Sends the first `filled` bytes of the reserved span; 0 only ends the reservation.
     pub fn commit(&self, socket: Sock, filled: u64) -> SockResult<()> {
         let socket_ref = self.socket_ref(socket)?;
         let snapshot = self.load_snapshot(socket_ref)?;
         self.check_span(socket_ref.device_state + device_state::SEND_LOCK)?;
         let room = match self.room(socket_ref) {
             Ok(room) => room,
-            // The peer reads no more, or lies: nothing will be sent.
+            // The peer has stopped reading or violated the protocol: nothing will be sent.
             Err(failure) => {
                 self.unlock(socket_ref, device_state::SEND_LOCK)?;
                 return Err(failure);
@@ -124,7 +124,7 @@ impl Sockets<'_> {
         if filled > room {
             return Err(Errno::INVAL.into());
         }
-        // What the peer was told is not changed.
+        // FIN carries the final length, so nothing can be sent after it.
         if snapshot.is_warp() && snapshot.flags & device_state::FIN != 0 {
             self.unlock(socket_ref, device_state::SEND_LOCK)?;
             return Err(Errno::PIPE.into());
@@ -135,7 +135,7 @@ impl Sockets<'_> {
         self.unlock(socket_ref, device_state::SEND_LOCK)
     }
 
-    /// `EINVAL` if no span of that lock is out.
+    /// `EINVAL` if no span is out in this direction.
     fn check_span(&self, lock: u64) -> SockResult<()> {
         match self.block.load_u32(at(lock))? {
             device_state::SPAN_OUT => Ok(()),

@@ -1,4 +1,4 @@
-//! Accepting, sending and receiving.
+//! Accept, send and receive.
 
 use std::net::SocketAddr;
 
@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use super::{Sock, SockResult, SocketRef, Sockets, StateSnapshot, device_state, state};
 use crate::sock::layout::{ADDRESS_LEN, address_from, record};
 
-/// What one can receive.
+/// What a receive would return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readable {
     Data,
@@ -15,7 +15,7 @@ pub(super) enum Readable {
 }
 
 impl Sockets<'_> {
-    /// Takes a connection that waits at a listener, or waits for one.
+    /// Accepts a connection of a listener; blocks until there is one.
     pub fn accept(&self, listener: Sock) -> SockResult<(Sock, Option<SocketAddr>)> {
         let socket_ref = self.socket_ref(listener)?;
         let mut entry = [0; record::LEN as usize];
@@ -33,7 +33,7 @@ impl Sockets<'_> {
                 return Ok(None);
             }
             self.with_lock(socket_ref, device_state::RECEIVE_LOCK, || {
-                // Another block may have been faster, and may have taken more than there was before.
+                // Another block may have been faster, or more connections may have arrived.
                 let (snapshot, consumed) =
                     (self.load_snapshot(socket_ref)?, self.consumed(socket_ref)?);
                 if snapshot.received == consumed {
@@ -51,8 +51,8 @@ impl Sockets<'_> {
         Ok((socket, address_from(&address)))
     }
 
-    /// Sends bytes. A blocking socket sends all of them, unless its time ends or it fails when some have gone; their
-    /// number is returned. A datagram socket sends one datagram, to its peer.
+    /// Sends bytes. A blocking socket sends all of them; if it fails or times out after a part, the
+    /// length of that part is returned. A datagram socket sends one datagram to its peer.
     pub fn send(&self, socket: Sock, bytes: &[u8]) -> SockResult<usize> {
         let socket_ref = self.socket_ref(socket)?;
         if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
@@ -73,7 +73,8 @@ impl Sockets<'_> {
         }
     }
 
-    /// Puts what fits into the ring; `None` if nothing does, or another block is at it.
+    /// Copies as much as fits into the ring; `None` if nothing does, or another block holds the
+    /// lock.
     fn try_send(&self, socket_ref: SocketRef, bytes: &[u8]) -> SockResult<Option<usize>> {
         let snapshot = self.check_sendable(socket_ref)?;
         if snapshot.has(state::CONNECTING) {
@@ -99,7 +100,7 @@ impl Sockets<'_> {
         })
     }
 
-    /// Looks at a stream that is to send, and says why it cannot.
+    /// A snapshot of a stream that may send or is still connecting; otherwise the errno.
     pub(super) fn check_sendable(&self, socket_ref: SocketRef) -> SockResult<StateSnapshot> {
         let snapshot = self.load_snapshot(socket_ref)?;
         if let Some(errno) = snapshot.send_error() {
@@ -114,14 +115,15 @@ impl Sockets<'_> {
         Ok(snapshot)
     }
 
-    /// Free bytes of the send ring, for who holds the lock.
+    /// Free bytes of the send ring. The caller holds the lock.
     pub(super) fn room(&self, socket_ref: SocketRef) -> SockResult<u64> {
         let snapshot = self.load_snapshot(socket_ref)?;
         let size = self.send_ring(socket_ref)?.1;
         Ok(size - self.outstanding(socket_ref, &snapshot, size)?)
     }
 
-    /// Whether the send ring seems to have room for so much. It is a hint: other blocks send meanwhile, and a peer may lie.
+    /// Whether the send ring seems to have `needs` free bytes. A hint: other blocks may send at the
+    /// same time, and the peer's counter is not validated.
     pub(super) fn has_room_hint(
         &self,
         socket_ref: SocketRef,
@@ -132,8 +134,8 @@ impl Sockets<'_> {
         Ok(self.send_ring(socket_ref)?.1.wrapping_sub(outstanding) >= needs)
     }
 
-    /// Receives what is there, at most as much as `into` holds, or waits for something. 0 is the end of the stream. A
-    /// datagram socket receives one datagram; what does not fit is lost.
+    /// Receives up to `into.len()` bytes; blocks until there are some. 0 at the end of the stream.
+    /// A datagram socket receives one datagram; bytes that do not fit are discarded.
     pub fn recv(&self, socket: Sock, into: &mut [u8]) -> SockResult<usize> {
         let socket_ref = self.socket_ref(socket)?;
         if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
@@ -165,7 +167,8 @@ impl Sockets<'_> {
         })
     }
 
-    /// Receives until `into` is full, the stream ends or fails; how much came.
+    /// Receives until `into` is full or the stream ends or fails; returns the number of bytes
+    /// received.
     pub fn recv_all(&self, socket: Sock, into: &mut [u8]) -> SockResult<usize> {
         let mut done = 0;
         while done < into.len() {
@@ -179,7 +182,7 @@ impl Sockets<'_> {
         Ok(done)
     }
 
-    /// Whether something seems to be there, or the end; `None` if nothing is there yet.
+    /// Whether data seems to be available, or the end of the stream is reached; `None` if neither.
     pub(super) fn readable(&self, socket_ref: SocketRef) -> SockResult<Option<Readable>> {
         let snapshot = self.load_snapshot(socket_ref)?;
         if snapshot.received != self.consumed(socket_ref)? {

@@ -1,4 +1,4 @@
-//! Waiting that always ends, and locks of one direction.
+//! Bounded waiting, and the lock of each direction.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -11,11 +11,11 @@ use crate::sock::layout::heartbeat;
 /// How long a call may wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WaitLimit {
-    /// Not at all.
+    /// Do not wait.
     None,
-    /// So long.
+    /// Up to this time.
     Within(Duration),
-    /// As long as the host lives.
+    /// As long as the host is alive.
     Unlimited,
 }
 
@@ -25,14 +25,14 @@ impl WaitLimit {
     }
 }
 
-/// The host's sign of life, as it was seen last.
+/// The last heartbeat seen, and when it changed.
 struct HeartbeatWatch {
     heartbeat: Cell<u64>,
     since: Cell<Instant>,
 }
 
 impl Sockets<'_> {
-    /// How long a call of this socket may wait, by the time-out at that place of the desk.
+    /// The wait limit of a call, from the timeout at offset `timeout` of the device state.
     pub(super) fn wait_limit(&self, socket_ref: SocketRef, timeout: u64) -> SockResult<WaitLimit> {
         let flags = self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?;
         if flags & device_state::NON_BLOCKING != 0 {
@@ -41,8 +41,8 @@ impl Sockets<'_> {
         Ok(WaitLimit::from_nanos(self.block.load_u64(at(socket_ref.device_state + timeout))?))
     }
 
-    /// Asks until there is an answer. Without one in time: `EAGAIN` for calls that may not wait, else `ETIMEDOUT`;
-    /// `ECONNABORTED` if the host is gone.
+    /// Calls `check` until it returns a value. On expiry: `EAGAIN` for non-blocking calls, else
+    /// `ETIMEDOUT`; `ECONNABORTED` if the host is gone.
     pub(super) fn wait<T>(
         &self,
         wait_limit: WaitLimit,
@@ -81,7 +81,7 @@ impl Sockets<'_> {
         Ok(self.block.load_u64(at(self.heartbeat + heartbeat::COUNT))?)
     }
 
-    /// Whether the host has said that it ends.
+    /// `ECONNABORTED` if the host has ended.
     pub(super) fn check_open(&self) -> SockResult<()> {
         match self.block.load_u32(at(self.heartbeat + heartbeat::CLOSED))? {
             0 => Ok(()),
@@ -104,7 +104,8 @@ impl Sockets<'_> {
         Ok(())
     }
 
-    /// Takes the lock of one direction, if it is free; `None` while another has it.
+    /// Takes the lock of one direction; `None` if another block holds it, `EBADF` if the socket is
+    /// closed.
     pub(super) fn try_lock(&self, socket_ref: SocketRef, lock: u64) -> SockResult<Option<()>> {
         let word = at(socket_ref.device_state + lock);
         match self.block.compare_exchange_u32(word, device_state::UNLOCKED, device_state::LOCKED)? {
@@ -112,7 +113,7 @@ impl Sockets<'_> {
             device_state::CLOSED => return Err(Errno::BADF.into()),
             _ => return Ok(None),
         }
-        // The place may have become another socket's since it was looked at.
+        // The slot may have been reused for another socket in the meantime.
         let generation =
             self.block.load_u32(at(socket_ref.device_state + device_state::GENERATION))?;
         if generation != u32::from(socket_ref.generation) {
@@ -126,7 +127,7 @@ impl Sockets<'_> {
         Ok(self.block.store_u32(at(socket_ref.device_state + lock), device_state::UNLOCKED)?)
     }
 
-    /// Does something with the lock held.
+    /// Runs `work` with the lock, which the caller has taken, and releases it.
     pub(super) fn with_lock<T>(
         &self,
         socket_ref: SocketRef,

@@ -1,7 +1,8 @@
-//! The family `warp`: the block itself writes into the peer's ring and words, by a queue pair of its own.
+//! The `warp` family: the block writes into the peer's ring and counters through its own queue
+//! pair.
 //!
-//! The rules are those of [`warp`](crate::sock::warp). What the peer's device writes here is two counters, and neither is
-//! believed: one that cannot be true ends the connection.
+//! The protocol is that of [`warp`](crate::sock::warp). The peer's HCA writes two counters here,
+//! and neither is trusted: an impossible value aborts the connection.
 
 use std::time::Duration;
 
@@ -18,10 +19,10 @@ use crate::stream::kernel::layout as handle;
 use crate::stream::kernel::{KernelStatus, layout::NO_FAILURE};
 use crate::verbs::Remote;
 
-/// How long posting may take: it waits for another block that posts, and for the device to take what was posted before.
+/// Limit for posting, which waits for other blocks that post and for space in the send queue.
 const POST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the peer said of itself.
+/// The peer's addresses and keys, from its hello.
 struct PeerInfo {
     ring: Remote,
     ring_size: u64,
@@ -31,8 +32,9 @@ struct PeerInfo {
 }
 
 impl Sockets<'_> {
-    /// What there is to receive, by what the peer says, for who holds the lock: without it, another block moves our own
-    /// counter meanwhile, and the truth looks like a lie. A lie ends the connection.
+    /// Bytes available to receive. The caller holds the lock: without it, another block could
+    /// advance our own counter between the loads, and a valid counter would look impossible. An
+    /// impossible one aborts the connection.
     pub(super) fn available(
         &self,
         socket_ref: SocketRef,
@@ -45,7 +47,7 @@ impl Sockets<'_> {
         Ok(available)
     }
 
-    /// What the send ring holds, by what the peer says, for who holds the lock.
+    /// Bytes in the send ring that the peer has not taken. The caller holds the lock.
     pub(super) fn outstanding(
         &self,
         socket_ref: SocketRef,
@@ -65,16 +67,16 @@ impl Sockets<'_> {
         Ok(outstanding)
     }
 
-    /// Has the host end a connection that is of no use.
+    /// Requests the host to abort the connection.
     fn give_up(&self, socket_ref: SocketRef, why: Errno) -> SockResult<SockError> {
         match self.fail(socket_ref.handle, why) {
-            // A socket that was closed meanwhile has ended already.
+            // The socket was closed in the meantime.
             Ok(()) | Err(SockError::Errno(Errno::BADF)) => Ok(why.into()),
             Err(failure) => Err(failure),
         }
     }
 
-    /// Sends what the ring holds from counter `from` on, and says so.
+    /// Posts the bytes of the send ring from counter `from` to `to`, then the new counter.
     pub(super) fn post_sent(&self, socket_ref: SocketRef, from: u64, to: u64) -> SockResult<()> {
         let (begin, size) = self.send_ring(socket_ref)?;
         self.post(socket_ref, |peer| {
@@ -83,7 +85,7 @@ impl Sockets<'_> {
                 address: peer.ring.address + (at & (peer.ring_size - 1)),
                 rkey: peer.ring.rkey,
             };
-            // The peer's ring is a multiple of ours: it ends where ours does, or not at all.
+            // The peer's ring size is a multiple of ours, so it wraps only where ours does.
             let wrap = to.min((from | (size - 1)) + 1);
             let mut works = vec![(remote(from), local(from), (wrap - from) as u32)];
             if wrap < to {
@@ -93,7 +95,7 @@ impl Sockets<'_> {
         })
     }
 
-    /// Says that no more will come.
+    /// Posts FIN once.
     pub(super) fn post_fin(&self, socket_ref: SocketRef) -> SockResult<()> {
         if self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?
             & device_state::FIN
@@ -106,7 +108,7 @@ impl Sockets<'_> {
         self.post(socket_ref, |peer| (Vec::new(), peer.received, sent | FIN))
     }
 
-    /// Tells the peer what was taken, if that is worth it.
+    /// Posts the consumed count to the peer, if the report threshold is reached.
     pub(super) fn report(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
         let reported = self.block.load_u64(at(socket_ref.device_state + device_state::REPORTED))?;
         let least = self.block.load_u32(at(socket_ref.host_state + host_state::REPORT_AT))?;
@@ -122,7 +124,7 @@ impl Sockets<'_> {
         self.post(socket_ref, |peer| (Vec::new(), peer.taken, word))
     }
 
-    /// How many operations were posted.
+    /// Number of work requests posted so far.
     pub(super) fn posted(&self, socket_ref: SocketRef) -> SockResult<u64> {
         match self.qp_slot(socket_ref)? {
             Some(qp_slot) => {
@@ -132,14 +134,14 @@ impl Sockets<'_> {
         }
     }
 
-    /// Its berth, if that is made.
+    /// Address of the QP slot, if it is initialised.
     fn qp_slot(&self, socket_ref: SocketRef) -> SockResult<Option<u64>> {
         let number = self.block.load_u32(at(socket_ref.device_state + device_state::QP_SLOT))?;
         Ok(number.checked_sub(1).map(|number| self.qp_slots + u64::from(number) * qp_slot::LEN))
     }
 
-    /// Posts spans of the send ring, and then a word, with one doorbell. What cannot be posted ends the connection, of
-    /// which the next call tells.
+    /// Posts spans of the send ring, then a word, with one doorbell. If that fails, the connection
+    /// is aborted, and the next call returns the error.
     fn post(
         &self,
         socket_ref: SocketRef,
@@ -162,7 +164,7 @@ impl Sockets<'_> {
         }
     }
 
-    /// The same by who holds the lock. Gives why it cannot be.
+    /// As [`post`](Self::post), with the lock held. Returns the errno if it failed.
     fn post_locked(
         &self,
         socket_ref: SocketRef,
@@ -176,7 +178,7 @@ impl Sockets<'_> {
         works.push(Work::Inline(word, &value));
         let posted = self.wait(WaitLimit::Within(POST_TIMEOUT), || {
             Ok(match qp.post(&works, Duration::ZERO)?.status {
-                // A queue pair that was taken away ends nothing any more.
+                // The host has released the queue pair: there will be no more completions.
                 KernelStatus::NotReady if self.has_failed(socket_ref)? => {
                     Some(Some(Errno::CONNRESET))
                 }
@@ -196,7 +198,7 @@ impl Sockets<'_> {
         Ok(state >> state::SEND_ERROR & 0xff != 0)
     }
 
-    /// The queue pair and the peer, from the berth, which is made when it is first needed.
+    /// The queue pair and the peer, from the QP slot, which is initialised on first use.
     fn open_qp(&self, socket_ref: SocketRef) -> SockResult<Option<(DeviceQp<'_>, PeerInfo)>> {
         let qp_slot = match self.qp_slot(socket_ref)? {
             Some(qp_slot) => qp_slot,

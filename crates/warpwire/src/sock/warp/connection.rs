@@ -1,11 +1,11 @@
-//! One end of a connection that a CPU program has: its memory, its queue pair, and what waits.
+//! One end of a connection of a CPU program: its memory, its queue pair, and its waiting callers.
 //!
-//! What always holds:
-//! 1. Each post is signaled once, by its last entry, and has at most [`ENTRIES`] entries; no more than [`MAX_POSTS`] are
-//!    under way. So neither queue is ever full.
-//! 2. Bytes are staged until their post has completed, which is when they have landed.
-//! 3. Places are kept free among the posts: for a report always, and one more for the end of the stream.
-//! 4. Flags are read before landing words: what had landed when a flag was raised is seen.
+//! Invariants:
+//! 1. Each post is signaled once, by its last work request, and has at most [`ENTRIES`] of them; at
+//!    most [`MAX_POSTS`] posts are in flight. So neither the send queue nor the CQ can overflow.
+//! 2. Bytes are staged until their post has completed, which means that they have arrived.
+//! 3. Post slots are reserved: one for a report at any time, and one more for FIN.
+//! 4. Flags are read before the counter words, so what had arrived when a flag was set is seen.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -24,22 +24,22 @@ use crate::verbs::{
     Access, Completion, Context, Cq, EventFd, Mr, Qp, QpOptions, SendRequest, Sge, WrOp,
 };
 
-/// Where the landing words lie, a line each, and the ring behind them.
+/// Offsets: the counter words, each in its own cache line, and the ring behind them.
 const RECEIVED: u64 = 0;
 const TAKEN: u64 = 64;
 const RING: u64 = 4096;
-/// The most entries of a post: a span that goes around both rings, and the word.
+/// Maximum number of work requests per post: data that wraps in both rings, and the word.
 const ENTRIES: u32 = 4;
 const MAX_POSTS: u64 = 64;
-/// What the completion of a report or of an end bears; that of bytes bears how many were ever sent.
+/// `wr_id` of a report and of FIN; that of data is the total number of bytes sent.
 const REPORT_ID: u64 = 1 << 62;
 const FIN_ID: u64 = 1 << 63;
-/// How long a call looks by itself before it sleeps; and how long where the wait before it was over by then, as in a stream that
-/// flows: being woken takes as long.
+/// A call polls for `SPIN` before it sleeps; for `LONG_SPIN` if the last wait in this direction was
+/// shorter than that, as in a continuous stream, because a wake-up takes about as long.
 const SPIN: Duration = Duration::from_micros(50);
 const LONG_SPIN: Duration = Duration::from_micros(400);
 
-/// What a call waits for.
+/// The direction that a call waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Interest {
     Reading,
@@ -54,24 +54,24 @@ impl Interest {
     }
 }
 
-/// Beside the bits of what a descriptor is armed for: it was raised for it.
+/// Set in `armed`, beside the bits of [`Interest`], once the descriptor was signaled.
 const NOTIFIED: u8 = 1 << 7;
 
-/// What has befallen a connection.
+/// State flags of a connection.
 mod flag {
-    /// Its TCP connection has ended.
+    /// The TCP connection has ended.
     pub(super) const HUNG_UP: u32 = 1;
-    /// It was reset: by us, or because work failed.
+    /// The connection was reset by us, or a work request failed.
     pub(super) const FAILED: u32 = 2;
-    /// We read no more.
+    /// Our receiving direction is shut down.
     pub(super) const READ_CLOSED: u32 = 4;
 }
 
-/// What an end needs before it knows its peer.
+/// Resources of an end, created before the handshake.
 pub(super) struct LocalResources {
     qp: Qp,
     cq: Cq,
-    /// The words and the ring, which the peer writes; the staged bytes, which only we do.
+    /// `remote_mr`: the words and the ring, which the peer writes; `local_mr`: the staged bytes.
     remote_mr: Mr,
     local_mr: Mr,
     memory: HostMemory,
@@ -81,18 +81,18 @@ pub(super) struct LocalResources {
 
 impl LocalResources {
     pub(super) fn new(context: &Context, options: &NetOptions) -> Result<Self> {
-        let pd = context.pd();
-        // When a queue pair fails, each of its entries ends, signaled or not.
+        let pd = context.alloc_pd();
+        // When a queue pair fails, every work request completes, signaled or not.
         let cq = context.create_cq(MAX_POSTS as u32 * ENTRIES)?;
         let queue = QpOptions {
             send_depth: MAX_POSTS as u32 * ENTRIES,
             receive_depth: 1,
             max_send_sge: 1,
             max_recv_sge: 1,
-            inline: 8,
+            max_inline_data: 8,
             signal_all: false,
             access: warpwire_proto::qp::Access::REMOTE_WRITE,
-            // A busy machine may keep a peer from answering for a while.
+            // 268 ms: a busy machine may delay ACKs.
             timeout: 16,
             max_rd_atomic: 1,
             ..QpOptions::default()
@@ -107,7 +107,7 @@ impl LocalResources {
         Ok(Self { qp, cq, remote_mr, local_mr, memory, ring, stage })
     }
 
-    /// What the peer is told.
+    /// The hello for the peer.
     pub(super) fn hello(&self) -> Hello {
         let remote_addr = |offset| {
             let remote = self.remote_mr.remote(offset);
@@ -119,18 +119,18 @@ impl LocalResources {
             ring_size: self.ring,
             received: remote_addr(RECEIVED),
             taken: remote_addr(TAKEN),
-            // What has landed is not kept here.
+            // Staged bytes are freed when they have arrived, not when they are read.
             window: None,
         }
     }
 
-    /// Connects the queue pair: the peer may write from now on.
+    /// Connects the queue pair: the peer may write from here on.
     pub(super) fn establish(&self, peer: &Hello) -> Result<()> {
         self.qp.connect(&peer.endpoint)
     }
 }
 
-/// An end that is connected.
+/// An established connection.
 pub(super) struct Connection {
     resources: LocalResources,
     peer: Hello,
@@ -141,25 +141,25 @@ pub(super) struct Connection {
     outgoing: Mutex<SendFlow>,
     flags: AtomicU32,
     why: OnceLock<Error>,
-    /// For those who look without the locks: bytes read, sent, and landed at the peer.
+    /// Readable without the locks: total bytes read, sent, and arrived at the peer.
     consumed: AtomicU64,
     sent: AtomicU64,
     landed: AtomicU64,
     posted: AtomicU64,
     completed: AtomicU64,
-    /// A report that found no place; 0 is none.
+    /// The value of `taken` to be reported to the peer; 0 if none is pending.
     to_report: AtomicU64,
-    /// Who reports: the word of an older report must not land after that of a newer.
+    /// Serialises reports: an older value must not be written after a newer one.
     reporting: Mutex<()>,
     fin_landed: AtomicBool,
     waiters: [AtomicU32; 2],
-    /// Whether the last wait, of either sort, was a short one.
+    /// Per direction: whether the last wait was shorter than `LONG_SPIN`.
     was_short_wait: [AtomicBool; 2],
     lock: Mutex<()>,
     woken: Condvar,
     signal: OnceLock<EventFd>,
     armed: AtomicU8,
-    /// It stands on the list of those that are watched.
+    /// The service thread polls it.
     pub(super) is_watched: AtomicBool,
     number: u64,
 }
@@ -202,20 +202,20 @@ impl Connection {
         })
     }
 
-    /// What its events are known by.
+    /// The epoll data of its events.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Which way its bytes take, and why.
+    /// The path of its data, and why it is not a better one.
     pub(super) fn path(&self) -> Result<crate::link::LinkPath> {
         self.resources.qp.path()
     }
 
-    /// A landing word, as the peer wrote it.
+    /// A counter word, as the peer wrote it.
     #[inline]
     fn word(&self, at: u64) -> u64 {
-        // The words lie inside, and are aligned.
+        // The words are inside the memory and aligned.
         self.resources.memory.bytes().load_u64(at).map_or(0, u64::from_le)
     }
 
@@ -223,7 +223,7 @@ impl Connection {
         self.flags.load(Ordering::Acquire) & flags != 0
     }
 
-    /// Reads what has come; `None` if that is nothing yet.
+    /// Reads available bytes; `None` if there are none.
     pub(super) fn try_read(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
         let mut incoming = self.incoming.lock();
         let flags = self.flags.load(Ordering::Acquire);
@@ -257,7 +257,7 @@ impl Connection {
         }
     }
 
-    /// Tells the peer how much was read, if there is a report to make and a place for it.
+    /// Reports the consumed count to the peer, if a report is pending and a post slot is free.
     fn report(&self) {
         if self.to_report.load(Ordering::Relaxed) == 0 {
             return;
@@ -271,13 +271,13 @@ impl Connection {
         let request =
             SendRequest::new(REPORT_ID, WrOp::Write(self.peer.taken.at_offset(0))).inline(&word);
         if self.post(&[request]).is_ok() {
-            // A newer one may have come meanwhile; it stays.
+            // A newer value stays pending.
             let (order, fail) = (Ordering::Relaxed, Ordering::Relaxed);
             let _ = self.to_report.compare_exchange(taken, 0, order, fail);
         }
     }
 
-    /// Sends what there is room for; `None` if that is nothing now.
+    /// Sends as many bytes as fit; `None` if none do.
     pub(super) fn try_write(&self, from: &[u8]) -> io::Result<Option<usize>> {
         let mut outgoing = self.outgoing.lock();
         if outgoing.has_ended() {
@@ -308,7 +308,7 @@ impl Connection {
         Ok(Some(count as usize))
     }
 
-    /// Stages bytes, for which there is room, and posts them with the new count.
+    /// Stages bytes, which fit, and posts them with the new count.
     fn send(&self, outgoing: &mut SendFlow, bytes: &[u8]) -> io::Result<()> {
         let mut spans = [Sge { address: 0, len: 0, lkey: 0 }; ENTRIES as usize - 1];
         let mut targets = [self.peer.ring.at_offset(0); ENTRIES as usize - 1];
@@ -338,7 +338,7 @@ impl Connection {
         self.post(&requests[..=count]).map_err(|error| self.reset(error))
     }
 
-    /// Ends the sending direction.
+    /// Shuts down the sending direction.
     pub(super) fn close_write(&self) {
         let mut outgoing = self.outgoing.lock();
         if outgoing.has_ended() {
@@ -359,7 +359,8 @@ impl Connection {
         }
     }
 
-    /// Ends the receiving direction: nobody reads here any more, and the peer need not wait for that.
+    /// Shuts down the receiving direction, and notifies the peer, so that it does not wait for
+    /// room.
     pub(super) fn close_read(&self) {
         let incoming = self.incoming.lock();
         self.flags.fetch_or(flag::READ_CLOSED, Ordering::AcqRel);
@@ -385,16 +386,16 @@ impl Connection {
         self.posted.load(Ordering::Acquire).saturating_sub(completed)
     }
 
-    /// Whether one more post leaves so many places among all, less one: see rule 3.
+    /// Whether a post is possible that leaves `kept - 1` slots to others, see rule 3.
     fn has_post_slot(&self, kept: u64) -> bool {
-        // Two threads may look at the same time, and both post.
+        // Counted twice: two threads may check at the same time, and both post.
         if self.in_flight() + 2 * kept > MAX_POSTS {
             self.drain();
         }
         self.in_flight() + 2 * kept <= MAX_POSTS
     }
 
-    /// Takes completions, and has the device make a step.
+    /// Polls the completion queue, which also advances a software HCA.
     pub(super) fn drain(&self) {
         let mut some = [Completion::EMPTY; 16];
         loop {
@@ -419,10 +420,10 @@ impl Connection {
 
     #[cold]
     fn work_failed(&self, completion: &Completion) {
-        // After the peer's end that only means that it is gone.
-        let why = format!("the work that carries bytes ended with {}", completion.status);
+        // After the peer's FIN this only means that the peer is gone.
+        let why = format!("an RDMA write failed: {}", completion.status);
         let error = Error::new(Kind::PeerLost, "reach the peer").why(why);
-        self.fail(error.fix("look at what became of the peer, and of the way to it"));
+        self.fail(error.fix("check that the peer is running and reachable"));
     }
 
     fn fail(&self, error: Error) {
@@ -436,23 +437,23 @@ impl Connection {
     pub(super) fn reset(&self, error: Error) -> io::Error {
         tracing::debug!(peer = %self.addresses.1, %error, "a connection is reset");
         self.fail(error);
-        // Where it cannot be set the peer sees it end without the end of the stream, which means the same.
+        // If it cannot be set, the peer sees TCP end without FIN, which means the same.
         let _ = rustix::net::sockopt::set_socket_linger(&self.tcp, Some(Duration::ZERO));
         let _ = self.tcp.shutdown(std::net::Shutdown::Both);
         self.lost("use a connection")
     }
 
-    /// The TCP connection has ended, or the peer spoke where nothing is to be said.
+    /// The TCP connection has ended, or the peer has sent data on it.
     pub(super) fn hung_up(&self, got_data: bool) {
         if got_data {
             let error = Error::new(Kind::Malformed, "use a connection");
-            drop(self.reset(error.why("the peer spoke on the TCP connection")));
+            drop(self.reset(error.why("the peer sent data on the TCP connection")));
         }
         self.flags.fetch_or(flag::HUNG_UP, Ordering::AcqRel);
         self.wake();
     }
 
-    /// Why a call on a lost connection fails.
+    /// The error of a call on a lost connection.
     #[cold]
     fn lost(&self, what: &'static str) -> io::Error {
         let has_ended = self.word(RECEIVED) & FIN != 0;
@@ -460,17 +461,20 @@ impl Connection {
             Some(error) if !has_ended || *error.kind() != Kind::PeerLost => {
                 (io::ErrorKind::ConnectionReset, error.reason().to_owned())
             }
-            _ if has_ended => (io::ErrorKind::BrokenPipe, "the peer has closed it".to_owned()),
+            _ if has_ended => {
+                (io::ErrorKind::BrokenPipe, "the peer has closed the connection".to_owned())
+            }
             _ => {
-                let why = "the peer died, or reset it: the TCP connection ended before the stream";
+                let why = "the peer died or reset the connection: TCP ended before the stream";
                 (io::ErrorKind::ConnectionReset, why.to_owned())
             }
         };
         let error = Error::new(Kind::PeerLost, what).on(self.addresses.1.to_string()).why(why);
-        io::Error::new(kind, error.fix("connect anew"))
+        io::Error::new(kind, error.fix("reconnect"))
     }
 
-    /// Whether a call would not wait. Without locks: it may say yes too often, never too seldom.
+    /// Whether a call would not block. Without locks: false positives are possible, false negatives
+    /// are not.
     fn is_ready(&self, what: Interest) -> bool {
         if self.has(flag::HUNG_UP | flag::FAILED) {
             return true;
@@ -493,7 +497,7 @@ impl Connection {
         }
     }
 
-    /// Waits until a call may go on, or the time is over; tells whether it may.
+    /// Waits until a call may proceed or the time is over; returns whether it may.
     pub(super) fn wait(&self, what: Interest, until: Option<Instant>) -> bool {
         let begun = Instant::now();
         let was_short_wait = &self.was_short_wait[what as usize];
@@ -510,7 +514,7 @@ impl Connection {
         ready
     }
 
-    /// The rest of waiting: somebody else looks meanwhile.
+    /// Sleeps; the service thread polls in the meantime.
     fn sleep(&self, what: Interest, until: Option<Instant>) -> bool {
         let waiters = &self.waiters[what as usize];
         waiters.fetch_add(1, Ordering::SeqCst);
@@ -535,7 +539,7 @@ impl Connection {
         ready
     }
 
-    /// Wakes everybody who waits.
+    /// Wakes all waiting callers.
     pub(super) fn wake(&self) {
         drop(self.lock.lock());
         self.woken.notify_all();
@@ -544,9 +548,9 @@ impl Connection {
         }
     }
 
-    /// A call would have waited: the descriptor is raised when it would not.
+    /// A call would have blocked: signal the descriptor once it would not.
     pub(super) fn arm(&self, what: Interest) {
-        // First, so that whoever raises it from now on is seen.
+        // Cleared first, so that a signal raised from here on is not lost.
         if let Some(signal) = self.signal.get() {
             signal.take();
         }
@@ -557,7 +561,7 @@ impl Connection {
         }
     }
 
-    /// Raises the descriptor if a call that it is armed for may go on, once for each time it was armed.
+    /// Signals the descriptor if a call that it is armed for may proceed, once per arming.
     fn notify_if_ready(&self) -> bool {
         let armed = self.armed.load(Ordering::SeqCst);
         let is_ready = |what: Interest| armed & what.bit() != 0 && self.is_ready(what);
@@ -572,25 +576,26 @@ impl Connection {
         true
     }
 
-    /// A call of that sort is made: nobody waits for it any more.
+    /// A call in this direction is made: it is no longer waited for.
     pub(super) fn disarm(&self, what: Interest) {
         if self.armed.load(Ordering::Relaxed) & what.bit() != 0 {
             self.armed.fetch_and(!what.bit(), Ordering::SeqCst);
         }
     }
 
-    /// The descriptor of readiness. It begins raised.
+    /// The readiness descriptor. It starts signaled.
     pub(super) fn signal(&self) -> Result<&EventFd> {
         if self.signal.get().is_none() {
             let signal = EventFd::new()?;
             signal.raise();
             let _ = self.signal.set(signal);
         }
-        // It was set just now, by this thread or by another.
-        self.signal.get().ok_or_else(|| Error::new(Kind::Busy, "make a descriptor"))
+        // Set above, by this thread or by another.
+        self.signal.get().ok_or_else(|| Error::new(Kind::Busy, "create a descriptor"))
     }
 
-    /// Looks on behalf of those who sleep: tells whether something happened, and whether somebody still waits.
+    /// The service thread polls for sleeping callers: returns whether something happened, and
+    /// whether there are still waiters.
     pub(super) fn progress(&self) -> (bool, bool) {
         if self.in_flight() > 0 {
             self.drain();
@@ -607,28 +612,28 @@ impl Connection {
         (happened, self.has_waiters())
     }
 
-    /// Whether somebody waits for it, who must be told.
+    /// Whether the service thread must keep polling this connection.
     pub(super) fn has_waiters(&self) -> bool {
         let sleeps = self.waiters.iter().any(|count| count.load(Ordering::SeqCst) > 0);
-        // It is looked at until it is told: what became true after a look is found by the next.
+        // Polled until it is signaled: a change after one poll is found by the next.
         let armed = self.armed.load(Ordering::SeqCst);
         let armed = self.signal.get().is_some() && armed != 0 && armed & NOTIFIED == 0;
         let owes = self.to_report.load(Ordering::Relaxed) != 0;
         sleeps || armed || owes && !self.has(flag::FAILED | flag::HUNG_UP)
     }
 
-    /// Nobody has it any more: nobody waits.
+    /// The last handle was dropped: nothing waits any more.
     pub(super) fn abandon(&self) {
         self.armed.store(0, Ordering::SeqCst);
         self.to_report.store(0, Ordering::Relaxed);
     }
 
-    /// Ends the TCP connection.
+    /// Closes the TCP connection.
     pub(super) fn hang_up(&self) {
         let _ = self.tcp.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Whether nothing is left to do for a connection that nobody has any more.
+    /// Whether a dropped connection has nothing left to send.
     pub(super) fn is_finished(&self) -> bool {
         self.drain();
         self.fin_landed.load(Ordering::Acquire) || self.has(flag::FAILED | flag::HUNG_UP)
@@ -644,8 +649,8 @@ impl std::fmt::Debug for Connection {
 #[cold]
 fn peer_read_closed(peer: SocketAddr) -> io::Error {
     let error = Error::new(Kind::PeerLost, "write").on(peer.to_string());
-    let error = error.why("the peer has shut down its receiving direction");
-    io::Error::new(io::ErrorKind::BrokenPipe, error.fix("read what it still sends, and close"))
+    let error = error.why("the peer shut down its receiving direction");
+    io::Error::new(io::ErrorKind::BrokenPipe, error.fix("read the remaining data, then close"))
 }
 
 #[cold]
@@ -654,7 +659,7 @@ fn write_closed() -> io::Error {
     io::Error::new(io::ErrorKind::BrokenPipe, error.fix("write before the shutdown"))
 }
 
-/// An error of the house as one of the standard library.
+/// Converts an error to one of the standard library, with the closest kind.
 #[cold]
 pub(super) fn io_error(error: Error) -> io::Error {
     let kind = match error.kind() {

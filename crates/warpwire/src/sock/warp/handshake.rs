@@ -1,4 +1,4 @@
-//! How two ends of a connection meet: a conversation over TCP, as bytes in and bytes out.
+//! The handshake of a connection over TCP, without I/O: bytes in, bytes out.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,87 +6,91 @@ use crate::error::{Error, Kind, Result};
 use crate::verbs::bootstrap::{decode_line, encode_line};
 use crate::verbs::{Mtu, QpEndpoint, Remote};
 
-/// What the hello must say, so that nobody takes another program of ours for a socket.
+/// Distinguishes a warp socket from other programs with the same line format.
 const MAGIC: &str = "warp socket";
-/// The version of the conversation, and of the protocol behind it.
+/// Version of the handshake and of the data protocol.
 pub const VERSION: u32 = 1;
-/// The longest line of the conversation, its end included.
+/// Maximum length of a line of the handshake, line feed included.
 pub const MAX_LINE: usize = 1024;
-/// The smallest receive ring.
+/// Minimum size of a receive ring, in bytes.
 pub const MIN_RING: u64 = 4096;
-/// The largest: a span of it must fit into one work request.
+/// Maximum size of a receive ring: a span of it must fit into one work request.
 pub const MAX_RING: u64 = 1 << 30;
 
-/// A place in an end's memory where its peer may write.
+/// A location in an end's memory that its peer may write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteAddr {
-    /// The address, in the registration's addresses.
+    /// The address within the memory region's address range.
     pub address: u64,
-    /// The registration's key.
+    /// The memory region's rkey.
     pub rkey: u32,
 }
 
 impl RemoteAddr {
-    /// The place so many bytes behind it.
+    /// The remote address `offset` bytes further.
     pub fn at_offset(self, offset: u64) -> Remote {
         Remote { address: self.address.wrapping_add(offset), rkey: self.rkey }
     }
 }
 
-/// What an end tells of itself: its queue pair, and where the peer may write.
+/// An end's description of itself: its queue pair and the memory that the peer may write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// What the peer's queue pair must know.
+    /// Connection data for the peer's queue pair.
     pub endpoint: QpEndpoint,
     /// The receive ring.
     pub ring: RemoteAddr,
-    /// Its size, a power of two.
+    /// Size of the ring in bytes, a power of two from [`MIN_RING`] to [`MAX_RING`].
     pub ring_size: u64,
-    /// The landing word that counts what the peer has written into the ring: 64 bits, aligned.
+    /// The word that counts the bytes that the peer has written into the ring: 64 bits, aligned.
     pub received: RemoteAddr,
-    /// The landing word that counts what the peer has taken of ours: 64 bits, aligned.
+    /// The word that counts the bytes that the peer has read from its own ring: 64 bits, aligned.
     pub taken: RemoteAddr,
-    /// The most bytes that it has on their way or unread at the peer, a power of two: it may be less than the peer's ring
-    /// holds, and the peer tells more often of what it has read. Left out by ends that can fill any ring.
+    /// Maximum number of bytes that this end keeps in flight or unread at the peer, a power of two.
+    /// If it is less than the peer's ring, the peer reports consumption more often. Absent if the
+    /// end can fill any ring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<u64>,
 }
 
 impl Hello {
-    /// Whether it makes sense: what is wrong, else.
+    /// Checks sizes, alignment and ranges.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] with the first field that is invalid.
     pub fn check(&self) -> Result<()> {
         let wrong = |why: String, fix: &'static str| {
-            Err(Error::new(Kind::Malformed, "understand a hello").why(why).fix(fix))
+            Err(Error::new(Kind::Malformed, "accept a hello").why(why).fix(fix))
         };
         let size = self.ring_size;
         if !size.is_power_of_two() || !(MIN_RING..=MAX_RING).contains(&size) {
-            let why = format!("its ring has {size} bytes");
+            let why = format!("ring_size is {size}");
             return wrong(why, "use a power of two from 4096 bytes to 1 GiB");
         }
         if self.window.is_some_and(|window| !window.is_power_of_two()) {
-            let why = format!("it sends {} bytes at a time", self.window.unwrap_or(0));
-            return wrong(why, "use a power of two, or leave it out");
+            let why = format!("window is {}", self.window.unwrap_or(0));
+            return wrong(why, "use a power of two, or omit it");
         }
         if self.ring.address.checked_add(size).is_none() {
-            let why = format!("its ring at {:#x} passes the last address", self.ring.address);
-            return wrong(why, "give the address where the ring begins");
+            let why = format!("the ring at {:#x} exceeds the address space", self.ring.address);
+            return wrong(why, "use the start address of the ring");
         }
         for (name, word) in [("received", self.received), ("taken", self.taken)] {
             if !word.address.is_multiple_of(8) || word.address.checked_add(8).is_none() {
-                let why = format!("its word `{name}` lies at {:#x}", word.address);
+                let why = format!("the word `{name}` is at {:#x}", word.address);
                 return wrong(why, "align it to 8 bytes");
             }
         }
         let QpEndpoint { qpn, psn, mtu, .. } = self.endpoint;
         if qpn >> 24 != 0 || psn >> 24 != 0 || Mtu::new(mtu).is_none() {
-            let why = format!("its queue pair {qpn:#x} begins at {psn:#x} with an MTU of {mtu}");
-            return wrong(why, "offer 24-bit numbers, and a power of two from 256 on");
+            let why = format!("queue pair {qpn:#x} has PSN {psn:#x} and an MTU of {mtu}");
+            return wrong(why, "use 24-bit numbers and a valid MTU, such as 1024");
         }
         Ok(())
     }
 }
 
-/// What is said, a line each.
+/// A message of the handshake, one per line.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 enum HandshakeMsg {
@@ -100,25 +104,32 @@ enum HandshakeMsg {
     Refused(String),
 }
 
-/// One end's part of the conversation. It does no I/O and knows no clock: whoever has the connection brings bytes, takes
-/// bytes, and gives up when it takes too long.
+/// One end of the handshake. It does no I/O and has no clock: the caller moves the bytes and
+/// enforces the timeout.
 ///
 /// Both ends do the same:
-/// 1. send what [`to_send`](Self::to_send) gives, whenever there is something, and say so by [`sent`](Self::sent);
-/// 2. bring what comes to [`take`](Self::take); an error ends the connection, after `to_send` was sent, which may have the
-///    reason for the peer;
-/// 3. once [`peer`](Self::peer) is known, connect the queue pair to its offer, then call [`mark_ready`](Self::met), or
-///    [`refuse`](Self::refuse) if that failed;
-/// 4. when [`is_done`](Self::is_done), write: the peer's queue pair receives. The peer may write as soon as it has heard
-///    that we have met, which can be before we know of its own.
+/// 1. send the bytes of [`to_send`](Self::to_send) whenever there are any, and call
+///    [`sent`](Self::sent);
+/// 2. pass received bytes to [`take`](Self::take); an error ends the connection, after the
+///    remaining bytes of `to_send`, which may contain the reason, were sent;
+/// 3. once [`peer`](Self::peer) is known, connect the queue pair to its endpoint, then call
+///    [`mark_ready`](Self::mark_ready), or [`refuse`](Self::refuse) if that failed;
+/// 4. when [`is_done`](Self::is_done), start to write: the peer's queue pair is connected. The peer
+///    may write as soon as it knows that we are ready, which can be before we know that it is.
 ///
 /// ```
 /// use warpwire::sock::warp::{Handshake, Hello, RemoteAddr};
 /// use warpwire::verbs::QpEndpoint;
 /// # fn hello(qpn: u32) -> Hello {
-/// #     let endpoint = QpEndpoint { address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024, max_rd_atomic: 1, lid: 0, gid: 0 };
+/// #     let endpoint = QpEndpoint {
+/// #         address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024,
+/// #         max_rd_atomic: 1, lid: 0, gid: 0,
+/// #     };
 /// #     let remote_addr = |address| RemoteAddr { address, rkey: 7 };
-/// #     Hello { endpoint, ring: remote_addr(0x1000), ring_size: 4096, received: remote_addr(8), taken: remote_addr(16), window: None }
+/// #     Hello {
+/// #         endpoint, ring: remote_addr(0x1000), ring_size: 4096,
+/// #         received: remote_addr(8), taken: remote_addr(16), window: None,
+/// #     }
 /// # }
 /// let (mut a, mut b) = (Handshake::new(&hello(1))?, Handshake::new(&hello(2))?);
 /// while !(a.is_done() && b.is_done()) {
@@ -127,7 +138,7 @@ enum HandshakeMsg {
 ///         a.sent(bytes.len());
 ///         b.take(&bytes)?;
 ///         if b.peer().is_some() && !b.is_ready() {
-///             // here the queue pair is connected
+///             // connect the queue pair here
 ///             b.mark_ready();
 ///         }
 ///         std::mem::swap(&mut a, &mut b);
@@ -139,9 +150,9 @@ enum HandshakeMsg {
 #[derive(Debug)]
 pub struct Handshake {
     out: Vec<u8>,
-    /// How much of it went.
+    /// Number of bytes of `out` that were sent.
     sent: usize,
-    /// A line that is not at its end.
+    /// An incomplete line.
     line: Vec<u8>,
     peer: Option<Hello>,
     is_ready: bool,
@@ -150,10 +161,10 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// Begins with our hello.
+    /// Starts a handshake with our hello.
     ///
     /// # Errors
-    /// If it makes no sense.
+    /// If the hello is invalid, see [`Hello::check`].
     pub fn new(mine: &Hello) -> Result<Self> {
         mine.check()?;
         let message =
@@ -169,24 +180,24 @@ impl Handshake {
         })
     }
 
-    /// What waits to be sent.
+    /// Bytes to be sent.
     pub fn to_send(&self) -> &[u8] {
         &self.out[self.sent..]
     }
 
-    /// So many bytes of it went.
+    /// The first `count` bytes of [`to_send`](Self::to_send) were sent.
     pub fn sent(&mut self, count: usize) {
         self.sent = self.out.len().min(self.sent.saturating_add(count));
     }
 
-    /// Takes what came, whatever it is.
+    /// Processes received bytes.
     ///
     /// # Errors
-    /// If it is not what a peer says: the connection is of no use any more. [`Kind::PeerLost`] if the peer says that it
-    /// cannot.
+    /// If they are no valid handshake: the connection cannot be used. [`Kind::PeerLost`] if the
+    /// peer refused.
     pub fn take(&mut self, bytes: &[u8]) -> Result<()> {
         if self.has_failed {
-            return Err(malformed("it went wrong before").fix("connect anew"));
+            return Err(malformed("the handshake has failed before").fix("reconnect"));
         }
         let taken = self.take_lines(bytes);
         if let Err(error) = &taken {
@@ -201,11 +212,12 @@ impl Handshake {
     fn take_lines(&mut self, bytes: &[u8]) -> Result<()> {
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             if self.peer_ready {
-                return Err(malformed("it says more after it was ready").fix("use one version"));
+                return Err(malformed("the peer sent data after `ready`")
+                    .fix("use the same version on both ends"));
             }
             if self.line.len() + piece.len() > MAX_LINE {
-                let why = format!("its line is longer than {MAX_LINE} bytes");
-                return Err(malformed(why).fix("check that the other end is a warp socket"));
+                let why = format!("a line is longer than {MAX_LINE} bytes");
+                return Err(malformed(why).fix("check that the peer is a warp socket"));
             }
             self.line.extend_from_slice(piece);
             if self.line.ends_with(b"\n") {
@@ -218,31 +230,32 @@ impl Handshake {
 
     fn take_line(&mut self, line: &[u8]) -> Result<()> {
         let message: HandshakeMsg =
-            decode_line(line).map_err(|error| error.during("meet a peer"))?;
+            decode_line(line).map_err(|error| error.during("complete a handshake"))?;
         match (message, &self.peer) {
             (HandshakeMsg::Refused(why), _) => {
                 let why: String = why.chars().filter(|c| !c.is_control()).take(300).collect();
-                Err(Error::new(Kind::PeerLost, "meet a peer").why(format!("it refuses: {why}")))
+                Err(Error::new(Kind::PeerLost, "complete a handshake")
+                    .why(format!("the peer refused: {why}")))
             }
             (HandshakeMsg::Hello { magic, version, hello }, None) => {
                 if magic != MAGIC {
-                    let fix = "check that the other end is a warp socket, and the port";
-                    return Err(malformed("it is another program of ours").fix(fix));
+                    let fix = "check the port, and that the peer is a warp socket";
+                    return Err(malformed("the peer is not a warp socket").fix(fix));
                 }
                 if version != VERSION {
-                    let why = format!("it speaks version {version}, we speak {VERSION}");
-                    let error = Error::new(Kind::Unsupported, "meet a peer").why(why);
-                    return Err(error.fix("use one version on both ends"));
+                    let why = format!("the peer has protocol version {version}, not {VERSION}");
+                    let error = Error::new(Kind::Unsupported, "complete a handshake").why(why);
+                    return Err(error.fix("use the same version on both ends"));
                 }
-                hello.check().map_err(|error| error.during("meet a peer"))?;
+                hello.check().map_err(|error| error.during("complete a handshake"))?;
                 self.peer = Some(hello);
                 Ok(())
             }
-            (HandshakeMsg::Hello { .. }, Some(_)) => Err(malformed("it says hello twice")),
-            (HandshakeMsg::Ready, None) => Err(malformed("it is ready before its hello")),
-            // It cannot have heard us yet.
+            (HandshakeMsg::Hello { .. }, Some(_)) => Err(malformed("the peer sent a second hello")),
+            (HandshakeMsg::Ready, None) => Err(malformed("the peer sent `ready` before its hello")),
+            // Our hello is not sent yet, so the peer cannot be ready.
             (HandshakeMsg::Ready, Some(_)) if !self.is_ready && self.sent < self.out.len() => {
-                Err(malformed("it is ready before it has heard our hello"))
+                Err(malformed("the peer sent `ready` before our hello was sent"))
             }
             (HandshakeMsg::Ready, Some(_)) => {
                 self.peer_ready = true;
@@ -251,43 +264,43 @@ impl Handshake {
         }
     }
 
-    /// What the peer has told of itself, once it has.
+    /// The peer's hello, once it was received.
     pub fn peer(&self) -> Option<&Hello> {
         self.peer.as_ref()
     }
 
-    /// Our queue pair is connected and receives: the peer is told.
+    /// Our queue pair is connected: queues `ready` for the peer.
     pub fn mark_ready(&mut self) {
         if !std::mem::replace(&mut self.is_ready, true) {
             self.enqueue(&HandshakeMsg::Ready);
         }
     }
 
-    /// Whether the peer was told so, or will be.
+    /// Whether [`mark_ready`](Self::mark_ready) was called.
     pub fn is_ready(&self) -> bool {
         self.is_ready
     }
 
-    /// We cannot: the peer is told why, if it listens.
+    /// Fails the handshake and queues the reason for the peer.
     pub fn refuse(&mut self, why: &Error) {
         self.has_failed = true;
         self.enqueue_refusal(why);
     }
 
     fn enqueue_refusal(&mut self, why: &Error) {
-        // As JSON a character may become six.
+        // JSON may escape a character as six.
         let why: String = why.to_string().chars().filter(char::is_ascii).take(150).collect();
         self.enqueue(&HandshakeMsg::Refused(why));
     }
 
     fn enqueue(&mut self, message: &HandshakeMsg) {
-        // Words of ours have a form in JSON.
+        // Our messages always encode.
         if let Ok(line) = encode_line(message) {
             self.out.extend_from_slice(line.as_bytes());
         }
     }
 
-    /// Whether both queue pairs receive, and the peer knows it.
+    /// Whether both queue pairs are connected and both ends know it.
     pub fn is_done(&self) -> bool {
         !self.has_failed && self.is_ready && self.peer_ready && self.to_send().is_empty()
     }
@@ -295,7 +308,7 @@ impl Handshake {
 
 #[cold]
 fn malformed(why: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(Kind::Malformed, "meet a peer").why(why)
+    Error::new(Kind::Malformed, "complete a handshake").why(why)
 }
 
 #[cfg(test)]
@@ -334,7 +347,7 @@ mod tests {
         text.into_bytes()
     }
 
-    /// What an end says of these bytes, with its own hello sent.
+    /// Feeds bytes to an end whose own hello was sent.
     fn feed_bytes(bytes: &[u8]) -> Result<Handshake> {
         let mut end = Handshake::new(&hello()).unwrap();
         end.sent(usize::MAX);
@@ -355,7 +368,7 @@ mod tests {
         end.mark_ready();
         assert!(!end.is_done());
         end.take(b"{\"warpwire\":1,\"words\":\"ready\"}\n").unwrap();
-        assert!(!end.is_done(), "our own word must go first");
+        assert!(!end.is_done(), "our `ready` is not sent yet");
         end.sent(usize::MAX);
         assert!(end.is_done());
     }
@@ -364,19 +377,19 @@ mod tests {
     fn hellos_that_make_no_sense_are_refused_with_the_reason() {
         type Corrupt = fn(&mut serde_json::Value);
         let cases: &[(&str, Corrupt)] = &[
-            ("its ring has 4097 bytes", |h| h["ring_size"] = 4097.into()),
-            ("it sends 0 bytes", |h| h["window"] = 0.into()),
-            ("it sends 24 bytes", |h| h["window"] = 24.into()),
-            ("its ring has 0 bytes", |h| h["ring_size"] = 0.into()),
-            ("its ring has 2147483648 bytes", |h| h["ring_size"] = (1_u64 << 31).into()),
-            ("passes the last address", |h| h["ring"]["address"] = (u64::MAX - 4).into()),
-            ("`received` lies at 0x9", |h| h["received"]["address"] = 9.into()),
-            ("`taken` lies at", |h| h["taken"]["address"] = (u64::MAX - 7).into()),
+            ("ring_size is 4097", |h| h["ring_size"] = 4097.into()),
+            ("window is 0", |h| h["window"] = 0.into()),
+            ("window is 24", |h| h["window"] = 24.into()),
+            ("ring_size is 0", |h| h["ring_size"] = 0.into()),
+            ("ring_size is 2147483648", |h| h["ring_size"] = (1_u64 << 31).into()),
+            ("exceeds the address space", |h| h["ring"]["address"] = (u64::MAX - 4).into()),
+            ("`received` is at 0x9", |h| h["received"]["address"] = 9.into()),
+            ("`taken` is at", |h| h["taken"]["address"] = (u64::MAX - 7).into()),
             ("MTU of 1500", |h| h["endpoint"]["mtu"] = 1500.into()),
             ("queue pair 0x1000000", |h| h["endpoint"]["qpn"] = (1 << 24).into()),
             ("version 2", |h| h["version"] = 2.into()),
-            ("another program", |h| h["magic"] = "rank".into()),
-            ("not what was expected", |h| h["ring"] = 3.into()),
+            ("not a warp socket", |h| h["magic"] = "rank".into()),
+            ("unexpected content", |h| h["ring"] = 3.into()),
         ];
         for (expected, corrupt) in cases {
             let error = feed_bytes(&line(corrupt)).expect_err(expected);
@@ -390,10 +403,10 @@ mod tests {
         let (hello, twice) = (line(|_| {}), [line(|_| {}), line(|_| {})].concat());
         for (bytes, expected) in [
             (ready.to_vec(), "before its hello"),
-            (twice, "hello twice"),
-            ([&hello, ready, b"x"].concat(), "more after it was ready"),
+            (twice, "second hello"),
+            ([&hello, ready, b"x"].concat(), "data after `ready`"),
             (vec![b' '; MAX_LINE + 1], "longer than"),
-            (b"GET / HTTP/1.1\r\n".to_vec(), "not our language"),
+            (b"GET / HTTP/1.1\r\n".to_vec(), "not a warpwire message"),
             (b"{\"warpwire\":9,\"words\":\"ready\"}\n".to_vec(), "version 9"),
             (b"{\"warpwire\":1,\"words\":{\"refused\":\"no memory\"}}\n".to_vec(), "no memory"),
         ] {
@@ -402,7 +415,7 @@ mod tests {
         }
         let mut early = Handshake::new(&super::tests::hello()).unwrap();
         let error = early.take(&[&hello, ready].concat()).unwrap_err();
-        assert!(error.to_string().contains("heard our hello"), "{error}");
+        assert!(error.to_string().contains("before our hello"), "{error}");
     }
 
     #[test]
@@ -413,8 +426,8 @@ mod tests {
         let mut other = Handshake::new(&hello()).unwrap();
         let error = other.take(end.to_send()).unwrap_err();
         assert_eq!(error.kind(), &Kind::PeerLost);
-        assert!(error.to_string().contains("not our language"), "{error}");
-        assert!(other.take(b"").is_err(), "what failed stays so");
+        assert!(error.to_string().contains("not a warpwire message"), "{error}");
+        assert!(other.take(b"").is_err(), "a failed handshake stays failed");
         assert!(!other.is_done());
     }
 

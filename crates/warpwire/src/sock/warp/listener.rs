@@ -1,4 +1,4 @@
-//! Listeners of CPU programs.
+//! Listeners for CPU programs.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +16,7 @@ use super::stream::WarpStream;
 use crate::error::Error;
 use crate::verbs::EventFd;
 
-/// What a listener and the thread share.
+/// State shared by a listener and the service thread.
 pub(super) struct Shared {
     pub(super) tcp: TcpListener,
     pub(super) net: Arc<Inner>,
@@ -29,39 +29,40 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct AcceptQueue {
     connections: VecDeque<Arc<Connection>>,
-    /// The thread takes no more until there is room.
+    /// The service thread accepts no more until a connection is taken.
     full: bool,
     failure: Option<Error>,
 }
 
 impl Shared {
-    /// Whether another connection may wait.
+    /// Whether the queue has room for another connection.
     pub(super) fn has_room(&self) -> bool {
         self.ready.lock().connections.len() < self.net.options.backlog
     }
 
-    /// Whether somebody who accepts will say that there is room; else there is some already.
+    /// Marks the queue as full, so that the next [`take`](Self::take) notifies the service thread;
+    /// false if there is room.
     pub(super) fn waits_for_room(&self) -> bool {
         let mut ready = self.ready.lock();
         ready.full = ready.connections.len() >= self.net.options.backlog;
         ready.full
     }
 
-    /// A connection is ready.
+    /// Queues an established connection.
     pub(super) fn put(&self, connection: Arc<Connection>) {
         self.ready.lock().connections.push_back(connection);
         self.accept_ready.notify_one();
         self.signal.raise();
     }
 
-    /// Nothing will come any more.
+    /// Fails all further calls of `accept`.
     pub(super) fn fail(&self, error: Error) {
         self.ready.lock().failure = Some(error);
         self.accept_ready.notify_all();
         self.signal.raise();
     }
 
-    /// The next connection; `None` if there is none now.
+    /// The next connection; `None` if the queue is empty.
     fn take(&self, ready: &mut AcceptQueue) -> io::Result<Option<Arc<Connection>>> {
         if let Some(connection) = ready.connections.pop_front() {
             if std::mem::take(&mut ready.full) {
@@ -76,11 +77,11 @@ impl Shared {
     }
 }
 
-/// Takes connections of the family `warp`.
+/// Accepts `warp` connections.
 ///
-/// Connections come with an address and a port of TCP, and are ready when they are accepted: whoever does not say what a peer
-/// must has no part in it. For async runtimes its descriptor is readable while a connection may wait, until
-/// [`accept`](Self::accept) has said that it would block.
+/// A listener is bound to a TCP address and port. A connection is accepted after its handshake, so
+/// a client that does not complete it is never returned. For async runtimes the descriptor is
+/// readable while a connection may be waiting, until [`accept`](Self::accept) returns `WouldBlock`.
 #[derive(Debug)]
 pub struct WarpListener {
     shared: Arc<Shared>,
@@ -88,7 +89,7 @@ pub struct WarpListener {
 }
 
 impl WarpListener {
-    /// Listens at that address, with what this process shares: [`Net::shared`].
+    /// Listens at `address`, with the process-wide [`Net::shared`].
     pub fn bind(address: impl ToSocketAddrs) -> io::Result<Self> {
         Net::shared().map_err(io_error)?.listen(address)
     }
@@ -108,7 +109,7 @@ impl WarpListener {
         Ok(Self { shared, nonblocking: AtomicBool::new(false) })
     }
 
-    /// The next connection, and who made it. Waits for it, unless the listener is non-blocking.
+    /// The next connection and its peer's address. Blocks, unless the listener is non-blocking.
     pub fn accept(&self) -> io::Result<(WarpStream, SocketAddr)> {
         let shared = &self.shared;
         let mut ready = shared.ready.lock();
@@ -118,7 +119,7 @@ impl WarpListener {
                 return Ok((WarpStream::new(connection), peer));
             }
             if self.nonblocking.load(Ordering::Relaxed) {
-                // Under the lock: what comes after this raises it again.
+                // Under the lock, so a later connection signals again.
                 shared.signal.take();
                 return Err(io::ErrorKind::WouldBlock.into());
             }
@@ -126,17 +127,18 @@ impl WarpListener {
         }
     }
 
-    /// Connections, one after the other, without end.
+    /// An endless iterator over accepted connections.
     pub fn incoming(&self) -> Connections<'_> {
         Connections(self)
     }
 
-    /// Where it listens.
+    /// The address that the listener is bound to.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.shared.tcp.local_addr()
     }
 
-    /// Whether [`accept`](Self::accept) returns [`WouldBlock`](io::ErrorKind::WouldBlock) instead of waiting.
+    /// Whether [`accept`](Self::accept) returns [`WouldBlock`](io::ErrorKind::WouldBlock) instead
+    /// of blocking.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.nonblocking.store(nonblocking, Ordering::Relaxed);
         Ok(())
@@ -146,7 +148,7 @@ impl WarpListener {
 impl Drop for WarpListener {
     fn drop(&mut self) {
         self.shared.net.submit(Command::CloseListener(self.shared.number));
-        // Nobody will accept these: their peers see a reset.
+        // Connections that were not accepted are dropped: their peers see a reset.
         let unaccepted = std::mem::take(&mut self.shared.ready.lock().connections);
         drop(unaccepted);
     }
@@ -170,7 +172,7 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// The connections of a listener: see [`WarpListener::incoming`].
+/// Iterator over the connections of a listener, see [`WarpListener::incoming`].
 #[derive(Debug)]
 pub struct Connections<'a>(&'a WarpListener);
 

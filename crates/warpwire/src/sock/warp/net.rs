@@ -1,4 +1,4 @@
-//! What CPU programs' sockets share: devices by address, and the thread that watches.
+//! Shared state of CPU programs' sockets: devices by address, and the service thread.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,18 +18,21 @@ use crate::error::{Error, Kind, Result};
 use crate::link::{Auto, shm, udp};
 use crate::verbs::{Context, EventFd};
 
-/// How large, and how patient.
+/// Sizes, limits and timeouts of the sockets of a [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NetOptions {
-    /// Bytes of a receive ring: a power of two from 4096 to 1 GiB.
+    /// Size of a receive ring in bytes: a power of two from 4096 to 1 GiB. Default 256 KiB.
     pub ring: u64,
-    /// Bytes that wait to land at the peer: a power of two from 4096 to 1 GiB.
+    /// Size of the send buffer in bytes, whose bytes are in flight: a power of two from 4096 to 1
+    /// GiB. Default 256 KiB.
     pub stage: u64,
-    /// How long a peer may take to say what it must when a connection begins.
+    /// Time limit of a handshake. Default 10 s.
     pub handshake_timeout: Duration,
-    /// How many connections of a listener may wait to be accepted.
+    /// Maximum number of established connections that wait for `accept`, per listener. Default
+    /// 1024.
     pub backlog: usize,
-    /// How many may be in the middle of meeting; one more ends that of the oldest, if it has had 100 ms.
+    /// Maximum number of handshakes in progress; one more evicts the oldest, if that is older than
+    /// 100 ms. Default 256.
     pub max_handshakes: usize,
 }
 
@@ -52,27 +55,28 @@ impl NetOptions {
         };
         for size in [self.ring, self.stage] {
             if !size.is_power_of_two() || !(MIN_RING..=MAX_RING).contains(&size) {
-                let why = format!("a ring of {size} bytes was asked for");
-                return wrong(why, "ask for a power of two from 4096 to 1 GiB");
+                let why = format!("a ring of {size} bytes was requested");
+                return wrong(why, "choose a power of two from 4096 to 1 GiB");
             }
         }
         if self.backlog == 0 || self.max_handshakes == 0 || self.handshake_timeout.is_zero() {
-            let why = format!("{self:?} lets nobody in");
-            return wrong(why, "leave room for one connection and some time for it");
+            let why = format!("{self:?} admits no connection");
+            return wrong(why, "use a backlog, max_handshakes and timeout above 0");
         }
         Ok(())
     }
 }
 
-/// Where sockets of this process are at home: a device, or one for each address of this machine, and a thread that watches
-/// for those who sleep. Clones are the same.
+/// The context of this process's `warp` sockets: an RDMA device, or one per local address, and a
+/// thread that polls for sleeping callers. Clones share it.
 ///
 /// ```
 /// use std::io::{Read, Write};
 /// use warpwire::link::{Udp, udp};
 /// use warpwire::sock::warp::{Net, NetOptions};
 /// use warpwire::verbs::Context;
-/// let context = Context::open(Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default())?)?;
+/// let link = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default())?;
+/// let context = Context::open(link)?;
 /// let net = Net::over(&context, NetOptions::default())?;
 /// let listener = net.listen("127.0.0.1:0")?;
 /// let mut client = net.connect(listener.local_addr()?)?;
@@ -86,7 +90,7 @@ impl NetOptions {
 #[derive(Clone, Debug)]
 pub struct Net(pub(super) Arc<Inner>);
 
-/// Ends the thread when nobody has sockets any more.
+/// Stops the service thread when the last socket is dropped.
 pub(super) struct Inner {
     command_queue: Arc<CommandQueue>,
     devices: Devices,
@@ -100,25 +104,25 @@ enum Devices {
 }
 
 impl Net {
-    /// Over that device, which may be hardware: both ends must reach each other through it.
+    /// Sockets over this device, which may be hardware. Both ends must reach each other through it.
     pub fn over(context: &Context, options: NetOptions) -> Result<Self> {
         Self::start(Devices::One(context.clone()), options)
     }
 
-    /// Over software HCAs that are opened as they are needed, one for each address of this machine: through shared memory
-    /// to peers on this machine, over UDP to others.
+    /// Sockets over software HCAs, one per local address, opened on first use: shared memory to
+    /// peers on this machine, UDP to others.
     pub fn new(options: NetOptions) -> Result<Self> {
         Self::start(Devices::ByAddress(Mutex::default()), options)
     }
 
-    /// The one that this process shares, with the defaults.
+    /// The process-wide instance, with default options.
     pub fn shared() -> Result<Self> {
         static SHARED: OnceLock<Net> = OnceLock::new();
         if let Some(net) = SHARED.get() {
             return Ok(net.clone());
         }
         let net = Self::new(NetOptions::default())?;
-        // Another thread may have been faster; then ours ends.
+        // If another thread was faster, ours is dropped.
         Ok(SHARED.get_or_init(|| net).clone())
     }
 
@@ -126,17 +130,17 @@ impl Net {
         options.check()?;
         let command_queue = Arc::new(CommandQueue::new()?);
         Service::start(command_queue.clone())?;
-        // 0 is the thread's own event.
+        // 0 is the epoll data of the wake-up event.
         Ok(Self(Arc::new(Inner { command_queue, devices, options, next: AtomicU64::new(1) })))
     }
 
-    /// Connects to a listener, at the first of the addresses that answers.
+    /// Connects to a listener at the first of the addresses that accepts.
     pub fn connect(&self, address: impl std::net::ToSocketAddrs) -> io::Result<WarpStream> {
         let tcp = TcpStream::connect(address)?;
         self.establish(tcp, Instant::now() + self.0.options.handshake_timeout)
     }
 
-    /// Connects to a listener in that time, meeting included.
+    /// Connects to a listener within `timeout`, handshake included.
     pub fn connect_timeout(
         &self,
         address: &SocketAddr,
@@ -147,7 +151,7 @@ impl Net {
         self.establish(tcp, deadline.min(Instant::now() + self.0.options.handshake_timeout))
     }
 
-    /// Listens; port 0 stands for any that is free.
+    /// Listens; port 0 selects a free one.
     pub fn listen(&self, address: impl std::net::ToSocketAddrs) -> io::Result<WarpListener> {
         WarpListener::new(&self.0, address)
     }
@@ -163,11 +167,11 @@ impl Net {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let error = Error::new(Kind::Timeout, format!("connect to {peer}"))
-                    .why("the peer took the TCP connection and did not say hello in time")
+                    .why("the peer accepted the TCP connection but sent no hello in time")
                     .fix("check that a warp socket listens there");
                 return Err(io_error(error));
             }
-            // Our words are short, and fit the buffers: only the peer's must be waited for.
+            // Our messages fit the socket buffer, so only reading can block.
             EventFd::wait_readable(&conn_setup.tcp, left.min(Duration::from_millis(100)))
                 .map_err(io_error)?;
         }
@@ -175,12 +179,12 @@ impl Net {
 }
 
 impl Inner {
-    /// A number that no other socket of this net has.
+    /// A number that no other socket of this `Net` has.
     pub(super) fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Has the thread watch an end for those who wait.
+    /// Asks the service thread to poll a connection for its waiters.
     pub(super) fn watch(&self, connection: &Connection) {
         if !connection.is_watched.swap(true, Ordering::SeqCst) {
             self.submit(Command::Watch(connection.number()));
@@ -191,7 +195,7 @@ impl Inner {
         self.command_queue.submit(command);
     }
 
-    /// The device for connections that have this address here.
+    /// The device for connections with this local address.
     fn device(&self, local: IpAddr) -> Result<Context> {
         let by_address = match &self.devices {
             Devices::One(context) => return Ok(context.clone()),
@@ -208,15 +212,15 @@ impl Inner {
         Ok(context)
     }
 
-    /// Begins to meet the peer at the other end of a connection.
+    /// Starts the handshake of a connection.
     pub(super) fn begin(self: &Arc<Self>, tcp: TcpStream) -> Result<ConnSetup> {
-        let local = tcp.local_addr().map_err(|why| Error::os("ask for our address", &why))?;
+        let local = tcp.local_addr().map_err(|why| Error::os("query the local address", &why))?;
         let resources = LocalResources::new(&self.device(local.ip())?, &self.options)?;
         let handshake = Handshake::new(&resources.hello())?;
         Ok(ConnSetup { tcp, resources, handshake })
     }
 
-    /// A connection, of two that have met.
+    /// Creates a connection after its handshake.
     pub(super) fn finish_handshake(
         self: &Arc<Self>,
         conn_setup: ConnSetup,
@@ -244,7 +248,7 @@ impl std::fmt::Debug for Inner {
     }
 }
 
-/// Two ends that are about to know each other.
+/// A connection in the handshake.
 pub(super) struct ConnSetup {
     pub(super) tcp: TcpStream,
     resources: LocalResources,
@@ -252,7 +256,8 @@ pub(super) struct ConnSetup {
 }
 
 impl ConnSetup {
-    /// Takes what came, sends what can be sent; tells whether the ends have met. Never blocks.
+    /// Receives and sends what is possible without blocking; returns whether the handshake is
+    /// complete.
     pub(super) fn advance(&mut self) -> io::Result<bool> {
         let mut bytes = [0; 512];
         loop {
@@ -269,13 +274,14 @@ impl ConnSetup {
         }
     }
 
-    /// Takes one piece of what came; tells whether there was none.
+    /// Receives once; returns whether nothing was there.
     fn advance_once(&mut self, bytes: &mut [u8]) -> io::Result<bool> {
         use std::io::Read;
         match self.tcp.read(bytes) {
             Ok(0) => {
-                let error = Error::new(Kind::PeerLost, "meet a peer").why("it has hung up");
-                return Err(io_error(error.fix("check that a warp socket is at the other end")));
+                let error = Error::new(Kind::PeerLost, "complete a handshake")
+                    .why("the peer closed the connection");
+                return Err(io_error(error.fix("check that the peer is a warp socket")));
             }
             Ok(count) => self.handshake.take(&bytes[..count]).map_err(io_error)?,
             Err(why) if why.kind() == io::ErrorKind::WouldBlock => return Ok(true),
@@ -308,7 +314,8 @@ impl ConnSetup {
     }
 }
 
-/// How the TCP connection beside a stream is set: words at once, and a peer whose machine has gone is noticed.
+/// Options of the TCP connection: no delay for handshake messages, and keepalive to detect a dead
+/// machine after 30 s.
 pub(super) fn prepare(tcp: &TcpStream) -> io::Result<()> {
     use rustix::net::sockopt;
     tcp.set_nonblocking(true)?;

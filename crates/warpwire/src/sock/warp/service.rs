@@ -1,10 +1,11 @@
-//! The thread behind CPU programs' sockets: it lets connections in, sees them end, and looks at landing words for those
-//! who sleep.
+//! The service thread of CPU programs' sockets: it accepts connections, notices their end, and
+//! polls the counter words for sleeping callers.
 //!
-//! Its rules:
-//! 1. It never waits for a peer. Meetings that take too long, and the oldest of too many, are ended.
-//! 2. Connections that nobody waits for cost nothing but their place in the epoll set.
-//! 3. The longer nothing happens, the longer it naps, so that rest is cheap.
+//! Rules:
+//! 1. It never blocks on a peer. Handshakes that take too long, and the oldest of too many, are
+//!    dropped.
+//! 2. Connections without waiters cost only their entry in the epoll set.
+//! 3. It backs off: the longer nothing happens, the longer it sleeps.
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::MaybeUninit;
@@ -24,39 +25,39 @@ use super::net::{ConnSetup, prepare};
 use crate::error::{Error, Result};
 use crate::verbs::EventFd;
 
-/// The shortest and the longest nap while somebody waits; in between, a part of the time for which nothing happened.
+/// Bounds of the sleep while there are waiters; in between it is idle time / [`SLEEP_DIVISOR`].
 const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_SLEEP: Duration = Duration::from_millis(4);
 const SLEEP_DIVISOR: u32 = 64;
-/// The nap while nobody waits: meetings have their deadlines.
+/// The sleep while only handshakes, which have deadlines, are pending.
 const IDLE_SLEEP: Duration = Duration::from_millis(250);
-/// How long a listener that lacks descriptors or places rests.
+/// Retry interval of a listener that lacks descriptors or handshake slots.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-/// For how long nobody's meeting is ended for the sake of another's.
+/// A handshake younger than this is not evicted for another.
 const MIN_HANDSHAKE_TIME: Duration = Duration::from_millis(100);
-/// How long what was sent may take to land after its socket was dropped.
+/// Time limit for sent bytes to arrive after their socket was dropped.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(60);
 const EVENTS: usize = 256;
-/// The event that only wakes.
+/// The epoll data of the wake-up event.
 const WAKE: u64 = 0;
 
-/// What the thread is told.
+/// A command to the service thread.
 pub(super) enum Command {
-    /// A connection is there.
+    /// Adds a connection.
     Add(Weak<Connection>),
-    /// Somebody waits for it.
+    /// A caller waits for the connection with this number.
     Watch(u64),
-    /// Nobody has it any more.
+    /// The last handle was dropped; the rest is still to be sent.
     Close(Arc<Connection>),
-    /// A listener is there, or gone.
+    /// Adds a listener.
     Listen(Arc<ListenerShared>),
     CloseListener(u64),
-    /// A listener that was full has room again.
+    /// A listener whose queue was full has room again.
     Accepted(u64),
     Stop,
 }
 
-/// Where commands are left.
+/// Commands for the service thread, and its wake-up event.
 pub(super) struct CommandQueue {
     commands: Mutex<Vec<Command>>,
     wake: EventFd,
@@ -73,7 +74,7 @@ impl CommandQueue {
     }
 }
 
-/// A meeting under way, and since when.
+/// A handshake in progress.
 struct PendingConn {
     conn_setup: ConnSetup,
     listener: Arc<ListenerShared>,
@@ -84,15 +85,15 @@ pub(super) struct Service {
     command_queue: Arc<CommandQueue>,
     poll: OwnedFd,
     connections: HashMap<u64, Weak<Connection>>,
-    /// Those that somebody waits for.
+    /// Connections with waiters, which are polled.
     watched: Vec<Arc<Connection>>,
     closing: Vec<(Arc<Connection>, Instant)>,
     listeners: HashMap<u64, Arc<ListenerShared>>,
-    /// Listeners that could not take all who wait.
+    /// Listeners to retry at `retry_at`.
     deferred: Vec<u64>,
     retry_at: Instant,
     pending: HashMap<u64, PendingConn>,
-    /// In the order of their arrival; some may be gone.
+    /// In order of arrival; entries may be gone already.
     pending_order: VecDeque<u64>,
     stopped: bool,
 }
@@ -118,7 +119,7 @@ impl Service {
         };
         let thread = std::thread::Builder::new().name("warp sockets".to_owned());
         let started = thread.spawn(move || service.run());
-        started.map(drop).map_err(|why| Error::os("start the thread that watches sockets", &why))
+        started.map(drop).map_err(|why| Error::os("start the thread of warp sockets", &why))
     }
 
     fn run(mut self) {
@@ -135,7 +136,7 @@ impl Service {
                 Ok(false) => {}
                 Ok(true) => last_work = Instant::now(),
                 Err(error) => {
-                    tracing::error!(%error, "warp sockets are not watched any more");
+                    tracing::error!(%error, "the thread of warp sockets has failed");
                     self.connections
                         .values()
                         .filter_map(Weak::upgrade)
@@ -162,7 +163,7 @@ impl Service {
         }
     }
 
-    /// Does what it was told.
+    /// Runs the queued commands; true if there were any.
     fn run_commands(&mut self) -> bool {
         let commands = std::mem::take(&mut *self.command_queue.commands.lock());
         let worked = !commands.is_empty();
@@ -186,13 +187,13 @@ impl Service {
 
     fn add(&mut self, connection: &Weak<Connection>) {
         let Some(strong) = connection.upgrade() else { return };
-        // Those that are gone make room now and then.
+        // Amortised: remove entries of dropped connections.
         if self.connections.len().is_power_of_two() {
             self.connections.retain(|_, connection| connection.strong_count() > 0);
         }
         let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
         let data = EventData::new_u64(strong.number());
-        // It may be in the set since it was a guest; under the guest's number, that is.
+        // An accepted connection is in the set already, under the number of its handshake.
         let watched = match epoll::add(&self.poll, &strong.tcp, data, flags) {
             Err(Errno::EXIST) => epoll::modify(&self.poll, &strong.tcp, data, flags),
             other => other,
@@ -204,7 +205,7 @@ impl Service {
         self.connections.insert(strong.number(), connection.clone());
     }
 
-    /// Looks at those that somebody waits for.
+    /// Polls connections with waiters; true if something happened.
     fn progress(&mut self) -> bool {
         let mut worked = false;
         self.watched.retain(|connection| {
@@ -214,14 +215,14 @@ impl Service {
                 return true;
             }
             connection.is_watched.store(false, std::sync::atomic::Ordering::SeqCst);
-            // Who came in between thought that it was listed.
+            // A caller that came in between may have seen the flag still set.
             connection.has_waiters()
                 && !connection.is_watched.swap(true, std::sync::atomic::Ordering::SeqCst)
         });
         worked
     }
 
-    /// Lets go of connections whose last words have landed.
+    /// Closes dropped connections whose FIN has arrived.
     fn reap_closing(&mut self, now: Instant) -> bool {
         let before = self.closing.len();
         self.closing.retain(|(connection, until)| {
@@ -235,10 +236,10 @@ impl Service {
     }
 
     fn take_events(&mut self, idle_wait: Duration) -> Result<bool> {
-        let mut room = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
+        let mut buffer = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let (seconds, nanos) = (idle_wait.as_secs() as i64, idle_wait.subsec_nanos());
         let timeout = Timespec { tv_sec: seconds, tv_nsec: nanos.into() };
-        let events = match epoll::wait(&self.poll, &mut room[..], Some(&timeout)) {
+        let events = match epoll::wait(&self.poll, &mut buffer[..], Some(&timeout)) {
             Ok((events, _)) => events,
             Err(Errno::INTR) => return Ok(false),
             Err(errno) => return Err(Error::os("watch sockets", &errno.into())),
@@ -255,7 +256,7 @@ impl Service {
         Ok(worked)
     }
 
-    /// Something happened to the TCP connection of an end.
+    /// An event of a connection's TCP socket.
     fn on_socket_event(&mut self, number: u64) {
         let Some(connection) = self.connections.get(&number).and_then(Weak::upgrade) else {
             self.connections.remove(&number);
@@ -289,7 +290,7 @@ impl Service {
         }
     }
 
-    /// Takes the TCP connections that wait at a listener.
+    /// Accepts the TCP connections that wait at a listener.
     fn accept_pending(&mut self, number: u64) {
         let Some(listener) = self.listeners.get(&number).cloned() else { return };
         while listener.has_room() {
@@ -300,19 +301,20 @@ impl Service {
                 Ok(Some(tcp)) => self.start_handshake(&listener, tcp),
                 Ok(None) => return,
                 Err(why) => {
-                    tracing::warn!(%why, "a listener takes nobody for a moment");
+                    tracing::warn!(%why, "cannot accept a connection; retrying");
                     self.defer_accept(number);
                     return;
                 }
             }
         }
-        // Whoever accepts says so.
+        // `accept` notifies this thread when there is room.
         if !listener.waits_for_room() {
             self.defer_accept(number);
         }
     }
 
-    /// Whether one more guest has a place; the oldest is put out for it, if it has had some time.
+    /// Whether another handshake may start; evicts the oldest if it is older than
+    /// [`MIN_HANDSHAKE_TIME`].
     fn has_slot(&mut self, max: usize) -> bool {
         while self.pending.len() >= max {
             let Some(oldest) = self.pending_order.front() else { return true };
@@ -338,13 +340,13 @@ impl Service {
         let begun = prepare(&tcp).map_err(|why| Error::os("prepare a connection", &why));
         let conn_setup = match begun.and_then(|()| listener.net.begin(tcp)) {
             Ok(conn_setup) => conn_setup,
-            Err(error) => return tracing::warn!(%error, "a connection is not taken"),
+            Err(error) => return tracing::warn!(%error, "a connection is rejected"),
         };
         let number = listener.net.number();
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         let data = EventData::new_u64(number);
         if let Err(errno) = epoll::add(&self.poll, &conn_setup.tcp, data, flags) {
-            return tracing::warn!(%errno, "a connection is not taken");
+            return tracing::warn!(%errno, "a connection is rejected");
         }
         let pending_conn =
             PendingConn { conn_setup, listener: listener.clone(), since: Instant::now() };
@@ -353,13 +355,13 @@ impl Service {
         self.advance(number);
     }
 
-    /// Goes on with a meeting.
+    /// Continues a handshake.
     fn advance(&mut self, number: u64) {
         let Some(pending_conn) = self.pending.get_mut(&number) else { return };
         match pending_conn.conn_setup.advance() {
             Ok(false) => {}
             Err(error) => {
-                tracing::debug!(%error, "a meeting ended early");
+                tracing::debug!(%error, "a handshake failed");
                 self.pending.remove(&number);
             }
             Ok(true) => {
@@ -368,12 +370,14 @@ impl Service {
                     return;
                 };
                 match listener.net.finish_handshake(conn_setup) {
-                    // It is added before anybody has it.
+                    // Added before the caller gets it.
                     Ok(connection) => {
                         self.add(&Arc::downgrade(&connection));
                         listener.put(connection);
                     }
-                    Err(error) => tracing::debug!(%error, "a connection ended early"),
+                    Err(error) => {
+                        tracing::debug!(%error, "a connection failed after its handshake")
+                    }
                 }
             }
         }
@@ -402,7 +406,7 @@ fn take_one(listener: &TcpListener) -> std::io::Result<Option<std::net::TcpStrea
             Ok((tcp, _)) => return Ok(Some(tcp)),
             Err(why) => match why.kind() {
                 std::io::ErrorKind::WouldBlock => return Ok(None),
-                // That one is gone already; the next may be there.
+                // The connection was closed while it waited; try the next.
                 std::io::ErrorKind::ConnectionAborted | std::io::ErrorKind::Interrupted => {}
                 _ => return Err(why),
             },

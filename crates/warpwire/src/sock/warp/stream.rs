@@ -1,4 +1,4 @@
-//! Streams of CPU programs.
+//! Streams for CPU programs.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, ToSocketAddrs};
@@ -13,20 +13,23 @@ use super::service::Command;
 use crate::error::{Error, Kind};
 use crate::sync::Backoff;
 
-/// How long a stream that is dropped waits for its last bytes to land, if it is not non-blocking. The rest goes on behind.
+/// How long dropping a blocking stream waits for its last bytes to arrive; after that the service
+/// thread finishes in the background.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// A connection of the family `warp`: bytes go straight from memory to memory.
+/// A `warp` connection: bytes are written by RDMA into the peer's memory.
 ///
-/// It is used as [`std::net::TcpStream`] is; `&WarpStream` reads and writes too, so that one thread may read while another
-/// writes, and [`try_clone`](Self::try_clone) gives another handle to the same connection. When the last is dropped the peer
-/// reads what is left, then the end.
+/// It is used like [`std::net::TcpStream`]. `&WarpStream` implements [`Read`] and [`Write`] too, so
+/// one thread may read while another writes, and [`try_clone`](Self::try_clone) returns another
+/// handle of the same connection. When the last handle is dropped, the peer reads the rest, then
+/// the end of the stream.
 ///
 /// # Readiness
-/// For async runtimes: [`set_nonblocking`](Self::set_nonblocking), then watch the descriptor ([`AsFd`]) for *reading*,
-/// whatever you wait for. It is readable, by level and by edge, when a call that returned
-/// [`WouldBlock`](io::ErrorKind::WouldBlock) may go on, in either direction, and stays so until that call is made again; so try
-/// both directions that you wait for. It begins readable: try first, then wait. Nothing is to be read from it.
+/// For async runtimes: call [`set_nonblocking`](Self::set_nonblocking), then wait until the
+/// descriptor ([`AsFd`]) is *readable*, for either direction. It becomes readable, level- and
+/// edge-triggered, when a call that returned [`WouldBlock`](io::ErrorKind::WouldBlock) may proceed,
+/// and stays readable until that call is repeated; so retry each direction that you wait for. It
+/// starts readable: call first, then wait. Do not read from it.
 ///
 /// ```
 /// use std::io::{Read, Write};
@@ -48,10 +51,10 @@ pub struct WarpStream(Arc<Handle>);
 struct Handle {
     connection: Arc<Connection>,
     nonblocking: AtomicBool,
-    /// Nanoseconds; 0 is for ever.
+    /// Nanoseconds; 0 means no timeout.
     read_timeout: AtomicU64,
     write_timeout: AtomicU64,
-    /// It was reset, and says nothing more.
+    /// Reset by us: dropping it sends no FIN.
     is_reset: AtomicBool,
 }
 
@@ -66,22 +69,22 @@ impl WarpStream {
         }))
     }
 
-    /// Connects to a listener, with what this process shares: [`Net::shared`].
+    /// Connects to a listener, with the process-wide [`Net::shared`].
     pub fn connect(address: impl ToSocketAddrs) -> io::Result<Self> {
         Net::shared().map_err(io_error)?.connect(address)
     }
 
-    /// Connects to a listener in that time.
+    /// Connects to a listener within `timeout`, handshake included.
     pub fn connect_timeout(address: &SocketAddr, timeout: Duration) -> io::Result<Self> {
         Net::shared().map_err(io_error)?.connect_timeout(address, timeout)
     }
 
-    /// Another handle to the same connection, with the same settings.
+    /// Another handle of the same connection, with the same settings.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.clone()))
     }
 
-    /// Ends a direction, or both. The peer reads what was sent, then the end.
+    /// Shuts down a direction or both. The peer reads what was sent, then the end of the stream.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if matches!(how, Shutdown::Write | Shutdown::Both) {
             self.0.connection.close_write();
@@ -92,11 +95,11 @@ impl WarpStream {
         Ok(())
     }
 
-    /// Ends the connection without the end of the stream: the peer's calls, and ours, fail with
+    /// Resets the connection, without FIN: calls of both ends fail with
     /// [`ConnectionReset`](io::ErrorKind::ConnectionReset).
     pub fn reset(&self) {
         self.0.is_reset.store(true, Ordering::Release);
-        let error = Error::new(Kind::PeerLost, "use a connection").why("it was reset by us");
+        let error = Error::new(Kind::PeerLost, "use a connection").why("it was reset locally");
         drop(self.0.connection.reset(error));
     }
 
@@ -105,20 +108,20 @@ impl WarpStream {
         Ok(self.0.connection.addresses.1)
     }
 
-    /// Our own.
+    /// The local address.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         Ok(self.0.connection.addresses.0)
     }
 
-    /// Which way its bytes take, and why.
+    /// The path of its data, and why it is not a better one.
     pub fn path(&self) -> crate::Result<crate::link::LinkPath> {
         self.0.connection.path()
     }
 
-    /// Whether calls return [`WouldBlock`](io::ErrorKind::WouldBlock) instead of waiting.
+    /// Whether calls return [`WouldBlock`](io::ErrorKind::WouldBlock) instead of blocking.
     ///
     /// # Errors
-    /// If there is no descriptor left to tell of readiness by.
+    /// If the readiness descriptor cannot be created.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         if nonblocking {
             self.0.connection.signal().map_err(io_error)?;
@@ -127,28 +130,29 @@ impl WarpStream {
         Ok(())
     }
 
-    /// How long reading may wait before it fails with [`TimedOut`](io::ErrorKind::TimedOut); `None` is for ever.
+    /// Limits how long reading blocks before it fails with [`TimedOut`](io::ErrorKind::TimedOut);
+    /// `None`, the default, means no limit.
     ///
     /// # Errors
-    /// If it is zero.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) if it is zero.
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         store(&self.0.read_timeout, timeout)
     }
 
-    /// How long writing may wait, as above.
+    /// Limits how long writing blocks, as [`set_read_timeout`](Self::set_read_timeout) does.
     ///
     /// # Errors
-    /// If it is zero.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) if it is zero.
     pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         store(&self.0.write_timeout, timeout)
     }
 
-    /// How long reading may wait.
+    /// The read timeout; `None` if there is none.
     pub fn read_timeout(&self) -> io::Result<Option<Duration>> {
         Ok(load(&self.0.read_timeout))
     }
 
-    /// How long writing may wait.
+    /// The write timeout; `None` if there is none.
     pub fn write_timeout(&self) -> io::Result<Option<Duration>> {
         Ok(load(&self.0.write_timeout))
     }
@@ -187,18 +191,18 @@ impl WarpStream {
 #[cold]
 fn timed_out(what: Interest, timeout: Option<Duration>, connection: &Connection) -> io::Error {
     let (call, why) = match what {
-        Interest::Reading => ("read", "the peer sent nothing"),
-        Interest::Writing => ("write", "the peer took nothing"),
+        Interest::Reading => ("read", "no data arrived"),
+        Interest::Writing => ("write", "the peer read nothing"),
     };
     let why = format!("{why} in {:?}", timeout.unwrap_or_default());
     let error = Error::new(Kind::Timeout, call).on(format!("{connection:?}")).why(why);
-    io::Error::new(io::ErrorKind::TimedOut, error.fix("try again, or give it more time"))
+    io::Error::new(io::ErrorKind::TimedOut, error.fix("retry, or raise the timeout"))
 }
 
 fn store(cell: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
         let error = Error::new(Kind::InvalidArgument, "set a timeout").why("it is zero");
-        return Err(io_error(error.fix("use set_nonblocking, or None to wait for ever")));
+        return Err(io_error(error.fix("use set_nonblocking, or None for no timeout")));
     }
     let nanos = timeout.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
     cell.store(nanos, Ordering::Relaxed);
@@ -223,7 +227,7 @@ impl Write for &WarpStream {
         self.until_done(Interest::Writing, |connection| connection.try_write(from))
     }
 
-    /// Does nothing: what was written is on its way.
+    /// Does nothing: written bytes are posted already.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -247,8 +251,8 @@ impl Write for WarpStream {
 
 impl AsFd for WarpStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // A stream that does not block has the first. Where it does and none can be made, the TCP connection's tells of the
-        // end at least.
+        // A non-blocking stream has a signal. If none can be created for a blocking one, the TCP
+        // connection reports the end at least.
         match self.0.connection.signal() {
             Ok(signal) => signal.as_fd(),
             Err(_) => self.0.connection.tcp.as_fd(),

@@ -1,6 +1,8 @@
-//! The calls of `verbs.cuh` for block functions of the simulated GPU: the same handle, the same queues, the same steps.
+//! The calls of `verbs.cuh` for block functions of the simulated GPU: the same handle, queues and
+//! algorithm.
 //!
-//! A block function is one thread, so that there are no groups here. What each call promises stands in the header.
+//! A block function is a single thread, so there are no thread groups here. The header documents
+//! the guarantees of each call.
 
 use std::time::{Duration, Instant};
 
@@ -14,50 +16,51 @@ use crate::mlx5::{
 };
 use crate::verbs::Remote;
 
-/// The most bytes in one entry.
+/// Maximum bytes per entry; longer transfers are split.
 pub const MAX_BYTES: u64 = 1 << 30;
-/// The most bytes of a [`DeviceQp::put_inline`].
+/// Maximum bytes of a [`DeviceQp::put_inline`].
 pub const MAX_INLINE: usize = 28;
-/// How long a thread waits for others to fill the entries before its own.
+/// How long a thread waits for other threads to fill the entries before its own.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 type FaultResult<T> = std::result::Result<T, KernelFault>;
 
-/// Memory of our own, as it was registered.
+/// Registered local memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Local {
-    /// The address, in the registration's addresses.
+    /// The address, in the address space of the registration.
     pub address: u64,
-    /// The registration's key.
+    /// The lkey of the registration.
     pub lkey: u32,
 }
 
-/// Names posted work. One that failed to be posted says why, and waiting for it says the same.
+/// Identifies posted work. If posting failed, `status` has the reason, and waiting returns the
+/// same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceTicket {
-    /// Its number.
+    /// Index of the entry in its queue.
     pub number: u64,
-    /// How posting ended.
+    /// The result of posting.
     pub status: KernelStatus,
 }
 
-/// A message that came.
+/// A received message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReceivedMessage {
-    /// How long it is.
+    /// Length in bytes.
     pub length: u32,
-    /// The number that came beside it.
+    /// The immediate data, if any.
     pub imm: Option<u32>,
 }
 
-/// A queue pair in the hands of a block function.
+/// A queue pair as used by a block function.
 pub struct DeviceQp<'b> {
     block: &'b Block<'b>,
     handle: u64,
     constants: Constants,
 }
 
-/// What one entry asks for.
+/// A work request: one WQE.
 #[derive(Clone, Copy)]
 pub(crate) enum Work<'a> {
     Write(Remote, Local, u32),
@@ -71,16 +74,16 @@ pub(crate) enum Work<'a> {
 }
 
 impl<'b> DeviceQp<'b> {
-    /// The queue pair whose handle lies at that address.
+    /// Opens the queue pair whose handle is at `handle`.
     ///
     /// # Errors
-    /// If no handle of this version is there.
+    /// If there is no handle of this version at that address.
     pub fn open(block: &'b Block<'b>, handle: DeviceAddr) -> FaultResult<Self> {
         let base = handle.raw();
         let wide = |at| block.load_u64(DeviceAddr::new(base.wrapping_add(at)));
         let narrow = |at| block.load_u32(DeviceAddr::new(base.wrapping_add(at)));
         if narrow(field::VERSION)? != layout::VERSION {
-            return Err(KernelFault::new(format!("no queue pair's handle lies at {handle}")));
+            return Err(KernelFault::new(format!("there is no queue pair handle at {handle}")));
         }
         let constants = Constants {
             send_queue: wide(field::SEND_QUEUE)?,
@@ -100,7 +103,7 @@ impl<'b> DeviceQp<'b> {
         Ok(Self { block, handle: base, constants })
     }
 
-    /// Writes `len` bytes to the peer's memory.
+    /// RDMA WRITE of `len` bytes to the peer's memory.
     pub fn put(
         &self,
         to: Remote,
@@ -113,7 +116,7 @@ impl<'b> DeviceQp<'b> {
         })
     }
 
-    /// Writes, then completes a receive of the peer with `imm`.
+    /// RDMA WRITE with immediate: completes a receive of the peer with `imm`.
     pub fn put_imm(
         &self,
         to: Remote,
@@ -126,7 +129,7 @@ impl<'b> DeviceQp<'b> {
         self.pieces(to, from, len, timeout, Work::Write, last)
     }
 
-    /// Writes, then adds to a 64-bit word of the peer. The ticket is the addition's.
+    /// RDMA WRITE, then an atomic add to a 64-bit word of the peer. The ticket is that of the add.
     pub fn put_signal(
         &self,
         to: Remote,
@@ -140,7 +143,7 @@ impl<'b> DeviceQp<'b> {
         self.pieces(to, from, len, timeout, Work::Write, last)
     }
 
-    /// Writes at most [`MAX_INLINE`] bytes, which are copied when it is posted.
+    /// Writes at most [`MAX_INLINE`] bytes, which are copied into the WQE.
     pub fn put_inline(
         &self,
         to: Remote,
@@ -153,7 +156,7 @@ impl<'b> DeviceQp<'b> {
         }
     }
 
-    /// Reads `len` bytes of the peer's memory.
+    /// RDMA READ of `len` bytes of the peer's memory.
     pub fn get(
         &self,
         to: Local,
@@ -165,7 +168,8 @@ impl<'b> DeviceQp<'b> {
         self.pieces(from, to, len, timeout, piece, |from, to, len| vec![Work::Read(to, from, len)])
     }
 
-    /// Sends a message of at most [`MAX_BYTES`] bytes into a receive of the peer, with a number beside it or without.
+    /// Sends a message of at most [`MAX_BYTES`] bytes into a receive of the peer, with immediate
+    /// data or without.
     pub fn send(
         &self,
         from: Local,
@@ -183,7 +187,8 @@ impl<'b> DeviceQp<'b> {
         self.post(&[work], timeout)
     }
 
-    /// Adds to a 64-bit word of the peer; what was there before comes to `result`, or nowhere.
+    /// Atomic add to a 64-bit word of the peer. The previous value is stored to `result` or
+    /// discarded.
     pub fn fetch_add(
         &self,
         word: Remote,
@@ -194,7 +199,7 @@ impl<'b> DeviceQp<'b> {
         self.post(&[Work::Add(word, add, result.unwrap_or(self.sink()))], timeout)
     }
 
-    /// Puts `desired` in place of `expected`; what was there before comes to `result`, or nowhere.
+    /// Atomic compare and swap. The previous value is stored to `result` or discarded.
     pub fn compare_swap(
         &self,
         word: Remote,
@@ -206,7 +211,7 @@ impl<'b> DeviceQp<'b> {
         self.post(&[Work::Swap(word, [expected, desired], result)], timeout)
     }
 
-    /// Gives memory for a message of at most `len` bytes.
+    /// Posts a receive for a message of at most `len` bytes.
     pub fn post_receive(
         &self,
         into: Local,
@@ -237,12 +242,13 @@ impl<'b> DeviceQp<'b> {
         Ok(DeviceTicket { number, status: KernelStatus::Ok })
     }
 
-    /// Waits until the operation is complete.
+    /// Waits until the operation has completed.
     pub fn wait(&self, ticket: DeviceTicket, timeout: Duration) -> FaultResult<KernelStatus> {
         self.sends().wait(ticket, timeout)
     }
 
-    /// Waits until everything that was posted before is complete. A failure is told by its cause.
+    /// Waits until all operations posted before have completed. On failure returns the status of
+    /// the first operation that failed.
     pub fn quiet(&self, timeout: Duration) -> FaultResult<KernelStatus> {
         let queue = self.sends();
         let Some(number) = queue.filled()?.checked_sub(1) else { return Ok(KernelStatus::Ok) };
@@ -253,7 +259,7 @@ impl<'b> DeviceQp<'b> {
         })
     }
 
-    /// Waits for the message that a receive was posted for.
+    /// Waits for the message of a receive.
     pub fn wait_receive(
         &self,
         ticket: DeviceTicket,
@@ -266,7 +272,7 @@ impl<'b> DeviceQp<'b> {
         }
         let seen = queue.poll_cqe(ticket.number)?;
         let message = queue.message(ticket.number)?;
-        // Its place is used again once the receive a lap later is posted.
+        // The CQE slot is reused once the receive one lap later is posted.
         let is_late = queue.load(queue::RESERVED)? > ticket.number + queue.depth;
         Ok(if is_late || seen != Some(KernelStatus::Ok) {
             Err(KernelStatus::TooLate)
@@ -275,7 +281,7 @@ impl<'b> DeviceQp<'b> {
         })
     }
 
-    /// Waits for the next message that nobody has taken by this call; says which receive it came into.
+    /// Waits for the next message in order and consumes it; returns the index of its receive.
     pub fn next_receive(
         &self,
         timeout: Duration,
@@ -292,7 +298,7 @@ impl<'b> DeviceQp<'b> {
             match found {
                 Err(KernelStatus::NotReady | KernelStatus::BadTicket) => Ok(None),
                 Err(KernelStatus::TooLate) => take(Err(KernelStatus::TooLate)),
-                // Failures stay where they are, for everybody who asks.
+                // Failures are not consumed, so that every caller sees them.
                 Err(failed) => Ok(Some(Err(failed))),
                 Ok(message) => take(Ok((number, message))),
             }
@@ -300,7 +306,7 @@ impl<'b> DeviceQp<'b> {
         Ok(found.and_then(|result| result))
     }
 
-    /// How many operations were posted.
+    /// Number of operations posted.
     pub(crate) fn posted(&self) -> FaultResult<u64> {
         self.sends().filled()
     }
@@ -322,7 +328,7 @@ impl<'b> DeviceQp<'b> {
         Local { address: self.constants.sink, lkey: self.constants.sink_lkey }
     }
 
-    /// A transfer in pieces that an entry can carry.
+    /// Splits a transfer into pieces of at most [`MAX_BYTES`].
     fn pieces<'w>(
         &self,
         mut remote: Remote,
@@ -344,7 +350,7 @@ impl<'b> DeviceQp<'b> {
         self.post(&last(remote, local, len as u32), timeout)
     }
 
-    /// Posts work with one doorbell. The ticket is the last one's.
+    /// Posts work requests with one doorbell. Returns the ticket of the last.
     pub(crate) fn post(&self, works: &[Work<'_>], timeout: Duration) -> FaultResult<DeviceTicket> {
         let queue = self.sends();
         let count = works.len() as u64;
@@ -363,7 +369,7 @@ impl<'b> DeviceQp<'b> {
         Ok(DeviceTicket { number: first + count - 1, status })
     }
 
-    /// Tells the consumer of entries that are filled. One thread rings for all that are ready.
+    /// Publishes filled entries. One thread rings the doorbell for all that are ready.
     fn publish(
         &self,
         queue: &DeviceQueue<'_>,
@@ -421,12 +427,12 @@ fn refused(status: KernelStatus) -> DeviceTicket {
     DeviceTicket { number: 0, status }
 }
 
-/// What a recorded failure says of the one that failed.
+/// The status of a recorded failure.
 fn cause(failure: u64) -> KernelStatus {
     KernelStatus::Failed(Status::from_syndrome(failure as u8))
 }
 
-/// Asks until there is an answer; a first `Err` ends it too.
+/// Polls `ask` until it returns a value or an error, or until the timeout.
 fn until<T>(
     block: &Block<'_>,
     timeout: Duration,
@@ -445,7 +451,6 @@ fn until<T>(
     Ok(answer.unwrap_or(Err(KernelStatus::Timeout)))
 }
 
-/// The counters and completions of one queue.
 struct DeviceQueue<'b> {
     block: &'b Block<'b>,
     base: u64,
@@ -474,12 +479,12 @@ impl DeviceQueue<'_> {
         Ok(self.compare_exchange(counter, old, new)? == old)
     }
 
-    /// How many entries are filled, without a gap.
+    /// Number of entries filled, without a gap.
     fn filled(&self) -> FaultResult<u64> {
         Ok(self.load(queue::PUBLISHED)? >> 1)
     }
 
-    /// As the function of that name, and ends when the queue pair is closed.
+    /// As the function [`until`], and also ends when the queue pair is closed.
     fn until<T>(
         &self,
         timeout: Duration,
@@ -499,8 +504,8 @@ impl DeviceQueue<'_> {
         Ok(self.block.load_u32(DeviceAddr::new(at))?.to_ne_bytes())
     }
 
-    /// How `number` ended, if its completion lies in its place. Whoever asks must make sure that it is not a later
-    /// one's, which `completed` tells.
+    /// The status of entry `number` if its CQE slot holds its completion. The caller must use
+    /// `completed` to rule out that the CQE belongs to a later lap.
     fn poll_cqe(&self, number: u64) -> FaultResult<Option<KernelStatus>> {
         let tail = CqeTail::parse(self.cqe(number, 60)?);
         if !tail.is_owned(owner_bit(number, self.depth)) || tail.counter != number as u16 {
@@ -513,14 +518,14 @@ impl DeviceQueue<'_> {
     }
 
     fn message(&self, number: u64) -> FaultResult<ReceivedMessage> {
-        // The two completions that bear a number: of a write with one, and of a message with one.
+        // CQE opcodes 1 and 3: RDMA WRITE with immediate, and SEND with immediate.
         let has_imm = matches!(CqeTail::parse(self.cqe(number, 60)?).code, 1 | 3);
         let imm = u32::from_be_bytes(self.cqe(number, 36)?);
         let length = u32::from_be_bytes(self.cqe(number, 44)?);
         Ok(ReceivedMessage { length, imm: has_imm.then_some(imm) })
     }
 
-    /// How one ended of which `completed` says that it has.
+    /// The status of an entry that is before `completed`.
     fn outcome(&self, number: u64) -> FaultResult<KernelStatus> {
         let failure = self.load(queue::FAILURE)?;
         Ok(match number.cmp(&(failure >> 8)) {
@@ -531,7 +536,8 @@ impl DeviceQueue<'_> {
         })
     }
 
-    /// The completion of `number` tells of a failure: finds the first that failed, which alone has the cause.
+    /// Called when the CQE of `number` is an error: finds the first entry that failed, which has
+    /// the cause.
     fn record_failure(&self, number: u64) -> FaultResult<()> {
         for _ in 0..64 {
             let mut at = self.load(queue::COMPLETED)?;
@@ -571,7 +577,7 @@ impl DeviceQueue<'_> {
         }
     }
 
-    /// Whether everything up to `number` is complete; if so, lets everybody know.
+    /// Whether all entries up to `number` have completed; if so, advances `completed`.
     fn advance_completed(&self, number: u64) -> FaultResult<bool> {
         let Some(found) = self.poll_cqe(number)? else { return Ok(false) };
         if self.load(queue::COMPLETED)? > number {
@@ -584,7 +590,7 @@ impl DeviceQueue<'_> {
         Ok(true)
     }
 
-    /// Takes entries in a row, waiting for room. Nothing is taken if it fails.
+    /// Reserves consecutive entries, waiting for free ones. On failure none are reserved.
     fn reserve(
         &self,
         count: u64,
@@ -602,7 +608,7 @@ impl DeviceQueue<'_> {
                 }
                 let closed = self.block.load_u32(self.at(queue::CLOSED))?;
                 if closed != 0 {
-                    return Ok(None); // which is told next
+                    return Ok(None); // `until` reports it
                 }
                 let needed = (first + count).saturating_sub(self.depth);
                 if needed <= completed {
@@ -617,8 +623,9 @@ impl DeviceQueue<'_> {
         Ok(taken.and_then(|result| result))
     }
 
-    /// Makes entries that are filled part of what is published, when those before them are. Says whether this thread
-    /// must ring; if not, the one that rings now will do it, since it looks again before it stops.
+    /// Publishes filled entries once those before them are published. Returns whether this thread
+    /// must ring the doorbell; if not, the thread that is ringing does so, since it checks again
+    /// before it stops.
     fn publish_in_order(
         &self,
         first: u64,
@@ -636,7 +643,7 @@ impl DeviceQueue<'_> {
         self.or_stuck(joined)
     }
 
-    /// Waits until the entries before `first` are filled.
+    /// Waits until all entries before `first` are filled.
     fn wait_for_predecessors(
         &self,
         first: u64,
@@ -647,7 +654,7 @@ impl DeviceQueue<'_> {
         self.or_stuck(waited)
     }
 
-    /// A turn that did not come ends the queue: the entry that is missing will stay so.
+    /// On timeout closes the queue: the missing entry will never be filled.
     fn or_stuck<T>(
         &self,
         waited: std::result::Result<T, KernelStatus>,
@@ -672,7 +679,8 @@ impl DeviceQueue<'_> {
                 return self.outcome(number).map(Some);
             }
             let Some(found) = self.poll_cqe(number)? else { return Ok(None) };
-            // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
+            // The CQE belongs to this entry only if `completed` has not passed it; otherwise it may
+            // be of a later lap.
             if self.load(queue::COMPLETED)? > number {
                 return self.outcome(number).map(Some);
             }

@@ -1,4 +1,4 @@
-//! Queue pairs of mlx5 devices, for kernels: where their providers have put them.
+//! Kernel queue pairs on mlx5 NICs, with queues allocated by the provider.
 
 use super::layout::{self, Constants};
 use super::target::{KernelMemory, KernelTarget};
@@ -8,7 +8,8 @@ use crate::hca::QueueMemory;
 use crate::stream::hardware::map_pages;
 use crate::verbs::{Context, CqOptions, Pd, QpOptions};
 
-/// Makes a queue pair whose places kernels count as the header does: as many completions as blocks, and as many as receives.
+/// Creates a queue pair whose entries kernels index as `verbs.cuh` does: as many CQEs as WQEBBs in
+/// the send queue, and as many as entries in the receive queue.
 pub(super) fn create_hardware_qp(
     context: &Context,
     pd: &Pd,
@@ -16,9 +17,9 @@ pub(super) fn create_hardware_qp(
     connection: QpOptions,
     depths: [u32; 2],
 ) -> Result<KernelQpParts> {
-    let failed = |error: Error| error.during("make a queue pair for kernels");
+    let failed = |error: Error| error.during("create a kernel queue pair");
     let queue = |depth: u32| {
-        // mlx5 makes one more than it is asked for, and rounds up.
+        // mlx5 allocates one entry more than requested and rounds up to a power of two.
         let entries = (depth - 1).max(1);
         let options = CqOptions { entries, ignore_overrun: true, ..CqOptions::default() };
         context.create_cq_with(options).map_err(failed)
@@ -33,14 +34,15 @@ pub(super) fn create_hardware_qp(
         if made != [asked; 2] {
             let [slots, completions] = made;
             let why = format!(
-                "with {name} {asked} the device has {slots} places and {completions} completions"
+                "with {name} {asked} the device has {slots} entries and {completions} CQEs"
             );
-            return Err(wrong(why)
-                .fix(format!("use the same for all three: try {}", slots.max(completions))));
+            return Err(
+                wrong(why).fix(format!("all three must be equal: try {}", slots.max(completions)))
+            );
         }
     }
     let Some(receive) = &queues.receive else {
-        return Err(wrong("the device gave it no receive queue".into()));
+        return Err(wrong("the device created no receive queue".into()));
     };
     let mut mapped = Vec::new();
     let mut at = |memory: &QueueMemory, io: bool| -> Result<u64> {

@@ -1,10 +1,11 @@
-// Kernels of one thread that a stream runs, and a graph replays: each run posts or waits anew. Their twins for the
-// simulated GPU stand in kernels.rs. A failure ends the kernel, so that the stream goes on, and is kept for the host.
+// One-thread kernels that a stream runs and a graph replays: each run posts or waits anew.
+// kernels.rs has the equivalents for the simulated GPU. On failure a kernel returns, so that the
+// stream continues, and reports to the host.
 #include <warpwire/verbs.cuh>
 
 using namespace warpwire;
 
-// Which kernel reports; `KERNELS` in kernels.rs has the names in this order.
+// Identifies the reporting kernel; `KERNELS` in kernels.rs has the names in this order.
 enum KernelId : u64 {
     kPut,
     kPutImm,
@@ -20,7 +21,7 @@ enum KernelId : u64 {
 
 static __device__ void report(u64 at, KernelId id, Status status) {
     if (status == kOk) return;
-    // Only the first is kept: the rest follow from it.
+    // Keep only the first failure: the others follow from it.
     detail::compare_exchange((u64 *)at, 0, 1ull << 63 | id << 32 | (u32)status);
     detail::system_fence();
 }
@@ -54,7 +55,7 @@ extern "C" __global__ void stream_send(u64 qp, u64 at, u64 from, u64 lkey, u64 l
     report(at, kSendMessage, ticket.status);
 }
 
-// Adds `first`, or puts `second` in place of `first`. A result that nobody wants has key 0x100, which names nothing.
+// Adds `first`, or replaces `first` by `second`. Key 0x100 (invalid) discards the result.
 extern "C" __global__ void stream_atomic(u64 qp, u64 at, u64 word, u64 rkey, u64 swaps, u64 first, u64 second, u64 result,
                                          u64 lkey, u64 timeout) {
     Qp &pair = *(Qp *)qp;
@@ -71,7 +72,7 @@ extern "C" __global__ void stream_post_receive(u64 qp, u64 at, u64 into, u64 lke
     report(at, kPostReceive, post_receive(*(Qp *)qp, Local{into, (u32)lkey}, (u32)length, Thread{}, timeout).status);
 }
 
-// What came is told at `message`, if that is not 0: length, number beside it, whether there is one, status.
+// Stores length, immediate, has_imm and status at `message`, unless that is 0.
 extern "C" __global__ void stream_receive(u64 qp, u64 at, u64 message, u64 timeout) {
     ReceivedMessage found = {0, 0, 0};
     u64 number;
@@ -83,7 +84,8 @@ extern "C" __global__ void stream_receive(u64 qp, u64 at, u64 message, u64 timeo
     report(at, kReceive, status);
 }
 
-// Each run waits for a value that is `step` further than the last one's; `counter` remembers it.
+// Each run waits for a value `step` greater than that of the previous run, which is kept in
+// `counter`.
 extern "C" __global__ void stream_wait_signal(u64 at, u64 word, u64 width, u64 counter, u64 step, u64 timeout) {
     u64 wanted = *(u64 *)counter + step;
     *(u64 *)counter = wanted;

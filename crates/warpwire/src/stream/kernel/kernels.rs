@@ -1,4 +1,4 @@
-//! The library's own kernels, and their twins for the simulated GPU.
+//! The library's own kernels, and their equivalents for the simulated GPU.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,24 +13,23 @@ use crate::verbs::Remote;
 
 type FaultResult<T> = std::result::Result<T, KernelFault>;
 
-/// A kernel's name, what it does in a message, and its twin.
+/// A kernel's symbol, its name in messages, and its block function for the simulated GPU.
 type Row = (&'static str, &'static str, fn(&Block<'_>) -> FaultResult<()>);
 
-/// The kernels, in the order of their numbers in reports.
+/// The kernels, indexed by [`KernelId`], as in reports.
 const KERNELS: [Row; 10] = [
     ("stream_put", "put", put),
-    ("stream_put_imm", "put with a number", put_imm),
+    ("stream_put_imm", "put with immediate data", put_imm),
     ("stream_put_signal", "put with a signal", put_signal),
     ("stream_get", "get", get),
     ("stream_send", "send", send),
     ("stream_atomic", "atomic operation", atomic),
     ("stream_wait", "wait for completion", wait),
-    ("stream_post_receive", "posting of a receive", post_receive),
+    ("stream_post_receive", "receive post", post_receive),
     ("stream_receive", "wait for a message", receive),
     ("stream_wait_signal", "wait for a signal", wait_for_signal),
 ];
 
-/// One of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KernelId {
     Put,
@@ -45,15 +44,16 @@ pub(super) enum KernelId {
     WaitSignal,
 }
 
-/// The kernels that post and wait from a stream, loaded onto a device. Clones are the same ones.
+/// The kernels that post and wait from a stream, loaded onto a device. Clones share them.
 ///
-/// CUDA loads code only while no stream is at work, so that programs with several queue pairs load it once:
+/// CUDA loads code only while all streams are idle, so applications with several queue pairs should
+/// load the kernels once and pass them in
 /// [`KernelQpOptions::kernels`](super::KernelQpOptions::kernels).
 #[derive(Clone, Debug)]
 pub struct Kernels(Arc<[Kernel]>);
 
 impl Kernels {
-    /// Loads them.
+    /// Loads the kernels. Blocks while streams of the device are busy.
     pub fn load(device: &Device) -> Result<Self> {
         let program = Program::new("verbs").ptx(include_str!("kernels.ptx"));
         let program =
@@ -64,7 +64,7 @@ impl Kernels {
         Ok(Self(all?.into()))
     }
 
-    /// The device that they are on.
+    /// The device that the kernels are loaded on.
     pub fn device(&self) -> &Device {
         self.0[0].device()
     }
@@ -74,7 +74,7 @@ impl Kernels {
     }
 }
 
-/// What a report says: which kernel, and how it ended.
+/// Decodes a report word into the kernel's name and its status.
 pub(super) fn read_report(word: u64) -> Option<(&'static str, KernelStatus)> {
     if word == 0 {
         return None;
@@ -84,7 +84,7 @@ pub(super) fn read_report(word: u64) -> Option<(&'static str, KernelStatus)> {
     Some((what, KernelStatus::from_code(word as u32 as i32)))
 }
 
-/// Keeps the first failure for the host.
+/// Stores the first failure for the host.
 fn report(
     block: &Block<'_>,
     at: DeviceAddr,
@@ -98,7 +98,7 @@ fn report(
     Ok(())
 }
 
-/// The argument as a time-out.
+/// Reads an argument as a timeout in nanoseconds; `u64::MAX` means none.
 fn time(block: &Block<'_>, argument: usize) -> FaultResult<Duration> {
     Ok(match block.value(argument)? {
         u64::MAX => Duration::MAX,

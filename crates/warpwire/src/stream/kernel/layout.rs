@@ -1,12 +1,13 @@
-//! The handle of a queue pair as kernels have it: `struct Qp` of `include/warpwire/verbs.cuh`, which asserts the same places.
+//! The handle of a kernel queue pair: `struct Qp` of `include/warpwire/verbs.cuh`, which asserts
+//! the same offsets.
 
-/// The version that `verbs.cuh` knows.
+/// The layout version, as in `verbs.cuh`.
 pub const VERSION: u32 = 1;
 
-/// The value of [`queue::FAILURE`] while nothing has failed.
+/// Value of [`queue::FAILURE`] while no work has failed.
 pub const NO_FAILURE: u64 = u64::MAX;
 
-/// What never changes, from the beginning of the handle on.
+/// Byte offsets of the constant fields.
 pub mod field {
     /// Device address of the send queue.
     pub const SEND_QUEUE: u64 = 0;
@@ -14,69 +15,73 @@ pub mod field {
     pub const RECEIVE_QUEUE: u64 = 8;
     /// Device address of the doorbell record.
     pub const DBREC: u64 = 16;
-    /// Device address of the doorbell.
+    /// Device address of the doorbell register.
     pub const DOORBELL: u64 = 24;
-    /// Device address of the send side's completions.
+    /// Device address of the send CQ.
     pub const SEND_CQ: u64 = 32;
-    /// Device address of the receive side's completions.
+    /// Device address of the receive CQ.
     pub const RECEIVE_CQ: u64 = 40;
-    /// Where results go that nobody wants.
+    /// Address of the memory for discarded atomic results.
     pub const SINK: u64 = 48;
-    /// How many entries the send queue has, less one: 32 bits, as all that follow.
+    /// Number of WQEBBs of the send queue minus one: 32 bits, as are all that follow.
     pub const SEND_MASK: u64 = 56;
-    /// How many entries the receive queue has, less one.
+    /// Number of entries of the receive queue minus one.
     pub const RECEIVE_MASK: u64 = 60;
-    /// The queue pair's number.
+    /// The queue pair number.
     pub const NUMBER: u64 = 64;
-    /// How long an entry of the receive queue is.
+    /// Size of a receive queue entry in bytes.
     pub const RECEIVE_STRIDE: u64 = 68;
-    /// The key of the sink.
+    /// The lkey of the sink.
     pub const SINK_LKEY: u64 = 72;
-    /// What the consumer wants.
+    /// [`DBREC_FIRST`](super::DBREC_FIRST) and [`SINGLE_POSTER`](super::SINGLE_POSTER).
     pub const FLAGS: u64 = 76;
     /// The version of this layout.
     pub const VERSION: u64 = 80;
 }
 
-/// The consumer wants the doorbell record before the doorbell. ConnectX does; the software HCA goes by the doorbell alone.
+/// Flag: write the doorbell record before the doorbell register. ConnectX needs both; the software
+/// HCA polls the doorbell register alone.
 pub const DBREC_FIRST: u32 = 1;
 
-/// One thread posts at a time.
+/// Flag: only one thread posts at a time.
 pub const SINGLE_POSTER: u32 = 2;
 
-/// Where the counters of the send queue begin.
+/// Offset of the send queue's counters.
 pub const SEND: u64 = 128;
-/// Where those of the receive queue begin.
+/// Offset of the receive queue's counters.
 pub const RECEIVE: u64 = 640;
 
-/// The counters of one queue, from [`SEND`] or [`RECEIVE`] on. What different threads write lies on different lines.
+/// Byte offsets of one queue's counters, from [`SEND`] or [`RECEIVE`]. Counters written by
+/// different threads are on different cache lines.
 pub mod queue {
-    /// Entries that were given to threads.
+    /// Number of entries reserved by threads.
     pub const RESERVED: u64 = 0;
-    /// Twice the entries that are filled, without a gap; one more while a thread rings.
+    /// Twice the number of entries filled without a gap; plus one while a thread rings the
+    /// doorbell.
     pub const PUBLISHED: u64 = 128;
-    /// Entries whose completion was seen, without a gap.
+    /// Number of entries whose completion has been observed, without a gap.
     pub const COMPLETED: u64 = 256;
-    /// The first that failed: its number, shifted by 8, and the syndrome.
+    /// The first failure: index of the entry << 8 | syndrome.
     pub const FAILURE: u64 = 264;
-    /// Ends all waits when it is not zero: 32 bits, the negative of a status.
+    /// Ends all waits if not zero: 32 bits, a negated status code.
     pub const CLOSED: u64 = 272;
-    /// Receives that were handed out in order.
+    /// Number of receives consumed in order by `next_receive`.
     pub const TAKEN: u64 = 384;
-    /// How long it is.
+    /// Size in bytes.
     pub const LEN: u64 = 512;
 }
 
-/// How long the handle is.
+/// Size of the handle in bytes.
 pub const LEN: u64 = 1152;
-/// Where the library's own kernels report the first failure, behind the handle: the kernel's number and its status.
+/// Offset, behind the handle, at which the library's kernels report their first failure: kernel id
+/// and status.
 pub const REPORT: u64 = LEN;
-/// How much memory handle and report take.
+/// Size of handle and report in bytes.
 pub const TOTAL: u64 = LEN + 128;
 
 const _: () = assert!(SEND + queue::LEN == RECEIVE && RECEIVE + queue::LEN == LEN);
 
-/// What never changes.
+/// The constant fields of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Constants {
     /// Device address of the send queue.
@@ -85,30 +90,31 @@ pub struct Constants {
     pub receive_queue: u64,
     /// Device address of the doorbell record.
     pub dbrec: u64,
-    /// Device address of the doorbell.
+    /// Device address of the doorbell register.
     pub doorbell: u64,
-    /// Device address of the send side's completions.
+    /// Device address of the send CQ.
     pub send_cq: u64,
-    /// Device address of the receive side's completions.
+    /// Device address of the receive CQ.
     pub receive_cq: u64,
-    /// Where results go that nobody wants.
+    /// Address of the memory for discarded atomic results.
     pub sink: u64,
-    /// How many entries the send queue has, less one.
+    /// Number of WQEBBs of the send queue minus one.
     pub send_mask: u32,
-    /// How many entries the receive queue has, less one.
+    /// Number of entries of the receive queue minus one.
     pub receive_mask: u32,
-    /// The queue pair's number.
+    /// The queue pair number.
     pub number: u32,
-    /// How long an entry of the receive queue is.
+    /// Size of a receive queue entry in bytes.
     pub receive_stride: u32,
-    /// The key of the sink.
+    /// The lkey of the sink.
     pub sink_lkey: u32,
-    /// What the consumer wants.
+    /// [`DBREC_FIRST`] and [`SINGLE_POSTER`].
     pub flags: u32,
 }
 
 impl Constants {
-    /// The bytes of a handle whose queue pair has done nothing yet. Devices and hosts are little-endian.
+    /// The initial bytes of the handle, with all counters zero. Devices and hosts are
+    /// little-endian.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; TOTAL as usize];
         let mut put = |at: u64, value: &[u8]| {

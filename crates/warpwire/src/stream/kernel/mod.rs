@@ -1,17 +1,19 @@
-//! Queue pairs for kernels: a running kernel posts work and waits for it, without the CPU.
+//! GPU-initiated verbs: a running kernel posts work requests and waits for completions, without the
+//! CPU.
 //!
-//! The host makes a [`KernelQp`], connects it, and passes [`KernelQp::handle`] to kernels of the program, which include
-//! `warpwire/verbs.cuh`. The calls that end in `_on` do the same from a stream, by small kernels of the library: each
-//! run of them is new work, so that a CUDA graph with them can be replayed any number of times.
+//! The host creates a [`KernelQp`], connects it, and passes [`KernelQp::handle`] to the
+//! application's kernels, which include `warpwire/verbs.cuh`. The methods that end in `_on_stream`
+//! do the same from a stream, by small kernels of the library: each run posts new work, so that a
+//! CUDA graph that contains them can be replayed any number of times.
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`KernelQp`], [`KernelQpOptions`] | a queue pair whose queues lie where a kernel reaches them |
-//! | [`Kernels`] | the library's kernels, to load once for many queue pairs |
-//! | [`SignalWait`] | a word that a stream waits for, one step further each time |
-//! | [`Progress`], [`KernelStatus`] | how far a queue pair has got, and how things end |
-//! | [`device`] | the header's calls for block functions of the simulated GPU |
-//! | [`layout`] | the handle, byte by byte |
+//! | [`KernelQp`], [`KernelQpOptions`] | a queue pair whose queues kernels can access |
+//! | [`Kernels`] | the library's kernels, loaded once for many queue pairs |
+//! | [`SignalWait`] | a signal word that a stream waits for, one step further each time |
+//! | [`Progress`], [`KernelStatus`] | counters of a queue pair; results of operations and waits |
+//! | [`device`] | the API of `verbs.cuh` for block functions of the simulated GPU |
+//! | [`layout`] | the byte layout of the handle |
 //!
 //! ```
 //! use std::time::Duration;
@@ -28,7 +30,7 @@
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
 //!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
 //! });
-//! let (pd, there) = (a.pd(), b.pd());
+//! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let qp = KernelQp::create(&a, &pd, &gpu, KernelQpOptions::default())?;
 //! let peer = KernelQp::create(&b, &there, &gpu, KernelQpOptions::default())?;
 //! qp.connect(&peer.endpoint())?;
@@ -55,6 +57,7 @@
 pub mod device;
 mod hardware;
 mod kernels;
+#[doc(hidden)]
 pub mod layout;
 mod on;
 mod prealloc;
@@ -79,36 +82,38 @@ use crate::verbs::{
 use layout::{Constants, NO_FAILURE, RECEIVE, SEND, queue};
 use target::{KernelMemory, KernelTarget};
 
-/// Where completions go.
+/// Where the completion queues are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum CqPlacement {
-    /// Device memory if the CPU has a window onto it, else pinned memory.
+    /// Device memory if the CPU can map it, else pinned memory.
     #[default]
     Auto,
-    /// Device memory behind a window: kernels that wait look into their own memory.
+    /// Device memory mapped into the CPU's address space: waiting kernels poll local memory.
     Device,
     /// Pinned host memory.
     Pinned,
 }
 
-/// How a queue pair for kernels is made.
+/// Options of a [`KernelQp`].
 #[derive(Clone, Debug)]
 pub struct KernelQpOptions {
-    /// How many operations may be underway: a power of two from 2 to 32768. Most take one place, `put_signal` two.
+    /// Send queue size in WQEBBs, a power of two from 2 to 32768. Most operations take one,
+    /// `put_signal` takes two.
     pub send_depth: u32,
-    /// How many receives may wait: a power of two from 1 to 32768.
+    /// Receive queue depth, a power of two from 1 to 32768.
     pub receive_depth: u32,
-    /// Where completions go.
+    /// Where the completion queues are allocated. Ignored for hardware queue pairs.
     pub completions: CqPlacement,
-    /// One thread, or one group of threads, posts at a time, as the program promises: posting is then quicker. Calls
-    /// from a stream count as well.
+    /// Promises that only one thread, or one group of threads, posts at a time, which makes posting
+    /// faster. The `_on_stream` methods count as posters too.
     pub single_poster: bool,
-    /// How long the calls that end in `_on` let a stream wait, before they release it and report a time-out.
+    /// How long the `_on_stream` methods let a stream wait before they release it and report a
+    /// timeout.
     pub wait_timeout: Duration,
-    /// The library's kernels, if they are loaded already.
+    /// The library's kernels, if they are loaded already; otherwise they are loaded.
     pub kernels: Option<Kernels>,
-    /// How it is connected. What says how its queues are made is not looked at: depths, ranges, inline bytes, memory,
-    /// `signal_all`, `watched`.
+    /// Connection options. Those of the queues are ignored: depths, SGE counts, inline data,
+    /// memory, `signal_all`, `poll_doorbell`.
     pub connection: QpOptions,
 }
 
@@ -126,45 +131,46 @@ impl Default for KernelQpOptions {
     }
 }
 
-/// A queue pair that kernels use by themselves. Clones are the same one.
+/// A queue pair that kernels drive. Clones share it.
 ///
-/// It ends with the last clone: waits of kernels that still run then end with [`KernelStatus::Closed`]. Kernels that are started
-/// with [`pass`](Self::pass) keep its memory; those that get the [`handle`](Self::handle) in another way must have ended
-/// before.
+/// Dropping the last clone closes it: waits of kernels that are still running then return
+/// [`KernelStatus::Closed`]. Kernels that are launched with [`pass`](Self::pass) keep its memory
+/// alive; those that get the [`handle`](Self::handle) in another way must have finished before.
 #[derive(Clone, Debug)]
 pub struct KernelQp(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     handle: KernelMemory,
-    /// What kernels reach through the handle.
+    /// Memory that kernels access through the handle.
     mapped: Vec<KernelMemory>,
     kernels: Option<Kernels>,
     wait_timeout: Duration,
     context: Context,
     constants: Constants,
-    // The queue pair ends before the memory of its queues.
+    // Field order: the queue pair is dropped before the memory of its queues.
     qp: Qp,
     _cqs: [Cq; 2],
     _sink: Mr,
 }
 
-/// How far a queue pair has got, as its kernels know.
+/// The counters of a queue pair, as its kernels last updated them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Operations that were posted.
+    /// Number of operations posted.
     pub posted: u64,
-    /// Operations that are known to have ended: at least so many have. Kernels note it when they need the room.
+    /// Lower bound of the operations completed. Kernels update it when they need free queue
+    /// entries.
     pub completed: u64,
-    /// Receives that were posted.
+    /// Number of receives posted.
     pub receives_posted: u64,
-    /// The first operation that failed, and why. All after it came back.
+    /// The first operation that failed, and its status. All later ones were flushed.
     pub failure: Option<(u64, Status)>,
-    /// The first receive that failed, and why.
+    /// The first receive that failed, and its status.
     pub receive_failure: Option<(u64, Status)>,
-    /// Why all waits end, if they do.
+    /// The status that all waits return, if the queue pair is closed.
     pub closed: Option<KernelStatus>,
-    /// The first call from a stream that did not end well: what it was, and how it ended.
+    /// The first `_on_stream` operation that failed: its name and status.
     pub stream_failure: Option<(&'static str, KernelStatus)>,
 }
 
@@ -172,7 +178,7 @@ impl Inner {
     fn close(&self) {
         let code = KernelStatus::Closed.code().unsigned_abs().to_le_bytes();
         for queue in [SEND, RECEIVE] {
-            // The memory is there as long as this is; and whoever waits also has a time-out.
+            // The memory lives as long as this; if the write fails, waits still have a timeout.
             let _ = self.handle.write(queue + queue::CLOSED, &code);
         }
     }
@@ -185,17 +191,18 @@ impl Drop for Inner {
 }
 
 impl KernelQp {
-    /// Makes one for kernels of that device.
+    /// Creates a queue pair for kernels of `device`.
     ///
-    /// The send queue, its doorbell and the receive queue lie in pinned memory, completions where
-    /// [`KernelQpOptions::completions`] says, the handle and its counters in device memory.
+    /// The send queue, its doorbell and the receive queue are in pinned memory, completions where
+    /// [`KernelQpOptions::completions`] specifies, the handle and its counters in device memory.
     ///
-    /// On an mlx5 device of the machine, all of them but the handle lie where its provider has put them, and the device is
-    /// let reach them: also the page with the NIC's doorbell.
+    /// On an mlx5 NIC the provider allocates all of them but the handle. They are registered with
+    /// `device`, together with the page that holds the doorbell register.
     ///
     /// # Errors
-    /// If the context is not driven by a thread of its own ([`ProgressMode::Thread`]): doorbells that a kernel rings wake nobody. If it
-    /// is hardware that is not mlx5, whose queues nobody tells of, or makes queues of other lengths.
+    /// If no thread drives the context ([`ProgressMode::Thread`]): a kernel's doorbell write wakes
+    /// none. If the hardware is not mlx5, so that the addresses of its queues are unknown, or if it
+    /// creates queues of other lengths than requested.
     pub fn create(
         context: &Context,
         pd: &Pd,
@@ -217,8 +224,8 @@ impl KernelQp {
         Self::create_at(context, pd, &target, Some(kernels), options)
     }
 
-    /// Makes one for CPU threads of this process that include `verbs.cuh` as C++. Its [`handle`](Self::handle) is a
-    /// pointer of this process.
+    /// Creates a queue pair for CPU threads of this process that include `verbs.cuh` as C++. Its
+    /// [`handle`](Self::handle) is a pointer in this process.
     pub fn create_for_cpu(context: &Context, pd: &Pd, options: KernelQpOptions) -> Result<Self> {
         Self::create_at(context, pd, &KernelTarget::Cpu, None, options)
     }
@@ -263,55 +270,57 @@ impl KernelQp {
         })))
     }
 
-    /// Where kernels find it: the argument for a `warpwire::Qp *`.
+    /// Device address of the handle: the kernel argument for a `warpwire::Qp *`.
     pub fn handle(&self) -> DeviceAddr {
-        // It was found when this was made.
+        // `address` succeeds for every kind of memory.
         self.0.handle.address().unwrap_or_default()
     }
 
-    /// Adds the handle to a kernel's arguments; the kernel keeps all that it reaches through it.
+    /// Adds the handle to a kernel's arguments. The launch keeps everything alive that the kernel
+    /// accesses through it.
     pub fn pass(&self, launch: Launch) -> Result<Launch> {
         let handle = self.0.handle.region()?;
         let mapped: Result<Vec<_>> = self.0.mapped.iter().map(KernelMemory::region).collect();
         Ok(mapped?.iter().fold(launch.region(&handle), Launch::keep_alive))
     }
 
-    /// What never changes in the handle.
+    /// The constant part of the handle.
     pub fn constants(&self) -> &Constants {
         &self.0.constants
     }
 
-    /// Its number.
+    /// The queue pair number (QPN).
     pub fn number(&self) -> u32 {
         self.0.qp.number()
     }
 
-    /// Its state.
+    /// The state of the queue pair.
     pub fn state(&self) -> Result<State> {
         self.0.qp.state()
     }
 
-    /// The queue pair as the rest of the library knows it. Work must be posted by kernels alone.
+    /// The underlying queue pair, for its state, path and counters. Only kernels may post work.
     pub fn qp(&self) -> &Qp {
         &self.0.qp
     }
 
-    /// What a peer must know to connect to it.
+    /// The connection data that the peer passes to [`connect`](Self::connect).
     pub fn endpoint(&self) -> QpEndpoint {
         self.0.qp.endpoint()
     }
 
-    /// Connects it to the peer that made this offer. What kernels post before waits until then.
+    /// Connects the queue pair to the peer with this endpoint. Work that kernels posted before is
+    /// sent then.
     pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
         self.0.qp.connect(peer)
     }
 
-    /// Ends all waits of kernels, now and later, with [`KernelStatus::Closed`].
+    /// Makes all current and future waits of kernels return [`KernelStatus::Closed`].
     pub fn close(&self) {
         self.0.close();
     }
 
-    /// How far it has got.
+    /// Reads the counters. Without a CPU mapping of the handle this copies from the device.
     pub fn progress(&self) -> Result<Progress> {
         let mut bytes = [0; layout::TOTAL as usize];
         self.0.handle.read(0, &mut bytes)?;
@@ -338,38 +347,39 @@ impl KernelQp {
         })
     }
 
-    /// Nothing if all is well; else an error that says what failed first, and why.
+    /// Returns an error that describes the first failure, if there was one.
     ///
-    /// A kernel learns of a failure when it waits, or needs room: what nobody has looked at is not known here.
+    /// Kernels notice a failure when they wait or need free entries: a failure that no kernel has
+    /// noticed is not reported here.
     pub fn check(&self) -> Result<()> {
         let Progress { failure, receive_failure, closed, stream_failure, .. } = self.progress()?;
         let about = |kind, what: String| Error::new(kind, what).on(self.label());
         let failed = |what, status| self.explain(about(Kind::StreamFailed, what), status);
         if let Some((number, status)) = failure {
-            return Err(failed(format!("do operation {number}"), status));
+            return Err(failed(format!("complete operation {number}"), status));
         }
         if let Some((number, status)) = receive_failure {
-            return Err(failed(format!("take a message into receive {number}"), status));
+            return Err(failed(format!("complete receive {number}"), status));
         }
         match (stream_failure, closed) {
             (Some((what, KernelStatus::Timeout)), _) => {
                 let error = about(Kind::Timeout, format!("finish a {what} from a stream"));
                 Err(error
-                    .why(format!("it did not end in {:?}", self.0.wait_timeout))
-                    .fix("see whether the peer is there, or raise `patience`"))
+                    .why(format!("it did not finish in {:?}", self.0.wait_timeout))
+                    .fix("check that the peer is running, or raise `wait_timeout`"))
             }
             (Some((what, status)), _) => {
-                let error = about(Kind::StreamFailed, format!("do a {what} from a stream"));
+                let error = about(Kind::StreamFailed, format!("run a {what} from a stream"));
                 Err(error.why(status.to_string()))
             }
             (None, Some(status)) => {
-                Err(about(Kind::Freed, "use it".into()).why(status.to_string()))
+                Err(about(Kind::Freed, "use the queue pair".into()).why(status.to_string()))
             }
             (None, None) => Ok(()),
         }
     }
 
-    /// What a status means here.
+    /// Adds the cause and a remedy for a status.
     fn explain(&self, error: Error, status: Status) -> Error {
         let denied = self.0.context.hca().qp_denied(self.number());
         let why = match denied {
@@ -380,20 +390,26 @@ impl KernelQp {
         };
         let error = error.why(why);
         match status {
-            Status::RemoteAccess => error.fix("compare key, address and length with what the peer registered, and its access rights"),
-            Status::LocalProtection => error.fix("compare key, address and length with what was registered here"),
-            Status::RetryExceeded => error.fix("see whether the peer is there, and connected to this queue pair"),
-            Status::RnrRetryExceeded => error.fix("let the peer post receives"),
+            Status::RemoteAccess => {
+                error.fix("check rkey, address, length and access against the peer's registration")
+            }
+            Status::LocalProtection => {
+                error.fix("check lkey, address and length against the local registration")
+            }
+            Status::RetryExceeded => {
+                error.fix("check that the peer is running and connected to this queue pair")
+            }
+            Status::RnrRetryExceeded => error.fix("have the peer post receives"),
             _ => error,
         }
     }
 
     fn label(&self) -> String {
-        format!("queue pair {:#x} for kernels", self.number())
+        format!("kernel queue pair {:#x}", self.number())
     }
 }
 
-/// A queue pair that kernels reach, and what they must know of it but for its sink.
+/// A queue pair with the constants of its handle, except for the sink.
 struct KernelQpParts {
     qp: Qp,
     cqs: [Cq; 2],
@@ -401,7 +417,7 @@ struct KernelQpParts {
     constants: Constants,
 }
 
-/// A queue pair of the software HCA.
+/// Creates a queue pair of the software HCA.
 fn create_soft_qp(
     context: &Context,
     pd: &Pd,
@@ -433,17 +449,19 @@ fn create_soft_qp(
 
 #[cold]
 fn wrong(why: String) -> Error {
-    Error::new(Kind::InvalidArgument, "make a queue pair for kernels").why(why)
+    Error::new(Kind::InvalidArgument, "create a kernel queue pair").why(why)
 }
 
-/// Whether one can be made so.
+/// Checks that the context and options permit a kernel queue pair.
 fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
     if context.soft().is_some_and(|hca| !matches!(hca.progress_mode(), ProgressMode::Thread { .. }))
     {
         return Err(wrong(
-            "no thread of its own drives the context, and a kernel's doorbell wakes nobody".into(),
+            "no thread drives the context, and a kernel's doorbell write wakes none".into(),
         )
-        .fix("open the context with HcaOptions { drive: Drive::Thread { .. }, .. }"));
+        .fix(
+            "open the context with HcaOptions { progress_mode: ProgressMode::Thread { .. }, .. }",
+        ));
     }
     for (name, depth, least) in
         [("send_depth", options.send_depth, 2), ("receive_depth", options.receive_depth, 1)]
@@ -454,12 +472,12 @@ fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
         }
     }
     if options.connection.service != Service::Rc {
-        return Err(wrong("kernels use connections, and this would be for datagrams".into())
-            .fix("leave the service as Service::Rc"));
+        return Err(wrong("kernel queue pairs are RC, and this one would be UD".into())
+            .fix("use Service::Rc"));
     }
     if options.connection.srq.is_some() {
-        return Err(wrong("a shared receive queue does not say whose message came".into())
-            .fix("leave out the shared receive queue: kernels post receives of their own"));
+        return Err(wrong("in an SRQ, kernels cannot identify the sender of a message".into())
+            .fix("leave the SRQ unset: kernels post their own receives"));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Work and waits that a stream carries: kernels of one thread, which a graph replays as new work.
+//! Stream-ordered operations and waits: one-thread kernels, which a graph replays as new work.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -10,10 +10,11 @@ use crate::mem::{Allocation, Launch, MemoryKind, Region, Stream, Word};
 use crate::mlx5::INVALID_KEY;
 use crate::verbs::{Remote, Sge};
 
-/// A word of device memory that a stream waits for, one step further each time: a peer adds the step once per message.
+/// A word of device memory that a stream waits for, one step further each time: the peer adds the
+/// step once per message.
 ///
-/// The value that is waited for next is kept in device memory and moves on with each run of the wait, so that a graph that
-/// is replayed waits for the next message each time.
+/// The next expected value is kept in device memory and is advanced by each run of the wait, so
+/// that a replayed graph waits for the next message each time.
 #[derive(Clone, Debug)]
 pub struct SignalWait {
     word: Word,
@@ -22,10 +23,11 @@ pub struct SignalWait {
 }
 
 impl SignalWait {
-    /// Waits of that word, whose value is `start` before the first message; each message adds `step`.
+    /// Waits for `word`, whose value is `start` before the first message; each message adds `step`.
     pub fn new(word: &Word, start: u64, step: u64) -> Result<Self> {
         let device = word.region().allocation().device();
-        // Freed at once where that is possible: streams that never rest would keep plain memory.
+        // Pool memory is freed without waiting for the device; plain memory would not be freed
+        // while streams are busy.
         let next = match device.alloc_kind(8, MemoryKind::Pool) {
             Ok(memory) => memory,
             Err(_) => device.alloc(8)?,
@@ -36,17 +38,18 @@ impl SignalWait {
 }
 
 impl KernelQp {
-    /// Writes to the peer's memory when the stream gets there.
+    /// RDMA WRITE to the peer's memory when the stream reaches this point.
     ///
-    /// As all calls that end in `_on`: it can be captured into a graph, and each replay is a new operation. If the queue
-    /// is full the stream waits, for as long as [`KernelQpOptions::wait_timeout`](super::KernelQpOptions::patience). A failure
-    /// releases the stream, and [`check`](Self::check) tells of it.
+    /// As all methods that end in `_on_stream` it can be captured into a graph, and each replay is
+    /// a new operation. If the queue is full the stream waits, up to
+    /// [`KernelQpOptions::wait_timeout`](super::KernelQpOptions::wait_timeout). A failure releases
+    /// the stream and is reported by [`check`](Self::check).
     pub fn put_on_stream(&self, stream: &Stream, to: Remote, from: Sge) -> Result<()> {
         let args = [to.address, to.rkey.into(), from.address, from.lkey.into(), from.len.into()];
         self.run(stream, KernelId::Put, &args)
     }
 
-    /// Writes, then completes a receive of the peer with `imm`.
+    /// RDMA WRITE with immediate: completes a receive of the peer with `imm`.
     pub fn put_imm_on_stream(
         &self,
         stream: &Stream,
@@ -59,7 +62,8 @@ impl KernelQp {
         self.run(stream, KernelId::PutImm, &args)
     }
 
-    /// Writes, then adds to a 64-bit word of the peer: who sees the word has the data.
+    /// RDMA WRITE, then an atomic add to a 64-bit word of the peer: once the peer sees the new
+    /// value, it sees the data.
     pub fn put_signal_on_stream(
         &self,
         stream: &Stream,
@@ -74,7 +78,7 @@ impl KernelQp {
         self.run(stream, KernelId::PutSignal, &[&data[..], &signal].concat())
     }
 
-    /// Reads the peer's memory.
+    /// RDMA READ of the peer's memory.
     pub fn get_on_stream(&self, stream: &Stream, to: Sge, from: Remote) -> Result<()> {
         let args = [to.address, to.lkey.into(), from.address, from.rkey.into(), to.len.into()];
         self.run(stream, KernelId::Get, &args)
@@ -85,13 +89,14 @@ impl KernelQp {
         self.run(stream, KernelId::Send, &[from.address, from.lkey.into(), from.len.into(), 0, 0])
     }
 
-    /// Sends a message with a number beside it.
+    /// Sends a message with immediate data.
     pub fn send_imm_on_stream(&self, stream: &Stream, from: Sge, imm: u32) -> Result<()> {
         let args = [from.address, from.lkey.into(), from.len.into(), 1, imm.into()];
         self.run(stream, KernelId::Send, &args)
     }
 
-    /// Adds to a 64-bit word of the peer; what was there before comes to `result`, 8 bytes, or nowhere.
+    /// Atomic add to a 64-bit word of the peer. The previous value is stored to `result`, 8 bytes,
+    /// or discarded.
     pub fn fetch_add_on_stream(
         &self,
         stream: &Stream,
@@ -102,7 +107,8 @@ impl KernelQp {
         self.atomic_on_stream(stream, word, [0, add, 0], result)
     }
 
-    /// Puts `desired` in place of `expected` in a 64-bit word of the peer; what was there before comes to `result`.
+    /// Atomic compare and swap of a 64-bit word of the peer. The previous value is stored to
+    /// `result`, 8 bytes, or discarded.
     pub fn compare_swap_on_stream(
         &self,
         stream: &Stream,
@@ -126,26 +132,27 @@ impl KernelQp {
             Some(Sge { len, .. }) => {
                 return Err(Error::new(Kind::InvalidArgument, "queue an atomic operation")
                     .on(stream.label())
-                    .why(format!("the result has {len} bytes of room"))
-                    .fix("give it 8 bytes"));
+                    .why(format!("the result buffer has {len} bytes"))
+                    .fix("pass 8 bytes"));
             }
         };
         let operation = [word.address, word.rkey.into(), swaps, first, second];
         self.run(stream, KernelId::Atomic, &[&operation[..], &result].concat())
     }
 
-    /// Holds the stream up until everything that was posted before is complete.
+    /// Blocks the stream until all operations posted before have completed.
     pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
         self.run(stream, KernelId::Wait, &[])
     }
 
-    /// Gives memory for a message, when the stream gets there.
+    /// Posts a receive when the stream reaches this point.
     pub fn post_receive_on_stream(&self, stream: &Stream, into: Sge) -> Result<()> {
         self.run(stream, KernelId::PostReceive, &[into.address, into.lkey.into(), into.len.into()])
     }
 
-    /// Holds the stream up until the next message is there, in the order of the receives; each message is waited for
-    /// once. Its length, the number beside it, whether there is one, and the status, 32 bits each, come to `message`.
+    /// Blocks the stream until the next message has arrived, in the order of the receives; each
+    /// message is consumed once. Its length, immediate data, whether it has immediate data, and the
+    /// status are stored to `message`, 32 bits each.
     pub fn receive_on_stream(&self, stream: &Stream, message: Option<&Region>) -> Result<()> {
         let Some(message) = message else { return self.run(stream, KernelId::Receive, &[0]) };
         if message.len() < 16 || !message.address().is_aligned_to(4) {
@@ -156,14 +163,14 @@ impl KernelQp {
                     message.len(),
                     message.address()
                 ))
-                .fix("give it 16 bytes, aligned to 4"));
+                .fix("pass 16 bytes, aligned to 4"));
         }
         let launch =
             self.begin(KernelId::Receive)?.value(message.address().raw()).keep_alive(message);
         self.start(stream, launch)
     }
 
-    /// Holds the stream up until the word has moved on by another step.
+    /// Blocks the stream until the word has reached the next step.
     pub fn wait_signal_on_stream(&self, stream: &Stream, signal: &SignalWait) -> Result<()> {
         let Some(kernels) = &self.0.kernels else { return Err(self.no_streams()) };
         let handle = self.0.handle.region()?;
@@ -178,7 +185,7 @@ impl KernelQp {
         self.start(stream, launch)
     }
 
-    /// The kernel with its first two arguments: the handle, and where to report.
+    /// The kernel with its first two arguments: the handle, and the address of the report.
     fn begin(&self, id: KernelId) -> Result<Launch> {
         let Some(kernels) = &self.0.kernels else { return Err(self.no_streams()) };
         let report = self.handle().raw() + layout::REPORT;
@@ -190,11 +197,12 @@ impl KernelQp {
         self.start(stream, launch)
     }
 
-    /// Adds the last argument, the time-out, and starts it.
+    /// Adds the last argument, the timeout, and launches the kernel.
     fn start(&self, stream: &Stream, launch: Launch) -> Result<()> {
         let launch = launch.value(nanos(self.0.wait_timeout));
-        // SAFETY: the kernels touch the handle, the queues that it names, and the regions that they are given, all of
-        // which the launch keeps alive. Data is named by keys, and looked up by the engine.
+        // SAFETY: the kernels access the handle, the queues that it points to, and the regions that
+        // they are given, all of which the launch keeps alive. Data is addressed by keys, which the
+        // engine checks.
         unsafe { stream.launch(launch) }
     }
 
@@ -202,12 +210,12 @@ impl KernelQp {
     fn no_streams(&self) -> Error {
         Error::new(Kind::Unsupported, "queue work on a stream")
             .on(self.label())
-            .why("it is for threads of the CPU")
-            .fix("make it by KernelQp::create, for a device")
+            .why("it was created for CPU threads")
+            .fix("create it for a device, with KernelQp::create")
     }
 }
 
-/// The time as kernels have it: all ones is for ever.
+/// The timeout as kernels take it, in nanoseconds; `u64::MAX` means no timeout.
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,5 @@
-//! Queue pairs for kernels in memory that somebody else has laid out, by the thousand: nothing is allocated for one.
+//! Kernel queue pairs in caller-provided memory, for thousands of them: creating one allocates no
+//! memory.
 
 use crate::error::Result;
 use crate::hca::{QpLayout, QueueMemory};
@@ -8,13 +9,13 @@ use crate::verbs::{Context, Cq, CqOptions, Pd, Qp, QpOptions};
 use super::layout::{self, Constants};
 use super::{KernelQpOptions, check, device, wrong};
 
-/// Memory of queues, and where kernels find it.
+/// Memory of a queue, and its address as kernels see it.
 pub(crate) type MappedQueue = (QueueMemory, u64);
 
-/// A queue pair that kernels post to. Its handle is made by the kernels themselves, from [`constants`](Self::constants):
-/// no receive is ever posted, and one thread posts at a time.
+/// A queue pair that kernels post to. The kernels build its handle themselves, from
+/// [`constants`](Self::constants): no receives are posted, and one thread posts at a time.
 pub(crate) struct PreallocQp {
-    // The queue pair ends before its completion queue.
+    // Field order: the queue pair is dropped before its completion queue.
     qp: Qp,
     _cq: Cq,
     constants: Constants,
@@ -22,22 +23,22 @@ pub(crate) struct PreallocQp {
     depth: u32,
 }
 
-/// What a connection's queues need: the options that [`Qp::required_memory`] counts by.
+/// The queue options of a connection, which [`Qp::required_memory`] uses.
 pub(super) fn connection(send_depth: u32, receive_depth: u32, connection: QpOptions) -> QpOptions {
-    // Two blocks for each request, of which every entry here takes one.
+    // `send_depth` counts requests of two WQEBBs; each entry here takes one.
     QpOptions {
         send_depth: send_depth / 2,
         receive_depth,
         max_send_sge: 1,
         max_recv_sge: 1,
-        inline: device::MAX_INLINE as u32,
+        max_inline_data: device::MAX_INLINE as u32,
         signal_all: true,
         poll_doorbell: true,
         ..connection
     }
 }
 
-/// Where everything is, as a handle has it.
+/// The constants of a handle.
 pub(super) fn constants(
     qp: &Qp,
     queues: u64,
@@ -63,13 +64,13 @@ pub(super) fn constants(
 }
 
 impl PreallocQp {
-    /// How much memory one needs: for its queues, which should be pinned, and for its completions, which kernels watch.
+    /// Bytes needed for the queues, which should be pinned, and for the CQEs, which kernels poll.
     pub(crate) fn required_memory(depth: u32) -> Result<(u64, u64)> {
         let queues = Qp::required_memory(&connection(depth, 1, QpOptions::default()))?;
         Ok((queues.next_multiple_of(128), Cq::required_memory(depth).next_multiple_of(128)))
     }
 
-    /// Makes one. It keeps the memory.
+    /// Creates a queue pair, which keeps the memory alive.
     pub(crate) fn create(
         context: &Context,
         pd: &Pd,
@@ -86,8 +87,8 @@ impl PreallocQp {
         };
         check(context, &options)?;
         if context.soft().is_none() {
-            let why = "an RDMA device lays out its queues by itself";
-            return Err(wrong(why.into()).fix("open the software HCA for it"));
+            let why = "an RDMA NIC allocates its own queues";
+            return Err(wrong(why.into()).fix("open the software HCA"));
         }
         let cq = context.create_cq_with(CqOptions {
             entries: depth,
@@ -97,7 +98,7 @@ impl PreallocQp {
         })?;
         let mut connection = connection(depth, 1, options.connection);
         connection.memory = Some(queues.0);
-        // Nothing is ever received by a message, so that one queue does for both.
+        // No messages are received, so one completion queue serves both directions.
         let qp = context.create_qp(pd, &cq, &cq, connection)?;
         let at = completions.1;
         let mut constants = constants(&qp, queues.1, [at, at], [depth, 1]);
@@ -121,12 +122,12 @@ impl PreallocQp {
         is_there.then_some(tail)
     }
 
-    /// Whether everything has ended, of so many that a kernel says it has posted.
+    /// Whether all of the `posted` operations have completed; a kernel reports that count.
     pub(crate) fn is_drained(&self, posted: u64) -> bool {
         posted.checked_sub(1).is_none_or(|last| self.tail(last).is_some())
     }
 
-    /// Why it failed, as the completions that are there tell; `None` if they know of no failure.
+    /// The failure recorded in the CQEs; `None` if there is none.
     pub(crate) fn failure(&self) -> Option<Status> {
         let bytes = self.completions.bytes();
         let failures = (0..u64::from(self.depth)).filter_map(|slot| {
@@ -136,7 +137,7 @@ impl PreallocQp {
             let [.., syndrome] = bytes.load_u32(at + 52).ok()?.to_ne_bytes();
             is_error.then(|| Status::from_syndrome(syndrome))
         });
-        // What was flushed only follows.
+        // Prefer the cause: flushed work follows the work that failed.
         failures.min_by_key(|status| *status == Status::Flushed)
     }
 }

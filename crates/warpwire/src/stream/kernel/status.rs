@@ -1,10 +1,10 @@
-//! How an operation or a wait of a kernel ended: `enum Status` of `verbs.cuh`.
+//! The result of a kernel's operation or wait: `enum Status` of `verbs.cuh`.
 
 use std::fmt;
 
 use crate::mlx5::Status;
 
-/// How an operation or a wait of a kernel ended.
+/// The result of a kernel's operation or wait.
 ///
 /// ```
 /// use warpwire::stream::kernel::KernelStatus;
@@ -15,43 +15,43 @@ use crate::mlx5::Status;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KernelStatus {
-    /// As it should.
+    /// Success.
     Ok,
-    /// Looked once, and it was not there.
+    /// Polled once (timeout 0): not complete yet.
     NotReady,
-    /// Waited, and it did not come.
+    /// Not complete within the timeout.
     Timeout,
     /// The work failed. After a first failure all later work is [`Status::Flushed`].
     Failed(Status),
-    /// The host ended the queue pair.
+    /// The host closed the queue pair.
     Closed,
-    /// More bytes than one entry carries.
+    /// The transfer is longer than one entry can carry.
     TooLong,
-    /// More entries at once than the queue has.
+    /// The operation needs more entries than the queue has.
     TooMany,
-    /// The message came; its length was overwritten, as later receives were posted.
+    /// The message arrived, but its CQE was overwritten because later receives were posted.
     TooLate,
-    /// A thread that had reserved an entry before did not fill it.
+    /// Another thread reserved an earlier entry and did not fill it.
     Stuck,
-    /// Nobody has posted that.
+    /// The ticket does not refer to posted work.
     BadTicket,
 }
 
-/// Those that are no syndromes, with their codes and texts.
+/// The codes that are not syndromes, with their texts.
 const TABLE: [(i32, KernelStatus, &str); 9] = [
     (0, KernelStatus::Ok, "ok"),
-    (1, KernelStatus::NotReady, "not yet"),
+    (1, KernelStatus::NotReady, "not ready"),
     (2, KernelStatus::Timeout, "timed out"),
     (-0x100, KernelStatus::Closed, "the queue pair was closed"),
     (-0x101, KernelStatus::TooLong, "too many bytes for one entry"),
     (-0x102, KernelStatus::TooMany, "more entries than the queue has"),
-    (-0x103, KernelStatus::TooLate, "waited too late for its length"),
+    (-0x103, KernelStatus::TooLate, "the completion was overwritten"),
     (-0x104, KernelStatus::Stuck, "an earlier entry was reserved and never filled"),
     (-0x105, KernelStatus::BadTicket, "no such operation was posted"),
 ];
 
 impl KernelStatus {
-    /// What a kernel's number says. Numbers of no meaning are a general error.
+    /// Decodes a kernel's status code. Unknown codes become [`Status::General`].
     pub fn from_code(code: i32) -> Self {
         match TABLE.iter().find(|(known, ..)| *known == code) {
             Some((_, status, _)) => *status,
@@ -61,7 +61,7 @@ impl KernelStatus {
         }
     }
 
-    /// The number that kernels have for it.
+    /// The code that kernels use for it: 0 success, 1 and 2 not complete, negative on failure.
     pub fn code(self) -> i32 {
         match self {
             Self::Failed(status) => -i32::from(status.syndrome()),
@@ -69,12 +69,12 @@ impl KernelStatus {
         }
     }
 
-    /// Whether it ended as it should.
+    /// Whether it is [`Ok`](Self::Ok).
     pub fn is_ok(self) -> bool {
         self == Self::Ok
     }
 
-    /// Whether it failed for good: it is neither done nor merely late.
+    /// Whether the work failed, as opposed to completed or still in progress.
     pub fn is_failure(self) -> bool {
         self.code() < 0
     }
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_means_something_and_what_has_a_name_comes_back() {
+    fn codes_round_trip() {
         for (code, status, _) in TABLE {
             assert_eq!((KernelStatus::from_code(code), status.code()), (status, code));
         }

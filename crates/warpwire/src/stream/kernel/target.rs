@@ -1,22 +1,22 @@
-//! Where a queue pair for kernels lies: memory that a device or the CPU's own threads reach by address.
+//! Memory of kernel queue pairs: addressable by a device, or by CPU threads of this process.
 
 use super::CqPlacement;
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
 use crate::mem::{Allocation, Device, DeviceAddr, PinGuard, Region, Window};
 
-/// Whose kernels it is for.
+/// What runs the kernels that drive the queue pair.
 #[derive(Debug)]
 pub(super) enum KernelTarget {
     Device(Device, CqPlacement),
     Cpu,
 }
 
-/// A piece of memory that both sides reach.
+/// Memory that both the engine and kernels can access.
 pub(super) enum KernelMemory {
     Host(QueueMemory),
     Pinned(Allocation),
-    /// Device memory, which must stay where it is.
+    /// Device memory, pinned at its address.
     Device {
         memory: Allocation,
         window: Option<Window>,
@@ -36,7 +36,7 @@ impl std::fmt::Debug for KernelMemory {
 }
 
 impl KernelTarget {
-    /// For entries and doorbells, which the CPU reads.
+    /// Memory for WQEs and doorbells, which the CPU reads.
     pub(super) fn queues(&self, len: u64) -> Result<KernelMemory> {
         match self {
             Self::Device(device, _) => Ok(KernelMemory::Pinned(device.alloc_pinned(len)?)),
@@ -44,7 +44,7 @@ impl KernelTarget {
         }
     }
 
-    /// For completions, which kernels read.
+    /// Memory for CQEs, which kernels poll.
     pub(super) fn completions(&self, len: u64) -> Result<KernelMemory> {
         let Self::Device(device, wanted) = self else { return self.queues(len) };
         if *wanted == CqPlacement::Pinned {
@@ -57,18 +57,18 @@ impl KernelTarget {
                 Ok(KernelMemory::Device { memory, window: Some(window), _pin })
             }
             (Err(why), CqPlacement::Auto) => {
-                tracing::info!(%why, "completions for kernels go to pinned memory");
+                tracing::info!(%why, "the CQs of a kernel queue pair are in pinned memory");
                 self.queues(len)
             }
             (Err(why), _) => Err(why),
         }
     }
 
-    /// For the handle and its counters, which only kernels change.
+    /// Memory for the handle and its counters, which only kernels modify.
     pub(super) fn handle(&self, len: u64) -> Result<KernelMemory> {
         let Self::Device(device, _) = self else { return self.queues(len) };
         let memory = device.alloc(len)?;
-        // The window is for looking in while kernels run; copies do as well when none does.
+        // The CPU mapping allows reads while kernels run; without one, copies do when none runs.
         let window = memory.window().ok();
         let _pin = memory.pin()?;
         Ok(KernelMemory::Device { memory, window, _pin })
@@ -76,7 +76,7 @@ impl KernelTarget {
 }
 
 impl KernelMemory {
-    /// The same memory, for queues of the engine.
+    /// The same memory as engine queue memory.
     pub(super) fn queue(&self) -> Result<QueueMemory> {
         match self {
             Self::Host(memory) => Ok(memory.clone()),
@@ -85,7 +85,7 @@ impl KernelMemory {
         }
     }
 
-    /// Where kernels find it.
+    /// The address as kernels see it.
     pub(super) fn address(&self) -> Result<DeviceAddr> {
         match self {
             Self::Host(memory) => Ok(DeviceAddr::new(memory.bytes().base().addr().get() as u64)),
@@ -93,13 +93,13 @@ impl KernelMemory {
         }
     }
 
-    /// All of it, for a launch to keep.
+    /// The whole allocation, to be kept alive by a launch.
     pub(super) fn region(&self) -> Result<Region> {
         match self {
             Self::Pinned(memory) | Self::Device { memory, .. } => memory.whole(),
             Self::Host(_) => Err(Error::new(Kind::Unsupported, "start a kernel")
-                .why("the queue pair is for threads of the CPU")
-                .fix("make it by KernelQp::create, for a device")),
+                .why("the queue pair was created for CPU threads")
+                .fix("create it for a device, with KernelQp::create")),
         }
     }
 

@@ -1,8 +1,8 @@
-//! What rdma-core's `ibv_rc_pingpong` says over TCP before its queue pairs meet, so that it may be a peer.
+//! The TCP handshake of rdma-core's `ibv_rc_pingpong`, which can thus be a peer.
 //!
-//! The client sends 52 bytes, `LID:QPN:PSN:GID` in hexadecimal with a zero behind; the server connects its queue pair,
-//! sends the same of its own, and waits for the word `done`. Neither side tells its MTU: a user gives both ends the
-//! same (1024 if he gives none).
+//! The client sends 52 bytes, `LID:QPN:PSN:GID` in hexadecimal with a terminating zero. The server
+//! connects its queue pair, sends its own 52 bytes, and waits for the word `done`. Neither side
+//! sends its MTU: the user must give both ends the same one (`ibv_rc_pingpong` defaults to 1024).
 
 use std::fmt;
 use std::io::{ErrorKind, Read, Write};
@@ -14,12 +14,12 @@ use warpwire_proto::wire::UDP_PORT;
 use super::{Bootstrap, QpEndpoint};
 use crate::error::{Error, Kind, Result};
 
-/// The length of a greeting, with its final zero.
+/// Length of a handshake in bytes, with its terminating zero.
 const HANDSHAKE_LEN: usize = 52;
-/// What a client says when it has heard the server, with its final zero.
+/// Sent by the client when it has received the server's handshake, with its terminating zero.
 const DONE: &[u8; 5] = b"done\0";
 
-/// What one end of a ping-pong tells the other.
+/// The connection data that each end of `ibv_rc_pingpong` sends.
 ///
 /// ```
 /// use warpwire::verbs::bootstrap::PingpongHandshake;
@@ -32,18 +32,18 @@ const DONE: &[u8; 5] = b"done\0";
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PingpongHandshake {
-    /// The port's address in InfiniBand's own network; 0 on Ethernet.
+    /// LID of the port on InfiniBand; 0 on Ethernet.
     pub lid: u16,
-    /// The queue pair's number, 24 bits.
+    /// Queue pair number, 24 bits.
     pub qpn: u32,
-    /// The sequence number of its first request, 24 bits.
+    /// Packet sequence number of its first request, 24 bits.
     pub psn: u32,
-    /// Its address; IPv4 addresses are mapped, as in `::ffff:10.0.0.1`.
+    /// GID of the port; IPv4 addresses are mapped, as in `::ffff:10.0.0.1`.
     pub gid: Ipv6Addr,
 }
 
 impl PingpongHandshake {
-    /// What an offer is in these words.
+    /// Converts an endpoint; its MTU and `max_rd_atomic` are lost.
     pub fn of(endpoint: &QpEndpoint) -> Self {
         let gid = match endpoint.address.ip() {
             IpAddr::V4(address) => address.to_ipv6_mapped(),
@@ -52,8 +52,8 @@ impl PingpongHandshake {
         Self { lid: endpoint.lid, qpn: endpoint.qpn, psn: endpoint.psn, gid }
     }
 
-    /// As an offer, with what the words leave out. Such ends read and write nothing, so that one read at a time is
-    /// enough.
+    /// Converts to an endpoint with this MTU in bytes. `max_rd_atomic` is 1: `ibv_rc_pingpong` only
+    /// sends, so RDMA reads are not used.
     pub fn endpoint(&self, mtu: u32) -> QpEndpoint {
         let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
         QpEndpoint {
@@ -93,16 +93,19 @@ impl FromStr for PingpongHandshake {
                 psn: psn as u32,
                 gid: Ipv6Addr::from_bits(gid),
             }),
-            _ => Err(Error::new(Kind::Malformed, format!("read {text:?} as a greeting"))
+            _ => Err(Error::new(Kind::Malformed, format!("parse {text:?} as a handshake"))
                 .why("it is not LID:QPN:PSN:GID in hexadecimal")
-                .fix("check that the other end is ibv_rc_pingpong, and the port")),
+                .fix("check the port, and that the peer is ibv_rc_pingpong")),
         }
     }
 }
 
 impl Bootstrap {
-    /// Greets as the client of a ping-pong does, and hears the server. Both queue pairs may have receives before
-    /// this, and the server's is connected after it.
+    /// Sends the client's handshake and receives the server's. Post receives before this call; the
+    /// server's queue pair is connected when it returns.
+    ///
+    /// # Errors
+    /// As for [`recv`](Self::recv); also if the server has no GID, or a link-local one.
     pub fn handshake_as_client(&mut self, local: &PingpongHandshake) -> Result<PingpongHandshake> {
         self.send_bytes(&handshake_bytes(local))?;
         let remote = self.recv_handshake()?;
@@ -110,8 +113,12 @@ impl Bootstrap {
         Ok(remote)
     }
 
-    /// Hears the client of a ping-pong, and greets it. The queue pair is to be connected by `connect`, in between:
-    /// the client's first message may come as soon as it has heard us.
+    /// Receives the client's handshake, calls `connect` with it, and sends its own. `connect` must
+    /// connect the queue pair: the client may send as soon as it has received the server's
+    /// handshake.
+    ///
+    /// # Errors
+    /// As for [`handshake_as_client`](Self::handshake_as_client); also the failure of `connect`.
     pub fn handshake_as_server(
         &mut self,
         local: &PingpongHandshake,
@@ -123,15 +130,15 @@ impl Bootstrap {
         let mut done = [0; DONE.len()];
         self.recv_bytes(&mut done)?;
         if &done != DONE {
-            let error = Error::new(Kind::Malformed, format!("hear {}", self.peer));
-            return Err(error.why("it did not say \"done\"").fix("look at what it printed"));
+            let error = Error::new(Kind::Malformed, format!("receive from {}", self.peer));
+            return Err(error.why("it did not send \"done\"").fix("see the output of the peer"));
         }
         Ok(remote)
     }
 
     fn send_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         let sent = self.reader.get_mut().write_all(bytes);
-        sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
+        sent.map_err(|why| Error::os(format!("send to {}", self.peer), &why))
     }
 
     fn recv_handshake(&mut self) -> Result<PingpongHandshake> {
@@ -140,31 +147,31 @@ impl Bootstrap {
         let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
         let handshake: PingpongHandshake = String::from_utf8_lossy(text).parse()?;
         if handshake.gid.is_unspecified() {
-            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
-            let why = "it has no GID, and Ethernet needs one";
+            let error = Error::new(Kind::Unsupported, format!("receive from {}", self.peer));
+            let why = "the peer sent no GID, which Ethernet requires";
             return Err(error
                 .why(why)
-                .fix("start ibv_rc_pingpong with -g and an index of its GIDs"));
+                .fix("start ibv_rc_pingpong with -g and the index of one of its GIDs"));
         }
         if handshake.gid.is_unicast_link_local() {
-            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
-            let why = format!("its GID, {}, holds on one link only", handshake.gid);
+            let error = Error::new(Kind::Unsupported, format!("receive from {}", self.peer));
+            let why = format!("its GID {} is link-local", handshake.gid);
             return Err(error
                 .why(why)
-                .fix("give it -g and the index of an IPv4 or global IPv6 GID"));
+                .fix("start it with -g and the index of an IPv4 or global IPv6 GID"));
         }
         Ok(handshake)
     }
 
     fn recv_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
-        let what = || format!("hear {}", self.peer);
+        let what = || format!("receive from {}", self.peer);
         self.reader.read_exact(bytes).map_err(|why| match why.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                Error::new(Kind::Timeout, what()).why("it says nothing")
+                Error::new(Kind::Timeout, what()).why("no message arrived in time")
             }
             ErrorKind::UnexpectedEof => {
-                let error = Error::new(Kind::Freed, what()).why("it has hung up");
-                error.fix("look at what the other end printed")
+                let error = Error::new(Kind::Freed, what()).why("the peer closed the connection");
+                error.fix("see the output of the peer")
             }
             _ => Error::os(what(), &why),
         })
@@ -174,7 +181,7 @@ impl Bootstrap {
 fn handshake_bytes(handshake: &PingpongHandshake) -> [u8; HANDSHAKE_LEN] {
     let mut bytes = [0; HANDSHAKE_LEN];
     let text = handshake.to_string();
-    // Fields that are too long (no device makes such) would spoil the zero at the end.
+    // Truncated, so that oversized fields (which no device has) cannot overwrite the final zero.
     let len = text.len().min(HANDSHAKE_LEN - 1);
     bytes[..len].copy_from_slice(&text.as_bytes()[..len]);
     bytes
@@ -200,8 +207,8 @@ mod tests {
         (listener, address)
     }
 
-    /// A server that hears these bytes from its client.
-    fn served(bytes: &[u8]) -> Result<PingpongHandshake> {
+    /// Runs the server's handshake with a client that sends `bytes`.
+    fn serve(bytes: &[u8]) -> Result<PingpongHandshake> {
         let (listener, address) = listener();
         let mut client = TcpStream::connect(address).unwrap();
         client.write_all(bytes).unwrap();
@@ -224,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_text_is_rejected() {
         for text in [
             "",
             "0000:000011:f6e120",
@@ -263,8 +270,8 @@ mod tests {
     #[test]
     fn malformed_client_handshakes_are_rejected() {
         let fine = [TEXT.as_bytes(), b"\0done\0"].concat();
-        assert_eq!(served(&fine).unwrap(), handshake());
-        let kind = |bytes: &[u8]| served(bytes).unwrap_err().kind().clone();
+        assert_eq!(serve(&fine).unwrap(), handshake());
+        let kind = |bytes: &[u8]| serve(bytes).unwrap_err().kind().clone();
         assert_eq!(
             kind(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:18515\r\n\r\n and more bytes"),
             Kind::Malformed
@@ -274,10 +281,10 @@ mod tests {
         assert_eq!(kind(&fine[..54]), Kind::Freed);
         assert_eq!(kind(&[TEXT.as_bytes(), b"\0gone\0"].concat()), Kind::Malformed);
         let none = "0000:000011:f6e120:00000000000000000000000000000000\0done\0";
-        let error = served(none.as_bytes()).unwrap_err();
+        let error = serve(none.as_bytes()).unwrap_err();
         assert!(error.advice().is_some_and(|fix| fix.contains("-g")), "{error}");
         let local = "0000:000011:f6e120:fe80000000000000505400fffe770001\0done\0";
-        let error = served(local.as_bytes()).unwrap_err();
-        assert!(error.to_string().contains("fe80::5054:ff:fe77:1, holds on one link"), "{error}");
+        let error = serve(local.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("fe80::5054:ff:fe77:1 is link-local"), "{error}");
     }
 }
