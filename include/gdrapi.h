@@ -60,8 +60,8 @@ typedef struct gdr_mh_s {
 } gdr_mh_t;
 
 /*
- * Pins size bytes of GPU memory at addr: any address, any size but 0. The memory stays valid until it
- * is unpinned, even if its owner frees it. The range may be rounded to GPU pages before the call,
+ * Pins size bytes of GPU memory at addr: any address, any size but 0. The memory stays valid until
+ * it is unpinned, even if its owner frees it. The range may be rounded to GPU pages before the call,
  * even beyond the allocation. The tokens are ignored.
  *
  * EINVAL: no GPU memory at addr (host memory, freed, size 0). ENOTSUP: no mapping method works here
@@ -119,8 +119,8 @@ int gdr_get_info_v2(gdr_t g, gdr_mh_t handle, gdr_info_v2_t *info);
 
 /*
  * Maps a pinned range. *va corresponds to info.va, so for a pinned address that is a multiple of
- * GPU_PAGE_SIZE it is the mapping of that address. size is counted from the pinned address. Addresses
- * need not be aligned.
+ * GPU_PAGE_SIZE it is the mapping of that address. size is counted from the pinned address.
+ * Addresses need not be aligned.
  *
  * EAGAIN: already mapped. EINVAL: size is 0 or more than mapped_size.
  */
@@ -137,8 +137,8 @@ typedef enum gdr_map_flags { /* exactly one, not a bit mask */
 int gdr_map_v2(gdr_t g, gdr_mh_t handle, void **ptr_va, size_t size, int flags);
 
 /*
- * Removes a mapping, given the pointer that gdr_map returned. EINVAL if the handle is invalid or not
- * mapped, or if size is too large. The mapping is always removed as a whole.
+ * Removes a mapping, given the pointer that gdr_map returned. EINVAL if the handle is invalid or
+ * not mapped, or if size is too large. The mapping is always removed as a whole.
  */
 int gdr_unmap(gdr_t g, gdr_mh_t handle, void *va, size_t size);
 

@@ -96,8 +96,8 @@ impl Error {
         }))
     }
 
-    /// An error from a failed system call; its text becomes the reason, its errno the kind, and it is
-    /// the [source](std::error::Error::source).
+    /// An error from a failed system call: its text becomes the reason, its errno the kind, and a
+    /// copy the [source](std::error::Error::source).
     #[cold]
     pub fn os(what: impl Into<Cow<'static, str>>, source: &std::io::Error) -> Self {
         let kind = match (source.kind(), source.raw_os_error()) {

@@ -87,8 +87,8 @@
 //! sync      asymmetric fences (membarrier), revocation, a biased mutex
 //! ```
 
-// Modules that are hidden are no API: they change without notice. Tests, tools and the crates beside
-// this one use them.
+// Hidden modules are not part of the API and change without notice. Tests, tools and the other
+// crates of the workspace use them.
 pub mod error;
 #[doc(hidden)]
 pub mod hca;

@@ -219,7 +219,7 @@ fn files_stay_small() {
 /// Lines of comments that exceed the width. Links and quoted output cannot be wrapped.
 fn wide_comments(text: &str) -> Vec<usize> {
     let is_wide = |line: &&str| line.chars().count() > MAX_COLUMNS;
-    let is_comment = |line: &str| line.starts_with("//") || line.starts_with('*');
+    let is_comment = |line: &str| line.starts_with("//") || line.starts_with("* ");
     let wide = text.lines().enumerate().filter(|(_, line)| {
         is_wide(line) && is_comment(line.trim_start()) && !line.contains("://")
     });

@@ -9,8 +9,8 @@
 //!
 //! The server closes connections that violate RESP or exceed a limit, after an error reply where
 //! possible, and those with a partial command, or unread replies, older than
-//! [`idle_timeout`](KvOptions::idle_timeout). Clients beyond [`clients`](KvOptions::clients) get an error
-//! reply and are closed. Other clients are not affected.
+//! [`idle_timeout`](KvOptions::idle_timeout). Clients beyond [`clients`](KvOptions::clients) get an
+//! error reply and are closed. Other clients are not affected.
 
 mod resp;
 mod store;

@@ -167,7 +167,9 @@ impl ClientMemory {
 /// # use warpwire::sock::SockHost;
 /// # fn example(here: &SockHost, there: &SockHost) -> warpwire::Result<()> {
 /// use std::time::Duration;
-/// use warpwire_apps::similarity::{KernelClient, SocketFamily, Queries, SimilarOptions, SimilarServer};
+/// use warpwire_apps::similarity::{
+///     KernelClient, Queries, SimilarOptions, SimilarServer, SocketFamily,
+/// };
 /// let client = KernelClient::load(here)?; // a GPU cannot load code while a server runs on it
 /// let options = SimilarOptions::at("127.0.0.1:0".parse().unwrap());
 /// let server = SimilarServer::start(there, &[1.0, 2.0], 1, options)?;

@@ -200,7 +200,7 @@ fn a_dead_device_fails_all_work(_: &Fixture) {
     control.kill();
     for stream in [&waiting, &running] {
         let error = stream.synchronize(test_timeout()).unwrap_err();
-        assert!(error.to_string().contains("die"), "{error}");
+        assert!(error.to_string().contains("killed"), "{error}");
     }
     assert_eq!(gpu.alloc(64).unwrap_err().kind(), &Kind::DeviceLost);
     assert_eq!(gpu.stream().unwrap_err().kind(), &Kind::DeviceLost);
