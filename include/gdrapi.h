@@ -61,8 +61,8 @@ typedef struct gdr_mh_s {
 
 /*
  * Pins size bytes of GPU memory at addr: any address, any size but 0. The memory stays valid until
- * it is unpinned, even if its owner frees it. The range may be rounded to GPU pages before the call,
- * even beyond the allocation. The tokens are ignored.
+ * it is unpinned, even if its owner frees it. The range may be rounded to GPU pages before the
+ * call, even beyond the allocation. The tokens are ignored.
  *
  * EINVAL: no GPU memory at addr (host memory, freed, size 0). ENOTSUP: no mapping method works here
  * (for example managed memory); the log has the reason for each. ENOMEM, EACCES, EMFILE, EIO: as
