@@ -81,7 +81,7 @@ enum Status : int {
 WARPWIRE_FN const char *name(Status status) {
     switch (status) {
     case kOk: return "ok";
-    case kNotReady: return "not yet";
+    case kNotReady: return "not ready";
     case kTimeout: return "timed out";
     case kLocalLength: return "local length error";
     case kLocalOperation: return "local QP operation error";
@@ -98,7 +98,7 @@ WARPWIRE_FN const char *name(Status status) {
     case kClosed: return "the queue pair was closed";
     case kTooLong: return "too many bytes for one entry";
     case kTooMany: return "more entries than the queue has";
-    case kTooLate: return "waited too late for its length";
+    case kTooLate: return "the completion was overwritten";
     case kStuck: return "an earlier entry was reserved and never filled";
     case kBadTicket: return "no such operation was posted";
     }

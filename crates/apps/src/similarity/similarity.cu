@@ -135,7 +135,7 @@ WARPWIRE_CALL void refuse(const Setup &setup, Connection *c, u32 status) {
 }
 
 // Whether a query is complete and valid; rank 0 only.
-WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
+WARPWIRE_CALL u64 check_head(const Setup &setup, Connection *c) {
     if (c->in_length < sizeof(Head)) return kMore;
     Head head = *reinterpret_cast<const Head *>(in_of(c));
     u32 status = head.magic != kMagic || head.zero         ? kNoQuery
@@ -151,7 +151,7 @@ WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
 
 // Replies to a complete query.
 template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Workspace *workspace, Connection *c, Group group) {
-    u64 verdict = group.broadcast(group.rank() == 0 ? judge(setup, c) : 0);
+    u64 verdict = group.broadcast(group.rank() == 0 ? check_head(setup, c) : 0);
     if (verdict != kWhole) return;
     const float *query = query_of(c);
     bool wrong = false;

@@ -101,7 +101,7 @@ fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
 }
 
 /// Checks the header of a query; returns the number of matches that it asks for.
-pub(super) fn judge(head: &[u8], dimension: u64, max_k: u64) -> std::result::Result<u32, Status> {
+pub(super) fn check_head(head: &[u8], dimension: u64, max_k: u64) -> std::result::Result<u32, Status> {
     let [magic, k, found, zero] = words(head);
     match () {
         () if magic != MAGIC || zero != 0 => Err(Status::NoQuery),
@@ -265,11 +265,11 @@ mod tests {
     #[test]
     fn invalid_headers_are_rejected() {
         let good = query_bytes(3, &[1.0, 2.0]);
-        assert_eq!(judge(&good[..HEAD], 2, 10), Ok(3));
-        assert_eq!(judge(&good[..HEAD], 3, 10), Err(Status::WrongDimension));
-        assert_eq!(judge(&good[..HEAD], 2, 2), Err(Status::WrongCount));
-        assert_eq!(judge(&query_bytes(0, &[1.0, 2.0])[..HEAD], 2, 2), Err(Status::WrongCount));
-        assert_eq!(judge(b"GET / HTTP/1.1\r\n", 2, 2), Err(Status::NoQuery));
+        assert_eq!(check_head(&good[..HEAD], 2, 10), Ok(3));
+        assert_eq!(check_head(&good[..HEAD], 3, 10), Err(Status::WrongDimension));
+        assert_eq!(check_head(&good[..HEAD], 2, 2), Err(Status::WrongCount));
+        assert_eq!(check_head(&query_bytes(0, &[1.0, 2.0])[..HEAD], 2, 2), Err(Status::WrongCount));
+        assert_eq!(check_head(b"GET / HTTP/1.1\r\n", 2, 2), Err(Status::NoQuery));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::sock::device::{PollEntry, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::events;
 
-use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
+use super::wire::{Best, HEAD, MATCH, Match, Status, check_head, head_bytes};
 use super::{Setup, counts};
 use crate::serving::{self, STOP};
 
@@ -173,7 +173,7 @@ impl Worker<'_> {
             return Ok(None);
         }
         let (head, rest) = input.split_at(HEAD);
-        let k = match judge(head, self.setup.dimension, self.setup.max_k) {
+        let k = match check_head(head, self.setup.dimension, self.setup.max_k) {
             Ok(k) => k,
             Err(status) => return self.refuse(status),
         };

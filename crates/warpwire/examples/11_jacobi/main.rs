@@ -43,8 +43,7 @@ fn main() -> Result<()> {
     let rank_info = RankInfo::from_env()?;
     let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
     if rank_info.launcher != Launcher::Standalone {
-        options.link = CommOptions::from_env()?.link;
-        return solve(&Comm::open(rank_info, options)?, &task);
+        return solve(&Comm::open(rank_info, options.with_env()?)?, &task);
     }
     options.link = CommLink::Hub(Hub::new());
     let comms = Comm::local_with(2, &options)?;

@@ -44,10 +44,9 @@ fn main() -> Result<()> {
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { count: number(0, 1000), rounds: number(1, 16), device };
     let rank_info = RankInfo::from_env()?;
-    let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
+    let options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
     if rank_info.launcher != Launcher::Standalone {
-        options.link = CommOptions::from_env()?.link;
-        return all_rounds(&Comm::open(rank_info, options)?, &task);
+        return all_rounds(&Comm::open(rank_info, options.with_env()?)?, &task);
     }
     let run_ranks = |run: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
         let link = CommLink::Hub(Hub::new());

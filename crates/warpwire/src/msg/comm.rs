@@ -116,17 +116,24 @@ impl CommOptions {
         Self { progress_mode, ..Self::default() }
     }
 
-    /// The defaults, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (such as
-    /// `30s`).
+    /// The defaults, modified by the environment: see [`with_env`](Self::with_env).
     pub fn from_env() -> Result<Self> {
-        let mut options = Self::default();
+        Self::default().with_env()
+    }
+
+    /// These options, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (such as
+    /// `30s`) where they are set.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] or [`Kind::InvalidArgument`] if a variable cannot be parsed.
+    pub fn with_env(mut self) -> Result<Self> {
         if let Ok(text) = std::env::var("WARPWIRE_LINK") {
-            options.link = text.parse()?;
+            self.link = text.parse()?;
         }
         if let Ok(text) = std::env::var("WARPWIRE_TIMEOUT") {
-            options.timeout = units::parse_duration(&text)?;
+            self.timeout = units::parse_duration(&text)?;
         }
-        Ok(options)
+        Ok(self)
     }
 
     fn check(&self) -> Result<()> {
@@ -215,7 +222,13 @@ impl Comm {
     /// If the environment is invalid, or the ranks do not connect in time; the text names the
     /// missing ranks.
     pub fn from_env() -> Result<Self> {
-        Self::open(RankInfo::from_env()?, CommOptions::from_env()?)
+        Self::from_env_with(CommOptions::default())
+    }
+
+    /// As [`from_env`](Self::from_env), with options: `WARPWIRE_LINK` and `WARPWIRE_TIMEOUT` take
+    /// precedence over them.
+    pub fn from_env_with(options: CommOptions) -> Result<Self> {
+        Self::open(RankInfo::from_env()?, options.with_env()?)
     }
 
     /// Joins the ranks described by `rank_info`.

@@ -15,7 +15,7 @@ pub struct Sge {
 }
 
 /// An address in the peer's registered memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Remote {
     /// The address, in the address space of the registration (iova).
     pub address: u64,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use warpwire::Error;
 use warpwire::mem::Condition;
-use warpwire::msg::{Comm, Writer};
+use warpwire::msg::{Comm, CommOptions, Writer};
 
 use crate::msg::fixture::{Fixture, TestLink, test_timeout};
 use testkit::{Role, cases};
@@ -128,7 +128,11 @@ fn kill_during(fixture: &Fixture, size: usize, task: &str) {
 
 /// Runs a task in a rank's process.
 pub fn run_role(task: &str) {
-    let comm = Comm::from_env().unwrap();
+    // The environment takes precedence, whatever the options were made for.
+    let options = CommOptions::for_streams().with_env().unwrap();
+    let link = std::env::var("WARPWIRE_LINK").unwrap();
+    assert_eq!(format!("{:?}", options.link).to_lowercase(), link);
+    let comm = Comm::from_env_with(CommOptions::default()).unwrap();
     match task {
         "exchange" => exchange(&comm),
         "receive" => expect_peer_loss(&comm, |comm| {

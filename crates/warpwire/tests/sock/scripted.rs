@@ -2,7 +2,7 @@
 //!
 //! A scripted kernel is a block (or, for the header as C++, a thread) with a mailbox. It runs the
 //! command in the mailbox and writes the result. So cases are written once, and the calls are those
-//! of the Rust API, of the header as CUDA, or of the header as C++. `puppet.cu` implements the same
+//! of the Rust API, of the header as CUDA, or of the header as C++. `scripted.cu` implements the same
 //! commands.
 
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(60))
 }
 /// The PTX that CUDA loads.
-pub const PTX: &str = "sock/puppet";
+pub const PTX: &str = "sock/scripted";
 /// Size of a kernel's buffer in bytes.
 pub const BUFFER: u64 = 1 << 20;
 /// Size of a mailbox in bytes.
@@ -306,7 +306,7 @@ impl BlockRunner<'_> {
         }
     }
 
-    /// The block function of what puppet.cu does with GPUnet's calls.
+    /// The block function of what scripted.cu does with GPUnet's calls.
     fn echo_client(&self, args: [u64; 5], to: Option<SocketAddr>) -> SockResult<OpResult> {
         let kind = if args[0] == SocketKind::WarpStream as u64 {
             SocketKind::WarpStream

@@ -127,9 +127,9 @@ impl Testbed {
         if self.platform == Platform::Threads {
             return None;
         }
-        let program = Program::new("puppets").block("puppet", scripted::scripted_block);
+        let program = Program::new("scripted kernels").block("scripted", scripted::scripted_block);
         let module = ptx::load(&self.gpu, scripted::PTX, program).unwrap();
-        let kernel = module.kernel("puppet").unwrap();
+        let kernel = module.kernel("scripted").unwrap();
         Some((kernel, self.gpu.stream().unwrap()))
     }
 }
@@ -277,8 +277,9 @@ impl KernelRun {
         };
         let (table, mailboxes, buffers) = (host.table(), base(&memory.0), base(&memory.1));
         let start = |index: u64| {
-            // SAFETY: the library was built from puppet.cu, where the function has this type.
-            let run = unsafe { symbol::<unsafe extern "C" fn(u64, u64, u64)>(b"puppet_thread\0") };
+            // SAFETY: the library was built from scripted.cu, where the function has this type.
+            let run =
+                unsafe { symbol::<unsafe extern "C" fn(u64, u64, u64)>(b"scripted_thread\0") };
             let (mailbox, buffer) =
                 (mailboxes + index * scripted::MAILBOX, buffers + index * scripted::BUFFER);
             std::thread::spawn(move || {
@@ -326,7 +327,7 @@ pub fn compile_for_threads() -> Result<(), String> {
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
     let sources = [
-        "tests/sock/puppet.cu",
+        "tests/sock/scripted.cu",
         "tests/sock/echo_client_threads.cpp",
         "../apps/src/kv/kv.cu",
         "../apps/src/similarity/similarity.cu",
@@ -336,7 +337,7 @@ fn build_library() -> Result<libloading::Library, String> {
         return Err("the sources are missing".into());
     }
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-    let library = folder.path().join("libpuppet.so");
+    let library = folder.path().join("libscripted.so");
     // Flags of tools/sock-sanitizers. Its preloaded runtime is not meant for the compiler.
     let more = std::env::var("WARPWIRE_SOCK_CXXFLAGS").unwrap_or_default();
     let built = std::process::Command::new("g++")
@@ -351,7 +352,7 @@ fn build_library() -> Result<libloading::Library, String> {
         .output()
         .map_err(|error| format!("g++ did not run: {error}"))?;
     if !built.status.success() {
-        panic!("puppet.cu does not compile as C++:\n{}", String::from_utf8_lossy(&built.stderr));
+        panic!("scripted.cu does not compile as C++:\n{}", String::from_utf8_lossy(&built.stderr));
     }
     // SAFETY: the library has no initializers, and nothing unloads it.
     unsafe { libloading::Library::new(&library) }.map_err(|error| error.to_string())

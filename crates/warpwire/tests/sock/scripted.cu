@@ -236,13 +236,13 @@ template <class Group> WARPWIRE_FN void serve(const Table &table, CommandSlot *s
 }  // namespace
 
 #if WARPWIRE_CUDA
-extern "C" __global__ void puppet(u64 table, u64 command_slots, u64 buffers) {
+extern "C" __global__ void scripted(u64 table, u64 command_slots, u64 buffers) {
     CommandSlot *slot = reinterpret_cast<CommandSlot *>(command_slots + blockIdx.x * 256ull);
     u8 *buffer = reinterpret_cast<u8 *>(buffers + blockIdx.x * (1ull << 20));
     serve(*reinterpret_cast<const Table *>(table), slot, buffer, Block());
 }
 #else
-extern "C" void puppet_thread(u64 table, u64 command_slot, u64 buffer) {
+extern "C" void scripted_thread(u64 table, u64 command_slot, u64 buffer) {
     serve(*reinterpret_cast<const Table *>(table), reinterpret_cast<CommandSlot *>(command_slot), reinterpret_cast<u8 *>(buffer), Block());
 }
 #endif
