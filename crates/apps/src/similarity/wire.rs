@@ -101,7 +101,11 @@ fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
 }
 
 /// Checks the header of a query; returns the number of matches that it asks for.
-pub(super) fn check_head(head: &[u8], dimension: u64, max_k: u64) -> std::result::Result<u32, Status> {
+pub(super) fn check_head(
+    head: &[u8],
+    dimension: u64,
+    max_k: u64,
+) -> std::result::Result<u32, Status> {
     let [magic, k, found, zero] = words(head);
     match () {
         () if magic != MAGIC || zero != 0 => Err(Status::NoQuery),

@@ -338,7 +338,7 @@ fn idle_processes_sleep(fixture: &Fixture) {
     std::thread::sleep(Duration::from_millis(500));
     let before = peers.each_ref().map(|peer| cpu_time(&peer.process.child));
     let start = Instant::now();
-    std::thread::sleep(Duration::from_secs(4));
+    let reference = cpu_share_of_naps(Duration::from_secs(4));
     let shares: Vec<_> = peers
         .iter()
         .zip(before)
@@ -346,6 +346,22 @@ fn idle_processes_sleep(fixture: &Fixture) {
             (cpu_time(&peer.process.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
         })
         .collect();
-    println!("idle CPU use, as a fraction of a core: {shares:.5?}");
-    assert!(shares.iter().all(|share| *share < 0.01), "{shares:.5?}");
+    println!("idle CPU use, as a fraction of a core: {shares:.5?}, of naps {reference:.5}");
+    // On a machine whose CPUs are shared with others, every wake-up is charged more.
+    let limit = f64::max(0.01, 6.0 * reference);
+    assert!(shares.iter().all(|share| *share < limit), "{shares:.5?}, of naps {reference:.5}");
+}
+
+/// The fraction of a core that a thread uses that wakes up every 4 ms, as often as an idle engine.
+fn cpu_share_of_naps(time: Duration) -> f64 {
+    let nap = move || {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            std::thread::sleep(Duration::from_millis(4));
+        }
+        let on_cpu = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+        let on_cpu = on_cpu.split(' ').next().and_then(|nanoseconds| nanoseconds.parse().ok());
+        Duration::from_nanos(on_cpu.unwrap_or(0)).as_secs_f64() / start.elapsed().as_secs_f64()
+    };
+    std::thread::spawn(nap).join().unwrap()
 }
