@@ -2,8 +2,8 @@
 //!
 //! A scripted kernel is a block (or, for the header as C++, a thread) with a mailbox. It runs the
 //! command in the mailbox and writes the result. So cases are written once, and the calls are those
-//! of the Rust API, of the header as CUDA, or of the header as C++. `scripted.cu` implements the same
-//! commands.
+//! of the Rust API, of the header as CUDA, or of the header as C++. `scripted.cu` implements the
+//! same commands.
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
