@@ -136,7 +136,8 @@ inline u64 clock_ns() {
 // keeps its claim to the processor: yielding ends with the first slow yield, and sleeps grow with
 // the wait.
 inline void backoff() {
-    constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kMinSleep = 20000, kMaxSleep = 1000000;
+    constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kYielding = 1000000;
+    constexpr u64 kMinSleep = 20000, kMaxSleep = 100000;
     thread_local u64 last = 0, since = 0;
     thread_local bool contended = false;
     const u64 before = clock_ns();
@@ -144,7 +145,7 @@ inline void backoff() {
     if (!contended) {
         std::this_thread::yield();
         last = clock_ns();
-        contended = last - before > kSlowYield || last - since > kMaxSleep;
+        contended = last - before > kSlowYield || last - since > kYielding;
         return;
     }
     u64 sleep = (before - since) / 8;
