@@ -301,9 +301,9 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
             ticket.status = detail::wait_for_predecessors(counters, ticket.number);
         }
         if (ticket.status == kOk) {
-            detail::system_fence();
+            detail::fence_system();
             u32 posted = static_cast<u32>(ticket.number + 1) & 0xffff;
-            detail::system_store(reinterpret_cast<u32 *>(qp.dbrec), detail::big_endian(posted));
+            detail::store_system(reinterpret_cast<u32 *>(qp.dbrec), detail::big_endian(posted));
             detail::store_after_fence(&counters.published, (ticket.number + 1) << 1);
         }
     }
@@ -339,7 +339,7 @@ template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = k
     if (group.rank() == 0) {
         u64 until = detail::filled(qp.send);
         if (until) status = detail::wait_thread(detail::sends(qp), Ticket{until - 1, kOk}, timeout);
-        u64 failure = detail::load_acquire(&qp.send.failure);
+        u64 failure = detail::load_gpu(&qp.send.failure);
         if (status < 0 && failure != kNoFailure) status = static_cast<Status>(-static_cast<int>(failure & 0xff));
     }
     return detail::broadcast(group, status);
@@ -368,7 +368,7 @@ WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, ReceivedMessage *message,
 WARPWIRE_CALL Status next_receive(Qp &qp, ReceivedMessage *message, u64 *number, u64 timeout = kDefaultTimeout) {
     detail::Deadline deadline(timeout);
     for (;;) {
-        u64 next = detail::load_acquire(&qp.receive.taken);
+        u64 next = detail::load_gpu(&qp.receive.taken);
         Status status = detail::wait_receive_thread(qp, Ticket{next, kOk}, message, 0);
         if (status != kNotReady && status != kBadTicket) {
             // Failures are not consumed: every caller gets them.
@@ -401,7 +401,7 @@ WARPWIRE_FN Status wait_signal(const Word *word, Condition condition, Word value
     Status status = kOk;
     if (group.rank() == 0) {
         detail::Deadline deadline(timeout);
-        while (!holds(condition, detail::system_load(word), value)) {
+        while (!holds(condition, detail::load_system(word), value)) {
             if (deadline.has_expired()) {
                 status = deadline.status();
                 break;

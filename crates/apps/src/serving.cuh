@@ -48,7 +48,7 @@ WARPWIRE_CALL int open_listener(const Table &table, Control *control, const Addr
     if (group.rank() == 0)
         while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
                !sock::detail::load_system(&control->stop))
-            sock::detail::backoff();
+            sock::detail::poll_backoff();
     return static_cast<int>(group.broadcast(listener)) - 1;
 }
 

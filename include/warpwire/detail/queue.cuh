@@ -20,7 +20,7 @@ class Deadline {
     // kOk to continue waiting, else why to stop. `closed` is checked every 16 polls.
     WARPWIRE_FN Status stop(const QueueCounters &counters) {
         bool over = has_expired();
-        u32 closed = over || polls_ % 16 == 1 ? load_closed(&counters.closed) : 0;
+        u32 closed = over || polls_ % 16 == 1 ? load_system_relaxed(&counters.closed) : 0;
         if (closed) return static_cast<Status>(-static_cast<int>(closed));
         return over ? status() : kOk;
     }
@@ -40,31 +40,31 @@ WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mas
 WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1, qp.flags}; }
 
 // Number of entries filled without a gap.
-WARPWIRE_FN u64 filled(const QueueCounters &counters) { return load_acquire(&counters.published) >> 1; }
+WARPWIRE_FN u64 filled(const QueueCounters &counters) { return load_gpu(&counters.published) >> 1; }
 
 // Status of the completion of `number`: kOk, its failure, or kNotReady if it is not there. The
 // caller must check `completed` to rule out a completion of a later lap.
 WARPWIRE_FN Status poll_cqe(const Queue &queue, u64 number, ReceivedMessage *message = nullptr) {
     u64 at = queue.completions + (number & (queue.depth - 1)) * 64;
-    u32 tail = system_load(reinterpret_cast<const u32 *>(at + 60));
+    u32 tail = load_system(reinterpret_cast<const u32 *>(at + 60));
     u32 code = tail >> 28, owner = tail >> 24 & 1, counter = (tail & 0xff) << 8 | (tail >> 8 & 0xff);
     if (code == 15 || owner != ((number & queue.depth) != 0) || counter != (number & 0xffff)) return kNotReady;
     if (code == 13 || code == 14) {
-        u32 word = system_load(reinterpret_cast<const u32 *>(at + 52));
+        u32 word = load_system(reinterpret_cast<const u32 *>(at + 52));
         u32 syndrome = word >> 24;
         return static_cast<Status>(-static_cast<int>(syndrome == 0 ? 0xff : syndrome));
     }
     if (message) {
-        message->length = big_endian(system_load(reinterpret_cast<const u32 *>(at + 44)));
+        message->length = big_endian(load_system(reinterpret_cast<const u32 *>(at + 44)));
         message->has_imm = code == 1 || code == 3;
-        message->imm = message->has_imm ? big_endian(system_load(reinterpret_cast<const u32 *>(at + 36))) : 0;
+        message->imm = message->has_imm ? big_endian(load_system(reinterpret_cast<const u32 *>(at + 36))) : 0;
     }
     return kOk;
 }
 
 // Result of an operation that `completed` has passed.
 WARPWIRE_FN Status outcome(const QueueCounters &counters, u64 number) {
-    u64 failure = load_acquire(&counters.failure);
+    u64 failure = load_gpu(&counters.failure);
     if (failure == kNoFailure || number < failure >> 8) return kOk;
     if (number > failure >> 8) return kFlushed;
     return static_cast<Status>(-static_cast<int>(failure & 0xff));
@@ -75,8 +75,8 @@ WARPWIRE_FN Status outcome(const QueueCounters &counters, u64 number) {
 // `completed` has not passed them.
 WARPWIRE_CALL void record_failure(const Queue &queue, u64 number) {
     for (u32 tries = 0; tries < 64; tries++) {
-        u64 at = load_acquire(&queue.counters->completed);
-        if (load_acquire(&queue.counters->failure) != kNoFailure || at > number) return;
+        u64 at = load_gpu(&queue.counters->completed);
+        if (load_gpu(&queue.counters->failure) != kNoFailure || at > number) return;
         Status found = kOk;
         while (at <= number && (found = poll_cqe(queue, at)) == kOk) at++;
         if (found < 0) {
@@ -92,7 +92,7 @@ WARPWIRE_CALL void record_failure(const Queue &queue, u64 number) {
 WARPWIRE_FN bool advance_completed(const Queue &queue, u64 number) {
     Status found = poll_cqe(queue, number);
     if (found == kNotReady) return false;
-    if (load_acquire(&queue.counters->completed) > number) return true;
+    if (load_gpu(&queue.counters->completed) > number) return true;
     if (found < 0) record_failure(queue, number);
     atomic_max(&queue.counters->completed, number + 1);
     return true;
@@ -104,9 +104,9 @@ WARPWIRE_FN Status try_reserve(const Queue &queue, u32 count, u64 *first) {
     QueueCounters &counters = *queue.counters;
     for (;;) {
         // Issued together; the acquire load is last, because loads after it would wait for it.
-        u64 at = load_relaxed(&counters.reserved), failure = load_relaxed(&counters.failure);
-        u32 closed = load_closed(&counters.closed);
-        u64 completed = load_acquire(&counters.completed);
+        u64 at = load_gpu_relaxed(&counters.reserved), failure = load_gpu_relaxed(&counters.failure);
+        u32 closed = load_system_relaxed(&counters.closed);
+        u64 completed = load_gpu(&counters.completed);
         *first = at;
         if (failure != kNoFailure) return kFlushed;
         if (closed) return static_cast<Status>(-static_cast<int>(closed));
@@ -140,9 +140,9 @@ WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *fi
 // Waits until the entries before `first` are published.
 WARPWIRE_FN Status wait_for_predecessors(QueueCounters &counters, u64 first) {
     Deadline deadline(WARPWIRE_FILL_TIMEOUT);
-    while (load_acquire(&counters.published) != first << 1) {
+    while (load_gpu(&counters.published) != first << 1) {
         if (deadline.has_expired()) {
-            store_closed(&counters.closed, -kStuck);
+            store_system(&counters.closed, -kStuck);
             return kStuck;
         }
         backoff();
@@ -160,16 +160,16 @@ WARPWIRE_FN Poster poster(const Qp &qp) { return Poster{qp.send_queue, qp.dbrec,
 WARPWIRE_FN void ring_doorbell(const Poster &qp, u64 until) {
     u32 index = static_cast<u32>(until) & 0xffff;
     if (qp.flags & kDbrecFirst) {
-        system_store(reinterpret_cast<u32 *>(qp.dbrec + 4), big_endian(index));
-        system_fence();
+        store_system(reinterpret_cast<u32 *>(qp.dbrec + 4), big_endian(index));
+        fence_system();
     }
     u64 bell = static_cast<u64>(big_endian(qp.number << 8)) << 32 | big_endian(index << 8);
-    system_store(reinterpret_cast<u64 *>(qp.doorbell), bell);
+    store_system(reinterpret_cast<u64 *>(qp.doorbell), bell);
 }
 
 // Publishes everything before `until`, for a single poster.
 WARPWIRE_FN void publish_single_poster(Qp &qp, const Poster &poster, u64 until) {
-    system_fence();
+    fence_system();
     ring_doorbell(poster, until);
     store_after_fence(&qp.send.published, until << 1);
 }
@@ -186,11 +186,11 @@ WARPWIRE_FN Status publish_in_order(QueueCounters &counters, u64 first, u32 coun
         if (seen == wanted) return kOk;
         while (seen >> 1 != first) {
             if (deadline.has_expired()) {
-                store_closed(&counters.closed, -kStuck);
+                store_system(&counters.closed, -kStuck);
                 return kStuck;
             }
             backoff();
-            seen = load_acquire(&counters.published);
+            seen = load_gpu(&counters.published);
         }
         wanted = seen == ringing ? ringing : rests;
     }
@@ -205,7 +205,7 @@ WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
         publish_single_poster(qp, post, until);
         return kOk;
     }
-    system_fence();
+    fence_system();
     bool rings;
     Status joined = publish_in_order(counters, first, count, &rings);
     if (joined != kOk || !rings) return joined;
@@ -214,7 +214,7 @@ WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
         u64 seen = compare_exchange(&counters.published, until << 1 | 1, until << 1);
         if (seen == (until << 1 | 1)) return kOk;
         until = seen >> 1;
-        system_fence();  // orders the entries of other threads
+        fence_system();  // orders the entries of other threads
     }
 }
 
@@ -369,12 +369,12 @@ WARPWIRE_CALL Status wait_thread(const Queue &queue, Ticket ticket, u64 timeout)
     if (ticket.number >= filled(counters)) return kBadTicket;
     Deadline deadline(timeout);
     for (;;) {
-        if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
+        if (load_gpu(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
         Status found = poll_cqe(queue, ticket.number);
         if (found != kNotReady) {
             // It is the operation's own completion only if `completed` has not passed it; otherwise
             // it may be one of a later lap.
-            if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
+            if (load_gpu(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
             if (found < 0) record_failure(queue, ticket.number);
             return found;
         }
@@ -391,7 +391,7 @@ WARPWIRE_CALL Status wait_receive_thread(Qp &qp, Ticket ticket, ReceivedMessage 
     ReceivedMessage found = {0, 0, 0};
     Status seen = poll_cqe(queue, ticket.number, &found);
     // The slot is reused once the receive one lap later is posted.
-    if (load_acquire(&queue.counters->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
+    if (load_gpu(&queue.counters->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
     *message = found;
     return kOk;
 }

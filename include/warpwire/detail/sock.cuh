@@ -28,132 +28,19 @@ constexpr u64 kCloseTimeout = 10ull * 1000 * 1000 * 1000;
 // several relaxed loads in a row wait once. So a call first loads relaxed what needs no order among
 // itself, then acquires the one word that the next step depends on.
 
-#if WARPWIRE_CUDA
-WARPWIRE_FN u64 load_system(const u64 *p) {
-    u64 v;
-    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u32 load_system(const u32 *p) {
-    u32 v;
-    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-// What this thread has seen or written before it is visible to the host before its next stores.
-WARPWIRE_FN void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-WARPWIRE_FN void store_system(u64 *p, u64 v) { asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-WARPWIRE_FN void store_system(u32 *p, u32 v) { asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-WARPWIRE_FN u64 load_gpu(const u64 *p) {
-    u64 v;
-    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u32 load_gpu(const u32 *p) {
-    u32 v;
-    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN void store_gpu(u64 *p, u64 v) { asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-WARPWIRE_FN void store_gpu(u32 *p, u32 v) { asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-WARPWIRE_FN u64 load_system_relaxed(const u64 *p) {
-    u64 v;
-    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u32 load_system_relaxed(const u32 *p) {
-    u32 v;
-    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u64 load_gpu_relaxed(const u64 *p) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u32 load_gpu_relaxed(const u32 *p) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-// For the holder of a lock: the next holder sees the value, as the unlock is a release after it.
-WARPWIRE_FN void store_gpu_relaxed(u64 *p, u64 v) { asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-// Takes a lock if it is free; returns the previous state.
-WARPWIRE_FN u32 try_lock(u32 *lock) {
-    u32 seen;
-    asm volatile("atom.acquire.gpu.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(lock) : "memory");
-    return seen;
-}
-WARPWIRE_FN u32 compare_exchange(u32 *p, u32 old, u32 next) {
-    u32 seen;
-    asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;" : "=r"(seen) : "l"(p), "r"(old), "r"(next) : "memory");
-    return seen;
-}
-WARPWIRE_FN u64 fetch_increment(u64 *p) {
-    u64 seen;
-    asm volatile("atom.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(seen) : "l"(p) : "memory");
-    return seen;
-}
-WARPWIRE_FN u64 clock_ns() {
-    u64 v;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
-    return v;
-}
-WARPWIRE_FN void backoff() { __nanosleep(32); }
-#else
-// Tests switch threads before each of these (WARPWIRE_YIELD_POINT).
-inline void yield_point() { WARPWIRE_YIELD_POINT(); }
-inline u64 load_system(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline u32 load_system(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void fence_system() {}  // the stores below are releases
-inline void store_system(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void store_system(u32 *p, u32 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline u64 load_gpu(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline u32 load_gpu(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void store_gpu(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void store_gpu(u32 *p, u32 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline u64 load_system_relaxed(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u32 load_system_relaxed(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u64 load_gpu_relaxed(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u32 load_gpu_relaxed(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void store_gpu_relaxed(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-inline u32 try_lock(u32 *lock) {
-    yield_point();
-    u32 seen = kUnlocked;
-    __atomic_compare_exchange_n(lock, &seen, kLocked, false, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE);
-    return seen;
-}
-inline u32 compare_exchange(u32 *p, u32 old, u32 next) {
-    yield_point();
-    __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-    return old;
-}
-inline u64 fetch_increment(u64 *p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
-inline u64 clock_ns() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
-}
-// Waiting on the CPU. Next to busy processes each yield costs a time slice, while a sleeping thread
-// keeps its claim to the processor: yielding ends with the first slow yield, and sleeps grow with
-// the wait.
-inline void backoff() {
-    constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kYielding = 1000000;
-    constexpr u64 kMinSleep = 20000, kMaxSleep = 100000;
-    thread_local u64 last = 0, since = 0;
-    thread_local bool contended = false;
-    const u64 before = clock_ns();
-    if (before - last > kSameWait) since = before, contended = false;
-    if (!contended) {
-        std::this_thread::yield();
-        last = clock_ns();
-        contended = last - before > kSlowYield || last - since > kYielding;
-        return;
-    }
-    u64 sleep = (before - since) / 8;
-    sleep = sleep < kMinSleep ? kMinSleep : sleep > kMaxSleep ? kMaxSleep : sleep;
-    std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
-    last = clock_ns();
-}
-#endif
+using warpwire::detail::clock_ns;
+using warpwire::detail::compare_exchange;
+using warpwire::detail::fence_system;
+using warpwire::detail::fetch_increment;
+using warpwire::detail::load_gpu;
+using warpwire::detail::load_gpu_relaxed;
+using warpwire::detail::load_system;
+using warpwire::detail::load_system_relaxed;
+using warpwire::detail::poll_backoff;
+using warpwire::detail::store_gpu;
+using warpwire::detail::store_gpu_relaxed;
+using warpwire::detail::store_system;
+using warpwire::detail::try_lock;
 
 WARPWIRE_FN u64 min_u64(u64 a, u64 b) { return a < b ? a : b; }
 WARPWIRE_FN u64 footprint(u64 length) { return (sizeof(Record) + length + sizeof(Record) - 1) / sizeof(Record) * sizeof(Record); }
@@ -165,7 +52,7 @@ class Waiter {
     // 0 to poll again, else a negated errno.
     WARPWIRE_CALL i64 step(const Table &table) {
         if (limit_ == 0) return -kEagain;
-        backoff();
+        poll_backoff();
         if (++polls_ % 32 != 0) return 0;
         const Heartbeat *heartbeat = reinterpret_cast<const Heartbeat *>(table.heartbeat);
         if (load_system(&heartbeat->closed)) return -kEconnaborted;

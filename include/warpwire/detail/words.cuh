@@ -12,24 +12,36 @@ namespace warpwire {
 namespace detail {
 
 #if WARPWIRE_CUDA
-WARPWIRE_FN u64 load_relaxed(const u64 *p) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u64 load_acquire(const u64 *p) {
+// Words of this GPU's threads.
+WARPWIRE_FN u64 load_gpu(const u64 *p) {
     u64 v;
     asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-// Also written by the host: sys scope.
-WARPWIRE_FN u32 load_closed(const u32 *p) {
+WARPWIRE_FN u32 load_gpu(const u32 *p) {
     u32 v;
-    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-WARPWIRE_FN void store_closed(u32 *p, u32 v) {
-    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+WARPWIRE_FN u64 load_gpu_relaxed(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u32 load_gpu_relaxed(const u32 *p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN void store_gpu(u64 *p, u64 v) {
+    asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+WARPWIRE_FN void store_gpu(u32 *p, u32 v) {
+    asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// For the holder of a lock: the next holder sees the value, as the unlock is a release after it.
+WARPWIRE_FN void store_gpu_relaxed(u64 *p, u64 v) {
+    asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 // For a word that only its current owner writes, directly after a fence.
 WARPWIRE_FN void store_after_fence(u64 *p, u64 v) {
@@ -38,32 +50,72 @@ WARPWIRE_FN void store_after_fence(u64 *p, u64 v) {
 // Replaces `old` by `next`; returns the previous value.
 WARPWIRE_FN u64 compare_exchange(u64 *p, u64 old, u64 next) {
     u64 seen;
-    asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
+    asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(seen)
+                 : "l"(p), "l"(old), "l"(next)
+                 : "memory");
+    return seen;
+}
+WARPWIRE_FN u32 compare_exchange(u32 *p, u32 old, u32 next) {
+    u32 seen;
+    asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(seen)
+                 : "l"(p), "r"(old), "r"(next)
+                 : "memory");
+    return seen;
+}
+// Changes a lock from 0, free, to 1; returns the previous state.
+WARPWIRE_FN u32 try_lock(u32 *lock) {
+    u32 seen;
+    asm volatile("atom.acquire.gpu.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(lock) : "memory");
+    return seen;
+}
+WARPWIRE_FN u64 fetch_increment(u64 *p) {
+    u64 seen;
+    asm volatile("atom.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(seen) : "l"(p) : "memory");
     return seen;
 }
 WARPWIRE_FN void atomic_max(u64 *p, u64 v) {
-    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.max.u64 [%0], %1;" ::"l"(p), "l"(v)
+                 : "memory");
 }
 WARPWIRE_FN void atomic_min(u64 *p, u64 v) {
-    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.min.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.min.u64 [%0], %1;" ::"l"(p), "l"(v)
+                 : "memory");
 }
-// Queues, doorbells and signals: sys scope.
-WARPWIRE_FN u32 system_load(const u32 *p) {
-    u32 v;
-    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-WARPWIRE_FN u64 system_load(const u64 *p) {
+// Words that the host, the HCA or a peer reads or writes: sys scope.
+WARPWIRE_FN u64 load_system(const u64 *p) {
     u64 v;
     asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-WARPWIRE_FN void system_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// Call system_fence first.
-WARPWIRE_FN void system_store(u32 *p, u32 v) { asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-WARPWIRE_FN void system_store(u64 *p, u64 v) { asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+WARPWIRE_FN u32 load_system(const u32 *p) {
+    u32 v;
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u64 load_system_relaxed(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u32 load_system_relaxed(const u32 *p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+// What this thread has seen or written is visible to the host before its next stores.
+WARPWIRE_FN void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Ordered by a fence_system before it.
+WARPWIRE_FN void store_system(u64 *p, u64 v) {
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+WARPWIRE_FN void store_system(u32 *p, u32 v) {
+    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 WARPWIRE_FN void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 WARPWIRE_FN u32 big_endian(u32 v) { return __byte_perm(v, 0, 0x0123); }
 WARPWIRE_FN u64 clock_ns() {
@@ -73,6 +125,8 @@ WARPWIRE_FN u64 clock_ns() {
 }
 // For contended atomics: lets other threads make progress.
 WARPWIRE_FN void backoff() { __nanosleep(64); }
+// Between two polls of several words.
+WARPWIRE_FN void poll_backoff() { __nanosleep(32); }
 // Between two polls of a word that is written from outside this GPU.
 WARPWIRE_FN void spin_pause() {}
 #else
@@ -80,60 +134,51 @@ WARPWIRE_FN void spin_pause() {}
 #ifndef WARPWIRE_YIELD_POINT
 #define WARPWIRE_YIELD_POINT()
 #endif
-inline u64 load_relaxed(const u64 *p) {
-    WARPWIRE_YIELD_POINT();
-    return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-inline u64 load_acquire(const u64 *p) {
-    WARPWIRE_YIELD_POINT();
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-inline u32 load_closed(const u32 *p) {
-    WARPWIRE_YIELD_POINT();
-    return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-inline void store_closed(u32 *p, u32 v) {
-    WARPWIRE_YIELD_POINT();
-    __atomic_store_n(p, v, __ATOMIC_RELAXED);
-}
-inline void store_after_fence(u64 *p, u64 v) {
-    WARPWIRE_YIELD_POINT();
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
-}
+inline void yield_point() { WARPWIRE_YIELD_POINT(); }
+inline u64 load_gpu(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_gpu(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u64 load_gpu_relaxed(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 load_gpu_relaxed(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void store_gpu(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_gpu(u32 *p, u32 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_gpu_relaxed(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_after_fence(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline u64 compare_exchange(u64 *p, u64 old, u64 next) {
-    WARPWIRE_YIELD_POINT();
+    yield_point();
     __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return old;
 }
+inline u32 compare_exchange(u32 *p, u32 old, u32 next) {
+    yield_point();
+    __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return old;
+}
+inline u32 try_lock(u32 *lock) {
+    yield_point();
+    u32 seen = 0;
+    __atomic_compare_exchange_n(lock, &seen, 1, false, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE);
+    return seen;
+}
+inline u64 fetch_increment(u64 *p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
 inline void atomic_max(u64 *p, u64 v) {
-    WARPWIRE_YIELD_POINT();
+    yield_point();
     u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
     }
 }
 inline void atomic_min(u64 *p, u64 v) {
-    WARPWIRE_YIELD_POINT();
+    yield_point();
     u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (seen > v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
     }
 }
-inline u32 system_load(const u32 *p) {
-    WARPWIRE_YIELD_POINT();
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-inline u64 system_load(const u64 *p) {
-    WARPWIRE_YIELD_POINT();
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-inline void system_fence() {}  // the stores below are releases
-inline void system_store(u32 *p, u32 v) {
-    WARPWIRE_YIELD_POINT();
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
-}
-inline void system_store(u64 *p, u64 v) {
-    WARPWIRE_YIELD_POINT();
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
-}
+inline u64 load_system(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_system(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u64 load_system_relaxed(const u64 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 load_system_relaxed(const u32 *p) { return yield_point(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void fence_system() {}  // the stores below are releases
+inline void store_system(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_system(u32 *p, u32 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
     u32 *p = reinterpret_cast<u32 *>(at);
     p[0] = a, p[1] = b, p[2] = c, p[3] = d;
@@ -164,6 +209,7 @@ inline void backoff() {
     std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
     last = clock_ns();
 }
+inline void poll_backoff() { backoff(); }
 inline void spin_pause() { backoff(); }
 #endif
 

@@ -182,15 +182,15 @@ WARPWIRE_CALL void begin_reading(const Setup &setup, u32 hash) {
     u32 *lock = lock_of(setup, hash);
     while (add_to(lock, kReader) & kWriter) {
         add_to(lock, 0 - kReader);
-        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::backoff();
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::poll_backoff();
     }
 }
 WARPWIRE_CALL void begin_writing(const Setup &setup, u32 hash) {
     u32 *lock = lock_of(setup, hash);
     while (set_bit(lock, kWriter) & kWriter)
-        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::backoff();
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::poll_backoff();
     // The bit keeps new readers out; wait for the current ones.
-    while (sock::detail::load_gpu(lock) != kWriter) sock::detail::backoff();
+    while (sock::detail::load_gpu(lock) != kWriter) sock::detail::poll_backoff();
 }
 WARPWIRE_FN void end_reading(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kReader); }
 WARPWIRE_FN void end_writing(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kWriter); }

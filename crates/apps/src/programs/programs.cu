@@ -33,7 +33,7 @@ template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const
         if (group.rank() == 0)
             while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
                    !sock::detail::load_system(&control->stop))
-                sock::detail::backoff();
+                sock::detail::poll_backoff();
         return static_cast<int>(group.broadcast(listener)) - 1;
     }
     int listener = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<SocketKind>(setup.kind), group);

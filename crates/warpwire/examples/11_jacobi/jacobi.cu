@@ -56,11 +56,11 @@ extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, 
         }
     }
     if (!exchange) return;
-    detail::system_fence();
+    detail::fence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
         u64 before = atomicAdd((u64 *)exchange->finished, 1);
-        detail::system_fence();
+        detail::fence_system();
         // The last block to finish sends: all rows are complete.
         if (before + 1 == gridDim.x * (step + 1)) {
             send_row(*exchange, exchange->up, to + columns * 4, columns * 4, step);

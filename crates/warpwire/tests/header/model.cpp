@@ -277,8 +277,8 @@ void closing_wakes_all_waiters() {
     std::atomic<u32> woken{0};
     std::thread closer([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(30));
-        detail::store_closed(&qp.send.closed, 0x100);
-        detail::store_closed(&qp.receive.closed, 0x100);
+        detail::store_system(&qp.send.closed, 0x100);
+        detail::store_system(&qp.receive.closed, 0x100);
     });
     in_parallel(5, [&](u32 number) {
         ReceivedMessage message;

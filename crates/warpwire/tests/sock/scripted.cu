@@ -215,7 +215,7 @@ template <class Group> WARPWIRE_FN void serve(const Table &table, CommandSlot *s
     for (u64 last = 0;;) {
         u64 number = 0;
         if (group.rank() == 0)
-            while ((number = load_system(&slot->number)) == last) backoff();
+            while ((number = load_system(&slot->number)) == last) poll_backoff();
         last = group.broadcast(number);
         bool stop = group.broadcast(group.rank() == 0 ? load_system(&slot->op) : 0) == kDoStop;
         i64 result = 0;

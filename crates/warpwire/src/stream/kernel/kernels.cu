@@ -23,7 +23,7 @@ static __device__ void report(u64 at, KernelId id, Status status) {
     if (status == kOk) return;
     // Keep only the first failure: the others follow from it.
     detail::compare_exchange((u64 *)at, 0, 1ull << 63 | id << 32 | (u32)status);
-    detail::system_fence();
+    detail::fence_system();
 }
 
 extern "C" __global__ void stream_put(u64 qp, u64 at, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 timeout) {
