@@ -22,6 +22,7 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use warpwire_proto::qp::{self, QpAttributes, SendWr as WireWork, State};
 
@@ -67,6 +68,13 @@ impl ExportObserver for ExportPublisher {
     fn closing(&self, key: u32) {
         if let (Some(row), Some(export_table)) = (row_of(key), self.0.upgrade()) {
             export_table.close(row as usize);
+        }
+    }
+
+    fn wait_until_unused(&self, key: u32, limit: Duration) -> bool {
+        match (row_of(key), self.0.upgrade()) {
+            (Some(row), Some(export_table)) => export_table.wait_until_unused(row as usize, limit),
+            _ => true,
         }
     }
 }

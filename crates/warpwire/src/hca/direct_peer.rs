@@ -62,6 +62,8 @@ pub(super) struct DirectPeer {
     keys: Vec<Option<Box<RemoteKey>>>,
     /// The occupied indices of `keys`.
     known: Vec<u32>,
+    /// The first key, from which the others are counted: see [`DirectPeer::key_slot`].
+    first_key: u32,
     pub memories: Vec<Memory>,
     users: u32,
     /// How many keys were left after the last sweep.
@@ -88,7 +90,8 @@ impl DirectPeers {
                 self.0.push(None);
             }
             let (keys, known, memories) = (Vec::new(), Vec::new(), Vec::new());
-            self.0[free] = Some(DirectPeer { peer, keys, known, memories, users: 0, swept: 0 });
+            self.0[free] =
+                Some(DirectPeer { peer, keys, known, first_key: 0, memories, users: 0, swept: 0 });
             free
         });
         if let Some(direct_peer) = &mut self.0[at] {
@@ -165,7 +168,7 @@ impl DirectPeers {
         if peer.has_replies() || direct.remote_access & u64::from(need.bits()) == 0 {
             return false;
         }
-        let slot = (write.remote.rkey >> 8) as usize;
+        let slot = direct_peer.key_slot(write.remote.rkey);
         let Some(Some(known)) = direct_peer.keys.get(slot) else { return false };
         let MappingState::Mapped(memory) = &known.mapping else { return false };
         if known.key != write.remote.rkey {
@@ -173,7 +176,7 @@ impl DirectPeers {
         }
         let Ok(at) = known.offset(direct.pd, need, write.remote.address, len) else { return false };
         let Some(peer_bytes) = memory.bytes(true) else { return false };
-        let rows = [row, FIRST_KEY_ROW + slot as u32];
+        let rows = [row, FIRST_KEY_ROW + (known.key >> 8)];
         let Some(guard) =
             peer.begin_access(rows, [direct.generation, known.generation], len.into())
         else {
@@ -218,6 +221,13 @@ pub(super) enum DirectOutcome {
 }
 
 impl DirectPeer {
+    /// The index of a key in `keys`. The owner masks the indexes in its keys (`mr/keys.rs`), and the
+    /// difference to another key cancels the mask: the table stays as small as theirs.
+    #[inline]
+    fn key_slot(&self, key: u32) -> usize {
+        (key >> 8 ^ self.first_key >> 8) as usize
+    }
+
     /// Executes the request, or a quantum of it, by `execute`, which gets the target, the first
     /// byte and the length.
     #[inline]
@@ -244,7 +254,7 @@ impl DirectPeer {
         {
             return Err(IndirectReason::AccessDenied);
         }
-        let at = (remote.key >> 8) as usize;
+        let at = self.key_slot(remote.key);
         let known = match self.keys.get(at) {
             Some(Some(known)) if known.key == remote.key => known,
             _ => return Err(self.resolve_key(remote.key, now)),
@@ -268,7 +278,7 @@ impl DirectPeer {
             return Ok(DirectOutcome::OutOfBudget);
         }
         let step = (len - direct.done).min(*budget);
-        let rows = [qp_row, FIRST_KEY_ROW + at as u32];
+        let rows = [qp_row, FIRST_KEY_ROW + (remote.key >> 8)];
         let generations = [direct.generation, known.generation];
         let Some(guard) = self.peer.begin_access(rows, generations, step.into()) else {
             if self.peer.generation(rows[1]) != generations[1] {
@@ -315,7 +325,10 @@ impl DirectPeer {
     #[cold]
     fn resolve_key(&mut self, key: u32, now: Instant) -> IndirectReason {
         let Some(row) = row_of(key) else { return IndirectReason::KeyNotExported };
-        let at = (key >> 8) as usize;
+        if self.known.is_empty() {
+            self.first_key = key;
+        }
+        let at = self.key_slot(key);
         let generation = self.peer.generation(row);
         if let Some(Some(known)) = self.keys.get(at)
             && (known.key, known.generation) == (key, generation)
@@ -365,7 +378,8 @@ impl DirectPeer {
     #[cold]
     fn process_replies(&mut self) {
         for reply in self.peer.take_replies() {
-            let Some(Some(known)) = self.keys.get_mut((reply.key >> 8) as usize) else { continue };
+            let at = self.key_slot(reply.key);
+            let Some(Some(known)) = self.keys.get_mut(at) else { continue };
             if (known.key, known.generation) != (reply.key, reply.word) {
                 continue;
             }
@@ -406,7 +420,7 @@ impl DirectPeer {
         known.retain(|at| {
             let slot = &mut keys[*at as usize];
             let holds = slot.as_ref().is_some_and(|key| {
-                !peer.is_gone() && key.generation == peer.generation(FIRST_KEY_ROW + *at)
+                !peer.is_gone() && key.generation == peer.generation(FIRST_KEY_ROW + (key.key >> 8))
             });
             if !holds {
                 *slot = None;

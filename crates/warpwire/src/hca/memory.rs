@@ -6,9 +6,10 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::error::Result;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::error::{Error, Result};
 use crate::mem::{Allocation, DeviceAddr, SharedBytes, Window};
-use crate::mr::HostMemory;
 
 /// Memory for queues, doorbell records and doorbells. Clones share the memory.
 ///
@@ -39,9 +40,37 @@ enum Backing {
     Slice(QueueMemory, u64),
     /// Memory mapped by a driver.
     Mapped(#[allow(dead_code)] Arc<dyn Any + Send + Sync>), // only keeps it mapped
-    Host(HostMemory),
+    Host(#[allow(dead_code)] Anonymous), // only keeps it mapped
     Pinned(Allocation),
     Window(Window),
+}
+
+/// An anonymous mapping.
+struct Anonymous {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+impl Anonymous {
+    fn new(len: u64) -> Result<Self> {
+        let failed = |why: std::io::Error| Error::os(format!("map {len} bytes for queues"), &why);
+        let size =
+            usize::try_from(len).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let mapped =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), size, protection, MapFlags::PRIVATE) };
+        let base = NonNull::new(mapped.map_err(|code| failed(code.into()))?.cast());
+        let base = base.ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
+        Ok(Self { base, len: size })
+    }
+}
+
+impl Drop for Anonymous {
+    fn drop(&mut self) {
+        // SAFETY: this value's own mapping, which only its `QueueMemory` refers to.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
 }
 
 // SAFETY: every kind of backing may be used from any thread; driver mappings are shared memory,
@@ -57,7 +86,7 @@ impl fmt::Debug for QueueMemory {
             Backing::Empty => f.write_str("Empty"),
             Backing::Slice(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
             Backing::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
-            Backing::Host(memory) => write!(f, "{memory:?}"),
+            Backing::Host(_) => write!(f, "Host({len} bytes at {base:p})"),
             Backing::Pinned(memory) => write!(f, "{memory:?}"),
             Backing::Window(window) => write!(f, "{window:?}"),
         }
@@ -71,11 +100,12 @@ impl QueueMemory {
         Self { backing: Arc::new(backing), base, len, is_write_combining }
     }
 
-    /// Ordinary host memory, zeroed.
+    /// Ordinary host memory, zeroed. It needs no file descriptor, and a forked child has a copy of
+    /// its own.
     pub fn host(len: u64) -> Result<Self> {
-        let memory = HostMemory::new(len)?;
-        let raw_parts = raw_parts(memory.bytes());
-        Ok(Self::new(Backing::Host(memory), raw_parts, false))
+        let memory = Anonymous::new(len)?;
+        let bytes = (memory.base, memory.len);
+        Ok(Self::new(Backing::Host(memory), bytes, false))
     }
 
     /// Pinned host memory, which the device accesses as well. Fails if the allocation is not pinned

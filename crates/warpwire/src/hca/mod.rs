@@ -119,6 +119,8 @@ struct HcaInner {
     polled_doorbells: std::sync::atomic::AtomicU32,
     /// Whether any queue pair has a peer whose memory it may access directly.
     has_direct_peers: Arc<AtomicBool>,
+    /// Our memory that peers may access directly.
+    export_table: Option<Arc<link::ExportTable>>,
     has_thread: bool,
     progress_mode: ProgressMode,
 }
@@ -136,7 +138,21 @@ impl Drop for HcaInner {
     }
 }
 
+/// How long closing a queue pair waits for a direct access of its peer, which takes some 100 µs
+/// unless the peer is stopped. Only deregistration promises that none is in progress.
+const DRAIN_LIMIT: Duration = Duration::from_millis(20);
+
 impl HcaInner {
+    /// Waits for the peer's direct access through a queue pair that accepts no more, outside the
+    /// engine's lock.
+    fn drain_peer(&self, qpn: u32) {
+        if let Some(export_table) = &self.export_table
+            && !export_table.wait_until_unused(engine::qpn_to_index(qpn) as usize, DRAIN_LIMIT)
+        {
+            tracing::debug!(qpn, "a peer that does not run is still accessing memory");
+        }
+    }
+
     fn now(&self) -> Instant {
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
@@ -194,6 +210,7 @@ impl Hca {
             export_table,
         );
         let has_direct_peers = engine.core.has_direct_peers.clone();
+        let export_table = engine.core.export_table.as_ref().ok().cloned();
         let shared = Arc::new(HcaInner {
             engine: match options.progress_mode {
                 ProgressMode::Thread { .. } => BiasedMutex::unbiased(engine),
@@ -208,6 +225,7 @@ impl Hca {
             max_packet,
             polled_doorbells: 0.into(),
             has_direct_peers,
+            export_table,
             has_thread: options.progress_mode != ProgressMode::Manual,
             progress_mode: options.progress_mode,
         });
@@ -376,11 +394,14 @@ impl Hca {
 
     /// Destroys a queue pair: once this returns, nothing of it is sent, received or completed.
     pub fn destroy_qp(&self, qpn: u32) {
-        let mut engine = self.0.engine.lock();
-        if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
-            self.0.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
+        {
+            let mut engine = self.0.engine.lock();
+            if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
+                self.0.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
+            }
+            engine.remove_qp(qpn);
         }
-        engine.remove_qp(qpn);
+        self.0.drain_peer(qpn);
     }
 
     /// Changes the state or the attributes of a queue pair. A rejected change has no effect.
@@ -388,6 +409,9 @@ impl Hca {
         let now = self.0.now();
         self.0.engine.lock().modify(qpn, change, now)?;
         self.0.waker.wake();
+        if matches!(change.to, State::Reset | State::Err) {
+            self.0.drain_peer(qpn);
+        }
         Ok(())
     }
 

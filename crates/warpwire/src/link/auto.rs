@@ -1,12 +1,15 @@
 //! Shared memory for peers on this machine, UDP for all others, under one address.
 //!
 //! A flow uses shared memory if the peer's address belongs to this machine, a process listens on
-//! shared memory under that address, and that process runs as this user or as root. A peer that
-//! also has UDP is preferred over a shared-memory-only link of the same name, because the port of
-//! one is not the port of the other. Otherwise the flow uses UDP, and
-//! [`flow_path`](crate::link::Link::flow_path) reports why. The transport is chosen when the flow
-//! is opened and never changes, so packets of one flow cannot overtake each other on two
-//! transports. Each direction is chosen by its sender.
+//! shared memory under that address, and that process runs as this user. A peer that also has UDP
+//! is preferred over a shared-memory-only link of the same name, because the port of one is not the
+//! port of the other. Otherwise the flow uses UDP, and
+//! [`flow_path`](crate::link::Link::flow_path) reports why. Each direction is chosen by its sender.
+//!
+//! The listener accepts a connection when it next polls, and may refuse it: it has no descriptors
+//! left, or too many connections. Until it has accepted, packets wait in the ring. When it refuses,
+//! it has read none of them, and the flow moves to UDP for good; the protocol sends the packets
+//! again. Packets of one flow thus cannot overtake each other on two transports.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -70,6 +73,8 @@ struct Flow {
     transport: Transport,
     inner: FlowId,
     why: String,
+    peer: SocketAddr,
+    label: u32,
 }
 
 impl Auto {
@@ -114,6 +119,26 @@ impl Auto {
         match (transport, &mut self.shm) {
             (Transport::Shm, Ok(shm)) => shm,
             _ => &mut self.udp,
+        }
+    }
+
+    /// Moves flows whose peer refused shared memory to UDP.
+    #[cold]
+    fn leave_refused(&mut self) {
+        let Self { udp, shm: Ok(shm), flows, .. } = self else { return };
+        for flow in flows.iter_mut() {
+            if flow.transport != Transport::Shm || !shm.is_refused(flow.inner) {
+                continue;
+            }
+            // A socket that has sent to this peer's machine before fails only for lack of memory;
+            // the next flush tries again.
+            let Ok(inner) = udp.open(flow.peer, flow.label) else { continue };
+            shm.close(flow.inner);
+            tracing::debug!(peer = %flow.peer, "the peer refused shared memory; UDP is used");
+            (flow.transport, flow.inner) = (Transport::Udp, inner);
+            flow.why = "no shared memory: the peer refused the connection (it has no descriptors \
+                        or connections left, or runs as another user)"
+                .to_owned();
         }
     }
 
@@ -202,17 +227,16 @@ impl Link for Auto {
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
         check_peer(self.local(), peer)?;
-        let flow = match self.open_shm(peer, label) {
+        let (transport, inner, why) = match self.open_shm(peer, label) {
             Ok(inner) => {
-                let why = "the peer is a process of this machine".to_owned();
-                Flow { transport: Transport::Shm, inner, why }
+                (Transport::Shm, inner, "the peer is a process of this machine".to_owned())
             }
             Err(why) => {
                 let inner = self.udp.open(peer, label)?;
-                Flow { transport: Transport::Udp, inner, why: format!("no shared memory: {why}") }
+                (Transport::Udp, inner, format!("no shared memory: {why}"))
             }
         };
-        Ok(self.flows.insert(flow))
+        Ok(self.flows.insert(Flow { transport, inner, why, peer, label }))
     }
 
     fn close(&mut self, flow: FlowId) {
@@ -256,6 +280,9 @@ impl Link for Auto {
 
     #[inline]
     fn flush(&mut self) -> Result<Flushed> {
+        if self.shm.as_ref().is_ok_and(Shm::has_lost_peers) {
+            self.leave_refused();
+        }
         let mut flushed = self.udp.flush()?;
         if let Ok(shm) = &mut self.shm {
             let more = shm.flush()?;

@@ -50,6 +50,10 @@ impl<T> Flows<T> {
         slot.flow.as_ref().filter(|_| slot.generation == id.generation)
     }
 
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.slots.iter_mut().filter_map(|slot| slot.flow.as_mut())
+    }
+
     #[inline]
     pub(super) fn get_mut(&mut self, id: FlowId) -> Option<&mut T> {
         let slot = self.slots.get_mut(id.index as usize)?;

@@ -2,12 +2,16 @@
 //!
 //! A peer on the same machine can map memory that is backed by a memfd ([`HostMemory`]), and then
 //! accesses it without packets. An [`ExportObserver`] is notified of each registration that peers
-//! may use in this way, and again before it ends: when [`ExportObserver::closing`] returns, no peer
-//! may access the memory.
+//! may use in this way, and again before it ends: from then on no access begins, and the registry
+//! waits for the end of those in progress. It waits for a limited time only: memory that a stopped
+//! peer may still access is quarantined, that is, its key is not reused and the registry keeps it
+//! mapped until that access has ended.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags, fstatfs, open};
 
 use super::access::Access;
@@ -48,9 +52,26 @@ pub trait ExportObserver: Send + Sync {
     /// Called before the key becomes valid.
     fn opened(&self, export: &MrExport);
     /// Called when a registration ends or is invalidated for peers, perhaps more than once, and
-    /// also for keys that were never exported. When it returns, no peer accesses the memory
-    /// directly.
+    /// also for keys that were never exported. When it returns, no peer begins a direct access.
+    /// Must not wait.
     fn closing(&self, key: u32);
+    /// Waits for the end of direct accesses to the memory of a key that was closed; `false` if one
+    /// has not ended after `limit`.
+    fn wait_until_unused(&self, key: u32, limit: Duration) -> bool;
+}
+
+/// How long deregistration waits for a peer's access in progress. It takes some 100 µs unless the
+/// peer is stopped or does not get to run.
+const PEER_ACCESS_LIMIT: Duration = Duration::from_millis(500);
+
+/// Registrations that have ended while a peer that is stopped was accessing their memory.
+#[derive(Default)]
+pub(super) struct Quarantine(Mutex<Vec<(u32, Option<Registration>)>>);
+
+impl Quarantine {
+    pub(super) fn len(&self) -> usize {
+        self.0.lock().len()
+    }
 }
 
 impl Registry {
@@ -68,6 +89,44 @@ impl Registry {
     pub(super) fn notify_closing(&self, key: u32) {
         if let Some(observer) = self.observer_cell().get() {
             observer.closing(key);
+        }
+    }
+
+    /// Drops a registration that was closed and releases its key, once no peer accesses its memory;
+    /// quarantines it if that takes too long, and returns `false`.
+    pub(super) fn release_unused(&self, key: u32, ended: Option<Registration>) -> bool {
+        self.release_quarantined();
+        let unused =
+            |observer: &Arc<dyn ExportObserver>| observer.wait_until_unused(key, PEER_ACCESS_LIMIT);
+        if self.observer_cell().get().is_none_or(unused) {
+            // Before the index can be reused, so that the memory is released when the key is.
+            drop(ended);
+            self.release_key(key);
+            return true;
+        }
+        tracing::warn!(
+            key = format_args!("{key:#x}"),
+            "a peer process that does not run is still accessing deregistered memory, which is \
+             kept until that ends"
+        );
+        self.quarantine().0.lock().push((key, ended));
+        false
+    }
+
+    /// Releases what was quarantined and is no longer accessed.
+    pub(super) fn release_quarantined(&self) {
+        let Some(observer) = self.observer_cell().get() else { return };
+        let released = {
+            let mut quarantined = self.quarantine().0.lock();
+            let (kept, released) = quarantined.drain(..).partition::<Vec<_>, _>(|(key, _)| {
+                !observer.wait_until_unused(*key, Duration::ZERO)
+            });
+            *quarantined = kept;
+            released
+        };
+        for (key, ended) in released {
+            drop(ended);
+            self.release_key(key);
         }
     }
 
@@ -151,10 +210,10 @@ mod tests {
     use super::*;
     use crate::mem::sim::{Sim, SimConfig};
     use crate::mr::MemorySource;
-    use parking_lot::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[derive(Default)]
-    struct RecordingObserver(Mutex<Vec<(char, u32)>>);
+    struct RecordingObserver(Mutex<Vec<(char, u32)>>, AtomicBool);
 
     impl ExportObserver for RecordingObserver {
         fn opened(&self, export: &MrExport) {
@@ -164,6 +223,36 @@ mod tests {
         fn closing(&self, key: u32) {
             self.0.lock().push(('-', key));
         }
+
+        fn wait_until_unused(&self, _: u32, _: Duration) -> bool {
+            !self.1.load(Ordering::Relaxed)
+        }
+    }
+
+    /// Memory that a stopped peer may still write is neither unmapped nor is its key reused, until
+    /// that access has ended.
+    #[test]
+    fn memory_in_use_by_a_stopped_peer_is_quarantined() {
+        let registry = Registry::new();
+        let recording = Arc::new(RecordingObserver::default());
+        registry.observer(recording.clone());
+        let (pd, memory) = (registry.pd(), HostMemory::new(4096).unwrap());
+        let register = || registry.register(&pd, memory.clone(), None, Access::ALL).unwrap();
+        register().deregister().unwrap();
+        let [kept, dropped] = [register(), register()];
+        recording.1.store(true, Ordering::Relaxed);
+        let refused = kept.deregister().unwrap_err();
+        assert_eq!(refused.kind(), &Kind::Busy, "{refused}");
+        drop(dropped);
+        assert_eq!((registry.quarantined(), registry.len()), (2, 2));
+        assert_eq!(memory.users(), 3, "the registry keeps the memory");
+        // Other registrations go on, and do not release it.
+        let other = register();
+        assert_eq!(registry.quarantined(), 2);
+        recording.1.store(false, Ordering::Relaxed);
+        other.deregister().unwrap();
+        assert_eq!((registry.quarantined(), registry.len()), (0, 0));
+        assert_eq!(memory.users(), 1);
     }
 
     #[test]

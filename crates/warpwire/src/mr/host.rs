@@ -125,6 +125,12 @@ impl HostMemory {
         }
     }
 
+    /// How many clones share the memory.
+    #[cfg(test)]
+    pub(super) fn users(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
     /// Maps a dma-buf whose exporter supports `mmap`.
     pub(super) fn map_dmabuf(file: OwnedFd) -> Result<Self> {
         let len = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
@@ -326,7 +332,7 @@ impl MemorySource {
     /// // SAFETY: the words outlive the registration, and are atomics, so peers may change them.
     /// let memory = unsafe { MemorySource::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
     /// let mr = registry.register(&registry.pd(), memory, None, Access::ALL).unwrap();
-    /// mr.deregister();
+    /// mr.deregister().unwrap();
     /// ```
     ///
     /// # Safety

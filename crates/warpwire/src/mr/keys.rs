@@ -1,9 +1,14 @@
 //! Keys: a 24-bit index and an 8-bit tag that is incremented each time the index is reused.
+//!
+//! A key is all that a packet needs to access memory, once it has reached a queue pair. Strangers
+//! must not guess it: each index begins with a random tag, and the lower 16 bits of indexes are
+//! masked (exclusive or) with a random number of the registry. Tables stay dense all the same.
 
 use std::collections::VecDeque;
 
 use super::table::MAX_SLOTS;
 use crate::mlx5::INVALID_KEY;
+use crate::sync::random_u64;
 
 /// Mask of the tag in a key.
 pub(super) const TAG: u32 = 0xff;
@@ -14,6 +19,7 @@ const RESERVED_INDEX: u32 = 0;
 const MIN_QUARANTINED: usize = 256;
 
 pub(super) struct KeyAllocator {
+    mask: KeyMask,
     /// Indexes from this one on were never allocated.
     next_unused: u32,
     /// Freed indexes with their last tag, oldest first.
@@ -21,21 +27,44 @@ pub(super) struct KeyAllocator {
     pub(super) live: usize,
 }
 
-impl Default for KeyAllocator {
-    fn default() -> Self {
-        Self { next_unused: RESERVED_INDEX + 1, quarantined: VecDeque::new(), live: 0 }
+/// Masks indexes in keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyMask(u32);
+
+impl KeyMask {
+    pub(super) fn random() -> Self {
+        Self(random_u64() as u32 & 0xffff)
+    }
+
+    /// The index of a key.
+    #[inline]
+    pub(super) fn index(self, key: u32) -> u32 {
+        key >> 8 ^ self.0
+    }
+
+    fn key(self, index: u32, tag: u8) -> u32 {
+        (index ^ self.0) << 8 | u32::from(tag)
+    }
+
+    /// The key with the tag after `tag`. Skips zero, and the key that ConnectX reserves as invalid.
+    fn next_key(self, index: u32, tag: u8) -> u32 {
+        let next = self.key(index, tag.wrapping_add(1));
+        if matches!(next, 0 | INVALID_KEY) { self.key(index, tag.wrapping_add(2)) } else { next }
     }
 }
 
 impl KeyAllocator {
+    pub(super) fn new(mask: KeyMask) -> Self {
+        Self { mask, next_unused: RESERVED_INDEX + 1, quarantined: VecDeque::new(), live: 0 }
+    }
+
     pub(super) fn allocate(&mut self) -> Option<u32> {
         let reuse = self.quarantined.len() > MIN_QUARANTINED || self.next_unused == MAX_SLOTS;
         let key = match reuse.then(|| self.quarantined.pop_front()).flatten() {
-            Some((index, tag)) => index << 8 | u32::from(next_tag(index, tag)),
+            Some((index, tag)) => self.mask.next_key(index, tag),
             None if self.next_unused < MAX_SLOTS => {
                 self.next_unused += 1;
-                let index = self.next_unused - 1;
-                index << 8 | u32::from(next_tag(index, 0))
+                self.mask.next_key(self.next_unused - 1, random_u64() as u8)
             }
             None => return None,
         };
@@ -45,14 +74,8 @@ impl KeyAllocator {
 
     pub(super) fn release(&mut self, key: u32) {
         self.live -= 1;
-        self.quarantined.push_back((key >> 8, (key & TAG) as u8));
+        self.quarantined.push_back((self.mask.index(key), (key & TAG) as u8));
     }
-}
-
-/// The tag after `tag`. Skips the one key that ConnectX reserves as invalid (`INVALID_KEY`).
-fn next_tag(index: u32, tag: u8) -> u8 {
-    let next = tag.wrapping_add(1);
-    if index << 8 | u32::from(next) == INVALID_KEY { next.wrapping_add(1) } else { next }
 }
 
 #[cfg(test)]
@@ -62,12 +85,20 @@ mod tests {
 
     #[test]
     fn keys_are_quarantined_wrap_and_skip_the_invalid_key() {
-        let mut keys = KeyAllocator::default();
+        // With these masks index 1 is 0 in keys, and one of the next ones that of the invalid key.
+        for mask in [0, 1, 0xffff, INVALID_KEY >> 8 & 0xffff ^ 7] {
+            keys_are_quarantined(KeyMask(mask));
+        }
+    }
+
+    fn keys_are_quarantined(mask: KeyMask) {
+        let mut keys = KeyAllocator::new(mask);
         let mut recent = VecDeque::new();
         let mut seen_recently = HashSet::new();
         for round in 0..200_000u32 {
             let key = keys.allocate().unwrap();
-            assert!(key >> 8 != RESERVED_INDEX && key != INVALID_KEY, "{key:#x}");
+            assert!(mask.index(key) != RESERVED_INDEX, "{key:#x}");
+            assert!(key != 0 && key != INVALID_KEY, "{key:#x}");
             assert!(seen_recently.insert(key), "{key:#x} was reused in round {round}");
             recent.push_back(key);
             if recent.len() > 60_000 {
@@ -81,12 +112,20 @@ mod tests {
 
     #[test]
     fn allocation_fails_when_all_indexes_are_live() {
-        let mut keys = KeyAllocator { next_unused: MAX_SLOTS - 1, ..KeyAllocator::default() };
+        let mask = KeyMask(0x1234);
+        let mut keys = KeyAllocator { next_unused: MAX_SLOTS - 1, ..KeyAllocator::new(mask) };
         let last = keys.allocate().unwrap();
-        assert_eq!(last >> 8, MAX_SLOTS - 1);
+        assert_eq!(mask.index(last), MAX_SLOTS - 1);
         assert_eq!(keys.allocate(), None);
         keys.release(last);
         // No quarantine when no other index is free.
-        assert_eq!(keys.allocate(), Some(last + 1));
+        assert_eq!(keys.allocate(), Some(mask.next_key(MAX_SLOTS - 1, (last & TAG) as u8)));
+    }
+
+    #[test]
+    fn first_keys_of_two_registries_differ() {
+        let first = |_| KeyAllocator::new(KeyMask::random()).allocate().unwrap();
+        let keys: HashSet<u32> = (0..16).map(first).collect();
+        assert!(keys.len() >= 15, "{keys:x?}");
     }
 }

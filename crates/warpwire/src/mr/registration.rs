@@ -126,6 +126,7 @@ pub struct SoftMr {
     /// Remarks shown with the path's own reasons by [`SoftMr::why`].
     pub(super) notes: Vec<String>,
     pub(super) invalidation: Option<Arc<InvalidationLink>>,
+    pub(super) ended: bool,
 }
 
 impl SoftMr {
@@ -248,22 +249,43 @@ impl SoftMr {
         there && self.registry.is_live(self.key)
     }
 
-    /// Deregisters the memory. When it returns, no thread or peer accesses the memory through this
-    /// registration, and its key is invalid.
+    /// Deregisters the memory. When it returns successfully, no thread or peer accesses the memory
+    /// through this registration, and its key is invalid.
     ///
     /// Blocks until copies in progress have finished. Deadlocks if the calling thread holds a
     /// [`Span`](super::Span) of the registration.
-    pub fn deregister(self) {}
-}
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if a peer process on this machine was stopped while it accessed the memory,
+    /// and has not gone on within half a second. The key is invalid all the same, and the memory
+    /// stays mapped until that access has ended; but do not reuse it, because bytes of that access
+    /// may still arrive.
+    pub fn deregister(mut self) -> Result<()> {
+        if self.end() {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Busy, format!("deregister {} bytes", self.len))
+            .why("a peer process is stopped, or does not get to run, while it accesses the memory")
+            .fix("resume or end that process; do not reuse the memory before"))
+    }
 
-impl Drop for SoftMr {
-    fn drop(&mut self) {
+    /// Ends the registration once; `false` if a peer may still access the memory.
+    fn end(&mut self) -> bool {
+        if std::mem::replace(&mut self.ended, true) {
+            return true;
+        }
         // First, so that a later invalidation by the client does nothing. The key may be
         // reallocated once the registration has ended.
         if let Some(invalidation) = &self.invalidation {
             invalidation.end();
         }
-        self.registry.end(self.key);
+        self.registry.end(self.key)
+    }
+}
+
+impl Drop for SoftMr {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

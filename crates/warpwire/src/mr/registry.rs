@@ -12,15 +12,15 @@ use super::client::{Acquired, InvalidationHandle, PeerClient};
 use super::clients;
 use super::denied::AccessDenied;
 use super::device::{DeviceMemory, PendingWrites};
-use super::export::{self, ExportObserver};
+use super::export::{self, ExportObserver, Quarantine};
 use super::invalidation::InvalidationLink;
-use super::keys::{KeyAllocator, TAG};
+use super::keys::{KeyAllocator, KeyMask, TAG};
 use super::memory::{DeviceAccess, MemorySource, PathSource, SourceKind};
 use super::on_demand::FaultEpoch;
 use super::registration::{RegisteredBy, Registration, SoftMr, Target};
 use super::revocable_slot::SlotGuard;
 use super::span::Span;
-use super::table::Table;
+use super::table::{Slot, Table};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{PinGuard, Region};
 use crate::units;
@@ -88,6 +88,7 @@ pub(super) struct Inner {
     /// The device name passed to clients.
     name: String,
     table: Table,
+    key_mask: KeyMask,
     keys: Mutex<KeyAllocator>,
     /// Registered device memory, so that all registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
@@ -98,17 +99,26 @@ pub(super) struct Inner {
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
     /// Exports registrations to other processes.
     observer: OnceLock<Arc<dyn ExportObserver>>,
+    quarantine: Quarantine,
 }
 
 impl Inner {
+    /// The slot of a key, if there is one.
+    #[inline]
+    fn slot(&self, key: u32) -> Option<&Slot> {
+        self.table.get(self.key_mask.index(key))
+    }
+
     /// Takes the registration out of its slot because its memory is being revoked. The key stays
     /// allocated until its owner deregisters.
     pub(super) fn detach_key(&self, key: u32) -> Option<Registration> {
-        // First the peers that access the memory directly: they do not go through the slot.
+        // First the peers that access the memory directly: they do not go through the slot. None is
+        // inside for longer: only memory of this process's own files can be mapped by peers, and
+        // that is not revoked.
         if let Some(observer) = self.observer.get() {
             observer.closing(key);
         }
-        let taken = self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE);
+        let taken = self.slot(key)?.0.close(key & TAG | USED | GONE);
         if let Some(Registration { target: Target::Device { memory, .. }, .. }) = &taken {
             memory.flush_if_live();
         }
@@ -145,15 +155,18 @@ impl Registry {
 
     /// The same, of a device with this name.
     pub fn with_name(name: impl Into<String>) -> Self {
+        let key_mask = KeyMask::random();
         Self(Arc::new(Inner {
             name: name.into(),
             table: Table::default(),
-            keys: Mutex::default(),
+            key_mask,
+            keys: Mutex::new(KeyAllocator::new(key_mask)),
             devices: Mutex::default(),
             pending_writes: Arc::default(),
             fault_epoch: Arc::default(),
             clients: RwLock::new(clients::all()),
             observer: OnceLock::new(),
+            quarantine: Quarantine::default(),
         }))
     }
 
@@ -337,6 +350,7 @@ impl Registry {
             registered_by,
             notes,
             invalidation,
+            ended: false,
         })
     }
 
@@ -367,8 +381,9 @@ impl Registry {
                 .why("every key is in use")
                 .fix("deregister what is no longer needed")
         };
+        self.release_quarantined();
         let key = self.0.keys.lock().allocate().ok_or_else(full)?;
-        let slot = self.0.table.get_or_alloc(key >> 8).ok_or_else(full)?;
+        let slot = self.0.table.get_or_alloc(self.0.key_mask.index(key)).ok_or_else(full)?;
         // Before the slot opens: from then on a peer's message may invalidate the key.
         self.notify_opened(export::export(key, &registration));
         // The index was free, so its slot is closed.
@@ -383,7 +398,7 @@ impl Registry {
     /// A guard on the registration of a key, unless it is stale or invalidated for peers.
     pub(super) fn enter_for_peer(&self, key: u32) -> Option<SlotGuard<'_, Registration>> {
         let wanted = key & TAG | USED;
-        self.0.table.get(key >> 8)?.0.enter(|label| label == wanted).ok()
+        self.0.slot(key)?.0.enter(|label| label == wanted).ok()
     }
 
     /// The shared state of a region's device memory; created if there is none yet.
@@ -419,7 +434,7 @@ impl Registry {
         if len == 0 {
             return Ok(Span::empty());
         }
-        let slot = self.0.table.get(key >> 8).ok_or(AccessDenied::Unknown)?;
+        let slot = self.0.slot(key).ok_or(AccessDenied::Unknown)?;
         // Local access ignores the flag that shuts out peers.
         let ignored = if need.is_remote() { 0 } else { REMOTE_INVALIDATED };
         let wanted = key & TAG | USED;
@@ -447,10 +462,11 @@ impl Registry {
     }
 
     /// Ends remote use of a key (send with invalidate). To allow remote access again, register the
-    /// memory anew. Local use is unaffected. When it returns, no peer's access is in progress; the
-    /// caller must hold no [`Span`] of the key.
+    /// memory anew. Local use is unaffected. When it returns, no packet's access is in progress, and
+    /// no peer's direct access begins; one that has begun ends within its quantum. The caller must
+    /// hold no [`Span`] of the key.
     pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), AccessDenied> {
-        let slot = self.0.table.get(rkey >> 8).ok_or(AccessDenied::Unknown)?;
+        let slot = self.0.slot(rkey).ok_or(AccessDenied::Unknown)?;
         let wanted = rkey & TAG | USED;
         {
             let denied = |(label, open)| reason(label, open, wanted);
@@ -497,24 +513,36 @@ impl Registry {
 
     /// Whether a key's slot is open, that is, its memory was neither deregistered nor revoked.
     pub(super) fn is_live(&self, key: u32) -> bool {
-        self.0.table.get(key >> 8).is_some_and(|slot| {
+        self.0.slot(key).is_some_and(|slot| {
             let (label, open) = slot.0.peek();
             open && label & TAG == key & TAG
         })
     }
 
-    /// Ends the registration of a key: see [`SoftMr::deregister`].
-    pub(super) fn end(&self, key: u32) {
-        if let Some(slot) = self.0.table.get(key >> 8) {
-            // First the peers that access the memory directly: they do not go through the slot.
-            self.notify_closing(key);
-            let ended = slot.0.close(key & TAG | USED);
-            // No more writes can arrive; wait for the staged ones.
-            self.0.pending_writes.wait();
-            // Before the index can be reused, so that the memory is released when the key is.
-            drop(ended);
-            self.0.keys.lock().release(key);
-        }
+    /// Ends the registration of a key: see [`SoftMr::deregister`]. Returns `false` if a peer may
+    /// still access the memory.
+    pub(super) fn end(&self, key: u32) -> bool {
+        let Some(slot) = self.0.slot(key) else { return true };
+        // First the peers that access the memory directly: they do not go through the slot.
+        self.notify_closing(key);
+        let ended = slot.0.close(key & TAG | USED);
+        // No more writes can arrive; wait for the staged ones.
+        self.0.pending_writes.wait();
+        self.release_unused(key, ended)
+    }
+
+    pub(super) fn release_key(&self, key: u32) {
+        self.0.keys.lock().release(key);
+    }
+
+    pub(super) fn quarantine(&self) -> &Quarantine {
+        &self.0.quarantine
+    }
+
+    /// The number of registrations that have ended, but whose memory is kept because a peer process
+    /// that does not run may still access it. Released by later registrations and deregistrations.
+    pub fn quarantined(&self) -> usize {
+        self.0.quarantine.len()
     }
 }
 

@@ -136,7 +136,7 @@ fn access_is_checked_against_key_pd_rights_and_range() {
     assert_eq!(empty.fetch_add(0, 1), Err(AccessDenied::Range));
     assert_eq!(empty.gather(0, &mut [0]), Err(AccessDenied::Range));
 
-    mr.deregister();
+    mr.deregister().unwrap();
     assert_eq!(ask(key, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Stale));
     assert!(registry.is_empty());
 }
@@ -274,7 +274,7 @@ fn no_access_after_deregistration() {
             while round % 8 == 0 && placed.load(Ordering::Relaxed) == before {
                 std::thread::yield_now();
             }
-            mr.deregister();
+            mr.deregister().unwrap();
             // From here on no other thread accesses the memory.
             memory.bytes().write(0, &[0xaa; 256]).unwrap();
             let mut back = [0; 256];
@@ -362,7 +362,7 @@ fn a_registration_keeps_its_memory_and_its_pd_alive() {
     span.gather(0, &mut [0; 8]).unwrap();
     drop(span);
     drop(registry);
-    mr.deregister();
+    mr.deregister().unwrap();
     assert!(!pd.is_in_use());
     drop(gpu);
     let empty = sim.control(0).unwrap().wait_empty(Duration::from_secs(5));

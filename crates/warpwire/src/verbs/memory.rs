@@ -248,12 +248,22 @@ impl Mr {
         }
     }
 
-    /// Deregisters the memory (`ibv_dereg_mr`). On return the device no longer accesses the memory
-    /// through this region, and the keys are invalid.
+    /// Deregisters the memory (`ibv_dereg_mr`). On success neither the device nor a peer accesses
+    /// the memory through this region any more, and the keys are invalid.
     ///
     /// Waits for copies in flight. Deadlocks if the calling thread holds a [`Span`](mr::Span) of
     /// the region.
-    pub fn deregister(self) {}
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if a peer process on this machine was stopped while it accessed the memory
+    /// directly, and has not gone on within half a second. The keys are invalid all the same, and
+    /// the memory stays mapped until that access has ended; do not reuse it before.
+    pub fn deregister(self) -> Result<()> {
+        match self.0 {
+            Backend::Soft(mr) => mr.deregister(),
+            Backend::Hard(_) => Ok(()),
+        }
+    }
 }
 
 impl Hard {

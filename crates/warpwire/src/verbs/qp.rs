@@ -17,7 +17,7 @@ use crate::error::{Error, Kind, Result};
 use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
-use crate::sync::BiasedMutex;
+use crate::sync::{BiasedMutex, random_u64};
 use crate::work::ReceiveRequest;
 
 /// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
@@ -657,7 +657,7 @@ impl Soft {
         }
         pairs[user_index] = Some(core.clone());
         drop(pairs);
-        Ok(Self { core, user_index: user_index as u32, psn: random_psn(number).into() })
+        Ok(Self { core, user_index: user_index as u32, psn: random_psn().into() })
     }
 
     fn modify(&self, handle: &Inner, change: &QpAttributes) -> Result<()> {
@@ -674,16 +674,14 @@ impl Soft {
         core.accepts_posts.store(accepts_posts, Ordering::Relaxed);
         if is_reset {
             handle.clean_cqs(core);
-            self.psn.store(random_psn(core.number), Ordering::Relaxed);
+            self.psn.store(random_psn(), Ordering::Relaxed);
         }
         Ok(())
     }
 }
 
 /// An initial packet sequence number that differs between connections, so that late packets of an
-/// old one are not taken for new ones.
-fn random_psn(number: u32) -> u32 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
-    (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32
+/// old one are not taken for new ones, and that strangers cannot guess.
+fn random_psn() -> u32 {
+    (random_u64() >> 40) as u32
 }

@@ -287,7 +287,7 @@ fn each_step_once_and_in_order(_: &Harness) {
         span.gather(0, &mut back).unwrap();
         drop(span);
         assert_eq!(back, [7; 64]);
-        mr.deregister();
+        mr.deregister().unwrap();
         assert_eq!(client.steps_of(id), DEREGISTERED_STEPS);
         // Invalidating after the release has no effect.
         client.invalidate(id);
@@ -414,7 +414,7 @@ fn invalidated_memory(_: &Harness) {
         assert_eq!(registry.len(), 2, "the owner still holds the key");
         let (key, iova) = (mr.rkey(), mr.iova());
         assert!(mr.prefetch(0, 64).is_ok() && mr.why().is_empty() && !format!("{mr:?}").is_empty());
-        mr.deregister();
+        mr.deregister().unwrap();
         assert_eq!(client.steps_of(0), INVALIDATED_STEPS);
         let after = registry.resolve(key, pd.id(), Access::REMOTE_READ, iova, 64);
         assert_eq!(after.unwrap_err(), AccessDenied::Stale);
@@ -589,7 +589,7 @@ fn races_of_invalidation_and_deregistration(_: &Harness) {
             if rng.below(8) == 0 {
                 std::thread::yield_now();
             }
-            mr.deregister();
+            mr.deregister().unwrap();
         }
         drop(ask);
         std::thread::sleep(Duration::from_millis(5));

@@ -6,22 +6,24 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
 use warpwire::link::shm::{self, exports};
-use warpwire::link::{Link, Shm};
+use warpwire::link::{Link, LinkKind, Shm};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Completion, Context, Cq, Pd, ProgressMode, Qp, QpEndpoint, QpOptions, Remote,
-    SendRequest, WrOp,
+    Access, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp, QpAttributes, QpEndpoint, QpOptions,
+    Remote, SendRequest, State, WrOp,
 };
 
 use crate::verbs::fixture::{Fixture, TestLink, test_timeout};
-use testkit::{Role, cases};
+use testkit::{Role, cases, deadline};
 
 cases!(Fixture; CASES:
     a_peer_process_writes_until_the_registration_ends,
@@ -29,7 +31,13 @@ cases!(Fixture; CASES:
     a_peer_process_is_stopped_during_an_access,
 );
 
-cases!(Fixture; ONCE: revocation_waits_for_a_live_importer);
+cases!(Fixture; ONCE:
+    revocation_waits_for_a_live_importer,
+    processes_of_two_users_connect,
+);
+
+/// A user other than root, and not the overflow user.
+const OTHER_USER: u32 = 54_321;
 
 const LEN: usize = 1 << 20;
 
@@ -114,13 +122,12 @@ struct ChildPeer {
     lines: mpsc::Receiver<String>,
 }
 
-fn start(role: &str) -> ChildPeer {
-    let mut child = Role::new("verbs", format!("writer {role}"))
-        .command()
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+fn start(role: &str, user: Option<u32>) -> ChildPeer {
+    let mut command = Role::new("verbs", format!("writer {role}")).command();
+    if let Some(user) = user {
+        command.uid(user);
+    }
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let (out, input) = (child.stdout.take().unwrap(), child.stdin.take().unwrap());
     let (reporter, lines) = mpsc::channel();
     std::thread::spawn(move || {
@@ -156,9 +163,14 @@ struct Peer {
 
 impl Peer {
     fn start(test_link: TestLink) -> Self {
+        Self::start_as(test_link, None)
+    }
+
+    /// The same, with the child process running as another user.
+    fn start_as(test_link: TestLink, user: Option<u32>) -> Self {
         let end = Endpoint::open(test_link);
         let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
-        let mut peer = Self { process: start(name), end };
+        let mut peer = Self { process: start(name, user), end };
         let theirs: QpEndpoint = serde_json::from_str(&peer.process.next_line()).unwrap();
         peer.end.qp.connect(&theirs).unwrap();
         let mine = serde_json::to_string(&peer.end.qp.endpoint()).unwrap();
@@ -225,7 +237,11 @@ fn a_peer_process_is_killed_during_an_access(fixture: &Fixture) {
     }
 }
 
+/// Deregistration of memory that a stopped peer accesses waits for a limited time, and then reports
+/// it. Otherwise the peer cannot write afterwards, not even once it goes on. Meanwhile the device
+/// serves other peers, and queue pairs close.
 fn a_peer_process_is_stopped_during_an_access(fixture: &Fixture) {
+    let mut busy = 0;
     for _ in 0..6 {
         let mut peer = Peer::start(fixture.test_link);
         let memory = HostMemory::new(LEN as u64).unwrap();
@@ -234,24 +250,78 @@ fn a_peer_process_is_stopped_during_an_access(fixture: &Fixture) {
         let at = mr.remote(0);
         peer.write_to(fixture.test_link, at);
         peer.process.signal(Signal::STOP);
-        std::thread::scope(|scope| {
-            let (reporter, reported) = mpsc::channel();
-            let revoked = &memory;
-            scope.spawn(move || {
-                drop(mr);
-                expect_unwritten(revoked, "by a stopped peer");
-                reporter.send(()).unwrap();
-            });
-            // Deregistration waits if the peer was stopped during an access. In either case the
-            // peer cannot write afterwards.
-            let in_time = reported.recv_timeout(Duration::from_millis(50)).is_ok();
-            peer.process.signal(Signal::CONT);
-            assert!(
-                in_time || reported.recv_timeout(test_timeout()).is_ok(),
-                "deregistration never finished"
-            );
-        });
-        expect_unwritten(&memory, "by a resumed peer");
+        let other = peer.end.connect_to_itself();
+        let start = Instant::now();
+        let unused = mr.deregister();
+        let taken = start.elapsed();
+        assert!(taken < deadline(Duration::from_secs(2)), "deregistration took {taken:?}");
+        match &unused {
+            Ok(()) => expect_unwritten(&memory, "by a stopped peer"),
+            Err(why) => assert_eq!(why.kind(), &Kind::Busy, "{why}"),
+        }
+        busy += u32::from(unused.is_err());
+        let start = Instant::now();
+        other.write_once(&peer.end);
+        peer.end.qp.modify(&QpAttributes::new(State::Err)).unwrap();
+        let taken = start.elapsed();
+        assert!(taken < deadline(Duration::from_secs(2)), "the device stood still for {taken:?}");
+        peer.process.signal(Signal::CONT);
+        if unused.is_ok() {
+            expect_unwritten(&memory, "by a resumed peer");
+        }
+    }
+    println!("{busy} of 6 peers were stopped during an access");
+}
+
+/// `auto` between processes of two users: shared memory is refused, and UDP is used, in both
+/// directions.
+fn processes_of_two_users_connect(_: &Fixture) {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can start another user's process");
+    }
+    for _ in 0..8 {
+        let mut peer = Peer::start_as(TestLink::Auto, Some(OTHER_USER));
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory, Access::ALL).unwrap();
+        let at = mr.remote(0);
+        // Packets, so no direct access is waited for.
+        peer.write_to(TestLink::AutoPackets, at);
+        let path = peer.end.qp.path().unwrap();
+        assert_eq!(path.kind, LinkKind::Udp, "{path}");
+        assert_eq!(peer.end.context.stats().direct.by_peers, 0);
+    }
+}
+
+impl Endpoint {
+    /// A second connection of this device, to itself.
+    fn connect_to_itself(&self) -> SelfConnection {
+        let make = || {
+            let options = QpOptions { timeout: 18, ..QpOptions::default() };
+            self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap()
+        };
+        let qps = [make(), make()];
+        qps[0].connect(&qps[1].endpoint()).unwrap();
+        qps[1].connect(&qps[0].endpoint()).unwrap();
+        let memory = HostMemory::new(8192).unwrap();
+        let mr = self.context.register(&self.pd, memory, Access::ALL).unwrap();
+        SelfConnection { qps, mr }
+    }
+}
+
+/// Two queue pairs of one device, connected to each other.
+struct SelfConnection {
+    qps: [Qp; 2],
+    mr: Mr,
+}
+
+impl SelfConnection {
+    fn write_once(&self, end: &Endpoint) {
+        let data = [self.mr.sge(0, 4096)];
+        let write = SendRequest::new(7, WrOp::Write(self.mr.remote(4096))).with(&data);
+        self.qps[0].post_send(&[write]).unwrap();
+        let done = end.cq.wait_next(test_timeout()).unwrap().expect("a completion");
+        assert!(done.is_success() && done.id == 7, "{done:?}");
     }
 }
 
@@ -278,8 +348,8 @@ fn begin_access(owner: SocketAddr) {
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
-/// Closing a row waits for an importer's access while that process lives, stopped or not, and no
-/// longer.
+/// After a row was closed, the wait for an importer's access lasts while that process lives, stopped
+/// or not, and no longer.
 fn revocation_waits_for_a_live_importer(_: &Fixture) {
     for killed in [true, false] {
         let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
@@ -288,18 +358,20 @@ fn revocation_waits_for_a_live_importer(_: &Fixture) {
         for row in 0..3 {
             assert!(table.open(row, &[row as u64; 7]));
         }
-        let mut child = start(&format!("import {}", link.local()));
+        let mut child = start(&format!("import {}", link.local()), None);
         while table.importers() == 0 {
             link.receive(&mut |_| ()).unwrap();
         }
         assert_eq!(child.next_line(), "inside");
-        table.close(2); // no access to this row
+        table.close(2);
+        assert!(table.wait_until_unused(2, test_timeout()), "there is no access to this row");
         child.signal(Signal::STOP);
         std::thread::scope(|scope| {
             let (reporter, reported) = mpsc::channel();
             let owner = &table;
             scope.spawn(move || {
                 owner.close(1);
+                assert!(owner.wait_until_unused(1, test_timeout()));
                 reporter.send(()).unwrap();
             });
             writeln!(child.input, "go").unwrap();

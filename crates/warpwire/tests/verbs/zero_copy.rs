@@ -266,7 +266,7 @@ fn memory_that_is_deregistered_in_flight(fixture: &Fixture) {
         let steps = if round == 0 { 0 } else { rng.below(12) };
         std::thread::scope(|scope| {
             let revoker = scope.spawn(|| {
-                mr.deregister();
+                mr.deregister().unwrap();
                 memory.bytes().write(0, &vec![0xdd; LEN as usize]).unwrap();
             });
             (0..steps).for_each(|_| testbed.step());

@@ -9,21 +9,25 @@
 //!
 //! An access uses two rows (one for the queue pair, one for the memory). [`ShmPeer::begin_access`]
 //! announces it and then checks that both rows are still open; [`ExportTable::close`] closes a row
-//! and then waits for accesses in progress: see `sync/revocation.rs`. The owner does not wait for a
-//! peer that was killed during an access: its socket and its pidfd report the exit. It does wait
-//! for one that is stopped.
+//! and never waits: see `sync/revocation.rs`. An owner that is about to reuse what a row stood for
+//! then calls [`ExportTable::wait_until_unused`], which is bounded: a peer that was killed during
+//! an access is no longer waited for (its socket and its pidfd report the exit), one that is
+//! stopped is waited for up to a limit. Nothing waits for a peer under a lock.
+//!
+//! A process that was forked inherits the table, but does not own it: it can neither open nor close
+//! rows.
 //!
 //! # Trust
-//! Peers are processes of the same user, or of root: those that may attach a debugger. A peer holds
-//! the file of each memory that it requested and can access all of it at any time, whatever the
-//! rows say; the rows keep a well-behaved peer correct. Files of memory that a peer may only read
-//! are opened read-only.
+//! Peers are processes of the same user. A peer holds the file of each memory that it requested and
+//! can access all of it at any time, whatever the rows say; the rows keep a well-behaved peer
+//! correct. Files of memory that a peer may only read are opened read-only.
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -47,10 +51,11 @@ const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 const LIVENESS_CHECK_AFTER: u32 = 96;
 
 /// Kinds of control messages: a request for the file of a key; the table; the reply to a request,
-/// with the file if there is one.
+/// with the file if there is one; the receiver reads the ring from now on.
 const MSG_FILE_REQUEST: u8 = 2;
 const MSG_TABLE: u8 = 3;
 const MSG_FILE_REPLY: u8 = 4;
+const MSG_ACCEPTED: u8 = 5;
 
 /// Sent with the table: before the owner checks for accesses in progress, it issues a heavy fence
 /// in all processes, so importers need no fence. Owners without this feature do not send it.
@@ -63,6 +68,7 @@ pub type FileLookup = dyn Fn(u32) -> Option<OwnedFd> + Send + Sync;
 pub struct ExportTable {
     table: WordTable,
     file: OwnedFd,
+    owner: Creator,
     /// The generation of the next opening.
     generations: AtomicU64,
     file_for_key: Box<FileLookup>,
@@ -89,16 +95,47 @@ impl Importer {
         fds.iter().any(|fd| !fd.revents().is_empty())
     }
 
-    /// Waits until the importer's access that uses this row, if there is one, has ended.
-    fn wait_for_exit(&self, row: u32) {
+    /// Waits until the importer's access that uses this row, if there is one, has ended; `false` if
+    /// it has not by the deadline.
+    fn wait_for_exit(&self, row: u32, deadline: Instant) -> bool {
         let (mut polls, mut backoff) = (0_u32, Backoff::default());
+        let mut in_time = true;
         let needs_row = |tag| access_tag::uses_row(tag, row);
         revocation::wait_for_exit(self.control.access_word(), needs_row, || {
             polls = polls.saturating_add(1);
-            backoff.snooze();
-            polls < LIVENESS_CHECK_AFTER || !self.is_gone()
+            if polls >= LIVENESS_CHECK_AFTER {
+                if self.is_gone() {
+                    return false;
+                }
+                in_time = Instant::now() < deadline;
+            }
+            if in_time {
+                backoff.snooze();
+            }
+            in_time
         });
+        in_time
     }
+}
+
+/// The process that created an object. One that was forked holds a copy of it, and must not act
+/// on the connections and the shared memory behind it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Creator(rustix::process::Pid);
+
+impl Creator {
+    pub(super) fn this_process() -> Self {
+        Self(rustix::process::getpid())
+    }
+
+    pub(super) fn is_this_process(self) -> bool {
+        self.0 == rustix::process::getpid()
+    }
+}
+
+/// Tells the sender of a ring that its packets are read from now on; `false` if it has gone.
+pub(super) fn accept(socket: &OwnedFd) -> bool {
+    ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(socket, None)
 }
 
 impl std::fmt::Debug for ExportTable {
@@ -121,6 +158,7 @@ impl ExportTable {
         Ok(Arc::new(Self {
             table,
             file,
+            owner: Creator::this_process(),
             generations,
             file_for_key,
             importers: Mutex::default(),
@@ -131,6 +169,9 @@ impl ExportTable {
     /// Opens a closed row with this content; `false` if there is no such row. The caller serializes
     /// `open` and `close` of one row.
     pub fn open(&self, row: usize, content: &RowContent) -> bool {
+        if !self.owner.is_this_process() {
+            return false;
+        }
         let Some(state) = self.table.word(row * ROW_WORDS) else { return false };
         for (at, value) in content.iter().enumerate() {
             if let Some(word) = self.table.word(row * ROW_WORDS + 1 + at) {
@@ -142,22 +183,32 @@ impl ExportTable {
         true
     }
 
-    /// Closes a row. When this returns, no access that uses it is in progress, and none can begin.
+    /// Closes a row: no access that uses it can begin. Does not wait for those in progress.
     pub fn close(&self, row: usize) {
         let Some(state) = self.table.word(row * ROW_WORDS) else { return };
-        if state.load(Ordering::Relaxed) == 0 {
+        if state.load(Ordering::Relaxed) == 0 || !self.owner.is_this_process() {
             return;
         }
         revocation::revoke(state, || fence(Ordering::SeqCst));
         // An importer that is not in the list yet receives the table later, and finds the row
         // closed.
-        let importers = self.importers.lock().clone();
-        if !importers.is_empty() {
+        if !self.importers.lock().is_empty() {
             asymmetric_fence::heavy_global();
         }
-        for importer in importers {
-            importer.wait_for_exit(row as u32);
+    }
+
+    /// Waits until no access that uses this closed row is in progress; `false` if one still is after
+    /// `limit`, because its process is stopped or does not get to run.
+    #[must_use = "memory that a peer may still access must not be reused"]
+    pub fn wait_until_unused(&self, row: usize, limit: Duration) -> bool {
+        if !self.owner.is_this_process() {
+            return true;
         }
+        let importers = self.importers.lock().clone();
+        let deadline = Instant::now() + limit;
+        importers
+            .iter()
+            .fold(true, |unused, importer| importer.wait_for_exit(row as u32, deadline) && unused)
     }
 
     /// Operations and bytes that peers have executed directly in our memory.
@@ -238,7 +289,9 @@ impl Drop for ImporterSlot {
     /// An importer that is still connected stays in the list, because it may be accessing memory:
     /// shutting down the socket notifies it, and it is removed once it has disconnected.
     fn drop(&mut self) {
-        let _ = rustix::net::shutdown(&self.importer.socket, rustix::net::Shutdown::Write);
+        if self.export_table.owner.is_this_process() {
+            let _ = rustix::net::shutdown(&self.importer.socket, rustix::net::Shutdown::Write);
+        }
         self.export_table.remove_gone();
     }
 }
@@ -258,7 +311,10 @@ pub struct FileReply {
 pub struct ShmPeer {
     from: SocketAddr,
     pub(super) socket: OwnedFd,
+    creator: Creator,
     control: ControlPage,
+    /// The peer reads our ring.
+    accepted: AtomicBool,
     table: OnceLock<ReadOnlyMapping>,
     /// The owner issues heavy fences before it checks for accesses, and they reach this process.
     fence_free: AtomicBool,
@@ -301,7 +357,9 @@ impl ShmPeer {
         Ok(Arc::new(Self {
             from,
             socket,
+            creator: Creator::this_process(),
             control: ControlPage::open(page)?,
+            accepted: AtomicBool::new(false),
             table: OnceLock::new(),
             fence_free: AtomicBool::new(false),
             gone: AtomicBool::new(false),
@@ -329,10 +387,17 @@ impl ShmPeer {
         self.gone.load(Ordering::Relaxed)
     }
 
-    /// Closes the connection.
+    /// Whether the peer has accepted the connection: it reads the packets that we send.
+    pub(super) fn is_accepted(&self) -> bool {
+        self.accepted.load(Ordering::Relaxed)
+    }
+
+    /// Closes the connection. In a forked child this does not end the parent's.
     pub(super) fn disconnect(&self) {
         self.gone.store(true, Ordering::Relaxed);
-        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        if self.creator.is_this_process() {
+            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
     }
 
     /// Handles the peer's messages; `false` if it has disconnected.
@@ -346,6 +411,7 @@ impl ShmPeer {
                     let _ = self.table.set(table);
                 }
             }
+            (MSG_ACCEPTED, None) => self.accepted.store(true, Ordering::Relaxed),
             (MSG_FILE_REPLY, file) => {
                 self.answers.lock().push(FileReply { key: msg.key, word: msg.word, file });
                 self.replies_ready.store(true, Ordering::Release);
@@ -481,11 +547,62 @@ mod tests {
                     std::thread::yield_now();
                 }
                 export_table.close(9);
+                assert!(export_table.wait_until_unused(9, Duration::from_secs(20)));
                 closed.store(true, Ordering::SeqCst);
                 accessor.join().unwrap()
             });
             assert!(accesses >= 1000);
             assert!(peer.begin_access([3, 9], generations, 8).is_none(), "the row is closed");
         }
+    }
+
+    /// A peer that is stopped during an access delays neither closing nor, beyond the limit, a
+    /// wait; other rows are not affected.
+    #[test]
+    fn a_wait_for_an_access_is_bounded() {
+        let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        let (peer, _socket) = peer(&export_table, 0);
+        for row in [3, 9, 10] {
+            assert!(export_table.open(row, &[0; 7]));
+        }
+        let generations = [peer.generation(3), peer.generation(9)];
+        let access = peer.begin_access([3, 9], generations, 8).unwrap();
+        [3, 9, 10].iter().for_each(|row| export_table.close(*row));
+        let limit = Duration::from_millis(20);
+        let start = Instant::now();
+        assert!(export_table.wait_until_unused(10, Duration::from_secs(20)));
+        assert!(!export_table.wait_until_unused(9, limit));
+        assert!(start.elapsed() >= limit);
+        drop(access);
+        assert!(export_table.wait_until_unused(9, Duration::ZERO));
+        // A peer that leaves during an access is no longer waited for.
+        assert!(export_table.open(9, &[0; 7]) && export_table.open(3, &[0; 7]));
+        let generations = [peer.generation(3), peer.generation(9)];
+        std::mem::forget(peer.begin_access([3, 9], generations, 8).unwrap());
+        export_table.close(9);
+        assert!(!export_table.wait_until_unused(9, Duration::ZERO));
+        peer.disconnect();
+        assert!(export_table.wait_until_unused(9, Duration::from_secs(20)));
+    }
+
+    /// What a forked child drops changes neither the rows nor the connections of its parent.
+    #[test]
+    fn a_forked_child_does_not_act_for_its_parent() {
+        let parent = Creator(rustix::process::Pid::INIT);
+        let mut export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        assert!(export_table.open(3, &[7; 7]));
+        Arc::get_mut(&mut export_table).unwrap().owner = parent;
+        let (mut peer, socket) = peer(&export_table, 0);
+        export_table.close(3);
+        assert!(!export_table.open(4, &[7; 7]));
+        assert_eq!([3, 4].map(|row| peer.row(row).is_some()), [true, false]);
+        assert!(export_table.wait_until_unused(3, Duration::ZERO));
+        Arc::get_mut(&mut peer).unwrap().creator = parent;
+        peer.disconnect();
+        let importer = export_table.importers.lock()[0].clone();
+        assert!(!importer.is_gone(), "the parent's connection has ended");
+        drop(ImporterSlot { export_table: export_table.clone(), importer });
+        assert!(ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(&socket, None));
+        assert!(peer.poll_control() && peer.is_accepted());
     }
 }

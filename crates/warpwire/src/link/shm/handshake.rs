@@ -6,12 +6,15 @@
 //! name is free as soon as its owner exits.
 //!
 //! The sender connects, sends a [`RingHello`] with the files of a new ring, and may write
-//! immediately. The socket stays open: bytes on it wake the receiver, and closing it ends the ring.
+//! immediately. The receiver says that it has accepted the ring, or closes the connection without
+//! having read a packet. The socket stays open: bytes on it wake the receiver, and closing it ends
+//! the ring.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -25,12 +28,14 @@ use super::sys;
 
 /// Incremented when the hello or the ring changes. Part of the socket name too, so that different
 /// versions do not connect.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 const MAGIC: [u8; 8] = *b"warpshm\0";
 const HELLO_LEN: usize = 72;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// Maximum number of connections that wait to be accepted; the kernel may allow fewer.
 const BACKLOG: i32 = 1024;
+/// The kernel's default, if it does not tell.
+const DEFAULT_OVERFLOW_UID: u32 = 65_534;
 
 /// The namespace of a link's name. A UDP socket may have the same address as a shared-memory-only
 /// link of another process: the two are unrelated. So a link that belongs to a UDP socket has a
@@ -111,12 +116,22 @@ pub(super) fn connect(peer: SocketAddr, names: &[Namespace]) -> io::Result<(Owne
     Err(Errno::CONNREFUSED.into())
 }
 
-/// Whether the process at the other end may share memory with us: it runs as the same user or as
-/// root.
+/// Whether the process at the other end may share memory with us: it runs as the same user.
 ///
-/// Any process on the machine can bind any name and connect to any; hence both sides check.
+/// Any process on the machine can bind any name and connect to any; hence both sides check. The
+/// rule is symmetric, so that a sender which trusts a listener is trusted by it.
 pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
-    Ok(is_allowed_uid(rustix::process::geteuid().as_raw(), sys::peer_credentials(socket)?.0))
+    let mine = rustix::process::geteuid().as_raw();
+    Ok(is_allowed_uid(mine, sys::peer_credentials(socket)?.0, overflow_uid()))
+}
+
+/// The user number that the kernel reports for every user that has none in this user namespace.
+fn overflow_uid() -> u32 {
+    static UID: OnceLock<u32> = OnceLock::new();
+    *UID.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+        text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT_OVERFLOW_UID)
+    })
 }
 
 /// A pidfd of the process that connected, readable once it has exited; `None` if the kernel has no
@@ -127,8 +142,9 @@ pub(super) fn peer_pidfd(socket: &OwnedFd) -> Option<OwnedFd> {
     rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).ok()
 }
 
-fn is_allowed_uid(mine: u32, theirs: u32) -> bool {
-    theirs == mine || theirs == 0
+/// The overflow uid stands for many users: it is equal to none.
+fn is_allowed_uid(mine: u32, theirs: u32, overflow: u32) -> bool {
+    theirs == mine && mine != overflow
 }
 
 /// The first message on a connection: describes a new ring, whose two files come along.
@@ -314,9 +330,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_same_user_and_root_are_allowed() {
-        assert!(is_allowed_uid(1000, 1000) && is_allowed_uid(1000, 0) && is_allowed_uid(0, 0));
-        assert!(!is_allowed_uid(1000, 1001) && !is_allowed_uid(0, 1000));
+    fn only_the_same_user_is_allowed_and_the_overflow_uid_is_nobody() {
+        let allowed = |mine, theirs| is_allowed_uid(mine, theirs, 65_534);
+        assert!(allowed(1000, 1000) && allowed(0, 0));
+        assert!(!allowed(1000, 1001) && !allowed(0, 1000) && !allowed(1000, 0));
+        assert!(!allowed(65_534, 65_534));
+        assert!(is_allowed_uid(65_534, 65_534, 1 << 20));
     }
 
     #[test]

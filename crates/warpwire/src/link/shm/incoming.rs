@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::exports::{ExportTable, ImporterSlot};
+use super::exports::{self, ExportTable, ImporterSlot};
 use super::handshake::{self, HelloResult, RingHello};
 use super::ring::{Reader, RingItem};
 use super::sys::{ControlPage, ReadOnlyMapping};
@@ -251,6 +251,11 @@ impl Incoming {
             return;
         };
         let RingHello { from, to, ring, wants_direct } = hello;
+        // Before any packet is read. A sender that cannot be told uses another transport.
+        if !exports::accept(&socket) {
+            let _ = epoll::delete(poll, &socket);
+            return;
+        }
         // If this fails, the sender uses packets only.
         let socket = Arc::new(socket);
         let export_table = self.export_table.as_ref().filter(|_| wants_direct);

@@ -128,7 +128,7 @@ pub struct Shm {
 /// Connections rejected and rings terminated since the link was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectCounters {
-    /// Connections from another user that is not root.
+    /// Connections from another user.
     pub untrusted: u64,
     /// Connections that use another protocol version.
     pub wrong_version: u64,
@@ -166,6 +166,8 @@ struct Outgoing {
     flows: usize,
     dirty: bool,
     gone: Cell<bool>,
+    /// The process that now listens under the peer's address is not trusted.
+    untrusted: bool,
     retry: Instant,
     /// Consecutive packets that found no space.
     refused: u32,
@@ -174,8 +176,16 @@ struct Outgoing {
 impl Outgoing {
     /// Marks the peer as lost or misbehaving, and closes the connection.
     fn mark_gone(&self) {
+        // What the peer has said before its end counts: it may have accepted the ring.
+        self.shm_peer.poll_control();
         self.shm_peer.disconnect();
         self.gone.set(true);
+    }
+
+    /// Whether the peer closed the connection without having read a packet, or cannot be connected
+    /// to again.
+    fn is_refused(&self) -> bool {
+        self.gone.get() && (self.untrusted || !self.shm_peer.is_accepted())
     }
 }
 
@@ -253,6 +263,18 @@ impl Shm {
         self.incoming.borrow().rejects
     }
 
+    /// Whether the peer of a flow refused the connection: it has read none of the packets.
+    pub(super) fn is_refused(&self, flow: FlowId) -> bool {
+        let ring = self.flows.get(flow).and_then(|flow| self.outgoing.get(flow.ring)?.as_ref());
+        ring.is_some_and(Outgoing::is_refused)
+    }
+
+    /// Whether the peer of some ring has exited or refused the connection.
+    #[inline]
+    pub(super) fn has_lost_peers(&self) -> bool {
+        self.peer_lost.get()
+    }
+
     /// Number of rings through which peers send to this link.
     pub(super) fn senders(&mut self) -> usize {
         self.incoming.get_mut().count()
@@ -279,6 +301,7 @@ impl Shm {
             flows: 0,
             dirty: false,
             gone: Cell::new(false),
+            untrusted: false,
             retry: Instant::now(),
             refused: 0,
         };
@@ -350,22 +373,25 @@ impl Shm {
             if !known.gone.get() {
                 continue;
             }
-            let reconnect = || self.handshake(known.from, known.peer, &[known.namespace]).ok();
-            let shm_peer = if known.retry <= now { reconnect() } else { None };
+            if known.retry > now {
+                peer_lost = true;
+                continue;
+            }
+            let made = self.handshake(known.from, known.peer, &[known.namespace]);
             let Some(known) = &mut self.outgoing[at] else { continue };
-            match shm_peer {
-                Some((_, shm_peer, writer)) => {
+            match made {
+                Ok((_, shm_peer, writer)) => {
                     let _ = epoll::delete(&self.poll, &known.shm_peer.socket);
                     (known.shm_peer, known.writer) = (shm_peer, writer);
                     known.gone.set(false);
                 }
-                None => {
-                    if known.retry <= now {
-                        known.retry = now + RECONNECT_INTERVAL;
-                    }
+                Err(why) => {
+                    known.untrusted = Errno::from_io_error(&why) == Some(Errno::PERM);
                     peer_lost = true;
                 }
             }
+            // Also after a success: the peer may refuse the new connection.
+            known.retry = now + RECONNECT_INTERVAL;
         }
         self.peer_lost.set(peer_lost);
     }
@@ -396,8 +422,8 @@ impl Shm {
                 .fix("start the peer first, or use UDP"),
             Some(Errno::PERM) => Error::new(ErrorKind::PermissionDenied, what)
                 .on(on)
-                .why("the listening process runs as another user that is not root")
-                .fix("run both as one user, or use UDP"),
+                .why("the listening process runs as another user, or as one unknown here")
+                .fix("run both as one user (not as the overflow user, 65534), or use UDP"),
             Some(Errno::AGAIN) => Error::new(ErrorKind::Busy, what)
                 .on(on)
                 .why("too many connections are waiting for the peer to accept them")

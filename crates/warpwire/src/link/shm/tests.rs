@@ -14,6 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::link::tests::{fill, receive, send};
+use crate::link::{Auto, Udp, udp};
 
 /// The role of the process that a test starts, and the address of the test that started it.
 const ROLE: &str = "WARPWIRE_TEST_SHM_ROLE";
@@ -452,7 +453,7 @@ fn another_users_process_is_rejected() {
         Ok(child) => child,
         Err(why) => return println!("skipped: another user's process: {why}"),
     };
-    // The other process accepts root; this one must not accept an unprivileged user.
+    // Neither trusts the other.
     wait_until("the other user is rejected", || {
         assert_eq!(link.receive(&mut |_| panic!("a packet of another user")).unwrap(), 0);
         sleep(&link, Duration::from_millis(1));
@@ -541,4 +542,53 @@ fn packets_longer_than_the_receiver_accepts_are_counted() {
     large.force_icrc();
     assert_eq!(large.max_packet(), MAX_ICRC_PACKET);
     send(&mut large, flow, 64, 1);
+}
+
+fn bind_auto() -> Auto {
+    let any = "127.0.0.1:0".parse().unwrap();
+    Auto::bind(any, udp::Options::default(), Options::default()).unwrap()
+}
+
+/// A peer that refuses shared memory is reached by UDP, from the first packet that it gets on;
+/// one that accepts is not.
+#[test]
+fn a_flow_that_is_refused_moves_to_udp() {
+    let (mut one, mut kept) = (bind_auto(), bind_auto());
+    let mut peer = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+    let listener = handshake::listen(peer.local(), Namespace::Auto);
+    let listener = listener.unwrap();
+    let flows = [one.open(peer.local(), 7).unwrap(), one.open(peer.local(), 8).unwrap()];
+    let to_kept = one.open(kept.local(), 0).unwrap();
+    for flow in [flows[0], flows[1], to_kept] {
+        assert_eq!(one.flow_path(flow).kind, LinkKind::Shm);
+        send(&mut one, flow, 64, 1);
+    }
+    one.flush().unwrap();
+    assert_eq!(receive(&mut kept, 1).len(), 1);
+    // As a listener does that has no descriptor left.
+    drop(handshake::accept(&listener).unwrap());
+    let start = std::time::Instant::now();
+    while flows.iter().any(|flow| one.flow_path(*flow).kind == LinkKind::Shm) {
+        one.receive(&mut |_| ()).unwrap();
+        one.flush().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(20));
+    }
+    for flow in flows {
+        let path = one.flow_path(flow);
+        assert!(path.why.contains("the peer refused the connection"), "{path}");
+        assert!(one.direct_peer(flow).is_err());
+        send(&mut one, flow, 64, 2);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut peer, 1).len(), 1);
+    }
+    assert_eq!(one.flow_path(to_kept).kind, LinkKind::Shm);
+    // A peer that accepted and then exits is not one that refuses.
+    drop(kept);
+    while one.counters().drops.no_peer == 0 {
+        send(&mut one, to_kept, 64, 3);
+        one.receive(&mut |_| ()).unwrap();
+        one.flush().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(20));
+    }
+    assert_eq!(one.flow_path(to_kept).kind, LinkKind::Shm);
 }
