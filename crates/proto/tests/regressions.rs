@@ -22,7 +22,7 @@ impl Host for TestHost {
         self.receive.then_some(Receive { id: 1, capacity: 1 << 20 })
     }
     fn may_access(&mut self, _: Access, at: Remote, _: u32) -> HostStatus {
-        if at.key == 666 { HostStatus::Denied } else { HostStatus::Ready }
+        if at.rkey == 666 { HostStatus::Denied } else { HostStatus::Ready }
     }
     fn place(&mut self, _: Target, _: u32) -> HostStatus {
         HostStatus::Ready
@@ -94,7 +94,7 @@ fn ack(psn: u32, syndrome: Syndrome) -> RxPacket<'static> {
 fn reth(len: u32) -> Extension {
     Extension::Reth(Reth { address: 0x1000, rkey: 1, len })
 }
-const AT: Remote = Remote { address: 0x1000, key: 1 };
+const AT: Remote = Remote { address: 0x1000, rkey: 1 };
 
 #[test]
 fn rnr_nak_with_progress_resets_the_retries_first() {

@@ -199,7 +199,7 @@ fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
 }
 
 fn post(script: &mut Unstructured<'_>, endpoint: &mut Endpoint) -> Result<()> {
-    let at = Remote { address: script.arbitrary()?, key: script.arbitrary()? };
+    let at = Remote { address: script.arbitrary()?, rkey: script.arbitrary()? };
     let len = u32::from(script.arbitrary::<u16>()? & 0xfff);
     let (op, len) = match script.int_in_range(0..=9)? {
         0 => (WrOp::Send, len),
@@ -210,7 +210,7 @@ fn post(script: &mut Unstructured<'_>, endpoint: &mut Endpoint) -> Result<()> {
         5 => (WrOp::Read(at), len),
         6 => (WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }), 8),
         7 => (WrOp::Local, 0),
-        8 => (WrOp::Bad(Status::LocalOperation), 0),
+        8 => (WrOp::Bad(Status::LocalQpOperation), 0),
         _ => (WrOp::Read(at), script.arbitrary()?),
     };
     let fence = [Fence::None, Fence::Reads, Fence::All][script.int_in_range(0..=2)?];

@@ -140,10 +140,14 @@ fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
 /// The measured operations: name, operation, length in packets of the MTU.
 pub const WORK: [(&str, WrOp, u32); 5] = [
     ("send", WrOp::Send, 1),
-    ("write", WrOp::Write(Remote { address: 0x1000, key: 7 }), 1),
-    ("write of 64 packets", WrOp::Write(Remote { address: 0x1000, key: 7 }), 64),
-    ("read of 64 packets", WrOp::Read(Remote { address: 0x1000, key: 7 }), 64),
-    ("fetch-add", WrOp::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
+    ("write", WrOp::Write(Remote { address: 0x1000, rkey: 7 }), 1),
+    ("write of 64 packets", WrOp::Write(Remote { address: 0x1000, rkey: 7 }), 64),
+    ("read of 64 packets", WrOp::Read(Remote { address: 0x1000, rkey: 7 }), 64),
+    (
+        "fetch-add",
+        WrOp::Atomic(Remote { address: 0x1000, rkey: 7 }, Atomic::FetchAdd { add: 1 }),
+        0,
+    ),
 ];
 
 /// The length of the operation in bytes.

@@ -36,6 +36,7 @@
 //! | `pacer` | rate control by congestion notifications |
 //! | `ud` | datagrams |
 
+mod access;
 mod atomic;
 pub mod attr;
 mod completer;
@@ -51,8 +52,9 @@ mod work;
 
 use core::time::Duration;
 
+pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
-pub use host::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target, Width};
+pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
 pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};

@@ -201,7 +201,7 @@ impl Requester {
 
     pub(super) fn post(&mut self, work: SendWr, depth: u32) -> Result<(), PostError> {
         let valid_len = match work.op {
-            WrOp::Atomic(_, atomic) => work.len == atomic.len(),
+            WrOp::Atomic(_, atomic) => work.len == atomic.width().bytes(),
             _ => work.len <= MAX_MESSAGE_LEN,
         };
         if !valid_len {
@@ -297,7 +297,7 @@ impl Requester {
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
             let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
-            return if impossible { Err(Status::LocalOperation) } else { Ok(false) };
+            return if impossible { Err(Status::LocalQpOperation) } else { Ok(false) };
         }
         if is_new_message {
             // Harmless if the message is not started after all: the PSNs are then assigned again.
@@ -464,7 +464,7 @@ impl Segment {
                 (SEND.at(is_first, false), Extension::None)
             }
             WrOp::WriteImm(at, imm) if is_last => {
-                let reth = Reth { address: at.address, rkey: at.key, len: work.len };
+                let reth = Reth { address: at.address, rkey: at.rkey, len: work.len };
                 match is_first {
                     true => (Opcode::WriteOnlyImm, Extension::RethImm(reth, imm)),
                     false => (Opcode::WriteLastImm, Extension::Imm(imm)),
@@ -494,7 +494,7 @@ impl Segment {
         };
         let from = at.forward(offset);
         headers.opcode = Opcode::ReadRequest;
-        headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
+        headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.rkey, len });
         Self { offset, len: 0, psn_count, can_solicit: false }
     }
 
@@ -538,7 +538,7 @@ impl Opcodes {
 
 fn write_header(is_first: bool, at: Remote, len: u32) -> Extension {
     match is_first {
-        true => Extension::Reth(Reth { address: at.address, rkey: at.key, len }),
+        true => Extension::Reth(Reth { address: at.address, rkey: at.rkey, len }),
         false => Extension::None,
     }
 }

@@ -370,12 +370,12 @@ fn local_work_completes_in_order() {
 fn invalid_work_and_unroutable_datagrams_stop_the_send_queue() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
-    ud.post_local(local(1, Status::LocalOperation)).unwrap();
+    ud.post_local(local(1, Status::LocalQpOperation)).unwrap();
     ud.post(datagram(2, 1)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert_eq!(ud.state(), State::Sqe);
-    let (bad, flushed) = (Status::LocalOperation, Status::Flushed);
+    let (bad, flushed) = (Status::LocalQpOperation, Status::Flushed);
     assert_eq!(completions(&mut ud), [(0, Status::Success), (1, bad), (2, flushed)]);
     ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     (3..5).for_each(|id| ud.post(datagram(id, 1)).unwrap());

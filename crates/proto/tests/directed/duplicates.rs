@@ -13,7 +13,7 @@ fn at_offset(request: &Transmit, packets: u32, len: u32) -> Transmit {
     edited(request, |headers| {
         headers.psn = headers.psn.add(packets);
         let address = REMOTE_ADDR.address + u64::from(packets * MTU);
-        headers.extension = Extension::Reth(Reth { address, rkey: REMOTE_ADDR.key, len });
+        headers.extension = Extension::Reth(Reth { address, rkey: REMOTE_ADDR.rkey, len });
     })
 }
 
@@ -127,13 +127,13 @@ fn a_duplicate_read_with_another_key_address_or_length_is_ignored() {
         edited(&request, |headers| headers.extension = reth)
     };
     for changed in [
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key + 1, len),
-        with(REMOTE_ADDR.address + 1, REMOTE_ADDR.key, len),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + 1),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + MTU),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, u32::MAX),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, MTU + 10), // ends inside a packet
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, 0),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey + 1, len),
+        with(REMOTE_ADDR.address + 1, REMOTE_ADDR.rkey, len),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, len + 1),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, len + MTU),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, u32::MAX),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, MTU + 10), // ends inside a packet
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, 0),
         at_offset(&request, 1, len),
     ] {
         assert_eq!(pair.deliver(B, &changed), Err(DiscardReason::NoRecord), "{changed:?}");

@@ -42,10 +42,10 @@ fn a_wrong_key_of_ours_fails_the_send_after_earlier_work_and_the_peer_sees_nothi
 fn invalid_work_fails_in_order_and_the_peer_sees_nothing() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
     pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Bad(Status::LocalOperation), 0);
+    pair.post(A, 1, WrOp::Bad(Status::LocalQpOperation), 0);
     pair.post(A, 2, WrOp::Send, 10);
     pair.exchange();
-    assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Status::LocalOperation), (2, Flushed)]);
+    assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Status::LocalQpOperation), (2, Flushed)]);
     assert_eq!(pair.endpoints[B].receive_statuses(), [(0, Success)]);
     assert_eq!(pair.endpoints[B].qp.state(), State::Rts);
 }

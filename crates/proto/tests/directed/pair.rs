@@ -18,7 +18,7 @@ pub const B: usize = 1;
 pub const QPNS: [u32; 2] = [0x11, 0x22];
 pub const MTU: u32 = 256;
 /// Memory of the peer.
-pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, key: 0x77 };
+pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, rkey: 0x77 };
 pub const ADD: Atomic = Atomic::FetchAdd { add: 5 };
 pub const LARGE_RECEIVE: u32 = 1 << 20;
 

@@ -15,11 +15,11 @@ enum MessageState {
 }
 
 fn reth(len: u32) -> Reth {
-    Reth { address: REMOTE_ADDR.address, rkey: REMOTE_ADDR.key, len }
+    Reth { address: REMOTE_ADDR.address, rkey: REMOTE_ADDR.rkey, len }
 }
 
 fn atomic(address: u64) -> Extension {
-    Extension::Atomic(AtomicEth { address, rkey: REMOTE_ADDR.key, swap_or_add: 1, compare: 0 })
+    Extension::Atomic(AtomicEth { address, rkey: REMOTE_ADDR.rkey, swap_or_add: 1, compare: 0 })
 }
 
 use Opcode as O;

@@ -99,7 +99,7 @@ fn a_write_names_its_whole_length_in_its_first_packet_alone() {
     let Extension::Reth(reth) = packets[0].headers.extension else { panic!("{packets:?}") };
     assert_eq!(
         (reth.address, reth.rkey, reth.len),
-        (REMOTE_ADDR.address, REMOTE_ADDR.key, 2 * MTU + 5)
+        (REMOTE_ADDR.address, REMOTE_ADDR.rkey, 2 * MTU + 5)
     );
     assert_eq!(packets[1].headers.extension, Extension::None);
     assert_eq!(packets[2].headers.extension, Extension::Imm(6));

@@ -136,7 +136,7 @@ impl SimHost<'_> {
     }
 
     fn check(&mut self, at: Remote, len: u32) -> HostStatus {
-        if at.key != self.app.key || self.memory.slice(at, len).is_none() {
+        if at.rkey != self.app.key || self.memory.slice(at, len).is_none() {
             HostStatus::Denied
         } else if self.fault() {
             HostStatus::Retry

@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Atomic, Fence, Options, Remote, SendWr, Width, WrOp};
+use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Options, Remote, SendWr, WrOp};
 
 use crate::sim::link::Faults;
 use crate::sim::net::{ConnParams, Network, SimEvent};
@@ -56,8 +56,8 @@ pub fn add_work(
         };
         let memory = &mut net.nodes[peer_node].memory;
         let mut remote_range =
-            |len: u32, name: u64| Remote { address: memory.range(len, name), key };
-        let word = Remote { address: counter + 8 * random.below(8), key };
+            |len: u32, name: u64| Remote { address: memory.range(len, name), rkey: key };
+        let word = Remote { address: counter + 8 * random.below(8), rkey: key };
         let imm = random.next() as u32;
         let (op, len) = match op_index {
             0 => (WrOp::Send, len),
@@ -73,12 +73,12 @@ pub fn add_work(
             }
             8 => {
                 let (add, boundary) = (random.next(), random.next());
-                let width = Width::Eight;
+                let width = AtomicWidth::Eight;
                 (WrOp::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
             }
             9 => {
                 let [compare, swap, compare_mask, swap_mask] = [(); 4].map(|()| random.next());
-                let width = Width::Eight;
+                let width = AtomicWidth::Eight;
                 let atomic =
                     Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask };
                 (WrOp::Atomic(word, atomic), 8)

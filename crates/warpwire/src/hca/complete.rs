@@ -1,27 +1,9 @@
 //! Builds CQEs from the completions that the protocol reports.
 
-use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion, Status as WireStatus};
+use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion};
 
 use super::qpc::QpContext;
 use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Opcode, Queue, RecvKind, Sent, Status};
-
-/// The verbs status of a protocol status.
-pub(super) fn status(status: WireStatus) -> Status {
-    match status {
-        WireStatus::Success => Status::Success,
-        WireStatus::LocalLength => Status::LocalLength,
-        WireStatus::LocalOperation => Status::LocalQpOperation,
-        WireStatus::LocalProtection => Status::LocalProtection,
-        WireStatus::Flushed => Status::Flushed,
-        WireStatus::BadResponse => Status::BadResponse,
-        WireStatus::LocalAccess => Status::LocalAccess,
-        WireStatus::RemoteInvalidRequest => Status::RemoteInvalidRequest,
-        WireStatus::RemoteAccess => Status::RemoteAccess,
-        WireStatus::RemoteOperation => Status::RemoteOperation,
-        WireStatus::RetryExceeded => Status::RetryExceeded,
-        WireStatus::RnrRetryExceeded => Status::RnrRetryExceeded,
-    }
-}
 
 #[inline]
 fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
@@ -42,7 +24,7 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     // The index of the WQE's first WQEBB, as the poster counts.
     let counter = completion.id as u16;
     let opcode = work.opcode;
-    if completion.status == WireStatus::Success {
+    if completion.status == Status::Success {
         let fetches = matches!(
             opcode,
             Opcode::RdmaRead
@@ -57,20 +39,16 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     // `OnFirstError` suppresses all CQEs after the first error of the queue pair.
     let silent = std::mem::replace(&mut qpc.error_reported, true)
         && work.cq_update == CqUpdate::OnFirstError;
-    let failed = CqeOutcome::Failed {
-        queue: Queue::Send,
-        status: status(completion.status),
-        vendor: 0,
-        opcode,
-    };
+    let failed =
+        CqeOutcome::Failed { queue: Queue::Send, status: completion.status, vendor: 0, opcode };
     (!silent).then(|| cqe(qpc, failed, counter))
 }
 
 /// The CQE of a receive.
 pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) -> Cqe {
     let counter = receive_completion.id as u16;
-    if receive_completion.status != WireStatus::Success {
-        let (queue, status) = (Queue::Receive, status(receive_completion.status));
+    if receive_completion.status != Status::Success {
+        let (queue, status) = (Queue::Receive, receive_completion.status);
         let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop };
         return cqe(qpc, failed, counter);
     }

@@ -5,11 +5,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{self, SendWr as WireWork, State, WrOp};
+use warpwire_proto::qp::{self, Atomic, SendWr as WireWork, State, WrOp};
 
 use super::direct::{DirectState, FIRST_KEY_ROW, FastWrite, address_words, row_of};
 use super::engine::qpn_to_index;
-use super::qpc::{QpContext, QpMemory, from_wire};
+use super::qpc::{QpContext, QpMemory};
 use super::stats::IndirectReason;
 use crate::link::ShmPeer;
 use crate::mem::SharedBytes;
@@ -244,13 +244,13 @@ impl DirectPeer {
         {
             return Err(IndirectReason::AccessDenied);
         }
-        let at = (remote.key >> 8) as usize;
+        let at = (remote.rkey >> 8) as usize;
         let known = match self.keys.get(at) {
-            Some(Some(known)) if known.key == remote.key => known,
-            _ => return Err(self.resolve_key(remote.key, now)),
+            Some(Some(known)) if known.key == remote.rkey => known,
+            _ => return Err(self.resolve_key(remote.rkey, now)),
         };
         let MappingState::Mapped(memory) = &known.mapping else {
-            return Err(self.resolve_key(remote.key, now));
+            return Err(self.resolve_key(remote.rkey, now));
         };
         let offset = known.offset(direct.pd, need, remote.address, len)?;
         if qp.outstanding() > 0 {
@@ -336,7 +336,7 @@ impl DirectPeer {
         if number != u64::from(key) {
             return IndirectReason::KeyNotExported;
         }
-        let access = Access::from_bits(access as u8);
+        let access = Access::from_bits_truncate(access as u8);
         let writes = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
         let same = |known: &&Memory| known.number == memory && (known.writable || !writes);
         let mapped = self.memories.iter().filter(same).find_map(|known| known.mapped.upgrade());
@@ -531,9 +531,9 @@ impl RemoteTarget<'_> {
         qp_memory: &QpMemory,
         registry: &Registry,
         wqe_index: u64,
-        atomic: qp::Atomic,
+        atomic: Atomic,
     ) -> Result<(), AccessDenied> {
-        let width = atomic.len();
+        let width = atomic.width().bytes();
         // One writable range for the result, checked before: nothing may fail once the word has
         // changed.
         let data = qp_memory.wr_state(wqe_index).single_sge.ok_or(AccessDenied::Range)?;
@@ -545,7 +545,7 @@ impl RemoteTarget<'_> {
             LocalRange { key, pd: qp_memory.pd, need: Access::LOCAL_WRITE, address, len: width };
         let mut outcome = Ok(());
         local.with(registry, |local| {
-            outcome = self.memory.atomic(self.at, &from_wire(atomic)).map(|old| {
+            outcome = self.memory.atomic(self.at, &atomic).map(|old| {
                 // As in the protocol, a four-byte result is big-endian.
                 let placed = match width {
                     4 => local.write(0, &(old as u32).to_be_bytes()),

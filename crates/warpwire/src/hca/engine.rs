@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Event, Payload, QpAttributes, QpEvent, RxPacket, Source, State, Status as WireStatus, Transmit,
+    Event, Payload, QpAttributes, QpEvent, RxPacket, Source, State, Status, Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
@@ -455,9 +455,9 @@ impl Core {
                     freed = true;
                     if staging_failed
                         && qpc.qp_memory.staged.get()
-                        && completion.status == WireStatus::Success
+                        && completion.status == Status::Success
                     {
-                        completion.status = WireStatus::LocalProtection;
+                        completion.status = Status::LocalProtection;
                     }
                     let cqe = complete::sent(qpc, &completion);
                     let cqn = qpc.send_cq;
@@ -468,9 +468,9 @@ impl Core {
                 Event::Received(mut receive_completion) => {
                     if staging_failed
                         && qpc.qp_memory.staged.get()
-                        && receive_completion.status == WireStatus::Success
+                        && receive_completion.status == Status::Success
                     {
-                        receive_completion.status = WireStatus::LocalAccess;
+                        receive_completion.status = Status::LocalAccess;
                     }
                     qpc.qp_memory.end_receive(receive_completion.id);
                     let cqe = complete::received(qpc, &receive_completion);

@@ -160,7 +160,7 @@ impl Datagrams {
             (WrOp::SendImm(imm), Some(to)) => (to, Some(imm)),
             (WrOp::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
             (WrOp::Bad(status), _) => return self.ud.post_local(local(status)),
-            _ => return self.ud.post_local(local(qp::Status::LocalOperation)),
+            _ => return self.ud.post_local(local(qp::Status::LocalQpOperation)),
         };
         let AddressVector { qpn: destination, qkey, .. } = to;
         let datagram = Datagram { id, destination, qkey, len, imm, signaled, solicited };

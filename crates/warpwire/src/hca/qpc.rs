@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use warpwire_proto::qp::{self, SendWr as WireWork, Status as WireStatus, WrOp};
+use warpwire_proto::qp::{self, SendWr as WireWork, WrOp};
 use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
@@ -17,8 +17,8 @@ use super::ring::{
 use super::stats::IndirectReason;
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, ADDRESS_SEGMENTS, AddressVector, Atomic, AtomicWidth, CqUpdate, Data, DataSegment,
-    Opcode, SEGMENT, SendKind, Status, Work, Wqe,
+    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, Opcode, SEGMENT, SendKind,
+    Status, Work, Wqe,
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
@@ -280,14 +280,10 @@ impl QpContext {
             Ok(found) => found,
             Err(status) => {
                 self.qp_memory.record_wr(taken, 0, None, None);
-                (WrOp::Bad(wire_status(status)), 0, None)
+                (WrOp::Bad(status), 0, None)
             }
         };
-        let fence = match taken.control.fence {
-            fence if fence.waits_for_all() => qp::Fence::All,
-            fence if fence.waits_for_reads() => qp::Fence::Reads,
-            _ => qp::Fence::None,
-        };
+        let fence = taken.control.fence.into();
         let work = WireWork {
             id: taken.wqe_index,
             op,
@@ -304,7 +300,7 @@ impl QpContext {
         if qp.post(work, || qp_memory.address(work.id)).is_err() {
             // A length beyond the maximum, or a state that accepts no work: the same error for the
             // user.
-            let bad = WrOp::Bad(WireStatus::LocalOperation);
+            let bad = WrOp::Bad(Status::LocalQpOperation);
             let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
         }
     }
@@ -313,15 +309,6 @@ impl QpContext {
 /// Whether a queue with `count` completions has produced the one with `index`, modulo 2^32.
 fn has_reached(count: u64, index: u32) -> bool {
     (count as u32).wrapping_sub(index).wrapping_sub(1) as i32 >= 0
-}
-
-/// The protocol status of a verbs status.
-fn wire_status(status: Status) -> WireStatus {
-    match status {
-        Status::LocalLength => WireStatus::LocalLength,
-        Status::LocalProtection => WireStatus::LocalProtection,
-        _ => WireStatus::LocalOperation,
-    }
 }
 
 impl QpMemory {
@@ -354,7 +341,6 @@ impl QpMemory {
         let wqe = self.parse(taken.wqe_index).map_err(|refused| refused.status())?;
         let (mut wait, mut single_sge, mut inline, mut dump_len) = (None, None, None, 0);
         let start = self.ring.copy(taken.wqe_index).as_ptr().addr();
-        let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut record_wr = |payload: &mlx5::WqePayload<'_>| {
             let mut data_segments = payload.data_segments();
             match (data_segments.next(), data_segments.next()) {
@@ -388,16 +374,15 @@ impl QpMemory {
             }
             Work::Write { remote: at, imm, payload } => {
                 let op = match imm {
-                    Some(imm) => WrOp::WriteImm(remote(at), u32::from_be_bytes(imm)),
-                    None => WrOp::Write(remote(at)),
+                    Some(imm) => WrOp::WriteImm(at, u32::from_be_bytes(imm)),
+                    None => WrOp::Write(at),
                 };
                 (op, record_wr(&payload))
             }
-            Work::Read { remote: at, into } => (WrOp::Read(remote(at)), record_wr(&into)),
+            Work::Read { remote: at, into } => (WrOp::Read(at), record_wr(&into)),
             Work::Atomic { remote: at, op, into } => {
                 record_wr(&into);
-                let atomic = to_wire(op);
-                (WrOp::Atomic(remote(at), atomic), atomic.len())
+                (WrOp::Atomic(at, op), op.width().bytes())
             }
         };
         self.record_wr(taken, len, single_sge, inline);
@@ -497,7 +482,7 @@ impl QpMemory {
                 let data = self.wr_state(id).single_sge?;
                 (data.lkey, Access::NONE, data.address.wrapping_add(u64::from(offset)))
             }
-            qp::Source::Remote { at, .. } => (at.key, Access::REMOTE_READ, at.address),
+            qp::Source::Remote { at, .. } => (at.rkey, Access::REMOTE_READ, at.address),
         };
         registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
     }
@@ -510,7 +495,7 @@ impl QpMemory {
         len: u32,
     ) -> Option<Span<'a>> {
         let (key, need, address) = match to {
-            qp::Target::Remote(at) => (at.key, Access::REMOTE_WRITE, at.address),
+            qp::Target::Remote(at) => (at.rkey, Access::REMOTE_WRITE, at.address),
             qp::Target::Response { id, offset } => {
                 let data = self.wr_state(id).single_sge?;
                 (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
@@ -538,7 +523,7 @@ impl QpMemory {
     ) -> Result<(), AccessDenied> {
         let fetch_request = FetchRequest {
             message: MessageId::Read(request),
-            key: at.key,
+            key: at.rkey,
             pd: self.pd,
             need: Access::REMOTE_READ,
             address: at.address,
@@ -729,41 +714,4 @@ fn walk_segments<P>(
         }
     }
     if remaining == 0 { Ok(()) } else { Err(AccessDenied::Range) }
-}
-
-fn to_wire(op: Atomic) -> qp::Atomic {
-    let width = |width| match width {
-        AtomicWidth::Four => qp::Width::Four,
-        AtomicWidth::Eight => qp::Width::Eight,
-    };
-    match op {
-        Atomic::CompareSwap { compare, swap } => qp::Atomic::CompareSwap { compare, swap },
-        Atomic::FetchAdd { add } => qp::Atomic::FetchAdd { add },
-        Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
-            qp::Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
-        }
-        Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
-            let width = width(bytes);
-            qp::Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
-        }
-    }
-}
-
-/// The inverse of `to_wire`.
-pub(super) fn from_wire(op: qp::Atomic) -> Atomic {
-    let width = |width| match width {
-        qp::Width::Four => AtomicWidth::Four,
-        qp::Width::Eight => AtomicWidth::Eight,
-    };
-    match op {
-        qp::Atomic::CompareSwap { compare, swap } => Atomic::CompareSwap { compare, swap },
-        qp::Atomic::FetchAdd { add } => Atomic::FetchAdd { add },
-        qp::Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
-            Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
-        }
-        qp::Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
-            let width = width(bytes);
-            Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
-        }
-    }
 }

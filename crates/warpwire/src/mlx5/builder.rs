@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::address::AddressVector;
-use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
 use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
+use super::{Atomic, AtomicWidth};
 use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT, WQEBB_LEN, put, wqebbs};
 
 /// Scratch buffer of a [`Builder`]. A poster keeps one; it is not cleared between WQEs.

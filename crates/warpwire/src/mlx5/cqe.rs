@@ -3,8 +3,7 @@
 use std::fmt;
 
 use super::opcode::Opcode;
-use super::status::Status;
-use super::{array, be16, be32, be64, put};
+use super::{Status, Syndrome, array, be16, be32, be64, put};
 
 /// Fill byte of an empty completion queue: an invalid opcode, and the owner bit set, which is all
 /// that some pollers check.
@@ -295,7 +294,7 @@ impl Cqe {
             // A failure has no timestamp: its syndromes occupy the same bytes.
             CqeOutcome::Failed { queue, status, vendor, opcode } => {
                 body[field::VENDOR] = vendor;
-                body[field::SYNDROME] = status.syndrome();
+                body[field::SYNDROME] = Syndrome::from(status).0;
                 let code = match queue {
                     Queue::Send => code::REQUESTER_ERROR,
                     Queue::Receive => code::RESPONDER_ERROR,
@@ -369,7 +368,7 @@ impl Cqe {
         };
         let failed = |queue| CqeOutcome::Failed {
             queue,
-            status: Status::from_syndrome(bytes[field::SYNDROME]),
+            status: Syndrome(bytes[field::SYNDROME]).into(),
             vendor: bytes[field::VENDOR],
             opcode,
         };

@@ -12,7 +12,7 @@
 //! | [`AddressVector`] | destination of a UD message |
 //! | [`Receive`], [`SrqEntry`] | WQEs of receive queues and SRQs |
 //! | [`Cqe`], [`CqeTail`] | CQEs, written and parsed |
-//! | [`Status`] | completion status, with its syndrome |
+//! | [`Syndrome`] | a completion's status as a CQE encodes it |
 //! | [`Doorbell`], [`DoorbellRecord`] | producer index of a queue, as written by its poster |
 //! | [`producer`], [`ProducerTracker`] | producer index of a queue, as seen by its consumer |
 //! | [`CqArm`] | consumer index of a completion queue, and its arming |
@@ -25,7 +25,6 @@
 //! uninitialised. None of them is checked.
 
 mod address;
-mod atomic;
 mod builder;
 mod cqe;
 mod doorbell;
@@ -37,7 +36,6 @@ mod tests;
 mod wqe;
 
 pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
-pub use atomic::{Atomic, AtomicWidth};
 pub use builder::{Builder, EncodedWqe, Scratch, WqeTooLong, send_queue_wqebbs};
 pub use cqe::{
     Cqe, CqeError, CqeOutcome, CqeTail, EMPTY, EncodedCqe, Origin, Queue, RecvKind, Sent,
@@ -46,10 +44,11 @@ pub use cqe::{
 pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
 pub use opcode::Opcode;
 pub use receive::{Receive, Segments, SrqEntry, receive_stride};
-pub use status::Status;
+pub use status::Syndrome;
+pub use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Remote, Status};
 pub use wqe::{
-    ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, Remote, SendKind, Wait,
-    Work, Wqe, WqeError, WqePayload,
+    ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, SendKind, Wait, Work,
+    Wqe, WqeError, WqePayload,
 };
 
 /// Length of a WQE segment in bytes: the unit of the `DS` field.

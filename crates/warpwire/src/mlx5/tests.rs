@@ -228,17 +228,17 @@ fn flags_are_read_as_they_are_written() {
     assert_eq!([0, 4, 8, 12].map(|bits| read(bits).is_signaled()), [false, false, true, true]);
     assert!(read(2).solicited && !read(1).solicited);
     // The fence of verbs, that of device code, and undefined values.
-    for (bits, reads, all) in [
-        (0x00, false, false),
-        (0x20, false, false),
-        (0x40, true, false),
-        (0x60, true, true),
-        (0x80, true, false),
-        (0xa0, true, true),
-        (0xe0, true, true),
+    for (bits, fence) in [
+        (0x00, Fence::None),
+        (0x20, Fence::None),
+        (0x40, Fence::Reads),
+        (0x60, Fence::All),
+        (0x80, Fence::Reads),
+        (0xa0, Fence::All),
+        (0xe0, Fence::All),
     ] {
-        let fence = read(bits).fence;
-        assert_eq!((fence.waits_for_reads(), fence.waits_for_all()), (reads, all), "{bits:#x}");
+        assert_eq!(Fence::from(read(bits).fence), fence, "{bits:#x}");
+        assert_eq!(Fence::from(FenceMode::from(fence)), fence);
     }
     let mut scratch = Scratch::default();
     let image = Builder::new(&mut scratch, Opcode::Nop, 0, 0).fence(FenceMode::Both).solicited();

@@ -3,10 +3,11 @@
 use std::fmt;
 
 use super::address::{ADDRESS_SEGMENTS, AddressVector};
-use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
-use super::status::Status;
-use super::{MAX_MESSAGE_LEN, SEGMENT, array, be16, be32, be64, wqebbs};
+use super::{
+    Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, Remote, SEGMENT, Status, array, be16, be32, be64,
+    wqebbs,
+};
 
 /// Flag in a byte count: inline data follows.
 pub(super) const INLINE: u32 = 1 << 31;
@@ -48,7 +49,7 @@ impl CqUpdate {
     }
 }
 
-/// What a WQE waits for before it starts.
+/// What a WQE waits for before it starts: ConnectX's encoding of a [`Fence`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FenceMode {
     /// Nothing.
@@ -85,15 +86,25 @@ impl FenceMode {
             Self::Both => 4,
         }
     }
+}
 
-    /// Whether the responses of earlier reads and atomics must have arrived.
-    pub const fn waits_for_reads(self) -> bool {
-        matches!(self, Self::ReadsAndAtomics | Self::Strong | Self::Both)
+impl From<FenceMode> for Fence {
+    fn from(mode: FenceMode) -> Self {
+        match mode {
+            FenceMode::None | FenceMode::Small => Self::None,
+            FenceMode::ReadsAndAtomics | FenceMode::Both => Self::Reads,
+            FenceMode::Strong => Self::All,
+        }
     }
+}
 
-    /// Whether all earlier work must be complete.
-    pub const fn waits_for_all(self) -> bool {
-        matches!(self, Self::Strong)
+impl From<Fence> for FenceMode {
+    fn from(fence: Fence) -> Self {
+        match fence {
+            Fence::None => Self::None,
+            Fence::Reads => Self::ReadsAndAtomics,
+            Fence::All => Self::Strong,
+        }
     }
 }
 
@@ -172,19 +183,9 @@ impl ControlSegment {
     }
 }
 
-/// A remote address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
-    /// Address in the peer's memory region.
-    pub address: u64,
-    /// The region's rkey.
-    pub rkey: u32,
-}
-
-impl Remote {
-    fn parse(bytes: &[u8; SEGMENT]) -> Self {
-        Self { address: be64(bytes, 0), rkey: be32(bytes, 8) }
-    }
+/// Parses a remote address segment.
+fn parse_remote(bytes: &[u8; SEGMENT]) -> Remote {
+    Remote { address: be64(bytes, 0), rkey: be32(bytes, 8) }
 }
 
 /// A data segment: a range of local memory.
@@ -511,7 +512,7 @@ impl<'a> Wqe<'a> {
             Opcode::RdmaRead => {
                 let (remote, rest) = first(rest)?;
                 let into = WqePayload::parse(rest, false)?;
-                Ok(Work::Read { remote: Remote::parse(remote), into })
+                Ok(Work::Read { remote: parse_remote(remote), into })
             }
             Opcode::CompareSwap
             | Opcode::FetchAdd
@@ -533,7 +534,7 @@ impl<'a> Wqe<'a> {
     fn write(rest: &'a [[u8; SEGMENT]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
         let payload = WqePayload::parse(rest, true)?;
-        Ok(Work::Write { remote: Remote::parse(remote), imm, payload })
+        Ok(Work::Write { remote: parse_remote(remote), imm, payload })
     }
 
     fn atomic(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
@@ -569,10 +570,10 @@ impl<'a> Wqe<'a> {
             }
         };
         let into = WqePayload::parse(rest, false)?;
-        if into.len() < op.width().bytes() {
+        if into.len() < u64::from(op.width().bytes()) {
             return Err(WqeError::ShortResult);
         }
-        Ok(Work::Atomic { remote: Remote::parse(remote), op, into })
+        Ok(Work::Atomic { remote: parse_remote(remote), op, into })
     }
 }
 

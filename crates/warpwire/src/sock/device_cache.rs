@@ -3,8 +3,6 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use warpwire_proto::qp::Access as QpAccess;
-
 use super::qp_slots::QpSlots;
 use super::warp::{Hello, RemoteAddr};
 use crate::error::Result;
@@ -85,7 +83,7 @@ impl ConnResources {
         let context = device_cache.context(local)?;
         let pd = context.alloc_pd();
         let options = QpOptions {
-            access: QpAccess::REMOTE_WRITE,
+            access: Access::REMOTE_WRITE,
             timeout: TIMEOUT,
             retry_count: 7,
             ..QpOptions::default()

@@ -11,11 +11,11 @@ use super::{Service, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
-    self, AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
+    AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
     MAX_SEGMENTS, Opcode, SEGMENT, Scratch, WQEBB_LEN, WqeTooLong,
 };
 use crate::sync::{Guard, this_thread};
-use crate::work::{Fence, Remote, Sge, WrOp};
+use crate::work::{Fence, Sge, WrOp};
 
 /// A send work request (`ibv_send_wr`): [`work::SendRequest`](crate::work::SendRequest) with this
 /// module's [`AddressHandle`].
@@ -83,11 +83,9 @@ impl SendRequest<'_> {
         if self.solicited {
             entry = entry.solicited();
         }
-        entry = match self.fence {
-            Fence::None => entry,
-            Fence::Reads => entry.fence(mlx5::FenceMode::ReadsAndAtomics),
-            Fence::All => entry.fence(mlx5::FenceMode::Strong),
-        };
+        if self.fence != Fence::None {
+            entry = entry.fence(self.fence.into());
+        }
         entry = match self.op {
             WrOp::SendImm(imm) => entry.imm(imm),
             WrOp::SendInvalidate(key) => entry.invalidate(key),
@@ -238,10 +236,8 @@ impl<'q> SendBatch<'q> {
     /// Locks the queue, after prefetching the target of the first RDMA write.
     #[inline]
     pub(super) fn with(core: &'q Core, requests: &[SendRequest<'_>]) -> Self {
-        if let Some(SendRequest { op: WrOp::Write(Remote { address, rkey }), .. }) =
-            requests.first()
-        {
-            core.prefetch_hint.prefetch(&mlx5::Remote { address: *address, rkey: *rkey });
+        if let Some(SendRequest { op: WrOp::Write(remote), .. }) = requests.first() {
+            core.prefetch_hint.prefetch(remote);
         }
         Self::new(core)
     }
@@ -314,7 +310,7 @@ impl<'q> SendBatch<'q> {
     #[inline]
     fn write(&mut self, fast_path: &mut FastPath<'_>, request: &SendRequest<'_>) -> bool {
         let core = self.core;
-        let WrOp::Write(Remote { address, rkey }) = request.op else { return false };
+        let WrOp::Write(remote) = request.op else { return false };
         let payload = match (request.inline, request.data) {
             (Some(bytes), _) => DataSegment::Inline(bytes),
             (None, &[Sge { address, len, lkey }]) => {
@@ -328,7 +324,6 @@ impl<'q> SendBatch<'q> {
         core.wr_table.send_wr_ids[slot].store(request.id, Ordering::Relaxed);
         core.wr_table.send_wqe_sizes[slot].store(1, Ordering::Relaxed);
         core.wr_table.posted.store(wqe_index + 1, Ordering::Release);
-        let remote = mlx5::Remote { address, rkey };
         let (signaled, prefetch_hint) = (request.signaled, &core.prefetch_hint);
         if !fast_path.write(&FastWrite { wqe_index, remote, payload, signaled, prefetch_hint }) {
             core.wr_table.posted.store(wqe_index, Ordering::Release);

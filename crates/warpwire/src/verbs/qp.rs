@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use warpwire_proto::Psn;
 use warpwire_proto::qp as protocol;
-use warpwire_proto::{Psn, qp::QpAttributes};
+use warpwire_proto::qp::{Access, QpAttributes};
 
 use super::bootstrap::QpEndpoint;
 use super::direct_verbs::DirectVerbsQp;
@@ -61,7 +62,7 @@ pub struct QpOptions {
     /// Path MTU. Default: the maximum that the link and the peer support.
     pub mtu: Option<Mtu>,
     /// Remote access flags (`qp_access_flags`). Default: all.
-    pub access: protocol::Access,
+    pub access: Access,
     /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
     pub timeout: u8,
     /// Retransmissions without an answer before work fails with
@@ -100,7 +101,7 @@ impl Default for QpOptions {
             memory: None,
             poll_doorbell: false,
             mtu: None,
-            access: protocol::Access::ALL,
+            access: Access::ALL,
             timeout: 14,
             retry_count: 7,
             rnr_retry: 7,

@@ -8,7 +8,6 @@ use warpwire::verbs::{
     Access, AsyncEvent, CqOptions, Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest,
     SendRequest, SrqOptions, State, Status, WrOp,
 };
-use warpwire_proto::qp::Access as QpAccess;
 
 use crate::verbs::fixture::{Fixture, Testbed, same};
 use testkit::cases;
@@ -322,7 +321,7 @@ fn access_can_change(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join_with(
         QpOptions::default(),
-        QpOptions { access: QpAccess::NONE, ..QpOptions::default() },
+        QpOptions { access: Access::NONE, ..QpOptions::default() },
     );
     let far = fixture.memory(
         &testbed.b,
@@ -331,7 +330,7 @@ fn access_can_change(fixture: &Fixture) {
         Access::LOCAL_WRITE | Access::REMOTE_WRITE,
     );
     let allow =
-        QpAttributes { access: Some(QpAccess::REMOTE_WRITE), ..QpAttributes::new(State::Rts) };
+        QpAttributes { access: Some(Access::REMOTE_WRITE), ..QpAttributes::new(State::Rts) };
     conn.b.qp.modify(&allow).unwrap();
     conn.a
         .qp

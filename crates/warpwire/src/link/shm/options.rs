@@ -77,7 +77,8 @@ impl FromStr for Options {
         let mut options = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             let (key, value) = part.split_once('=').unwrap_or((part, ""));
-            let value = || Ok(usize::try_from(units::parse_bytes(value)?).unwrap_or(usize::MAX));
+            let value =
+                || units::parse_bytes(value).map(|len| usize::try_from(len).unwrap_or(usize::MAX));
             match key {
                 "ring" => match value()? {
                     ring if SIZES.contains(&ring) => options.ring = ring,

@@ -11,7 +11,7 @@ use super::status::KernelStatus;
 use crate::mem::sim::{Block, KernelFault};
 use crate::mem::{Condition, DeviceAddr, WordWidth};
 use crate::mlx5::{
-    Atomic, Builder, CqeTail, Doorbell, DoorbellRecord, Opcode, Receive, Scratch, Status,
+    Atomic, Builder, CqeTail, Doorbell, DoorbellRecord, Opcode, Receive, Scratch, Status, Syndrome,
     WQEBB_LEN, owner_bit,
 };
 use crate::verbs::Remote;
@@ -429,7 +429,7 @@ fn refused(status: KernelStatus) -> DeviceTicket {
 
 /// The status of a recorded failure.
 fn cause(failure: u64) -> KernelStatus {
-    KernelStatus::Failed(Status::from_syndrome(failure as u8))
+    KernelStatus::Failed(Syndrome(failure as u8).into())
 }
 
 /// Polls `ask` until it returns a value or an error, or until the timeout.
@@ -512,7 +512,7 @@ impl DeviceQueue<'_> {
             return Ok(None);
         }
         Ok(Some(match tail.is_error() {
-            true => KernelStatus::Failed(Status::from_syndrome(self.cqe(number, 52)?[3])),
+            true => KernelStatus::Failed(Syndrome(self.cqe(number, 52)?[3]).into()),
             false => KernelStatus::Ok,
         }))
     }
@@ -553,7 +553,8 @@ impl DeviceQueue<'_> {
                 at += 1;
             }
             if let Some(KernelStatus::Failed(status)) = found {
-                return self.atomic_min(queue::FAILURE, at << 8 | u64::from(status.syndrome()));
+                return self
+                    .atomic_min(queue::FAILURE, at << 8 | u64::from(Syndrome::from(status).0));
             }
         }
         self.atomic_min(queue::FAILURE, number << 8 | 0xff)
