@@ -5,7 +5,7 @@ use crate::wire::Opcode;
 
 /// The operation of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WrOp {
+pub enum SendOp {
     /// Send into a receive of the peer.
     Send,
     /// Send with immediate data.
@@ -26,7 +26,7 @@ pub enum WrOp {
     Bad(Status),
 }
 
-impl WrOp {
+impl SendOp {
     /// Whether it waits for data from the peer rather than for an ACK.
     pub(super) fn awaits_response(&self) -> bool {
         matches!(self, Self::Read(_) | Self::Atomic(..))
@@ -62,8 +62,8 @@ pub enum Fence {
 /// A work request for the send queue.
 ///
 /// ```
-/// use warpwire_proto::qp::{Fence, WrOp, SendWr};
-/// let work = SendWr { fence: Fence::Reads, ..SendWr::new(7, WrOp::Send, 4096) };
+/// use warpwire_proto::qp::{Fence, SendOp, SendWr};
+/// let work = SendWr { fence: Fence::Reads, ..SendWr::new(7, SendOp::Send, 4096) };
 /// assert!(work.signaled);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub struct SendWr {
     /// completion.
     pub id: u64,
     /// The operation.
-    pub op: WrOp,
+    pub op: SendOp,
     /// Length in bytes; for an atomic that of its word.
     pub len: u32,
     /// Whether the user wants a completion on success. The completion is reported to the host in
@@ -86,7 +86,7 @@ pub struct SendWr {
 
 impl SendWr {
     /// A signaled work request without a fence.
-    pub const fn new(id: u64, op: WrOp, len: u32) -> Self {
+    pub const fn new(id: u64, op: SendOp, len: u32) -> Self {
         Self { id, op, len, signaled: true, fence: Fence::None, solicited: false }
     }
 }
@@ -205,9 +205,9 @@ pub enum QpEvent {
     Fatal,
 }
 
-/// The output of [`Qp::poll_event`](super::Qp::poll_event).
+/// The output of [`RcQp::poll_event`](super::RcQp::poll_event).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum ProtocolEvent {
     /// A work request completed.
     Sent(SendCompletion),
     /// A receive completed.

@@ -3,7 +3,7 @@
 use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion};
 
 use super::qpc::QpContext;
-use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Opcode, Queue, RecvKind, Sent, Status};
+use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, WqeOpcode};
 
 #[inline]
 fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
@@ -15,7 +15,7 @@ fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
 #[inline]
 pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> Sent {
     let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
-    Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
+    Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
 }
 
 /// The CQE of posted work; `None` if it succeeded and is unsignaled.
@@ -27,11 +27,11 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     if completion.status == Status::Success {
         let fetches = matches!(
             opcode,
-            Opcode::RdmaRead
-                | Opcode::CompareSwap
-                | Opcode::FetchAdd
-                | Opcode::MaskedCompareSwap
-                | Opcode::MaskedFetchAdd
+            WqeOpcode::RdmaRead
+                | WqeOpcode::CompareSwap
+                | WqeOpcode::FetchAdd
+                | WqeOpcode::MaskedCompareSwap
+                | WqeOpcode::MaskedFetchAdd
         );
         let bytes = if fetches { work.len } else { 0 };
         return completion.signaled.then(|| cqe(qpc, CqeOutcome::Sent { opcode, bytes }, counter));
@@ -49,7 +49,7 @@ pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) 
     let counter = receive_completion.id as u16;
     if receive_completion.status != Status::Success {
         let (queue, status) = (Queue::Receive, receive_completion.status);
-        let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop };
+        let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: WqeOpcode::Nop };
         return cqe(qpc, failed, counter);
     }
     let recv_kind = match receive_completion.kind {
@@ -66,5 +66,5 @@ pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) 
 /// The CQE of a receive that was flushed unused.
 pub(super) fn flushed(qpc: &QpContext, counter: u16) -> Cqe {
     let (queue, status) = (Queue::Receive, Status::Flushed);
-    cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop }, counter)
+    cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: WqeOpcode::Nop }, counter)
 }

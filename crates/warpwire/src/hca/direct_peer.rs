@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{self, Atomic, SendWr as WireWork, State, WrOp};
+use warpwire_proto::qp::{self, Atomic, SendOp, SendWr as WireWork, State};
 
 use super::direct::{DirectState, FIRST_KEY_ROW, FastWrite, address_words, row_of};
 use super::engine::qpn_to_index;
@@ -124,9 +124,9 @@ impl DirectPeers {
     ) -> DirectOutcome {
         let Some(at) = qpc.direct.direct_peer else { return DirectOutcome::UsePackets(None) };
         let (remote, need) = match work.op {
-            WrOp::Write(remote) => (remote, Access::REMOTE_WRITE),
-            WrOp::Read(remote) => (remote, Access::REMOTE_READ),
-            WrOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
+            SendOp::Write(remote) => (remote, Access::REMOTE_WRITE),
+            SendOp::Read(remote) => (remote, Access::REMOTE_READ),
+            SendOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
             _ => return DirectOutcome::UsePackets(None),
         };
         let Some(Some(direct_peer)) = self.0.get_mut(at as usize) else {
@@ -293,7 +293,7 @@ impl DirectPeer {
     #[cold]
     fn validate_remote_qp(
         &self,
-        local: &qp::Qp,
+        local: &qp::RcQp,
         direct: &mut DirectState,
         row: u32,
     ) -> Result<(), IndirectReason> {
@@ -451,9 +451,9 @@ impl RemoteTarget<'_> {
         len: u32,
     ) -> Result<(), AccessDenied> {
         match work.op {
-            WrOp::Write(_) => self.write(qp_memory, registry, work.id, from, len),
-            WrOp::Read(_) => self.read(qp_memory, registry, work.id, from, len),
-            WrOp::Atomic(_, atomic) => self.execute_atomic(qp_memory, registry, work.id, atomic),
+            SendOp::Write(_) => self.write(qp_memory, registry, work.id, from, len),
+            SendOp::Read(_) => self.read(qp_memory, registry, work.id, from, len),
+            SendOp::Atomic(_, atomic) => self.execute_atomic(qp_memory, registry, work.id, atomic),
             _ => Err(AccessDenied::Range),
         }
     }

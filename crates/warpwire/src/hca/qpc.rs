@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use warpwire_proto::qp::{self, SendWr as WireWork, WrOp};
+use warpwire_proto::qp::{self, SendOp, SendWr as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
@@ -17,8 +17,8 @@ use super::ring::{
 use super::stats::IndirectReason;
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, Opcode, SEGMENT, SendKind,
-    Status, Work, Wqe,
+    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT, SendKind, Status,
+    Work, Wqe, WqeOpcode,
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
@@ -51,7 +51,7 @@ pub struct QpSpec {
     /// [`Hca::ring`](super::Hca::ring).
     pub poll_doorbell: bool,
     /// Options of the protocol; the queue depth is set from `send_wqebbs`.
-    pub options: qp::Options,
+    pub options: qp::TransportOptions,
     /// The maximum datagram (UD); `None` for a connection (RC).
     pub datagrams: Option<qp::Mtu>,
 }
@@ -59,7 +59,7 @@ pub struct QpSpec {
 /// State of a work request in progress, by the index of its first WQEBB.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WrState {
-    pub opcode: Opcode,
+    pub opcode: WqeOpcode,
     pub cq_update: CqUpdate,
     pub len: u32,
     /// The only range of its payload, if there is just one: the common case.
@@ -70,7 +70,7 @@ pub(super) struct WrState {
 
 impl WrState {
     const NONE: Self = Self {
-        opcode: Opcode::Nop,
+        opcode: WqeOpcode::Nop,
         cq_update: CqUpdate::Always,
         len: 0,
         single_sge: None,
@@ -150,7 +150,7 @@ pub(super) enum RecvSource {
 
 impl QpContext {
     pub(super) fn new(number: u32, spec: QpSpec) -> Self {
-        let options = qp::Options { send_depth: spec.send_wqebbs, ..spec.options };
+        let options = qp::TransportOptions { send_depth: spec.send_wqebbs, ..spec.options };
         let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
         let receives = match spec.srq {
             Some(srqn) => RecvSource::Srq(srqn),
@@ -280,7 +280,7 @@ impl QpContext {
             Ok(found) => found,
             Err(status) => {
                 self.qp_memory.record_wr(taken, 0, None, None);
-                (WrOp::Bad(status), 0, None)
+                (SendOp::Bad(status), 0, None)
             }
         };
         let fence = taken.control.fence.into();
@@ -300,7 +300,7 @@ impl QpContext {
         if qp.post(work, || qp_memory.address(work.id)).is_err() {
             // A length beyond the maximum, or a state that accepts no work: the same error for the
             // user.
-            let bad = WrOp::Bad(Status::LocalQpOperation);
+            let bad = SendOp::Bad(Status::LocalQpOperation);
             let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
         }
     }
@@ -337,7 +337,7 @@ impl QpMemory {
         &mut self,
         taken: &TakenWqe,
         registry: &Registry,
-    ) -> Result<(WrOp, u32, Option<mlx5::Wait>), Status> {
+    ) -> Result<(SendOp, u32, Option<mlx5::Wait>), Status> {
         let wqe = self.parse(taken.wqe_index).map_err(|refused| refused.status())?;
         let (mut wait, mut single_sge, mut inline, mut dump_len) = (None, None, None, 0);
         let start = self.ring.copy(taken.wqe_index).as_ptr().addr();
@@ -353,36 +353,36 @@ impl QpMemory {
             payload.len() as u32
         };
         let (op, len) = match wqe.work {
-            Work::Nop => (WrOp::Local, 0),
+            Work::Nop => (SendOp::Local, 0),
             Work::Wait(found) => {
                 wait = Some(found);
-                (WrOp::Local, 0)
+                (SendOp::Local, 0)
             }
             // Data placed before is visible already, so the local read itself can be omitted; only
             // its range is checked.
             Work::Dump { from } => {
                 dump_len = record_wr(&from);
-                (WrOp::Local, 0)
+                (SendOp::Local, 0)
             }
             Work::Send { kind, payload } => {
                 let op = match kind {
-                    SendKind::Plain => WrOp::Send,
-                    SendKind::Imm(imm) => WrOp::SendImm(u32::from_be_bytes(imm)),
-                    SendKind::Invalidate(key) => WrOp::SendInvalidate(key),
+                    SendKind::Plain => SendOp::Send,
+                    SendKind::Imm(imm) => SendOp::SendImm(u32::from_be_bytes(imm)),
+                    SendKind::Invalidate(key) => SendOp::SendInvalidate(key),
                 };
                 (op, record_wr(&payload))
             }
             Work::Write { remote: at, imm, payload } => {
                 let op = match imm {
-                    Some(imm) => WrOp::WriteImm(at, u32::from_be_bytes(imm)),
-                    None => WrOp::Write(at),
+                    Some(imm) => SendOp::WriteImm(at, u32::from_be_bytes(imm)),
+                    None => SendOp::Write(at),
                 };
                 (op, record_wr(&payload))
             }
-            Work::Read { remote: at, into } => (WrOp::Read(at), record_wr(&into)),
+            Work::Read { remote: at, into } => (SendOp::Read(at), record_wr(&into)),
             Work::Atomic { remote: at, op, into } => {
                 record_wr(&into);
-                (WrOp::Atomic(at, op), op.width().bytes())
+                (SendOp::Atomic(at, op), op.width().bytes())
             }
         };
         self.record_wr(taken, len, single_sge, inline);
@@ -622,16 +622,16 @@ impl QpMemory {
         };
         let entry = &taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)];
         // A malformed receive WQE has no capacity: messages find it too small.
-        let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
+        let capacity = mlx5::ReceiveWqe::parse(entry).map_or(0, |receive| receive.len());
         *slot = Some(taken);
         let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
         Some(qp::Receive { id: u64::from(taken.counter), capacity })
     }
 
-    fn active_receive(&self, id: u64) -> Option<mlx5::Receive<'_>> {
+    fn active_receive(&self, id: u64) -> Option<mlx5::ReceiveWqe<'_>> {
         let taken =
             self.active_receives.iter().flatten().find(|taken| u64::from(taken.counter) == id)?;
-        mlx5::Receive::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
+        mlx5::ReceiveWqe::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
     }
 
     /// The memory of a receive in use, if it is a single segment.

@@ -10,9 +10,9 @@
 //! | [`Builder`], [`EncodedWqe`] | writing a send WQE |
 //! | [`Wqe`], [`Work`], [`WqePayload`] | parsing a send WQE; [`WqeError`] if it is invalid |
 //! | [`AddressVector`] | destination of a UD message |
-//! | [`Receive`], [`SrqEntry`] | WQEs of receive queues and SRQs |
+//! | [`ReceiveWqe`], [`SrqEntry`] | WQEs of receive queues and SRQs |
 //! | [`Cqe`], [`CqeTail`] | CQEs, written and parsed |
-//! | [`Syndrome`] | a completion's status as a CQE encodes it |
+//! | [`CqeSyndrome`] | a completion's status as a CQE encodes it |
 //! | [`Doorbell`], [`DoorbellRecord`] | producer index of a queue, as written by its poster |
 //! | [`producer`], [`ProducerTracker`] | producer index of a queue, as seen by its consumer |
 //! | [`CqArm`] | consumer index of a completion queue, and its arming |
@@ -42,9 +42,9 @@ pub use cqe::{
     collapsed_is_done, collapsed_latest, owner_bit,
 };
 pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
-pub use opcode::Opcode;
-pub use receive::{Receive, Segments, SrqEntry, receive_stride};
-pub use status::Syndrome;
+pub use opcode::WqeOpcode;
+pub use receive::{ReceiveWqe, Segments, SrqEntry, receive_stride};
+pub use status::CqeSyndrome;
 pub use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Remote, Status};
 pub use wqe::{
     ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, SendKind, Wait, Work,

@@ -5,14 +5,14 @@ use warpwire_proto::qp::Status;
 /// The syndrome of a CQE: ConnectX's encoding of a [`Status`].
 ///
 /// ```
-/// use warpwire::mlx5::Syndrome;
+/// use warpwire::mlx5::CqeSyndrome;
 /// use warpwire::verbs::Status;
-/// assert_eq!(Syndrome::from(Status::RemoteAccess), Syndrome(0x13));
-/// assert_eq!(Status::from(Syndrome(0x13)), Status::RemoteAccess);
-/// assert_eq!(Status::from(Syndrome(0x77)), Status::General); // unknown
+/// assert_eq!(CqeSyndrome::from(Status::RemoteAccess), CqeSyndrome(0x13));
+/// assert_eq!(Status::from(CqeSyndrome(0x13)), Status::RemoteAccess);
+/// assert_eq!(Status::from(CqeSyndrome(0x77)), Status::General); // unknown
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Syndrome(pub u8);
+pub struct CqeSyndrome(pub u8);
 
 /// Every failure with its syndrome.
 const TABLE: [(u8, Status); 13] = [
@@ -31,18 +31,18 @@ const TABLE: [(u8, Status); 13] = [
     (0x22, Status::RemoteAbort),
 ];
 
-/// Syndrome of [`Status::General`]; no producer uses it otherwise.
+/// CqeSyndrome of [`Status::General`]; no producer uses it otherwise.
 const OTHER: u8 = 0xff;
 
-impl From<Syndrome> for Status {
+impl From<CqeSyndrome> for Status {
     /// The status of a syndrome; unknown ones are [`Status::General`].
-    fn from(Syndrome(code): Syndrome) -> Self {
+    fn from(CqeSyndrome(code): CqeSyndrome) -> Self {
         let known = TABLE.iter().find(|(known, _)| *known == code);
         known.map_or(Self::General, |(_, status)| *status)
     }
 }
 
-impl From<Status> for Syndrome {
+impl From<Status> for CqeSyndrome {
     /// The syndrome of a status; 0 for success.
     fn from(status: Status) -> Self {
         Self(match status {
@@ -59,16 +59,16 @@ mod tests {
     #[test]
     fn syndromes_round_trip_and_unknown_ones_are_general_errors() {
         for byte in 0..=u8::MAX {
-            let status = Status::from(Syndrome(byte));
+            let status = Status::from(CqeSyndrome(byte));
             match TABLE.iter().find(|(code, _)| *code == byte) {
                 Some((_, expected)) => {
                     assert_eq!(status, *expected);
-                    assert_eq!(Syndrome::from(status), Syndrome(byte));
+                    assert_eq!(CqeSyndrome::from(status), CqeSyndrome(byte));
                 }
                 None => assert_eq!(status, Status::General),
             }
         }
-        assert_eq!(Status::from(Syndrome::from(Status::General)), Status::General);
-        assert_eq!(Syndrome::from(Status::Success), Syndrome(0));
+        assert_eq!(Status::from(CqeSyndrome::from(Status::General)), Status::General);
+        assert_eq!(CqeSyndrome::from(Status::Success), CqeSyndrome(0));
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Kind, Result};
 use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
     AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
-    MAX_SEGMENTS, Opcode, SEGMENT, Scratch, WQEBB_LEN, WqeTooLong,
+    MAX_SEGMENTS, SEGMENT, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
 };
 use crate::sync::{Guard, this_thread};
 use crate::work::{Fence, Sge, WrOp};
@@ -62,19 +62,19 @@ impl SendRequest<'_> {
         qpn: u32,
     ) -> std::result::Result<EncodedWqe<'s>, WqeTooLong> {
         let opcode = match self.op {
-            WrOp::Send => Opcode::Send,
-            WrOp::SendImm(_) => Opcode::SendImm,
-            WrOp::SendInvalidate(_) => Opcode::SendInvalidate,
-            WrOp::Write(_) => Opcode::RdmaWrite,
-            WrOp::WriteImm(..) => Opcode::RdmaWriteImm,
-            WrOp::Read(_) => Opcode::RdmaRead,
-            WrOp::Atomic(_, Atomic::CompareSwap { .. }) => Opcode::CompareSwap,
-            WrOp::Atomic(_, Atomic::FetchAdd { .. }) => Opcode::FetchAdd,
-            WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => Opcode::MaskedCompareSwap,
-            WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => Opcode::MaskedFetchAdd,
-            WrOp::Nop => Opcode::Nop,
-            WrOp::Wait { .. } => Opcode::Wait,
-            WrOp::Dump => Opcode::Dump,
+            WrOp::Send => WqeOpcode::Send,
+            WrOp::SendImm(_) => WqeOpcode::SendImm,
+            WrOp::SendInvalidate(_) => WqeOpcode::SendInvalidate,
+            WrOp::Write(_) => WqeOpcode::RdmaWrite,
+            WrOp::WriteImm(..) => WqeOpcode::RdmaWriteImm,
+            WrOp::Read(_) => WqeOpcode::RdmaRead,
+            WrOp::Atomic(_, Atomic::CompareSwap { .. }) => WqeOpcode::CompareSwap,
+            WrOp::Atomic(_, Atomic::FetchAdd { .. }) => WqeOpcode::FetchAdd,
+            WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => WqeOpcode::MaskedCompareSwap,
+            WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => WqeOpcode::MaskedFetchAdd,
+            WrOp::Nop => WqeOpcode::Nop,
+            WrOp::Wait { .. } => WqeOpcode::Wait,
+            WrOp::Dump => WqeOpcode::Dump,
         };
         let mut entry = Builder::new(scratch, opcode, index, qpn);
         if self.signaled {
@@ -387,7 +387,7 @@ pub(super) fn overwrite_with_nop<Q: QueueAccess>(
     scratch: &mut Scratch,
     wqebbs: Range<u64>,
 ) {
-    let nop = Builder::new(scratch, Opcode::Nop, wqebbs.start as u16, queues.number());
+    let nop = Builder::new(scratch, WqeOpcode::Nop, wqebbs.start as u16, queues.number());
     let Ok(wqe) = nop.signaled().finish() else { return };
     let mut control = [0; SEGMENT];
     control.copy_from_slice(wqe.bytes());

@@ -82,7 +82,7 @@ pub struct QpOptions {
     pub max_rd_atomic: u8,
     /// Tuning of the software HCA's requester: packet window, read chunking, line rate. Ignored by
     /// hardware.
-    pub tuning: protocol::Options,
+    pub tuning: protocol::TransportOptions,
 }
 
 impl Default for QpOptions {
@@ -107,7 +107,7 @@ impl Default for QpOptions {
             rnr_retry: 7,
             min_rnr_timer: 1,
             max_rd_atomic: 16,
-            tuning: protocol::Options::default(),
+            tuning: protocol::TransportOptions::default(),
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use warpwire::link::{Hub, loopback};
+use warpwire::link::{Hub, LoopbackOptions};
 use warpwire::verbs::{
     Access, AsyncEvent, CqOptions, Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest,
     SendRequest, SrqOptions, State, Status, WrOp,
@@ -139,7 +139,7 @@ fn a_refused_reset_changes_nothing(fixture: &Fixture) {
 }
 
 fn an_mtu_beyond_the_link(_: &Fixture) {
-    let hub = Hub::with(loopback::Options { max_packet: 1200, ..loopback::Options::default() });
+    let hub = Hub::with(LoopbackOptions { max_packet: 1200, ..LoopbackOptions::default() });
     let end = |at: &str| hub.endpoint(at.parse().unwrap()).unwrap();
     let testbed = Testbed::over(end("10.0.0.1:4791"), end("10.0.0.2:4791"), ProgressMode::Manual);
     assert_eq!(testbed.a.context.max_mtu().bytes(), 1024);
