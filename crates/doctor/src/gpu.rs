@@ -1,6 +1,6 @@
 //! Checks of GPUs, their driver, and CUDA.
 
-use super::{Check, Evidence, Group, Outcome, some_of};
+use super::{Check, Evidence, Group, ProbeOutcome, some_of};
 use warpwire::host::{FileAccess, System};
 
 const GROUP: Group = Group::Gpu;
@@ -139,12 +139,12 @@ fn device_node(system: &System, node: &str) -> Check {
 fn cuda_library(evidence: &Evidence) -> Check {
     let name = "CUDA driver library";
     match &evidence.probes.cuda.library {
-        Outcome::Worked => GROUP.pass(name, "libcuda.so.1 loaded"),
-        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } if evidence.gpus.is_empty() => {
+        ProbeOutcome::Worked => GROUP.pass(name, "libcuda.so.1 loaded"),
+        ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        ProbeOutcome::Failed { why } if evidence.gpus.is_empty() => {
             GROUP.skip(name, format!("{why}; there is no NVIDIA GPU that would need it"))
         }
-        Outcome::Failed { why } => GROUP.fail(
+        ProbeOutcome::Failed { why } => GROUP.fail(
             name,
             why,
             "install libcuda (Debian, Ubuntu: libcuda1); in a container, \
@@ -159,7 +159,7 @@ fn cuda_version(evidence: &Evidence) -> Option<Check> {
     if !cuda.library.worked() {
         return None;
     }
-    if let Outcome::Failed { why } = &cuda.init {
+    if let ProbeOutcome::Failed { why } = &cuda.init {
         let why = format!("cuInit failed: {why}");
         return Some(if evidence.gpus.is_empty() {
             GROUP.skip(name, format!("{why}; there is no NVIDIA GPU"))
@@ -186,12 +186,12 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
     for device in &evidence.probes.cuda.devices {
         let name = format!("cuda:{} memory", device.ordinal);
         checks.push(match &device.alloc_64k {
-            Outcome::Worked => {
+            ProbeOutcome::Worked => {
                 let size = warpwire::units::bytes(device.total_memory);
                 GROUP.pass(name, format!("{}, {size}: allocated 64 KiB", device.name))
             }
-            Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-            Outcome::Failed { why } => GROUP.fail(
+            ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+            ProbeOutcome::Failed { why } => GROUP.fail(
                 name,
                 format!("{}: allocating 64 KiB failed: {why}", device.name),
                 "see which processes use it: `nvidia-smi`; if it is in exclusive mode: \

@@ -199,11 +199,11 @@ fn huge_pages(system: &System) -> Check {
 fn memfd(evidence: &Evidence) -> Check {
     let name = "shareable anonymous memory";
     match &evidence.probes.memfd {
-        super::Outcome::Worked => {
+        super::ProbeOutcome::Worked => {
             GROUP.pass(name, "memfd_create worked; the simulated GPU's memory uses it")
         }
-        super::Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        super::Outcome::Failed { why } => GROUP.fail(
+        super::ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        super::ProbeOutcome::Failed { why } => GROUP.fail(
             name,
             format!("memfd_create failed: {why}"),
             "allow memfd_create in the container's seccomp profile (to try, Docker: \

@@ -32,7 +32,7 @@ mod windows;
 
 use serde::Serialize;
 
-pub use probes::{CudaAttributes, CudaDeviceProbe, CudaProbe, Outcome, Probes, UdpProbe};
+pub use probes::{CudaAttributes, CudaDeviceProbe, CudaProbe, ProbeOutcome, Probes, UdpProbe};
 pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
 pub use trial::{Trial, TrialOutcome, registrations_to_text, try_registrations};
 pub use verdict::{Answer, Verdict};
@@ -98,11 +98,11 @@ pub enum Group {
 
 impl Group {
     fn pass(self, name: impl Into<String>, why: impl Into<String>) -> Check {
-        self.check(Status::Pass, name, why, None)
+        self.check(CheckStatus::Pass, name, why, None)
     }
 
     fn skip(self, name: impl Into<String>, why: impl Into<String>) -> Check {
-        self.check(Status::Skip, name, why, None)
+        self.check(CheckStatus::Skip, name, why, None)
     }
 
     fn warn(
@@ -111,7 +111,7 @@ impl Group {
         why: impl Into<String>,
         fix: impl Into<String>,
     ) -> Check {
-        self.check(Status::Warn, name, why, Some(fix.into()))
+        self.check(CheckStatus::Warn, name, why, Some(fix.into()))
     }
 
     fn fail(
@@ -120,12 +120,12 @@ impl Group {
         why: impl Into<String>,
         fix: impl Into<String>,
     ) -> Check {
-        self.check(Status::Fail, name, why, Some(fix.into()))
+        self.check(CheckStatus::Fail, name, why, Some(fix.into()))
     }
 
     fn check(
         self,
-        status: Status,
+        status: CheckStatus,
         name: impl Into<String>,
         why: impl Into<String>,
         fix: Option<String>,
@@ -137,7 +137,7 @@ impl Group {
 /// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum CheckStatus {
     /// No problem was found.
     Pass,
     /// Works, but not as well as it could; a fix is given.
@@ -156,10 +156,10 @@ pub struct Check {
     /// What was checked: `NVIDIA driver`.
     pub name: String,
     /// The result.
-    pub status: Status,
+    pub status: CheckStatus,
     /// The reason, in terms of what was read or tried.
     pub why: String,
-    /// What to do; always present for [`Status::Warn`] and [`Status::Fail`].
+    /// What to do; always present for [`CheckStatus::Warn`] and [`CheckStatus::Fail`].
     pub fix: Option<String>,
 }
 

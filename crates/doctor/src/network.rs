@@ -1,6 +1,6 @@
 //! Checks of network interfaces and UDP, which the software HCA uses.
 
-use super::{Check, Evidence, Group, Outcome};
+use super::{Check, Evidence, Group, ProbeOutcome};
 use warpwire::host::{NetInterface, System};
 use warpwire::units;
 
@@ -71,11 +71,11 @@ fn mtu(interface: &NetInterface) -> Check {
     }
 }
 
-fn offload(name: &str, outcome: &Outcome, worked: &str, fix: &str) -> Check {
+fn offload(name: &str, outcome: &ProbeOutcome, worked: &str, fix: &str) -> Check {
     match outcome {
-        Outcome::Worked => GROUP.pass(name, worked),
-        Outcome::Failed { why } => GROUP.warn(name, why, fix),
-        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        ProbeOutcome::Worked => GROUP.pass(name, worked),
+        ProbeOutcome::Failed { why } => GROUP.warn(name, why, fix),
+        ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
     }
 }
 

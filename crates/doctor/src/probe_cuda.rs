@@ -2,7 +2,7 @@
 //! maps a small buffer on it.
 
 use super::probes::{CudaAttributes, CudaDeviceProbe};
-use super::{CudaProbe, Outcome};
+use super::{CudaProbe, ProbeOutcome};
 use warpwire::error::{Kind, Result};
 use warpwire::mem::{Allocation, Device, DmaBuf, Window, cuda};
 
@@ -14,18 +14,18 @@ pub(super) fn probe() -> CudaProbe {
     let (major, minor) = match cuda::driver_version() {
         Ok(version) => version,
         Err(error) => {
-            let failed = Outcome::failed(error.reason());
+            let failed = ProbeOutcome::failed(error.reason());
             // A missing library or symbol is distinct from a driver that fails to initialize.
             let (library, init) = match error.kind() {
-                Kind::Unavailable => (failed, Outcome::not_tried("the library did not load")),
-                _ => (Outcome::Worked, failed),
+                Kind::Unavailable => (failed, ProbeOutcome::not_tried("the library did not load")),
+                _ => (ProbeOutcome::Worked, failed),
             };
             return CudaProbe { library, init, ..CudaProbe::default() };
         }
     };
     CudaProbe {
-        library: Outcome::Worked,
-        init: Outcome::Worked,
+        library: ProbeOutcome::Worked,
+        init: ProbeOutcome::Worked,
         driver_api: Some(major * 1000 + minor * 10),
         devices: cuda::devices().unwrap_or_default().iter().map(device).collect(),
     }
@@ -60,11 +60,11 @@ fn refused(window: &Window) -> Vec<String> {
     each.map(|refusal| format!("{}: {}", refusal.path, refusal.why.reason())).collect()
 }
 
-fn outcome<T>(tried: Option<Result<T>>, otherwise: &str) -> Outcome {
+fn outcome<T>(tried: Option<Result<T>>, otherwise: &str) -> ProbeOutcome {
     match tried {
-        Some(Ok(_)) => Outcome::Worked,
-        Some(Err(error)) => Outcome::failed(error.reason()),
-        None => Outcome::not_tried(otherwise),
+        Some(Ok(_)) => ProbeOutcome::Worked,
+        Some(Err(error)) => ProbeOutcome::failed(error.reason()),
+        None => ProbeOutcome::not_tried(otherwise),
     }
 }
 

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Outcome, UdpProbe};
+use super::{ProbeOutcome, UdpProbe};
 use warpwire::error::{Error, Kind, Result};
-use warpwire::link::udp::Options;
+use warpwire::link::UdpOptions;
 use warpwire::link::{FlowId, Link, Udp};
 
 const SEGMENT: usize = 1000;
@@ -19,7 +19,7 @@ const SEGMENTS: usize = 8;
 const TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Creates a memfd, writes to it and reads it back.
-pub(super) fn memfd() -> Outcome {
+pub(super) fn memfd() -> ProbeOutcome {
     let probe = || -> io::Result<bool> {
         let fd = rustix::fs::memfd_create("warpwire-doctor", rustix::fs::MemfdFlags::CLOEXEC)?;
         let mut file = File::from(fd);
@@ -30,23 +30,23 @@ pub(super) fn memfd() -> Outcome {
         Ok(&read == b"warpwire")
     };
     match probe() {
-        Ok(true) => Outcome::Worked,
-        Ok(false) => Outcome::failed("the bytes read differ from the bytes written"),
-        Err(source) => Outcome::failed(source.to_string()),
+        Ok(true) => ProbeOutcome::Worked,
+        Ok(false) => ProbeOutcome::failed("the bytes read differ from the bytes written"),
+        Err(source) => ProbeOutcome::failed(source.to_string()),
     }
 }
 
 /// Sends one segmented burst over the IPv4 loopback and receives it.
 pub(super) fn udp() -> UdpProbe {
     try_udp().unwrap_or_else(|source| UdpProbe {
-        loopback: Outcome::failed(source.to_string()),
-        gso: Outcome::not_tried("no UDP over loopback"),
-        gro: Outcome::not_tried("no UDP over loopback"),
+        loopback: ProbeOutcome::failed(source.to_string()),
+        gso: ProbeOutcome::not_tried("no UDP over loopback"),
+        gro: ProbeOutcome::not_tried("no UDP over loopback"),
     })
 }
 
 fn try_udp() -> Result<UdpProbe> {
-    let bind = || Udp::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Options::default());
+    let bind = || Udp::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), UdpOptions::default());
     let (mut sender, mut receiver) = (bind()?, bind()?);
     let flow = sender.open(receiver.local(), 0)?;
     if !exchange(&mut sender, flow, &mut receiver, 1)? {
@@ -55,19 +55,19 @@ fn try_udp() -> Result<UdpProbe> {
     }
     let whole = exchange(&mut sender, flow, &mut receiver, SEGMENTS)?;
     let gso = match sender.offloads().segmentation {
-        Err(why) => Outcome::failed(why),
-        Ok(()) if whole => Outcome::Worked,
-        Ok(()) => Outcome::failed("the burst was sent, but did not arrive completely"),
+        Err(why) => ProbeOutcome::failed(why),
+        Ok(()) if whole => ProbeOutcome::Worked,
+        Ok(()) => ProbeOutcome::failed("the burst was sent, but did not arrive completely"),
     };
     let gro = match receiver.offloads().coalescing {
-        Err(why) => Outcome::failed(why),
-        Ok(()) if receiver.counters().coalesced > 0 => Outcome::Worked,
-        Ok(()) if gso != Outcome::Worked => {
-            Outcome::not_tried("needs a segmented burst to receive")
+        Err(why) => ProbeOutcome::failed(why),
+        Ok(()) if receiver.counters().coalesced > 0 => ProbeOutcome::Worked,
+        Ok(()) if gso != ProbeOutcome::Worked => {
+            ProbeOutcome::not_tried("needs a segmented burst to receive")
         }
-        Ok(()) => Outcome::failed("the kernel accepts UDP_GRO, but returned single datagrams"),
+        Ok(()) => ProbeOutcome::failed("the kernel accepts UDP_GRO, but returned single datagrams"),
     };
-    Ok(UdpProbe { loopback: Outcome::Worked, gso, gro })
+    Ok(UdpProbe { loopback: ProbeOutcome::Worked, gso, gro })
 }
 
 /// Sends `count` packets, and receives until all have arrived or the timeout has passed. Returns

@@ -12,7 +12,7 @@ const RECORDED: &str = "/probes.json";
 /// The result of a probe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Outcome {
+pub enum ProbeOutcome {
     /// The probe succeeded.
     Worked,
     /// The probe failed.
@@ -27,7 +27,7 @@ pub enum Outcome {
     },
 }
 
-impl Outcome {
+impl ProbeOutcome {
     /// [`Failed`](Self::Failed) with this reason.
     pub fn failed(why: impl Into<String>) -> Self {
         Self::Failed { why: why.into() }
@@ -53,7 +53,7 @@ impl Outcome {
     }
 }
 
-impl Default for Outcome {
+impl Default for ProbeOutcome {
     fn default() -> Self {
         Self::not_tried("not recorded")
     }
@@ -68,7 +68,7 @@ pub struct Probes {
     /// UDP over loopback.
     pub udp: UdpProbe,
     /// `memfd_create`, on which the simulated GPU's memory is based.
-    pub memfd: Outcome,
+    pub memfd: ProbeOutcome,
 }
 
 /// Results of probing the CUDA driver.
@@ -76,9 +76,9 @@ pub struct Probes {
 #[serde(default, deny_unknown_fields)]
 pub struct CudaProbe {
     /// Loading `libcuda.so.1` and its symbols; a failure names the library or symbol.
-    pub library: Outcome,
+    pub library: ProbeOutcome,
     /// `cuInit`.
-    pub init: Outcome,
+    pub init: ProbeOutcome,
     /// `cuDriverGetVersion`: 13000 is 13.0.
     pub driver_api: Option<u32>,
     /// All devices that CUDA lists.
@@ -100,13 +100,13 @@ pub struct CudaDeviceProbe {
     /// Attributes reported by CUDA.
     pub attributes: CudaAttributes,
     /// Allocating 64 KiB.
-    pub alloc_64k: Outcome,
+    pub alloc_64k: ProbeOutcome,
     /// Exporting the 64 KiB as a dma-buf.
-    pub dmabuf_export: Outcome,
+    pub dmabuf_export: ProbeOutcome,
     /// Mapping the exported dma-buf with `mmap`.
-    pub dmabuf_mmap: Outcome,
+    pub dmabuf_mmap: ProbeOutcome,
     /// Opening a CPU window to the 64 KiB, by any path.
-    pub window: Outcome,
+    pub window: ProbeOutcome,
     /// The path that the window uses: `resource manager`.
     pub window_path: Option<String>,
     /// The better paths, and why each is unavailable: `dma-buf mmap: …`.
@@ -142,11 +142,11 @@ pub struct CudaAttributes {
 #[serde(default, deny_unknown_fields)]
 pub struct UdpProbe {
     /// Sending and receiving a datagram.
-    pub loopback: Outcome,
+    pub loopback: ProbeOutcome,
     /// Generic segmentation offload: one send call for several datagrams.
-    pub gso: Outcome,
+    pub gso: ProbeOutcome,
     /// Generic receive offload: one receive call returns several datagrams.
-    pub gro: Outcome,
+    pub gro: ProbeOutcome,
 }
 
 impl Probes {
@@ -172,7 +172,7 @@ impl Probes {
     }
 
     fn nothing_tried(why: &str) -> Self {
-        let not_tried = || Outcome::not_tried(why);
+        let not_tried = || ProbeOutcome::not_tried(why);
         Self {
             cuda: CudaProbe { library: not_tried(), init: not_tried(), ..CudaProbe::default() },
             udp: UdpProbe { loopback: not_tried(), gso: not_tried(), gro: not_tried() },
@@ -201,11 +201,11 @@ mod tests {
     #[test]
     fn probes_round_trip_through_json() {
         let mut probes = Probes::nothing_tried("a test");
-        probes.cuda.library = Outcome::Worked;
+        probes.cuda.library = ProbeOutcome::Worked;
         probes.cuda.driver_api = Some(13_010);
         probes.cuda.devices.push(CudaDeviceProbe {
             pci: Some("0000:00:06.0".parse().unwrap()),
-            dmabuf_mmap: Outcome::failed("errno 524"),
+            dmabuf_mmap: ProbeOutcome::failed("errno 524"),
             ..CudaDeviceProbe::default()
         });
         let text = serde_json::to_string_pretty(&probes).unwrap();

@@ -1,7 +1,7 @@
 //! Checks of GPU memory registration with a NIC: by dma-buf, by a peer-memory module, or staged.
 
 use super::rdma::usable_hardware;
-use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, Outcome};
+use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, ProbeOutcome};
 use warpwire::host::System;
 
 const GROUP: Group = Group::Registration;
@@ -113,9 +113,9 @@ fn device_checks(device: &CudaDeviceProbe) -> Vec<Check> {
 fn dma_buf_export(device: &CudaDeviceProbe) -> Check {
     let name = format!("cuda:{} dma-buf export", device.ordinal);
     match &device.dmabuf_export {
-        Outcome::Worked => GROUP.pass(name, "exported 64 KiB as a dma-buf"),
-        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } => GROUP.warn(
+        ProbeOutcome::Worked => GROUP.pass(name, "exported 64 KiB as a dma-buf"),
+        ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        ProbeOutcome::Failed { why } => GROUP.warn(
             name,
             why,
             "use the open kernel modules (nvidia-open) on Linux 5.12 or newer; \

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Answer, Check, Group, Report, Status, printable};
+use super::{Answer, Check, CheckStatus, Group, Report, printable};
 
 const RESET: &str = "\x1b[0m";
 const BOLD: &str = "\x1b[1m";
@@ -64,7 +64,7 @@ impl Group {
     }
 }
 
-impl Status {
+impl CheckStatus {
     fn name(self) -> &'static str {
         match self {
             Self::Pass => "PASS",

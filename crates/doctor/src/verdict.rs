@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::registration::{self, Path};
 use super::windows::{self, resource_manager};
-use super::{CudaDeviceProbe, Evidence, Outcome, rdma, some_of};
+use super::{CudaDeviceProbe, Evidence, ProbeOutcome, rdma, some_of};
 use warpwire::host::FileAccess;
 
 pub(super) const GPU: &str = "GPU";
@@ -70,7 +70,7 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
 
 /// Why CUDA does not work; `None` if it works or was not tried.
 fn broken_cuda(evidence: &Evidence) -> Option<String> {
-    let tried = !matches!(evidence.probes.cuda.library, Outcome::NotTried { .. });
+    let tried = !matches!(evidence.probes.cuda.library, ProbeOutcome::NotTried { .. });
     no_cuda(evidence).filter(|_| tried)
 }
 
@@ -165,7 +165,7 @@ fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
     let without = evidence.probes.cuda.working_devices().filter(|other| !other.window.worked());
     let without: Vec<String> = without.map(|other| format!("cuda:{}", other.ordinal)).collect();
     match (&device.window, without.is_empty()) {
-        (Outcome::Worked, all) => {
+        (ProbeOutcome::Worked, all) => {
             let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
             let path = windows::with_article(path);
             match all {
@@ -284,16 +284,16 @@ fn software_rdma(evidence: &Evidence) -> Verdict {
     let capability = "software RDMA over UDP";
     let udp = &evidence.probes.udp;
     match (&udp.loopback, udp.gso.worked() && udp.gro.worked()) {
-        (Outcome::Failed { why }, _) => {
+        (ProbeOutcome::Failed { why }, _) => {
             verdict(capability, Answer::No, format!("UDP over loopback failed: {why}"))
         }
-        (Outcome::NotTried { why }, _) => {
+        (ProbeOutcome::NotTried { why }, _) => {
             verdict(capability, Answer::Partly, format!("UDP was not tried: {why}"))
         }
-        (Outcome::Worked, true) => {
+        (ProbeOutcome::Worked, true) => {
             verdict(capability, Answer::Yes, "with segmentation and receive offload")
         }
-        (Outcome::Worked, false) => verdict(
+        (ProbeOutcome::Worked, false) => verdict(
             capability,
             Answer::Partly,
             format!("more slowly: GSO {}, GRO {}", udp.gso.describe(), udp.gro.describe()),
@@ -303,13 +303,13 @@ fn software_rdma(evidence: &Evidence) -> Verdict {
 
 fn simulated_gpu(evidence: &Evidence) -> Verdict {
     match &evidence.probes.memfd {
-        Outcome::Worked => {
+        ProbeOutcome::Worked => {
             verdict(SIMULATED_GPU, Answer::Yes, "its memory can be created (memfd_create worked)")
         }
-        Outcome::Failed { why } => {
+        ProbeOutcome::Failed { why } => {
             verdict(SIMULATED_GPU, Answer::No, format!("memfd_create failed: {why}"))
         }
-        Outcome::NotTried { why } => {
+        ProbeOutcome::NotTried { why } => {
             verdict(SIMULATED_GPU, Answer::Partly, format!("memfd_create was not tried: {why}"))
         }
     }

@@ -1,7 +1,7 @@
 //! Checks of CPU windows: mappings of GPU memory for loads and stores by the CPU.
 
 use super::gpu::gpu_nodes;
-use super::{Check, CudaDeviceProbe, Evidence, Group, Outcome};
+use super::{Check, CudaDeviceProbe, Evidence, Group, ProbeOutcome};
 use warpwire::host::{FileAccess, PciDevice, System};
 use warpwire::units;
 
@@ -70,7 +70,7 @@ fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
 fn window(device: &CudaDeviceProbe) -> Check {
     let name = format!("cuda:{} CPU window", device.ordinal);
     match &device.window {
-        Outcome::Worked => {
+        ProbeOutcome::Worked => {
             let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
             let why = format!("opened one to 64 KiB, through {}", with_article(path));
             GROUP.pass(
@@ -78,8 +78,8 @@ fn window(device: &CudaDeviceProbe) -> Check {
                 [vec![why], device.window_refused.clone()].concat().join("; not through "),
             )
         }
-        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } => GROUP.fail(
+        ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        ProbeOutcome::Failed { why } => GROUP.fail(
             name,
             why.clone(),
             "make the nodes listed below accessible, or install gdrdrv-dkms; until then copies are \
@@ -100,7 +100,7 @@ pub(super) fn with_article(path: &str) -> String {
 /// The first device on which opening a window worked, or else the first on which it failed.
 pub(super) fn tried(evidence: &Evidence) -> Option<&CudaDeviceProbe> {
     let devices = &evidence.probes.cuda.devices;
-    let failed = |device: &&CudaDeviceProbe| matches!(device.window, Outcome::Failed { .. });
+    let failed = |device: &&CudaDeviceProbe| matches!(device.window, ProbeOutcome::Failed { .. });
     devices.iter().find(|device| device.window.worked()).or_else(|| devices.iter().find(failed))
 }
 
@@ -108,16 +108,18 @@ fn dma_buf_mmap(evidence: &Evidence, device: &CudaDeviceProbe) -> Check {
     let name = format!("cuda:{} dma-buf mmap", device.ordinal);
     let driver = evidence.system.nvidia_driver();
     match &device.dmabuf_mmap {
-        Outcome::Worked => GROUP.pass(name, "mapped an exported dma-buf"),
-        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } if driver.is_some_and(|d| d.major >= FIRST_MAPPABLE_BRANCH) => {
+        ProbeOutcome::Worked => GROUP.pass(name, "mapped an exported dma-buf"),
+        ProbeOutcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        ProbeOutcome::Failed { why }
+            if driver.is_some_and(|d| d.major >= FIRST_MAPPABLE_BRANCH) =>
+        {
             GROUP.warn(
                 name,
                 format!("this driver should map dma-bufs, but failed: {why}"),
                 "see `sudo dmesg | grep -i nvrm`; until then the next path is used",
             )
         }
-        Outcome::Failed { why } => GROUP.skip(
+        ProbeOutcome::Failed { why } => GROUP.skip(
             name,
             format!(
                 "{why}: not supported by drivers before R{FIRST_MAPPABLE_BRANCH}; the next path \

@@ -8,7 +8,7 @@ mod support;
 
 use support::{MACHINES, Machine};
 use testkit::Effort;
-use warpwire_doctor::{Answer, Check, Evidence, Report, Status};
+use warpwire_doctor::{Answer, Check, CheckStatus, Evidence, Report};
 
 fn check<'a>(report: &'a Report, name: &str) -> &'a Check {
     let found = report.checks.iter().find(|check| check.name == name);
@@ -16,7 +16,7 @@ fn check<'a>(report: &'a Report, name: &str) -> &'a Check {
 }
 
 /// Asserts a check's status, and that its reason or fix contains `words`.
-fn expect(report: &Report, name: &str, status: Status, words: &str) {
+fn expect(report: &Report, name: &str, status: CheckStatus, words: &str) {
     let check = check(report, name);
     assert_eq!(check.status, status, "{check:?}");
     let text = format!("{} — {}", check.why, check.fix.clone().unwrap_or_default());
@@ -41,15 +41,20 @@ fn no_gpu() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "NVIDIA GPU", Status::Skip, "no NVIDIA display controller");
-    expect(&report, "CUDA driver library", Status::Skip, "libcuda.so.1 not found");
-    expect(&report, "locked memory", Status::Skip, "8 MiB");
-    expect(&report, "net.core.rmem_max", Status::Warn, "sudo sysctl net.core.rmem_max=4194304");
-    expect(&report, "net.core.wmem_max", Status::Pass, "4 MiB");
-    expect(&report, "eth0 MTU", Status::Warn, "sudo ip link set eth0 mtu 9000");
+    expect(&report, "NVIDIA GPU", CheckStatus::Skip, "no NVIDIA display controller");
+    expect(&report, "CUDA driver library", CheckStatus::Skip, "libcuda.so.1 not found");
+    expect(&report, "locked memory", CheckStatus::Skip, "8 MiB");
+    expect(
+        &report,
+        "net.core.rmem_max",
+        CheckStatus::Warn,
+        "sudo sysctl net.core.rmem_max=4194304",
+    );
+    expect(&report, "net.core.wmem_max", CheckStatus::Pass, "4 MiB");
+    expect(&report, "eth0 MTU", CheckStatus::Warn, "sudo ip link set eth0 mtu 9000");
     // A VM created from a container image has its marker file, but is not a container.
-    expect(&report, "container", Status::Pass, "none detected");
-    expect(&report, "virtual machine", Status::Pass, "/proc/cpuinfo");
+    expect(&report, "container", CheckStatus::Pass, "none detected");
+    expect(&report, "virtual machine", CheckStatus::Pass, "/proc/cpuinfo");
     assert!(report.usable());
 }
 
@@ -65,7 +70,7 @@ fn no_gpu_and_no_memfd_is_unusable() {
     assert!(!report.usable());
     assert_eq!(report.answer("simulated GPU"), Some(Answer::No));
     assert_eq!(report.answer("software RDMA over UDP"), Some(Answer::No));
-    expect(&report, "shareable anonymous memory", Status::Fail, "seccomp");
+    expect(&report, "shareable anonymous memory", CheckStatus::Fail, "seccomp");
 }
 
 #[test]
@@ -80,24 +85,24 @@ fn h200_without_a_nic() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "NVIDIA driver", Status::Pass, "580.159.04");
-    expect(&report, "kernel modules", Status::Pass, "open");
-    expect(&report, "CUDA driver version", Status::Pass, "13.0");
-    expect(&report, "0000:00:06.0 BAR1", Status::Pass, "256 GiB, for 139.8 GiB");
+    expect(&report, "NVIDIA driver", CheckStatus::Pass, "580.159.04");
+    expect(&report, "kernel modules", CheckStatus::Pass, "open");
+    expect(&report, "CUDA driver version", CheckStatus::Pass, "13.0");
+    expect(&report, "0000:00:06.0 BAR1", CheckStatus::Pass, "256 GiB, for 139.8 GiB");
     expect(
         &report,
         "cuda:0 CPU window",
-        Status::Pass,
+        CheckStatus::Pass,
         "through the resource manager; not through dma-buf",
     );
-    expect(&report, "cuda:0 CPU window", Status::Pass, "R610 (CUDA 13.3)");
-    expect(&report, "resource manager", Status::Pass, "a mapping worked");
-    expect(&report, "cuda:0 dma-buf mmap", Status::Skip, "errno 524");
-    expect(&report, "/dev/gdrdrv", Status::Skip, "not needed");
-    expect(&report, "cuda:0 GPUDirect RDMA with VMM", Status::Pass, "cuMemCreate");
-    expect(&report, "libibverbs", Status::Pass, "rdma-core 50");
-    expect(&report, "EnableStreamMemOPs", Status::Skip, "R515");
-    expect(&report, "RDMA devices", Status::Skip, "/sys/class/infiniband");
+    expect(&report, "cuda:0 CPU window", CheckStatus::Pass, "R610 (CUDA 13.3)");
+    expect(&report, "resource manager", CheckStatus::Pass, "a mapping worked");
+    expect(&report, "cuda:0 dma-buf mmap", CheckStatus::Skip, "errno 524");
+    expect(&report, "/dev/gdrdrv", CheckStatus::Skip, "not needed");
+    expect(&report, "cuda:0 GPUDirect RDMA with VMM", CheckStatus::Pass, "cuMemCreate");
+    expect(&report, "libibverbs", CheckStatus::Pass, "rdma-core 50");
+    expect(&report, "EnableStreamMemOPs", CheckStatus::Skip, "R515");
+    expect(&report, "RDMA devices", CheckStatus::Skip, "/sys/class/infiniband");
 }
 
 #[test]
@@ -107,9 +112,9 @@ fn h200_without_device_nodes() {
     remove_window_probe(&machine);
     let report = machine.report();
     assert_eq!(report.answer("CPU windows"), Some(Answer::No));
-    expect(&report, "/dev/nvidiactl", Status::Fail, "--gpus all");
-    expect(&report, "resource manager", Status::Fail, "/dev/nvidiactl is missing");
-    expect(&report, "/dev/gdrdrv", Status::Warn, "modprobe gdrdrv");
+    expect(&report, "/dev/nvidiactl", CheckStatus::Fail, "--gpus all");
+    expect(&report, "resource manager", CheckStatus::Fail, "/dev/nvidiactl is missing");
+    expect(&report, "/dev/gdrdrv", CheckStatus::Warn, "modprobe gdrdrv");
 }
 
 /// Removes the results of the window probe from a recording.
@@ -136,8 +141,8 @@ fn a_window_that_was_not_tried_is_expected() {
     remove_window_probe(&machine);
     let report = machine.report();
     assert!(verdicts(&report).contains("yes, expected, through the resource manager's map call"));
-    expect(&report, "cuda:0 CPU window", Status::Skip, "not tried: not recorded");
-    expect(&report, "resource manager", Status::Pass, "not tried here");
+    expect(&report, "cuda:0 CPU window", CheckStatus::Skip, "not tried: not recorded");
+    expect(&report, "resource manager", CheckStatus::Pass, "not tried here");
 }
 
 #[test]
@@ -151,7 +156,7 @@ fn a_window_that_failed_is_reported() {
     let report = machine.report();
     assert_eq!(report.answer("CPU windows"), Some(Answer::No));
     assert!(verdicts(&report).contains("no, every copy is staged: opening a window failed"));
-    expect(&report, "cuda:0 CPU window", Status::Fail, "the layout differs");
+    expect(&report, "cuda:0 CPU window", CheckStatus::Fail, "the layout differs");
 }
 
 #[test]
@@ -160,9 +165,14 @@ fn h200_without_a_driver_and_without_probes() {
     machine.remove("/proc/driver");
     machine.remove("/probes.json");
     let report = machine.report();
-    expect(&report, "NVIDIA driver", Status::Fail, "nvidia-open");
-    expect(&report, "0000:00:06.0 BAR1", Status::Skip, "256 GiB; not compared");
-    expect(&report, "CUDA driver library", Status::Skip, "recorded machine without probes.json");
+    expect(&report, "NVIDIA driver", CheckStatus::Fail, "nvidia-open");
+    expect(&report, "0000:00:06.0 BAR1", CheckStatus::Skip, "256 GiB; not compared");
+    expect(
+        &report,
+        "CUDA driver library",
+        CheckStatus::Skip,
+        "recorded machine without probes.json",
+    );
     assert_eq!(report.answer("GPU"), Some(Answer::Partly));
     assert!(report.usable(), "CUDA was not tried, and may work");
 }
@@ -174,7 +184,7 @@ fn h200_without_libcuda() {
     let text = format!(r#"{{"cuda": {{"library": {missing}}}, "memfd": "worked"}}"#);
     machine.write("/probes.json", &text);
     let report = machine.report();
-    expect(&report, "CUDA driver library", Status::Fail, "NVIDIA_DRIVER_CAPABILITIES=compute");
+    expect(&report, "CUDA driver library", CheckStatus::Fail, "NVIDIA_DRIVER_CAPABILITIES=compute");
     for capability in ["GPU", "CPU windows", "GPU memory registration"] {
         assert_eq!(report.answer(capability), Some(Answer::No), "{capability}");
     }
@@ -189,9 +199,9 @@ fn old_drivers_are_reported() {
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024",
     );
     let report = machine.report();
-    expect(&report, "NVIDIA driver", Status::Warn, "R535 or newer");
-    expect(&report, "kernel modules", Status::Pass, "but dma-buf export works");
-    expect(&report, "EnableStreamMemOPs", Status::Warn, "NVreg_EnableStreamMemOPs=1");
+    expect(&report, "NVIDIA driver", CheckStatus::Warn, "R535 or newer");
+    expect(&report, "kernel modules", CheckStatus::Pass, "but dma-buf export works");
+    expect(&report, "EnableStreamMemOPs", CheckStatus::Warn, "NVreg_EnableStreamMemOPs=1");
 }
 
 #[test]
@@ -206,32 +216,33 @@ fn eight_gpu_server() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "mlx5_0 direct queues", Status::Pass, "libmlx5.so.1.24.50.0 exposes");
+    expect(&report, "mlx5_0 direct queues", CheckStatus::Pass, "libmlx5.so.1.24.50.0 exposes");
     for (gpu, nic) in (0..8).map(|i| (format!("GPU{i}"), format!("mlx5_{i}"))) {
-        expect(&report, &format!("{gpu} to {nic}"), Status::Pass, "PIX");
+        expect(&report, &format!("{gpu} to {nic}"), CheckStatus::Pass, "PIX");
     }
-    expect(&report, "IOMMU", Status::Pass, "passthrough");
-    expect(&report, "PCIe access control (ACS)", Status::Pass, "off at all 16 ports");
-    expect(&report, "NUMA", Status::Pass, "node 1 has CPUs 48-95,144-191");
-    expect(&report, "locked memory", Status::Pass, "unlimited");
-    expect(&report, "huge pages", Status::Pass, "1024 of 2 MiB");
-    expect(&report, "PeerMappingOverride", Status::Pass, "set");
-    expect(&report, "peer-memory module", Status::Skip, "not needed");
+    expect(&report, "IOMMU", CheckStatus::Pass, "passthrough");
+    expect(&report, "PCIe access control (ACS)", CheckStatus::Pass, "off at all 16 ports");
+    expect(&report, "NUMA", CheckStatus::Pass, "node 1 has CPUs 48-95,144-191");
+    expect(&report, "locked memory", CheckStatus::Pass, "unlimited");
+    expect(&report, "huge pages", CheckStatus::Pass, "1024 of 2 MiB");
+    expect(&report, "PeerMappingOverride", CheckStatus::Pass, "set");
+    expect(&report, "peer-memory module", CheckStatus::Skip, "not needed");
     expect(
         &report,
         "mlx5_0",
-        Status::Pass,
+        CheckStatus::Pass,
         "driver mlx5, CA, firmware 28.43.1014, board MT_0000000838",
     );
     expect(
         &report,
         "mlx5_7 port 1",
-        Status::Pass,
+        CheckStatus::Pass,
         "ACTIVE, link layer InfiniBand, rate 400 Gb/sec (4X NDR)",
     );
-    expect(&report, "mlx5_7 port 1 GIDs", Status::Pass, "[0] fe80:");
-    expect(&report, "mlx5_7 on-demand paging", Status::Pass, "mlx5");
-    let problems = report.checks.iter().filter(|c| matches!(c.status, Status::Warn | Status::Fail));
+    expect(&report, "mlx5_7 port 1 GIDs", CheckStatus::Pass, "[0] fe80:");
+    expect(&report, "mlx5_7 on-demand paging", CheckStatus::Pass, "mlx5");
+    let problems =
+        report.checks.iter().filter(|c| matches!(c.status, CheckStatus::Warn | CheckStatus::Fail));
     assert_eq!(problems.count(), 0, "{}", report.to_text(false));
 }
 
@@ -309,7 +320,7 @@ fn eight_gpu_server_with_all_ports_down() {
     let report = machine.report();
     assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
     assert_eq!(report.answer("GPU memory registration"), Some(Answer::Partly));
-    expect(&report, "mlx5_0 port 1", Status::Warn, "opensm");
+    expect(&report, "mlx5_0 port 1", CheckStatus::Warn, "opensm");
     let best = machine.topology().best;
     assert!(best.iter().all(|best| best.name == "eth0"), "inactive ports are not chosen");
 }
@@ -317,16 +328,16 @@ fn eight_gpu_server_with_all_ports_down() {
 #[test]
 fn streams_ring_doorbells_that_the_gpu_can_map() {
     let machine = Machine::recorded("eight-gpu-server");
-    expect(&machine.report(), "streams ring NICs", Status::Pass, "expected for mlx5_0");
+    expect(&machine.report(), "streams ring NICs", CheckStatus::Pass, "expected for mlx5_0");
     machine.write("/proc/driver/nvidia/params", "RegistryDwords: \"\"\n");
-    expect(&machine.report(), "streams ring NICs", Status::Warn, "PeerMappingOverride=1");
+    expect(&machine.report(), "streams ring NICs", CheckStatus::Warn, "PeerMappingOverride=1");
     let narrow = std::fs::read_to_string(machine.root().join("probes.json")).unwrap();
     let wide = "\"stream_mem_ops_64_bit\": true";
     assert!(narrow.contains(wide), "{narrow}");
     machine.write("/probes.json", &narrow.replace(wide, "\"stream_mem_ops_64_bit\": false"));
-    expect(&machine.report(), "streams ring NICs", Status::Fail, "64 bits");
+    expect(&machine.report(), "streams ring NICs", CheckStatus::Fail, "64 bits");
     let report = Machine::recorded("h200-no-nic").report();
-    expect(&report, "streams ring NICs", Status::Skip, "no ConnectX");
+    expect(&report, "streams ring NICs", CheckStatus::Skip, "no ConnectX");
 }
 
 #[test]
@@ -334,7 +345,7 @@ fn eight_gpu_server_without_libibverbs() {
     let machine = Machine::recorded("eight-gpu-server");
     machine.remove("/usr");
     let report = machine.report();
-    expect(&report, "libibverbs", Status::Fail, "apt install libibverbs1");
+    expect(&report, "libibverbs", CheckStatus::Fail, "apt install libibverbs1");
     assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
 }
 
@@ -350,16 +361,21 @@ fn peermem_missing() {
     software RDMA over UDP: partly, more slowly: GSO worked, GRO failed (the kernel refuses the UDP_GRO socket option)
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "peer-memory module", Status::Fail, "sudo modprobe nvidia-peermem");
-    expect(&report, "kernel version", Status::Warn, "5.4.0-190-generic is older than 5.12");
-    expect(&report, "libibverbs", Status::Warn, "rdma-core 34");
-    expect(&report, "mlx5_0 direct queues", Status::Warn, "apt install ibverbs-providers");
-    expect(&report, "cuda:0 dma-buf export", Status::Warn, "CUDA_ERROR_NOT_SUPPORTED");
-    expect(&report, "PCIe access control (ACS)", Status::Skip, "sudo warpwire doctor");
-    expect(&report, "IOMMU", Status::Warn, "iommu=pt");
-    expect(&report, "locked memory", Status::Warn, "ulimit -l unlimited");
-    expect(&report, "cuda:0 order of a NIC's writes", Status::Pass, "cuFlushGPUDirectRDMAWrites");
-    expect(&report, "mlx5_0 port 1 GIDs", Status::Pass, "RoCE v2: [3]");
+    expect(&report, "peer-memory module", CheckStatus::Fail, "sudo modprobe nvidia-peermem");
+    expect(&report, "kernel version", CheckStatus::Warn, "5.4.0-190-generic is older than 5.12");
+    expect(&report, "libibverbs", CheckStatus::Warn, "rdma-core 34");
+    expect(&report, "mlx5_0 direct queues", CheckStatus::Warn, "apt install ibverbs-providers");
+    expect(&report, "cuda:0 dma-buf export", CheckStatus::Warn, "CUDA_ERROR_NOT_SUPPORTED");
+    expect(&report, "PCIe access control (ACS)", CheckStatus::Skip, "sudo warpwire doctor");
+    expect(&report, "IOMMU", CheckStatus::Warn, "iommu=pt");
+    expect(&report, "locked memory", CheckStatus::Warn, "ulimit -l unlimited");
+    expect(
+        &report,
+        "cuda:0 order of a NIC's writes",
+        CheckStatus::Pass,
+        "cuFlushGPUDirectRDMAWrites",
+    );
+    expect(&report, "mlx5_0 port 1 GIDs", CheckStatus::Pass, "RoCE v2: [3]");
 }
 
 #[test]
@@ -367,7 +383,7 @@ fn peermem_enables_registration() {
     let machine = Machine::recorded("peermem-missing");
     machine.write("/proc/modules", "nvidia_peermem 16384 0 - Live 0x0");
     let report = machine.report();
-    expect(&report, "peer-memory module", Status::Pass, "nvidia_peermem is loaded");
+    expect(&report, "peer-memory module", CheckStatus::Pass, "nvidia_peermem is loaded");
     assert_eq!(report.answer("GPU memory registration"), Some(Answer::Yes));
 }
 
@@ -383,16 +399,16 @@ fn proprietary_driver() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "kernel modules", Status::Warn, "apt install nvidia-open");
-    expect(&report, "peer-memory module", Status::Pass, "nvidia_peermem is loaded");
-    expect(&report, "0000:03:00.0 BAR1", Status::Warn, "256 MiB, for 39.4 GiB");
+    expect(&report, "kernel modules", CheckStatus::Warn, "apt install nvidia-open");
+    expect(&report, "peer-memory module", CheckStatus::Pass, "nvidia_peermem is loaded");
+    expect(&report, "0000:03:00.0 BAR1", CheckStatus::Warn, "256 MiB, for 39.4 GiB");
     expect(
         &report,
         "PCIe access control (ACS)",
-        Status::Warn,
+        CheckStatus::Warn,
         "for p in 0000:02:00.0 0000:02:01.0; do",
     );
-    expect(&report, "PeerMappingOverride", Status::Warn, "PeerMappingOverride=1;");
+    expect(&report, "PeerMappingOverride", CheckStatus::Warn, "PeerMappingOverride=1;");
 }
 
 #[test]
@@ -407,8 +423,8 @@ fn container_without_infiniband() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be created (memfd_create worked)
     "#);
-    expect(&report, "mlx5_0 device node", Status::Fail, "--device=/dev/infiniband");
-    expect(&report, "container", Status::Pass, "docker");
+    expect(&report, "mlx5_0 device node", CheckStatus::Fail, "--device=/dev/infiniband");
+    expect(&report, "container", CheckStatus::Pass, "docker");
 }
 
 #[test]
@@ -417,7 +433,12 @@ fn the_same_container_with_infiniband() {
     std::fs::create_dir(machine.root().join("dev/infiniband")).unwrap();
     machine.write("/dev/infiniband/uverbs0", "");
     let report = machine.report();
-    expect(&report, "mlx5_0 device node", Status::Fail, "sudo chmod 666 /dev/infiniband/uverbs0");
+    expect(
+        &report,
+        "mlx5_0 device node",
+        CheckStatus::Fail,
+        "sudo chmod 666 /dev/infiniband/uverbs0",
+    );
     let node = machine.root().join("dev/infiniband/uverbs0");
     std::fs::set_permissions(node, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
     let report = machine.report();
@@ -430,12 +451,12 @@ fn a_broken_machine_gets_a_report() {
     let machine = Machine::recorded("broken");
     let report = machine.report();
     assert_eq!(report.verdicts.len(), 7);
-    expect(&report, "NVIDIA driver", Status::Warn, "does not have the format");
-    expect(&report, "0000:00:09.0 BAR1", Status::Skip, "no prefetchable memory window");
+    expect(&report, "NVIDIA driver", CheckStatus::Warn, "does not have the format");
+    expect(&report, "0000:00:09.0 BAR1", CheckStatus::Skip, "no prefetchable memory window");
     let text = report.to_text(false);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "control characters in the output");
-    expect(&report, "NUMA", Status::Pass, "node 0 lists no CPUs");
-    expect(&report, "IOMMU", Status::Skip, "mode not known");
+    expect(&report, "NUMA", CheckStatus::Pass, "node 0 lists no CPUs");
+    expect(&report, "IOMMU", CheckStatus::Skip, "mode not known");
     let topology = machine.topology().to_string();
     assert!(topology.contains("GPU0  X     N/A"), "{topology}");
 }
@@ -445,7 +466,7 @@ fn every_problem_has_a_fix() {
     for name in MACHINES {
         for check in Machine::recorded(name).report().checks {
             assert!(!check.why.is_empty(), "{name}: {check:?}");
-            if matches!(check.status, Status::Warn | Status::Fail) {
+            if matches!(check.status, CheckStatus::Warn | CheckStatus::Fail) {
                 assert!(check.fix.is_some_and(|fix| !fix.is_empty()), "{name}: {}", check.name);
             }
         }

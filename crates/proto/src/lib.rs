@@ -3,7 +3,7 @@
 //!
 //! All protocol decisions are made here, from three inputs (packets, time, posted work) to three
 //! outputs (packets, deadlines, events), so that a whole lossy network can be simulated in one
-//! thread from one seed. This crate has no dependencies.
+//! thread from one seed. This crate has no dependencies, unless the feature `serde` asks for them.
 //!
 //! | module | contents |
 //! |---|---|

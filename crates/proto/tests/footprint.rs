@@ -1,13 +1,13 @@
 //! Memory footprint of a queue pair.
 
-use warpwire_proto::qp::{Mtu, Options, Qp, Ud};
+use warpwire_proto::qp::{Mtu, RcQp, TransportOptions, Ud};
 
 #[test]
 fn footprint_matches_the_documentation() {
     // The figures of docs/protocol.md: a queue pair's fixed part, and the bytes per send queue
     // entry.
-    let one = Qp::new(1, Options { send_depth: 1, ..Options::default() });
-    let many = Qp::new(1, Options { send_depth: 1024, ..Options::default() });
+    let one = RcQp::new(1, TransportOptions { send_depth: 1, ..TransportOptions::default() });
+    let many = RcQp::new(1, TransportOptions { send_depth: 1024, ..TransportOptions::default() });
     let each = (many.footprint() - one.footprint()) / 1023;
     assert!(one.footprint() <= 1024, "{}", one.footprint());
     assert_eq!(each, 80);

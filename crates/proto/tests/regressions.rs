@@ -22,7 +22,7 @@ impl Host for TestHost {
         self.receive.then_some(Receive { id: 1, capacity: 1 << 20 })
     }
     fn may_access(&mut self, _: Access, at: Remote, _: u32) -> HostStatus {
-        if at.key == 666 { HostStatus::Denied } else { HostStatus::Ready }
+        if at.rkey == 666 { HostStatus::Denied } else { HostStatus::Ready }
     }
     fn place(&mut self, _: Target, _: u32) -> HostStatus {
         HostStatus::Ready
@@ -45,8 +45,8 @@ fn t(micros: u64) -> Instant {
     Instant::from_nanos(micros * 1000)
 }
 
-fn connected_qp(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
-    let mut qp = Qp::new(0x11, options);
+fn connected_qp(options: TransportOptions, retry: u8, rnr: u8, rd: u8) -> RcQp {
+    let mut qp = RcQp::new(0x11, options);
     let path = PathAttributes {
         peer: (std::net::Ipv4Addr::LOCALHOST, UDP_PORT).into(),
         traffic_class: 0,
@@ -94,14 +94,14 @@ fn ack(psn: u32, syndrome: Syndrome) -> RxPacket<'static> {
 fn reth(len: u32) -> Extension {
     Extension::Reth(Reth { address: 0x1000, rkey: 1, len })
 }
-const AT: Remote = Remote { address: 0x1000, key: 1 };
+const AT: Remote = Remote { address: 0x1000, rkey: 1 };
 
 #[test]
 fn rnr_nak_with_progress_resets_the_retries_first() {
-    let mut qp = connected_qp(Options::default(), 7, 1, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 1, 4);
     let mut h = TestHost::default();
     for id in 0..2 {
-        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, SendOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     qp.handle_packet(t(1), &ack(0, Syndrome::RnrNak(1)), &mut h).unwrap(); // uses the only retry
@@ -114,10 +114,10 @@ fn rnr_nak_with_progress_resets_the_retries_first() {
 
 #[test]
 fn sequence_nak_with_progress_resets_the_retries_first() {
-    let mut qp = connected_qp(Options::default(), 1, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 1, 7, 4);
     let mut h = TestHost::default();
     for id in 0..3 {
-        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, SendOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     let late = qp.poll_timeout(t(0));
@@ -129,9 +129,9 @@ fn sequence_nak_with_progress_resets_the_retries_first() {
 
 #[test]
 fn read_without_rd_atomic_completes() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 0);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 0);
     let mut h = TestHost::default();
-    if qp.post(SendWr::new(0, WrOp::Read(AT), 8)).is_ok() {
+    if qp.post(SendWr::new(0, SendOp::Read(AT), 8)).is_ok() {
         assert!(
             qp.poll_transmit(t(0), &mut h).is_some()
                 || qp.poll_event().is_some()
@@ -143,8 +143,12 @@ fn read_without_rd_atomic_completes() {
 
 #[test]
 fn a_final_nak_behind_paced_read_data_has_a_deadline() {
-    let mut qp =
-        connected_qp(Options { line_rate: Some(1_000_000_000), ..Options::default() }, 7, 7, 4);
+    let mut qp = connected_qp(
+        TransportOptions { line_rate: Some(1_000_000_000), ..TransportOptions::default() },
+        7,
+        7,
+        4,
+    );
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
     let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
@@ -161,7 +165,7 @@ fn a_final_nak_behind_paced_read_data_has_a_deadline() {
 
 #[test]
 fn a_marked_cnp_causes_no_cnp() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     let mut cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
     cnp.marked = true;
@@ -171,7 +175,7 @@ fn a_marked_cnp_causes_no_cnp() {
 
 #[test]
 fn no_bare_ack_has_the_psn_of_a_read() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h).unwrap();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 1, reth(8), 0), &mut h).unwrap();
@@ -185,7 +189,7 @@ fn no_bare_ack_has_the_psn_of_a_read() {
 
 #[test]
 fn changing_max_dest_rd_atomic_in_sqd_keeps_pending_responses() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h).unwrap();
     qp.modify(&QpAttributes::new(State::Sqd)).unwrap();
@@ -201,9 +205,9 @@ fn changing_max_dest_rd_atomic_in_sqd_keeps_pending_responses() {
 
 #[test]
 fn an_atomic_result_without_a_page_pauses() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost { store: HostStatus::Retry, ..TestHost::default() };
-    qp.post(SendWr::new(0, WrOp::Atomic(AT, Atomic::FetchAdd { add: 1 }), 8)).unwrap();
+    qp.post(SendWr::new(0, SendOp::Atomic(AT, Atomic::FetchAdd { add: 1 }), 8)).unwrap();
     assert!(qp.poll_transmit(t(0), &mut h).is_some());
     let result = Extension::AethAtomic(Aeth { syndrome: Syndrome::ACK, msn: 1 }, 5);
     let _ = qp.handle_packet(t(1), &packet(Opcode::AtomicAcknowledge, 0, result, 0), &mut h);
@@ -215,13 +219,13 @@ fn an_atomic_result_without_a_page_pauses() {
 
 #[test]
 fn a_local_page_fault_does_not_count_as_an_unresponsive_peer() {
-    let mut qp = connected_qp(Options::default(), 0, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 0, 7, 4);
     let stuck: fn(Source) -> HostStatus = |from| match from {
         Source::SendWr { offset, .. } if offset >= 512 => HostStatus::Retry,
         _ => HostStatus::Ready,
     };
     let mut h = TestHost { fetch: stuck, ..TestHost::default() };
-    qp.post(SendWr::new(0, WrOp::Write(AT), 1024)).unwrap();
+    qp.post(SendWr::new(0, SendOp::Write(AT), 1024)).unwrap();
     while let Some(sent) = qp.poll_transmit(t(0), &mut h) {
         assert!(!sent.headers.ack_request); // the peer has no reason to respond
     }
@@ -234,10 +238,10 @@ fn a_local_page_fault_does_not_count_as_an_unresponsive_peer() {
 
 #[test]
 fn a_repeated_nak_does_not_use_up_all_retries() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     for id in 0..20 {
-        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, SendOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     for turn in 0..8 {
@@ -250,7 +254,7 @@ fn a_repeated_nak_does_not_use_up_all_retries() {
 
 #[test]
 fn an_atomic_with_payload_is_invalid() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     let eth = Extension::Atomic(AtomicEth { address: 0x1000, rkey: 1, swap_or_add: 1, compare: 0 });
     qp.handle_packet(t(0), &packet(Opcode::FetchAdd, 0, eth, 64), &mut h).unwrap();
@@ -259,7 +263,7 @@ fn an_atomic_with_payload_is_invalid() {
 
 #[test]
 fn an_untaken_receive_completion_does_not_stop_writes() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::SendOnly, 0, Extension::None, 8), &mut h).unwrap();
     let write = qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 1, reth(8), 8), &mut h);
@@ -268,7 +272,7 @@ fn an_untaken_receive_completion_does_not_stop_writes() {
 
 #[test]
 fn a_lost_packet_after_an_rnr_nak_causes_a_nak() {
-    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost { receive: false, ..TestHost::default() };
     let send = |psn| packet(Opcode::SendOnly, psn, Extension::None, 8);
     let _ = qp.handle_packet(t(0), &send(0), &mut h);

@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::link::{FlowId, Hub, Link, Udp, udp};
+use warpwire::link::{FlowId, Hub, Link, Udp, UdpOptions};
 
 const BATCH: usize = 60;
 const RUNS: usize = 10;
@@ -32,8 +32,7 @@ fn main() -> warpwire::Result<()> {
             "gso=on,gro=on,mmsg=off",
             "gso=on,gro=on,mmsg=on",
         ] {
-            let bind =
-                || Udp::bind("127.0.0.1:0".parse().unwrap(), options.parse::<udp::Options>()?);
+            let bind = || Udp::bind("127.0.0.1:0".parse().unwrap(), options.parse::<UdpOptions>()?);
             let (mut one, mut two) = (bind()?, bind()?);
             report(options, len, &mut base, &mut one, &mut two)?;
         }

@@ -13,7 +13,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use warpwire::link::{Udp, udp};
+use warpwire::link::{Udp, UdpOptions};
 use warpwire::mem;
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, Context, QpOptions, SendRequest, WrOp};
@@ -24,7 +24,7 @@ fn main() -> warpwire::Result<()> {
     // Two devices. Each is a software HCA that speaks RoCEv2 over a UDP socket; port 0 is any free
     // port.
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let open = || Context::open(Udp::bind(any, udp::Options::default())?);
+    let open = || Context::open(Udp::bind(any, UdpOptions::default())?);
     let (alice, bob) = (open()?, open()?);
     println!("alice's link: {}", alice.path());
 

@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use warpwire::link::{Auto, FlowId, Link, ReserveError, Shm, Udp, shm, udp};
+use warpwire::link::{Auto, FlowId, Link, ReserveError, Shm, ShmOptions, Udp, UdpOptions};
 
 const RUNS: usize = 20;
 const RUN_TIME: Duration = Duration::from_millis(30);
@@ -46,11 +46,11 @@ fn main() -> warpwire::Result<()> {
 
 fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let plain = udp::Options { max_packet: Some(65_507), ..udp::Options::default() };
+    let plain = UdpOptions { max_packet: Some(65_507), ..UdpOptions::default() };
     Ok(match kind {
         "udp" => Box::new(Udp::bind(any, plain)?),
-        "auto" => Box::new(Auto::bind(any, plain, options.parse::<shm::Options>()?)?),
-        _ => Box::new(Shm::bind(any, options.parse::<shm::Options>()?)?),
+        "auto" => Box::new(Auto::bind(any, plain, options.parse::<ShmOptions>()?)?),
+        _ => Box::new(Shm::bind(any, options.parse::<ShmOptions>()?)?),
     })
 }
 

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::time::Instant;
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Shm, shm};
+use warpwire::link::{Shm, ShmOptions};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, Completion, Context, ProgressMode, QpOptions, SendRequest, WrOp};
 
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let count: u64 = words.next().map_or(Ok(1_000_000), |word| word.parse())?;
     let offset: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
     let open = || -> Result<Context, warpwire::Error> {
-        let link = Shm::bind(([127, 0, 0, 1], 0).into(), shm::Options::default())?;
+        let link = Shm::bind(([127, 0, 0, 1], 0).into(), ShmOptions::default())?;
         Context::open_with(
             link,
             HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() },

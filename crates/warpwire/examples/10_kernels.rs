@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Shm, shm};
+use warpwire::link::{Shm, ShmOptions};
 use warpwire::mem::{self, Backend, Launch};
 use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::SignalWait;
@@ -341,7 +341,7 @@ fn connect_peer(end: &Endpoint, bootstrap: &mut Bootstrap) -> warpwire::Result<(
 }
 
 fn open_endpoint(fixture: &Fixture) -> Endpoint {
-    let link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+    let link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
     let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(50), core: None };
     let context =
         Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap();

@@ -10,6 +10,8 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
+use warpwire_proto::qp::AccessError;
+
 /// The result of every fallible call in this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -80,6 +82,16 @@ struct Detail {
     why: Cow<'static, str>,
     fix: Option<Cow<'static, str>>,
     source: Option<Arc<std::io::Error>>,
+}
+
+impl From<AccessError> for Error {
+    #[cold]
+    fn from(error: AccessError) -> Self {
+        let AccessError(access) = error;
+        Self::new(Kind::InvalidArgument, format!("register memory for {access}"))
+            .why(error.to_string())
+            .fix("add local-write")
+    }
 }
 
 impl Error {

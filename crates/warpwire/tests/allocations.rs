@@ -9,7 +9,7 @@ mod pump;
 use pump::{Pump, WORK, len_of};
 use testkit::{Collector, CountingAllocator, Suite, cases};
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Hub, Link, Shm, shm};
+use warpwire::link::{Hub, Link, Shm, ShmOptions};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
@@ -214,7 +214,7 @@ fn the_data_path_does_not_allocate() {
             assert_eq!(pair.near.faults().faults, 1, "memory is mapped by one fault");
         }
     }
-    let options = shm::Options { control_poll_interval: 8, ..shm::Options::default() };
+    let options = ShmOptions { control_poll_interval: 8, ..ShmOptions::default() };
     let bind =
         |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
     rounds(

@@ -1,6 +1,7 @@
 //! Rules that the compiler does not check: imports point down, unsafe code stays in listed files,
 //! files stay small, comments and Markdown fit 100 columns.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -268,10 +269,53 @@ fn the_check_notices_wide_lines() {
     assert_eq!(wide_markdown(&format!("{long}y\n```\n{long}y\n```\n| {long} |\n{long}y")), [1, 6]);
 }
 
+/// The names of the types and traits that a file declares `pub`; not of aliases.
+fn public_types(text: &str) -> Vec<&str> {
+    let names = text.lines().filter_map(|line| {
+        let declared = line.trim_start().strip_prefix("pub ")?;
+        let kinds = ["struct ", "enum ", "trait ", "union "];
+        let rest = kinds.iter().find_map(|kind| declared.strip_prefix(kind))?;
+        rest.split(|c: char| !c.is_alphanumeric() && c != '_').next()
+    });
+    names.collect()
+}
+
+#[test]
+fn no_two_public_types_have_one_name() {
+    let mut seen: HashMap<String, String> = HashMap::new();
+    let mut twice = Vec::new();
+    for name in ["proto", "warpwire", "doctor", "apps"] {
+        // `ibv` mirrors libibverbs below `verbs`, with the same names; it is not part of the API.
+        for (path, text) in crate_sources(name) {
+            if name == "warpwire" && path.starts_with("ibv/") {
+                continue;
+            }
+            for found in public_types(&text) {
+                let path = format!("{name}/{path}");
+                if let Some(other) = seen.insert(found.to_owned(), path.clone()) {
+                    twice.push(format!("{found}: {other} and {path}"));
+                }
+            }
+        }
+    }
+    assert!(twice.is_empty(), "one concept, one type, one name: {twice:#?}");
+}
+
+#[test]
+fn the_check_notices_public_types() {
+    let text =
+        "pub struct Qp<'a> {\n    pub enum Opcode {\npub(crate) struct No;\npub type Cq = u8;";
+    assert_eq!(public_types(text), ["Qp", "Opcode"]);
+}
+
 #[test]
 fn the_protocol_crate_imports_nothing() {
     let Ok(manifest) = fs::read_to_string(workspace().join("crates/proto/Cargo.toml")) else {
         return;
     };
-    assert!(!manifest.contains("[dependencies]"), "warpwire-proto must have no dependencies");
+    let after = manifest.split_once("[dependencies]").map_or("", |(_, after)| after);
+    let own = after.split("\n[").next().unwrap_or_default().lines();
+    for line in own.filter(|line| line.contains('=') && !line.starts_with('#')) {
+        assert!(line.contains("optional = true"), "warpwire-proto needs nothing, but: {line}");
+    }
 }

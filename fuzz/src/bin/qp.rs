@@ -10,8 +10,9 @@ use std::net::Ipv4Addr;
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::qp::{
-    Access, Atomic, Event, Fence, Host, HostStatus, Mtu, Options, PathAttributes, Qp, QpAttributes,
-    Receive, Remote, RxPacket, SendWr, Source, State, Status, Target, Transmit, WrOp,
+    Access, Atomic, Fence, Host, HostStatus, Mtu, PathAttributes, ProtocolEvent, QpAttributes,
+    RcQp, Receive, Remote, RxPacket, SendOp, SendWr, Source, State, Status, Target, Transmit,
+    TransportOptions,
 };
 use warpwire_proto::wire::{Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
 use warpwire_proto::{Instant, Psn};
@@ -76,7 +77,7 @@ impl Host for ScriptedHost {
 }
 
 struct Endpoint {
-    qp: Qp,
+    qp: RcQp,
     host: ScriptedHost,
     posted: u64,
     completed: u64,
@@ -85,8 +86,8 @@ struct Endpoint {
 }
 
 impl Endpoint {
-    fn new(mine: u32, theirs: u32, options: Options, mtu: Mtu) -> Self {
-        let mut qp = Qp::new(mine, options);
+    fn new(mine: u32, theirs: u32, options: TransportOptions, mtu: Mtu) -> Self {
+        let mut qp = RcQp::new(mine, options);
         for attr in steps(theirs, mtu) {
             qp.modify(&attr).expect("a transition towards RTS");
         }
@@ -104,7 +105,7 @@ impl Endpoint {
     /// Checks the invariants after each call.
     fn check(&mut self) {
         while let Some(event) = self.qp.poll_event() {
-            let Event::Sent(completion) = event else { continue };
+            let ProtocolEvent::Sent(completion) = event else { continue };
             assert_eq!(completion.id, self.completed, "completions in order, one each");
             self.completed += 1;
             assert!(!self.failed || completion.status == Status::Flushed);
@@ -162,7 +163,7 @@ fn steps(destination: u32, mtu: Mtu) -> [QpAttributes; 3] {
 }
 
 fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
-    let options = Options {
+    let options = TransportOptions {
         send_depth: script.int_in_range(1..=9)?,
         window: script.int_in_range(1..=9)?,
         read_chunk: script.int_in_range(1..=5)?,
@@ -199,19 +200,19 @@ fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
 }
 
 fn post(script: &mut Unstructured<'_>, endpoint: &mut Endpoint) -> Result<()> {
-    let at = Remote { address: script.arbitrary()?, key: script.arbitrary()? };
+    let at = Remote { address: script.arbitrary()?, rkey: script.arbitrary()? };
     let len = u32::from(script.arbitrary::<u16>()? & 0xfff);
     let (op, len) = match script.int_in_range(0..=9)? {
-        0 => (WrOp::Send, len),
-        1 => (WrOp::SendImm(3), len),
-        2 => (WrOp::SendInvalidate(3), len),
-        3 => (WrOp::Write(at), len),
-        4 => (WrOp::WriteImm(at, 3), len),
-        5 => (WrOp::Read(at), len),
-        6 => (WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }), 8),
-        7 => (WrOp::Local, 0),
-        8 => (WrOp::Bad(Status::LocalOperation), 0),
-        _ => (WrOp::Read(at), script.arbitrary()?),
+        0 => (SendOp::Send, len),
+        1 => (SendOp::SendImm(3), len),
+        2 => (SendOp::SendInvalidate(3), len),
+        3 => (SendOp::Write(at), len),
+        4 => (SendOp::WriteImm(at, 3), len),
+        5 => (SendOp::Read(at), len),
+        6 => (SendOp::Atomic(at, Atomic::FetchAdd { add: 1 }), 8),
+        7 => (SendOp::Local, 0),
+        8 => (SendOp::Bad(Status::LocalQpOperation), 0),
+        _ => (SendOp::Read(at), script.arbitrary()?),
     };
     let fence = [Fence::None, Fence::Reads, Fence::All][script.int_in_range(0..=2)?];
     let solicited = script.arbitrary()?;

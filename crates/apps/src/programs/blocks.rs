@@ -94,7 +94,7 @@ impl<'a> Actor<'a> {
                 outcome => outcome?,
             };
             if count == 0 {
-                if self.setup.mode == super::Service::Sink as u64 {
+                if self.setup.mode == super::ServerKind::Sink as u64 {
                     self.sockets.send(peer, &[1])?;
                 }
                 return Ok(());

@@ -24,7 +24,7 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What a server does with received data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Service {
+pub enum ServerKind {
     /// Sends it back.
     Echo = 0,
     /// Discards it, and sends one byte at end of stream.
@@ -35,7 +35,7 @@ pub enum Service {
 
 /// What a client does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
+pub enum ClientKind {
     /// Sends a message and waits until it has come back, in each round.
     Ping = 3,
     /// Sends all rounds, shuts down its send direction, and waits for one byte.
@@ -155,11 +155,12 @@ impl Programs {
     /// use std::io::{Read, Write};
     /// use warpwire::mem::sim::{Sim, SimConfig};
     /// use warpwire::sock::{SockHost, SockOptions};
-    /// use warpwire_apps::programs::{Programs, Service};
+    /// use warpwire_apps::programs::{Programs, ServerKind};
     /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
     /// let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
     /// let programs = Programs::load(&host).unwrap();
-    /// let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 2).unwrap();
+    /// let any = ([127, 0, 0, 1], 0).into();
+    /// let server = programs.serve(&host, ServerKind::Echo, any, 2).unwrap();
     /// let mut client = std::net::TcpStream::connect(server.address()).unwrap();
     /// client.write_all(b"hello").unwrap();
     /// let mut back = [0; 5];
@@ -169,7 +170,7 @@ impl Programs {
     pub fn serve<'a>(
         &self,
         host: &'a SockHost,
-        service: Service,
+        service: ServerKind,
         address: SocketAddr,
         workers: u32,
     ) -> Result<Server<'a>> {
@@ -195,7 +196,7 @@ impl Programs {
     pub fn client(
         &self,
         host: &SockHost,
-        work: Work,
+        work: ClientKind,
         server: SocketAddr,
         size: u64,
         rounds: u64,
@@ -251,7 +252,7 @@ impl Programs {
 pub struct Measurement {
     /// From the first byte to the last.
     pub time: Duration,
-    /// Bytes sent, or bytes received for [`Work::Pull`].
+    /// Bytes sent, or bytes received for [`ClientKind::Pull`].
     pub bytes: u64,
 }
 

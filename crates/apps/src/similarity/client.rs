@@ -11,7 +11,7 @@ use warpwire::sock::SockHost;
 use warpwire::sock::device::{Family, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
-use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
+use super::wire::{HEAD, MATCH, SearchHit, query_bytes, take_answer};
 use super::{CLIENT_KERNEL, SocketFamily, program};
 use crate::serving::start;
 
@@ -134,7 +134,7 @@ impl ClientMemory {
     }
 
     /// The matches of all queries, or the failure.
-    fn collect(&self, asked: &Queries<'_>, count: u64) -> Result<Vec<Vec<Match>>> {
+    fn collect(&self, asked: &Queries<'_>, count: u64) -> Result<Vec<Vec<SearchHit>>> {
         let result = self.result.host_bytes()?;
         let (done, errno) = (result.load_u64(DONE)?, result.load_u64(FAILED)? as i32);
         let about = || format!("query {} from a kernel", asked.server);
@@ -198,7 +198,7 @@ impl<'a> KernelClient<'a> {
     ///
     /// # Errors
     /// If the server cannot be reached, rejects a query, or does not reply in time.
-    pub fn ask(&self, asked: &Queries<'_>) -> Result<Vec<Vec<Match>>> {
+    pub fn ask(&self, asked: &Queries<'_>) -> Result<Vec<Vec<SearchHit>>> {
         let (memory, count) = ClientMemory::alloc(self.host, asked)?;
         let stream = self.host.device().stream()?;
         let setup = memory.setup.whole()?;
@@ -216,7 +216,7 @@ pub fn ask_from_thread(
     host: &SockHost,
     asked: &Queries<'_>,
     run: impl FnOnce(u64, u64),
-) -> Result<Vec<Vec<Match>>> {
+) -> Result<Vec<Vec<SearchHit>>> {
     let (memory, count) = ClientMemory::alloc(host, asked)?;
     run(host.address_of(&memory.setup)?, 0);
     memory.collect(asked, count)

@@ -11,9 +11,9 @@
 //! | | |
 //! |---|---|
 //! | query | [`MAGIC`], `k`, the dimension, 0; then the components, as floats |
-//! | reply | [`MAGIC`], the [`Status`], the match count, 0; then (id, score) pairs, best first |
+//! | reply | [`MAGIC`], the [`ReplyStatus`], match count, 0; then (id, score) pairs, best first |
 //!
-//! A reply with any status but [`Found`](Status::Found) has no matches, and the connection is
+//! A reply with any status but [`Found`](ReplyStatus::Found) has no matches, and the connection is
 //! closed after it. The server also closes connections with a partial query, or an unread reply,
 //! older than [`idle_timeout`](SimilarOptions::idle_timeout). Other clients are not affected.
 
@@ -34,7 +34,9 @@ use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
 use crate::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
 pub use client::{KernelClient, Queries, ask_from_thread};
-pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
+pub use wire::{
+    HEAD, MAGIC, MATCH, ReplyStatus, SearchHit, ask, query_bytes, random_vectors, search,
+};
 
 const KERNEL: &str = "similarity_server";
 const CLIENT_KERNEL: &str = "similarity_client";

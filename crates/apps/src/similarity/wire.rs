@@ -11,10 +11,10 @@ pub const HEAD: usize = 16;
 /// Length of one match in a reply.
 pub const MATCH: usize = 8;
 
-/// Status of a reply.
+/// ReplyStatus of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Status {
+pub enum ReplyStatus {
     /// Matches follow.
     Found = 0,
     /// The query did not begin with [`MAGIC`], or its last word was not 0.
@@ -29,7 +29,7 @@ pub enum Status {
     Full = 5,
 }
 
-impl Status {
+impl ReplyStatus {
     const ALL: [Self; 6] = [
         Self::Found,
         Self::NoQuery,
@@ -59,14 +59,14 @@ impl Status {
 
 /// A vector that was found.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Match {
+pub struct SearchHit {
     /// Index of the vector among the server's.
     pub id: u32,
     /// Inner product of the vector and the query.
     pub score: f32,
 }
 
-impl Match {
+impl SearchHit {
     /// Whether it ranks before the other: a higher score, or the same score and a lower id. False
     /// for NaN.
     pub(super) fn beats(&self, other: &Self) -> bool {
@@ -83,7 +83,7 @@ pub fn query_bytes(k: u32, vector: &[f32]) -> Vec<u8> {
 }
 
 /// Encodes the header of a reply: the status, and the number of matches that follow.
-pub(super) fn head_bytes(status: Status, count: u32) -> [u8; HEAD] {
+pub(super) fn head_bytes(status: ReplyStatus, count: u32) -> [u8; HEAD] {
     let mut bytes = [0; HEAD];
     for (into, word) in bytes.chunks_exact_mut(4).zip([MAGIC, status as u32, count, 0]) {
         into.copy_from_slice(&word.to_le_bytes());
@@ -105,12 +105,12 @@ pub(super) fn check_head(
     head: &[u8],
     dimension: u64,
     max_k: u64,
-) -> std::result::Result<u32, Status> {
+) -> std::result::Result<u32, ReplyStatus> {
     let [magic, k, found, zero] = words(head);
     match () {
-        () if magic != MAGIC || zero != 0 => Err(Status::NoQuery),
-        () if u64::from(found) != dimension => Err(Status::WrongDimension),
-        () if k == 0 || u64::from(k) > max_k => Err(Status::WrongCount),
+        () if magic != MAGIC || zero != 0 => Err(ReplyStatus::NoQuery),
+        () if u64::from(found) != dimension => Err(ReplyStatus::WrongDimension),
+        () if k == 0 || u64::from(k) > max_k => Err(ReplyStatus::WrongCount),
         () => Ok(k),
     }
 }
@@ -121,21 +121,21 @@ pub(super) fn check_head(
 /// If the server rejects the query, or its reply is malformed
 /// ([`InvalidData`](io::ErrorKind::InvalidData)), with the reason; otherwise the error of the
 /// connection.
-pub fn ask(mut server: impl Read + Write, k: u32, vector: &[f32]) -> io::Result<Vec<Match>> {
+pub fn ask(mut server: impl Read + Write, k: u32, vector: &[f32]) -> io::Result<Vec<SearchHit>> {
     server.write_all(&query_bytes(k, vector))?;
     take_answer(&mut server, k)
 }
 
-/// The number of matches that follow a header; `None` if its status is not [`Status::Found`], or if
-/// there are more than `max`.
+/// The number of matches that follow a header; `None` if its status is not
+/// [`ReplyStatus::Found`], or if there are more than `max`.
 pub(super) fn matches_of(head: &[u8], max: usize) -> Option<usize> {
     let [magic, status, count, _] = words(head);
     let count = count as usize;
-    (magic == MAGIC && status == Status::Found as u32 && count <= max).then_some(count)
+    (magic == MAGIC && status == ReplyStatus::Found as u32 && count <= max).then_some(count)
 }
 
 /// Receives a reply.
-pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Match>> {
+pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<SearchHit>> {
     let mut head = [0; HEAD];
     server.read_exact(&mut head)?;
     let [magic, status, count, _] = words(&head);
@@ -143,10 +143,10 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
         let error = Error::new(Kind::Malformed, "query similar vectors").why(why).fix(fix);
         io::Error::new(io::ErrorKind::InvalidData, error)
     };
-    let known = Status::ALL.into_iter().find(|known| *known as u32 == status);
+    let known = ReplyStatus::ALL.into_iter().find(|known| *known as u32 == status);
     match known {
-        Some(Status::Found) if magic == MAGIC && count <= k => {}
-        Some(refused) if magic == MAGIC && refused != Status::Found => {
+        Some(ReplyStatus::Found) if magic == MAGIC && count <= k => {}
+        Some(refused) if magic == MAGIC && refused != ReplyStatus::Found => {
             let (why, fix) = refused.why();
             return Err(wrong(why.to_owned(), fix));
         }
@@ -159,7 +159,7 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
     server.read_exact(&mut bytes)?;
     let one = |bytes: &[u8]| {
         let [id, score] = words(bytes);
-        Match { id, score: f32::from_bits(score) }
+        SearchHit { id, score: f32::from_bits(score) }
     };
     Ok(bytes.chunks_exact(MATCH).map(one).collect())
 }
@@ -174,19 +174,19 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
 /// assert_eq!(found.iter().map(|best| best.id).collect::<Vec<_>>(), [1, 2]);
 /// assert_eq!(found[0].score, 2.0);
 /// ```
-pub fn search(vectors: &[f32], query: &[f32], k: u32) -> Vec<Match> {
+pub fn search(vectors: &[f32], query: &[f32], k: u32) -> Vec<SearchHit> {
     let mut best = Best::new(k as usize);
     for (id, vector) in vectors.chunks_exact(query.len().max(1)).enumerate() {
         let product = |sum: f32, (a, b): (&f32, &f32)| a.mul_add(*b, sum);
         let score = query.iter().zip(vector).fold(0.0, product);
-        best.offer(Match { id: id as u32, score });
+        best.offer(SearchHit { id: id as u32, score });
     }
     best.list
 }
 
 /// The best matches so far, in order.
 pub(super) struct Best {
-    pub(super) list: Vec<Match>,
+    pub(super) list: Vec<SearchHit>,
     max: usize,
 }
 
@@ -196,7 +196,7 @@ impl Best {
     }
 
     #[inline]
-    pub(super) fn offer(&mut self, one: Match) {
+    pub(super) fn offer(&mut self, one: SearchHit) {
         let full = self.list.len() >= self.max;
         let beaten = self.list.last().is_some_and(|last| !one.beats(last));
         if one.score.is_nan() || full && beaten {
@@ -260,7 +260,7 @@ mod tests {
     fn best_is_sorted_and_prefers_lower_ids_on_ties() {
         let mut best = Best::new(3);
         for (id, score) in [(4, 1.0), (1, 1.0), (9, 5.0), (2, f32::NAN), (3, -1.0), (0, 1.0)] {
-            best.offer(Match { id, score });
+            best.offer(SearchHit { id, score });
         }
         let found: Vec<_> = best.list.iter().map(|one| (one.id, one.score)).collect();
         assert_eq!(found, [(9, 5.0), (0, 1.0), (1, 1.0)]);
@@ -270,10 +270,13 @@ mod tests {
     fn invalid_headers_are_rejected() {
         let good = query_bytes(3, &[1.0, 2.0]);
         assert_eq!(check_head(&good[..HEAD], 2, 10), Ok(3));
-        assert_eq!(check_head(&good[..HEAD], 3, 10), Err(Status::WrongDimension));
-        assert_eq!(check_head(&good[..HEAD], 2, 2), Err(Status::WrongCount));
-        assert_eq!(check_head(&query_bytes(0, &[1.0, 2.0])[..HEAD], 2, 2), Err(Status::WrongCount));
-        assert_eq!(check_head(b"GET / HTTP/1.1\r\n", 2, 2), Err(Status::NoQuery));
+        assert_eq!(check_head(&good[..HEAD], 3, 10), Err(ReplyStatus::WrongDimension));
+        assert_eq!(check_head(&good[..HEAD], 2, 2), Err(ReplyStatus::WrongCount));
+        assert_eq!(
+            check_head(&query_bytes(0, &[1.0, 2.0])[..HEAD], 2, 2),
+            Err(ReplyStatus::WrongCount)
+        );
+        assert_eq!(check_head(b"GET / HTTP/1.1\r\n", 2, 2), Err(ReplyStatus::NoQuery));
     }
 
     #[test]
@@ -293,13 +296,13 @@ mod tests {
             }
         }
         let ask_of = |bytes: &[u8]| ask(Recorded(io::Cursor::new(bytes.to_vec())), 2, &[1.0]);
-        let refused = ask_of(&head_bytes(Status::Full, 0)).unwrap_err();
+        let refused = ask_of(&head_bytes(ReplyStatus::Full, 0)).unwrap_err();
         assert!(refused.to_string().contains("too many clients"), "{refused}");
-        let huge = ask_of(&head_bytes(Status::Found, 3)).unwrap_err();
+        let huge = ask_of(&head_bytes(ReplyStatus::Found, 3)).unwrap_err();
         assert_eq!(huge.kind(), io::ErrorKind::InvalidData, "more than requested");
         assert_eq!(ask_of(b"+PONG\r\n").unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         assert!(ask_of(b"220 mail.example ESMTP\r\n").is_err());
-        assert_eq!(ask_of(&head_bytes(Status::Found, 0)).unwrap(), []);
+        assert_eq!(ask_of(&head_bytes(ReplyStatus::Found, 0)).unwrap(), []);
     }
 
     #[test]

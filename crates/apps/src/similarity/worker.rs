@@ -7,7 +7,7 @@ use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::sock::device::{PollEntry, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::events;
 
-use super::wire::{Best, HEAD, MATCH, Match, Status, check_head, head_bytes};
+use super::wire::{Best, HEAD, MATCH, ReplyStatus, SearchHit, check_head, head_bytes};
 use super::{Setup, counts};
 use crate::serving::{self, STOP};
 
@@ -110,7 +110,7 @@ impl Worker<'_> {
         if !has_slot || before >= self.setup.max_clients {
             self.count(counts::CLIENTS, u64::MAX)?;
             // The client may have disconnected already.
-            let _ = self.sockets.send(socket, &head_bytes(Status::Full, 0));
+            let _ = self.sockets.send(socket, &head_bytes(ReplyStatus::Full, 0));
             return self.sockets.close(socket);
         }
         self.connections.push(Connection {
@@ -182,12 +182,12 @@ impl Worker<'_> {
         }
         let query = floats(rest);
         if query.iter().any(|part| !part.is_finite()) {
-            return self.refuse(Status::NotFinite);
+            return self.refuse(ReplyStatus::NotFinite);
         }
         let found = self.search(&query, k)?;
         self.count(counts::QUERIES, 1)?;
         let mut bytes = Vec::with_capacity(HEAD + found.len() * MATCH);
-        bytes.extend(head_bytes(Status::Found, found.len() as u32));
+        bytes.extend(head_bytes(ReplyStatus::Found, found.len() as u32));
         for one in found {
             bytes.extend(one.id.to_le_bytes());
             bytes.extend(one.score.to_le_bytes());
@@ -195,12 +195,12 @@ impl Worker<'_> {
         Ok(Some((bytes, false)))
     }
 
-    fn refuse(&self, status: Status) -> SockResult<Option<(Vec<u8>, bool)>> {
+    fn refuse(&self, status: ReplyStatus) -> SockResult<Option<(Vec<u8>, bool)>> {
         self.count(counts::REFUSED, 1)?;
         Ok(Some((head_bytes(status, 0).to_vec(), true)))
     }
 
-    fn search(&self, query: &[f32], k: u32) -> SockResult<Vec<Match>> {
+    fn search(&self, query: &[f32], k: u32) -> SockResult<Vec<SearchHit>> {
         let (count, mut best) = (self.setup.vector_count, Best::new(k as usize));
         let mut bytes = [0; TILE * 4];
         for first in (0..count).step_by(TILE) {
@@ -215,7 +215,7 @@ impl Worker<'_> {
                 }
             }
             for (at, score) in scores[..tile].iter().enumerate() {
-                best.offer(Match { id: (first + at as u64) as u32, score: *score });
+                best.offer(SearchHit { id: (first + at as u64) as u32, score: *score });
             }
         }
         Ok(best.list)

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use warpwire::link::fault::FaultPlan;
-use warpwire::link::{Auto, Capture, FaultInjector, Link, Shm, Tap, Udp, shm, udp};
+use warpwire::link::{Auto, Capture, FaultInjector, Link, Shm, ShmOptions, Tap, Udp, UdpOptions};
 
 use crate::output::Failure;
 
@@ -56,10 +56,10 @@ pub(crate) fn make(
 ) -> Result<(Box<dyn Link>, Option<Capture>), Failure> {
     let or_local = |address: Option<SocketAddr>| address.unwrap_or(SocketAddr::new(local_ip, 0));
     let link: Box<dyn Link> = match parse(text).map_err(Failure::Usage)? {
-        Choice::Udp(address) => Box::new(Udp::bind(or_local(address), udp::Options::from_env()?)?),
-        Choice::Shm(address) => Box::new(Shm::bind(or_local(address), shm::Options::from_env()?)?),
+        Choice::Udp(address) => Box::new(Udp::bind(or_local(address), UdpOptions::from_env()?)?),
+        Choice::Shm(address) => Box::new(Shm::bind(or_local(address), ShmOptions::from_env()?)?),
         Choice::Auto(address) => {
-            let (udp, shm) = (udp::Options::from_env()?, shm::Options::from_env()?);
+            let (udp, shm) = (UdpOptions::from_env()?, ShmOptions::from_env()?);
             Box::new(Auto::bind(or_local(address), udp, shm)?)
         }
     };

@@ -9,7 +9,7 @@ use clap::Args;
 use serde::Serialize;
 use warpwire::sock::SockOptions;
 use warpwire_apps::pattern;
-use warpwire_apps::programs::Service;
+use warpwire_apps::programs::ServerKind;
 
 use super::cpu::CpuFlag;
 use super::peer::{CpuPeer, Role};
@@ -66,7 +66,7 @@ impl Arguments {
         let (host, no_cuda) = self.target.open(SockOptions::default())?;
         let programs = self.target.programs(&host)?;
         reporter.print(&heading("echo", &host, no_cuda.as_deref()))?;
-        let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
+        let server = programs.serve(&host, ServerKind::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
         self.compare(reporter, server.address(), host.device().label())
     }
 

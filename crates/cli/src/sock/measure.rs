@@ -10,7 +10,7 @@ use serde::Serialize;
 use warpwire::mem::Device;
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::units;
-use warpwire_apps::programs::{Programs, Service, Work};
+use warpwire_apps::programs::{ClientKind, Programs, ServerKind};
 
 use super::cpu::{self, CpuFlag, socket_error};
 use super::device_copy::DeviceCopy;
@@ -47,7 +47,7 @@ fn by_kernel(
     (host, programs): (&SockHost, &Programs),
     peer_kind: PeerKind,
     options: SockOptions,
-    (work, role): (Work, Role),
+    (work, role): (ClientKind, Role),
     (size, rounds): (u64, u64),
 ) -> Result<Duration, Failure> {
     let client = |server| programs.client(host, work, server, size, rounds, TIMEOUT * 4);
@@ -60,7 +60,8 @@ fn by_kernel(
         }
         PeerKind::Kernel => {
             let there = target.serve(host.device(), options)?;
-            let service = if work == Work::Push { Service::Sink } else { Service::Echo };
+            let service =
+                if work == ClientKind::Push { ServerKind::Sink } else { ServerKind::Echo };
             let server = programs.serve(&there, service, ([127, 0, 0, 1], 0).into(), 1)?;
             Ok(client(server.address())?.time)
         }
@@ -142,7 +143,7 @@ impl Lat {
         reporter.set_status("a kernel's socket");
         let rounds = u64::from(self.iters);
         let kernel = |rounds: u64| {
-            let what = (Work::Ping, Role::Echo);
+            let what = (ClientKind::Ping, Role::Echo);
             let by = (&host, &programs);
             by_kernel(&self.target, by, self.peer, options, what, (self.size, rounds))
         };
@@ -269,13 +270,15 @@ impl Bw {
         let total = rounds * self.size;
         let rate = |time: Duration| total as f64 / 1e6 / time.as_secs_f64();
         let mut rows = Vec::new();
-        let directions: &[(&'static str, Work)] = match self.peer {
-            PeerKind::Cpu => &[("to the CPU", Work::Push), ("from the CPU", Work::Pull)],
-            PeerKind::Kernel => &[("to a kernel", Work::Push)],
+        let directions: &[(&'static str, ClientKind)] = match self.peer {
+            PeerKind::Cpu => {
+                &[("to the CPU", ClientKind::Push), ("from the CPU", ClientKind::Pull)]
+            }
+            PeerKind::Kernel => &[("to a kernel", ClientKind::Push)],
         };
         for (direction, work) in directions.iter().copied() {
             reporter.set_status(format!("{direction}, a kernel's socket"));
-            let role = || if work == Work::Push { Role::Sink } else { Role::Source(total) };
+            let role = || if work == ClientKind::Push { Role::Sink } else { Role::Source(total) };
             let (by, what) = ((&host, &programs), (work, role()));
             let time = by_kernel(&self.target, by, self.peer, options, what, (self.size, rounds))?;
             reporter.set_status(format!("{direction}, a CPU socket"));
@@ -313,7 +316,7 @@ impl Bw {
     fn by_cpu(
         &self,
         host: &SockHost,
-        work: Work,
+        work: ClientKind,
         peer: &CpuPeer,
         rounds: u64,
     ) -> Result<Duration, Failure> {
@@ -322,7 +325,7 @@ impl Bw {
         let mut stream = peer::connect(peer.address)?;
         let begun = Instant::now();
         for _ in 0..rounds {
-            if work == Work::Push {
+            if work == ClientKind::Push {
                 device_copy.read(&mut buffer)?;
                 stream.write_all(&buffer).map_err(socket_error)?;
             } else {
@@ -331,7 +334,7 @@ impl Bw {
             }
         }
         device_copy.finish()?;
-        if work == Work::Push {
+        if work == ClientKind::Push {
             stream.shutdown(std::net::Shutdown::Write).map_err(socket_error)?;
             stream.read_exact(&mut buffer[..1]).map_err(socket_error)?;
         }

@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use warpwire::sock::{SockOptions, SockStats};
 use warpwire_apps::kv::{KvOptions, KvServer, KvStats};
-use warpwire_apps::programs::Service;
+use warpwire_apps::programs::ServerKind;
 
 use super::cpu::{self, CpuFlag};
 use super::peer::Family;
@@ -152,9 +152,9 @@ impl Serve {
         let (host, no_cuda) = self.target.open(SockOptions::default())?;
         let programs = self.target.programs(&host)?;
         let (service, name) = match self.service {
-            ServiceChoice::Echo => (Service::Echo, "an echo kernel"),
-            ServiceChoice::Sink => (Service::Sink, "a sink kernel"),
-            ServiceChoice::Http => (Service::Http, "an HTTP kernel"),
+            ServiceChoice::Echo => (ServerKind::Echo, "an echo kernel"),
+            ServiceChoice::Sink => (ServerKind::Sink, "a sink kernel"),
+            ServiceChoice::Http => (ServerKind::Http, "an HTTP kernel"),
         };
         let server = programs.serve(&host, service, self.bind, self.workers)?;
         let head = heading("serve", &host, no_cuda.as_deref());

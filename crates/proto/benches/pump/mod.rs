@@ -4,8 +4,8 @@
 use core::net::Ipv4Addr;
 
 use warpwire_proto::qp::{
-    Access, Atomic, Event, Host, HostStatus, Mtu, Options, PathAttributes, Qp, QpAttributes,
-    Receive, Remote, RxPacket, SendWr, Source, State, Target, Transmit, WrOp,
+    Access, Atomic, Host, HostStatus, Mtu, PathAttributes, ProtocolEvent, QpAttributes, RcQp,
+    Receive, Remote, RxPacket, SendOp, SendWr, Source, State, Target, Transmit, TransportOptions,
 };
 use warpwire_proto::{Instant, Psn};
 
@@ -47,7 +47,7 @@ impl Host for AcceptAllHost {
 
 /// Two connected queue pairs.
 pub struct Pump {
-    endpoints: [Qp; 2],
+    endpoints: [RcQp; 2],
     hosts: [AcceptAllHost; 2],
     now: u64,
     next_id: u64,
@@ -57,7 +57,7 @@ pub struct Pump {
 impl Pump {
     /// A connected pair with that MTU and send queue depth.
     pub fn new(mtu: u32, depth: u32) -> Self {
-        let options = Options { send_depth: depth, ..Options::default() };
+        let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
         let endpoints =
             [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
         let hosts = [AcceptAllHost { received: 0 }, AcceptAllHost { received: 0 }];
@@ -66,7 +66,7 @@ impl Pump {
 
     /// Transfers until one end has sent at least `packets` packets; returns the packets sent by the
     /// requester and by the responder.
-    pub fn run(&mut self, op: WrOp, len: u32, packets: u64) -> (u64, u64) {
+    pub fn run(&mut self, op: SendOp, len: u32, packets: u64) -> (u64, u64) {
         let (mut forward, mut reverse) = (0, 0);
         while forward.max(reverse) < packets {
             while self.endpoints[0].post(SendWr::new(self.next_id, op, len)).is_ok() {
@@ -75,7 +75,7 @@ impl Pump {
             forward += self.carry(0);
             reverse += self.carry(1);
             while let Some(event) = self.endpoints[0].poll_event() {
-                assert!(matches!(event, Event::Sent(_)), "{event:?}");
+                assert!(matches!(event, ProtocolEvent::Sent(_)), "{event:?}");
             }
         }
         (forward, reverse)
@@ -101,8 +101,8 @@ impl Pump {
     }
 }
 
-fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
-    let mut qp = Qp::new(mine, options);
+fn connected(mine: u32, theirs: u32, mtu: u32, options: TransportOptions) -> RcQp {
+    let mut qp = RcQp::new(mine, options);
     let peer = (Ipv4Addr::LOCALHOST, 4791).into();
     let path = PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
     let psn = Some(Psn::new(0));
@@ -138,15 +138,19 @@ fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
 }
 
 /// The measured operations: name, operation, length in packets of the MTU.
-pub const WORK: [(&str, WrOp, u32); 5] = [
-    ("send", WrOp::Send, 1),
-    ("write", WrOp::Write(Remote { address: 0x1000, key: 7 }), 1),
-    ("write of 64 packets", WrOp::Write(Remote { address: 0x1000, key: 7 }), 64),
-    ("read of 64 packets", WrOp::Read(Remote { address: 0x1000, key: 7 }), 64),
-    ("fetch-add", WrOp::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
+pub const WORK: [(&str, SendOp, u32); 5] = [
+    ("send", SendOp::Send, 1),
+    ("write", SendOp::Write(Remote { address: 0x1000, rkey: 7 }), 1),
+    ("write of 64 packets", SendOp::Write(Remote { address: 0x1000, rkey: 7 }), 64),
+    ("read of 64 packets", SendOp::Read(Remote { address: 0x1000, rkey: 7 }), 64),
+    (
+        "fetch-add",
+        SendOp::Atomic(Remote { address: 0x1000, rkey: 7 }, Atomic::FetchAdd { add: 1 }),
+        0,
+    ),
 ];
 
 /// The length of the operation in bytes.
-pub fn len_of(op: WrOp, packets: u32, mtu: u32) -> u32 {
-    if matches!(op, WrOp::Atomic(..)) { 8 } else { packets * mtu }
+pub fn len_of(op: SendOp, packets: u32, mtu: u32) -> u32 {
+    if matches!(op, SendOp::Atomic(..)) { 8 } else { packets * mtu }
 }

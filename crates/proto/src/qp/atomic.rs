@@ -1,11 +1,11 @@
 //! Conversion of atomics to and from packet headers.
 
-use super::host::{Atomic, Remote, Width};
+use super::host::{Atomic, AtomicWidth, Remote};
 use crate::wire::{AtomicEth, Extension, MaskedAtomicEth, Opcode};
 
 /// The opcode and extension header of a request for this atomic.
 pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
-    let (address, rkey) = (at.address, at.key);
+    let (address, rkey) = (at.address, at.rkey);
     let plain =
         |swap_or_add, compare| Extension::Atomic(AtomicEth { address, rkey, swap_or_add, compare });
     match atomic {
@@ -13,15 +13,15 @@ pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
         Atomic::FetchAdd { add } => (Opcode::FetchAdd, plain(add, 0)),
         Atomic::MaskedFetchAdd { width, add, boundary } => {
             let opcode = match width {
-                Width::Four => Opcode::MaskedFetchAdd4,
-                Width::Eight => Opcode::MaskedFetchAdd,
+                AtomicWidth::Four => Opcode::MaskedFetchAdd4,
+                AtomicWidth::Eight => Opcode::MaskedFetchAdd,
             };
             (opcode, plain(add, boundary))
         }
         Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask } => {
             let opcode = match width {
-                Width::Four => Opcode::MaskedCompareSwap4,
-                Width::Eight => Opcode::MaskedCompareSwap,
+                AtomicWidth::Four => Opcode::MaskedCompareSwap4,
+                AtomicWidth::Eight => Opcode::MaskedCompareSwap,
             };
             let masked = MaskedAtomicEth { address, rkey, swap, compare, swap_mask, compare_mask };
             (opcode, Extension::MaskedAtomic(masked))
@@ -32,15 +32,15 @@ pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
 /// The atomic that a packet requests, and its target; `None` if it is not an atomic.
 pub(super) fn requested(opcode: Opcode, extension: Extension) -> Option<(Remote, Atomic)> {
     let width = match opcode {
-        Opcode::MaskedCompareSwap4 | Opcode::MaskedFetchAdd4 => Width::Four,
-        _ => Width::Eight,
+        Opcode::MaskedCompareSwap4 | Opcode::MaskedFetchAdd4 => AtomicWidth::Four,
+        _ => AtomicWidth::Eight,
     };
     match (opcode, extension) {
         (Opcode::MaskedCompareSwap | Opcode::MaskedCompareSwap4, Extension::MaskedAtomic(eth)) => {
             let MaskedAtomicEth { address, rkey, swap, compare, swap_mask, compare_mask } = eth;
             let atomic =
                 Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask };
-            Some((Remote { address, key: rkey }, atomic))
+            Some((Remote { address, rkey }, atomic))
         }
         (_, Extension::Atomic(eth)) => {
             let (add, compare) = (eth.swap_or_add, eth.compare);
@@ -52,7 +52,7 @@ pub(super) fn requested(opcode: Opcode, extension: Extension) -> Option<(Remote,
                 }
                 _ => return None,
             };
-            Some((Remote { address: eth.address, key: eth.rkey }, atomic))
+            Some((Remote { address: eth.address, rkey: eth.rkey }, atomic))
         }
         _ => None,
     }
@@ -64,10 +64,10 @@ mod tests {
 
     #[test]
     fn every_atomic_round_trips() {
-        let at = Remote { address: 0x1000, key: 7 };
+        let at = Remote { address: 0x1000, rkey: 7 };
         let (add, boundary, compare, swap) = (1, 2, 3, 4);
         let (compare_mask, swap_mask) = (5, 6);
-        for width in [Width::Four, Width::Eight] {
+        for width in [AtomicWidth::Four, AtomicWidth::Eight] {
             for atomic in [
                 Atomic::CompareSwap { compare, swap },
                 Atomic::FetchAdd { add },

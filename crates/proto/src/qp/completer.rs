@@ -2,7 +2,7 @@
 
 use super::host::{Host, HostStatus, Target};
 use super::requester::{ConnParams, Requester};
-use super::work::{Status, WrOp};
+use super::work::{SendOp, Status};
 use super::{DiscardReason, RxPacket, Stats};
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -188,7 +188,7 @@ impl Requester {
             return self.on_response_gap(stats);
         }
         let entry = *self.entry(self.tail);
-        if !matches!(entry.work.op, WrOp::Read(_)) {
+        if !matches!(entry.work.op, SendOp::Read(_)) {
             return Failed(Status::BadResponse);
         }
         let index = psn.distance_from(entry.first) as u32;
@@ -221,7 +221,7 @@ impl Requester {
             return self.on_response_gap(stats);
         }
         let work = self.entry(self.tail).work;
-        if !matches!(work.op, WrOp::Atomic(..)) {
+        if !matches!(work.op, SendOp::Atomic(..)) {
             return Failed(Status::BadResponse);
         }
         match host.store_result(work.id, value) {

@@ -1,38 +1,7 @@
 //! What a queue pair requires from the owner of the memory and the receive queue.
 
-use core::ops::BitOr;
-
+use super::Access;
 use crate::psn::Psn;
-
-/// Remote access rights, of memory and of a queue pair. Local access is checked by the host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Access(u8);
-
-impl Access {
-    /// No remote access.
-    pub const NONE: Self = Self(0);
-    /// RDMA write.
-    pub const REMOTE_WRITE: Self = Self(1);
-    /// RDMA read.
-    pub const REMOTE_READ: Self = Self(2);
-    /// Atomics.
-    pub const REMOTE_ATOMIC: Self = Self(4);
-    /// All of the above.
-    pub const ALL: Self = Self(7);
-
-    /// Whether all rights of `other` are included.
-    pub const fn contains(self, other: Self) -> bool {
-        other.0 & !self.0 == 0
-    }
-}
-
-impl BitOr for Access {
-    type Output = Self;
-
-    fn bitor(self, more: Self) -> Self {
-        Self(self.0 | more.0)
-    }
-}
 
 /// The host's answer to a memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,20 +16,21 @@ pub enum HostStatus {
     Denied,
 }
 
-/// An address in registered memory.
+/// An address in the registered memory of a peer; of our own when the peer names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Remote {
     /// The address, in the address space of the registration (iova).
     pub address: u64,
-    /// The registration's key.
-    pub key: u32,
+    /// The remote key of the registration.
+    pub rkey: u32,
 }
 
 impl Remote {
     /// The address `bytes` further on. It wraps; the host, which checks the range, then denies it.
     #[must_use]
     pub const fn forward(self, bytes: u32) -> Self {
-        Self { address: self.address.wrapping_add(bytes as u64), key: self.key }
+        Self { address: self.address.wrapping_add(bytes as u64), rkey: self.rkey }
     }
 }
 
@@ -73,68 +43,121 @@ pub struct Receive {
     pub capacity: u32,
 }
 
-/// The width of a masked atomic. Other atomics have eight bytes.
+/// Operand width of an [`Atomic`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Width {
-    /// 4 bytes.
+pub enum AtomicWidth {
+    /// 4 bytes; only masked (extended) atomics.
     Four,
     /// 8 bytes.
     Eight,
 }
 
-/// An atomic on a word in host byte order. The masked ones are ConnectX's; their wire format is
-/// defined in [`wire`](crate::wire), and other implementations do not understand it.
+impl AtomicWidth {
+    /// Width in bytes.
+    pub const fn bytes(self) -> u32 {
+        match self {
+            Self::Four => 4,
+            Self::Eight => 8,
+        }
+    }
+}
+
+/// An atomic operation with its operands, on a word in host byte order. 4-byte operands are in the
+/// low half. The masked ones are ConnectX's; their packet format is defined in
+/// [`wire`](crate::wire), and other implementations do not understand it.
+///
+/// ```
+/// use warpwire_proto::qp::{Atomic, AtomicWidth};
+/// assert_eq!(Atomic::FetchAdd { add: 7 }.apply(u64::MAX), 6);
+/// let swap = Atomic::CompareSwap { compare: 1, swap: 9 };
+/// assert_eq!((swap.apply(1), swap.apply(2)), (9, 2));
+/// // Two 16-bit counters in one word: no carry from the lower into the upper one.
+/// let (width, boundary) = (AtomicWidth::Four, 1 << 15);
+/// let both = Atomic::MaskedFetchAdd { width, add: 0x0001_0001, boundary };
+/// assert_eq!(both.apply(0x0005_ffff), 0x0006_0000);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
-    /// Store `swap` if the value is `compare`.
+    /// Stores `swap` if the word equals `compare`.
     CompareSwap {
-        /// The expected value.
+        /// Expected value.
         compare: u64,
-        /// The value to store.
+        /// New value.
         swap: u64,
     },
-    /// Add, wrapping.
+    /// Adds `add`, wrapping.
     FetchAdd {
-        /// The value to add.
+        /// The addend.
         add: u64,
     },
-    /// Store the bits of `swap` under `swap_mask` if those under `compare_mask` equal `compare`'s.
+    /// If the word equals `compare` in the bits of `compare_mask`, replaces the bits of `swap_mask`
+    /// by those of `swap`.
     MaskedCompareSwap {
-        /// The width of the word.
-        width: Width,
-        /// The expected value.
+        /// Operand width.
+        width: AtomicWidth,
+        /// Expected value.
         compare: u64,
-        /// The value to store.
+        /// New value.
         swap: u64,
-        /// The bits to compare.
+        /// Bits that are compared.
         compare_mask: u64,
-        /// The bits to store.
+        /// Bits that are replaced.
         swap_mask: u64,
     },
-    /// Add, with no carry out of the bits that are set in `boundary`.
+    /// Adds `add` field by field: each set bit of `boundary` is the top bit of a field, out of
+    /// which nothing is carried.
     MaskedFetchAdd {
-        /// The width of the word.
-        width: Width,
-        /// The value to add.
+        /// Operand width.
+        width: AtomicWidth,
+        /// The addends, one per field.
         add: u64,
-        /// The bits at which carries stop.
+        /// Top bit of each field; all ones make it an exclusive or.
         boundary: u64,
     },
 }
 
 impl Atomic {
-    /// The width of the word in bytes.
-    pub const fn len(&self) -> u32 {
+    /// Operand width; 8 bytes unless masked.
+    pub const fn width(&self) -> AtomicWidth {
         match self {
-            Self::MaskedCompareSwap { width: Width::Four, .. }
-            | Self::MaskedFetchAdd { width: Width::Four, .. } => 4,
-            _ => 8,
+            Self::CompareSwap { .. } | Self::FetchAdd { .. } => AtomicWidth::Eight,
+            Self::MaskedCompareSwap { width, .. } | Self::MaskedFetchAdd { width, .. } => *width,
         }
     }
 
-    /// Always false: atomics have 4 or 8 bytes.
-    pub const fn is_empty(&self) -> bool {
-        false
+    /// The new value of a word that was `old`.
+    #[inline]
+    pub const fn apply(&self, old: u64) -> u64 {
+        let new = match *self {
+            Self::CompareSwap { compare, swap } => {
+                if old == compare {
+                    swap
+                } else {
+                    old
+                }
+            }
+            Self::FetchAdd { add } => old.wrapping_add(add),
+            Self::MaskedCompareSwap { compare, swap, compare_mask, swap_mask, width } => {
+                if narrow((old ^ compare) & compare_mask, width) == 0 {
+                    (old & !swap_mask) | (swap & swap_mask)
+                } else {
+                    old
+                }
+            }
+            // Adding without the top bit of each field carries nothing out of a field. The top bit
+            // is then the sum of itself, its addend and the carry into it: an exclusive or.
+            Self::MaskedFetchAdd { add, boundary, .. } => {
+                (old & !boundary).wrapping_add(add & !boundary) ^ ((old ^ add) & boundary)
+            }
+        };
+        narrow(new, self.width())
+    }
+}
+
+const fn narrow(value: u64, width: AtomicWidth) -> u64 {
+    match width {
+        AtomicWidth::Four => value & u32::MAX as u64,
+        AtomicWidth::Eight => value,
     }
 }
 

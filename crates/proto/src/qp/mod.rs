@@ -1,10 +1,10 @@
-//! The queue pair: reliable connected ([`Qp`]) and unreliable datagram ([`Ud`]), sans-IO.
+//! The queue pair: reliable connected ([`RcQp`]) and unreliable datagram ([`Ud`]), sans-IO.
 //!
-//! There are three inputs: packets ([`Qp::handle_packet`]), time ([`Qp::handle_timeout`], and `now`
-//! everywhere) and work ([`Qp::post`]); and three outputs: packets ([`Qp::poll_transmit`]),
-//! deadlines ([`Qp::poll_timeout`]) and events ([`Qp::poll_event`]). Memory is never accessed here:
-//! packets name their payload by [`Source`] and [`Target`], and a [`Host`] resolves keys and moves
-//! bytes on request.
+//! There are three inputs: packets ([`RcQp::handle_packet`]), time ([`RcQp::handle_timeout`], and
+//! `now` everywhere) and work ([`RcQp::post`]); and three outputs: packets
+//! ([`RcQp::poll_transmit`]), deadlines ([`RcQp::poll_timeout`]) and events ([`RcQp::poll_event`]).
+//! Memory is never accessed here: packets name their payload by [`Source`] and [`Target`], and a
+//! [`Host`] resolves keys and moves bytes on request.
 //!
 //! # Order of calls
 //! Any call may produce events. Poll them all after each `handle_packet`: while a receive
@@ -22,7 +22,7 @@
 //! 3. The first failure carries its reason; all that follows is flushed.
 //! 4. Atomics are executed once, however often they are retransmitted.
 //! 5. Memory is allocated when a queue pair is created and when it is connected, never afterwards:
-//!    [`Qp::footprint`] is all of it.
+//!    [`RcQp::footprint`] is all of it.
 //! 6. With a timeout set, no work waits forever for a silent peer.
 //! 7. No packet, whatever it contains, causes a panic or affects anything but the queue pair that
 //!    it is passed to.
@@ -36,6 +36,7 @@
 //! | `pacer` | rate control by congestion notifications |
 //! | `ud` | datagrams |
 
+mod access;
 mod atomic;
 pub mod attr;
 mod completer;
@@ -51,14 +52,15 @@ mod work;
 
 use core::time::Duration;
 
+pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
-pub use host::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target, Width};
+pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
 pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};
 pub use work::{
-    Event, Fence, PostError, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendWr,
-    Status, WrOp,
+    Fence, PostError, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion,
+    SendOp, SendWr, Status,
 };
 
 use crate::psn::Psn;
@@ -76,7 +78,7 @@ const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
 
 /// Options of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct TransportOptions {
     /// Maximum of posted, not yet completed work requests; clamped to 1..=2^20. Default 128.
     pub send_depth: u32,
     /// Maximum of unacknowledged packets; clamped to 1..=65536. Default 256. Reduced for packets
@@ -90,7 +92,7 @@ pub struct Options {
     pub line_rate: Option<u64>,
 }
 
-impl Default for Options {
+impl Default for TransportOptions {
     fn default() -> Self {
         Self { send_depth: 128, window: 256, read_chunk: 64, line_rate: None }
     }
@@ -126,7 +128,7 @@ pub struct Transmit {
 }
 
 impl Transmit {
-    /// A packet for [`Qp::transmit_into`] to fill.
+    /// A packet for [`RcQp::transmit_into`] to fill.
     pub fn new() -> Self {
         let opcode = Opcode::CongestionNotification;
         let headers = Headers::new(opcode, 0, Psn::new(0), Extension::Cnp);
@@ -144,7 +146,7 @@ impl Default for Transmit {
 ///
 /// ```
 /// # use warpwire_proto::{Instant, Psn, qp::*};
-/// let mut qp = Qp::new(0x11, Options::default());
+/// let mut qp = RcQp::new(0x11, TransportOptions::default());
 /// qp.modify(&QpAttributes {
 ///     partition_index: Some(0),
 ///     port: Some(1),
@@ -157,10 +159,10 @@ impl Default for Transmit {
 /// # Ok::<(), ModifyError>(())
 /// ```
 #[derive(Debug)]
-pub struct Qp {
+pub struct RcQp {
     number: u32,
     state: State,
-    options: Options,
+    options: TransportOptions,
     path: Option<PathAttributes>,
     requester_params: requester::ConnParams,
     responder_params: responder::ConnParams,
@@ -185,10 +187,10 @@ enum Established {
     Reported,
 }
 
-impl Qp {
+impl RcQp {
     /// Creates a queue pair in `RESET`.
-    pub fn new(number: u32, options: Options) -> Self {
-        let options = Options {
+    pub fn new(number: u32, options: TransportOptions) -> Self {
+        let options = TransportOptions {
             send_depth: options.send_depth.clamp(1, 1 << 20),
             window: options.window.clamp(1, 1 << 16),
             read_chunk: options.read_chunk.clamp(1, 1 << 14),
@@ -263,7 +265,7 @@ impl Qp {
         self.pacer.rate()
     }
 
-    /// All memory that it holds, in bytes; changes only with [`Qp::modify`].
+    /// All memory that it holds, in bytes; changes only with [`RcQp::modify`].
     pub fn footprint(&self) -> usize {
         size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
     }
@@ -298,7 +300,7 @@ impl Qp {
 
     fn new_like(other: &Self) -> Self {
         let options = other.options;
-        Self { options, ..Self::new(other.number, Options { send_depth: 1, ..options }) }
+        Self { options, ..Self::new(other.number, TransportOptions { send_depth: 1, ..options }) }
     }
 
     fn apply(&mut self, attr: &QpAttributes) {
@@ -338,7 +340,7 @@ impl Qp {
         self.path = attr.path.or(self.path);
     }
 
-    /// Posts work. It starts in queue order and completes with an [`Event::Sent`].
+    /// Posts work. It starts in queue order and completes with an [`ProtocolEvent::Sent`].
     pub fn post(&mut self, work: SendWr) -> Result<(), PostError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Err) {
             return Err(PostError::State(self.state));
@@ -476,7 +478,7 @@ impl Qp {
         self.transmit_into(now, host, &mut packet).then_some(packet)
     }
 
-    /// As [`Qp::poll_transmit`], into a packet that is reused, which saves clearing it. Returns
+    /// As [`RcQp::poll_transmit`], into a packet that is reused, which saves clearing it. Returns
     /// whether there is a packet; if not, the contents of `packet` are undefined.
     #[inline]
     pub fn transmit_into<H: Host>(
@@ -496,7 +498,7 @@ impl Qp {
         true
     }
 
-    /// The packet that [`Qp::transmit_into`] just produced could not be sent: its data was
+    /// The packet that [`RcQp::transmit_into`] just produced could not be sent: its data was
     /// accessible when the host was asked, and is not any more. The next call produces it again,
     /// and asks the host again. No retry is consumed.
     #[cold]
@@ -577,7 +579,7 @@ impl Qp {
         }
     }
 
-    /// When [`Qp::handle_timeout`] or [`Qp::poll_transmit`] must be called next if nothing else
+    /// When [`RcQp::handle_timeout`] or [`RcQp::poll_transmit`] must be called next if nothing else
     /// happens.
     pub fn poll_timeout(&self, now: Instant) -> Instant {
         match self.state {
@@ -608,7 +610,7 @@ impl Qp {
         }
     }
 
-    /// Whether [`Qp::poll_event`] has an event; cheaper to call after each packet.
+    /// Whether [`RcQp::poll_event`] has an event; cheaper to call after each packet.
     #[inline]
     pub fn has_events(&self) -> bool {
         self.requester.reported != self.requester.tail
@@ -619,24 +621,24 @@ impl Qp {
     }
 
     /// The next event. Call it until `None`.
-    pub fn poll_event(&mut self) -> Option<Event> {
+    pub fn poll_event(&mut self) -> Option<ProtocolEvent> {
         let failed = self.state == State::Err;
         if let Some(completion) = self.requester.poll_completion(failed) {
-            return Some(Event::Sent(completion));
+            return Some(ProtocolEvent::Sent(completion));
         }
         if let Some(receive_completion) = self.responder.poll_receive_completion(failed) {
-            return Some(Event::Received(receive_completion));
+            return Some(ProtocolEvent::Received(receive_completion));
         }
         if self.established == Established::Pending {
             self.established = Established::Reported;
-            return Some(Event::Async(QpEvent::Established));
+            return Some(ProtocolEvent::Async(QpEvent::Established));
         }
         if let Some(qp_event) = self.qp_event.take() {
-            return Some(Event::Async(qp_event));
+            return Some(ProtocolEvent::Async(qp_event));
         }
         let drained = self.state == State::Sqd && self.requester.is_drained();
         if drained && core::mem::take(&mut self.notify_drained) {
-            return Some(Event::Async(QpEvent::Drained));
+            return Some(ProtocolEvent::Async(QpEvent::Drained));
         }
         None
     }

@@ -19,7 +19,7 @@ use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
-use super::work::{Fence, PostError, SendCompletion, SendWr, Status, WrOp};
+use super::work::{Fence, PostError, SendCompletion, SendOp, SendWr, Status};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -80,7 +80,7 @@ pub(super) struct Entry {
 
 impl Entry {
     const EMPTY: Self =
-        Self { work: SendWr::new(0, WrOp::Local, 0), first: Psn::new(0), packets: 0 };
+        Self { work: SendWr::new(0, SendOp::Local, 0), first: Psn::new(0), packets: 0 };
 
     /// The PSN after its last.
     pub fn end(&self) -> Psn {
@@ -201,7 +201,7 @@ impl Requester {
 
     pub(super) fn post(&mut self, work: SendWr, depth: u32) -> Result<(), PostError> {
         let valid_len = match work.op {
-            WrOp::Atomic(_, atomic) => work.len == atomic.len(),
+            SendOp::Atomic(_, atomic) => work.len == atomic.width().bytes(),
             _ => work.len <= MAX_MESSAGE_LEN,
         };
         if !valid_len {
@@ -256,9 +256,9 @@ impl Requester {
                 return Ok(false);
             }
             match entry.work.op {
-                WrOp::Bad(status) if self.current == self.tail => return Err(status),
-                WrOp::Bad(_) => return Ok(false),
-                WrOp::Local => self.complete_local(is_new_message),
+                SendOp::Bad(status) if self.current == self.tail => return Err(status),
+                SendOp::Bad(_) => return Ok(false),
+                SendOp::Local => self.complete_local(is_new_message),
                 _ => return self.request(now, params, is_new_message, host, stats, packet),
             }
         }
@@ -297,7 +297,7 @@ impl Requester {
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
             let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
-            return if impossible { Err(Status::LocalOperation) } else { Ok(false) };
+            return if impossible { Err(Status::LocalQpOperation) } else { Ok(false) };
         }
         if is_new_message {
             // Harmless if the message is not started after all: the PSNs are then assigned again.
@@ -445,37 +445,39 @@ impl Segment {
         }
         let len = if is_last { work.len.wrapping_sub(offset) } else { params.mtu.bytes() };
         let (opcode, extension) = match work.op {
-            WrOp::Read(at) => return Self::read(entry, index, params, at, headers),
-            WrOp::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
-            WrOp::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
-            WrOp::Send | WrOp::Local | WrOp::Bad(_) => {
+            SendOp::Read(at) => return Self::read(entry, index, params, at, headers),
+            SendOp::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
+            SendOp::Write(at) => {
+                (WRITE.at(is_first, is_last), write_header(is_first, at, work.len))
+            }
+            SendOp::Send | SendOp::Local | SendOp::Bad(_) => {
                 (SEND.at(is_first, is_last), Extension::None)
             }
-            WrOp::SendImm(imm) if is_last => {
+            SendOp::SendImm(imm) if is_last => {
                 let opcode = if is_first { Opcode::SendOnlyImm } else { Opcode::SendLastImm };
                 (opcode, Extension::Imm(imm))
             }
-            WrOp::SendInvalidate(key) if is_last => {
+            SendOp::SendInvalidate(key) if is_last => {
                 let last = Opcode::SendLastInvalidate;
                 let opcode = if is_first { Opcode::SendOnlyInvalidate } else { last };
                 (opcode, Extension::Invalidate(key))
             }
-            WrOp::SendImm(_) | WrOp::SendInvalidate(_) => {
+            SendOp::SendImm(_) | SendOp::SendInvalidate(_) => {
                 (SEND.at(is_first, false), Extension::None)
             }
-            WrOp::WriteImm(at, imm) if is_last => {
-                let reth = Reth { address: at.address, rkey: at.key, len: work.len };
+            SendOp::WriteImm(at, imm) if is_last => {
+                let reth = Reth { address: at.address, rkey: at.rkey, len: work.len };
                 match is_first {
                     true => (Opcode::WriteOnlyImm, Extension::RethImm(reth, imm)),
                     false => (Opcode::WriteLastImm, Extension::Imm(imm)),
                 }
             }
-            WrOp::WriteImm(at, _) => {
+            SendOp::WriteImm(at, _) => {
                 (WRITE.at(is_first, false), write_header(is_first, at, work.len))
             }
         };
         (headers.opcode, headers.extension) = (opcode, extension);
-        let can_solicit = !matches!(work.op, WrOp::Write(_));
+        let can_solicit = !matches!(work.op, SendOp::Write(_));
         Self { offset, len, psn_count: 1, can_solicit }
     }
 
@@ -494,7 +496,7 @@ impl Segment {
         };
         let from = at.forward(offset);
         headers.opcode = Opcode::ReadRequest;
-        headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
+        headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.rkey, len });
         Self { offset, len: 0, psn_count, can_solicit: false }
     }
 
@@ -538,7 +540,7 @@ impl Opcodes {
 
 fn write_header(is_first: bool, at: Remote, len: u32) -> Extension {
     match is_first {
-        true => Extension::Reth(Reth { address: at.address, rkey: at.key, len }),
+        true => Extension::Reth(Reth { address: at.address, rkey: at.rkey, len }),
         false => Extension::None,
     }
 }

@@ -7,7 +7,8 @@
 //! retry.
 
 use super::DiscardReason;
-use super::host::{Access, Host, HostStatus, Receive, Remote, Target};
+use super::access::Access;
+use super::host::{Host, HostStatus, Receive, Remote, Target};
 use super::requester::MAX_MESSAGE_LEN;
 use super::resource::{RdAtomicOp, Resource, ResourceRing};
 use super::work::{QpEvent, ReceiveCompletion, ReceiveKind, Status};
@@ -277,7 +278,7 @@ impl Responder {
                     let whole = reth.len == params.mtu.offset(params.mtu.packets(reth.len));
                     let left = len.wrapping_sub(offset);
                     let fits = offset <= len && (reth.len == left || whole && reth.len < left);
-                    at.key == reth.rkey && (same_address || len == 0) && fits
+                    at.rkey == reth.rkey && (same_address || len == 0) && fits
                 })
             }
             Extension::Atomic(_) | Extension::MaskedAtomic(_) => {
@@ -440,7 +441,7 @@ impl Responder {
         if !fits || reth.len > MAX_MESSAGE_LEN {
             return Err(Reject::invalid());
         }
-        let at = Remote { address: reth.address, key: reth.rkey };
+        let at = Remote { address: reth.address, rkey: reth.rkey };
         if reth.len > 0 {
             check_host(host.may_access(Access::REMOTE_WRITE, at, reth.len), Reject::access)?;
         }
@@ -496,7 +497,7 @@ impl Responder {
         if !valid || !self.resource.has_room() {
             return Err(Reject::invalid());
         }
-        let at = Remote { address: reth.address, key: reth.rkey };
+        let at = Remote { address: reth.address, rkey: reth.rkey };
         if reth.len > 0 {
             check_host(host.may_access(Access::REMOTE_READ, at, reth.len), Reject::access)?;
         }
@@ -514,11 +515,14 @@ impl Responder {
     ) -> Result<(), Reject> {
         let requested = super::atomic::requested(headers.opcode, headers.extension);
         let (at, atomic) = requested.ok_or_else(Reject::invalid)?;
-        let aligned = at.address.is_multiple_of(u64::from(atomic.len()));
+        let aligned = at.address.is_multiple_of(u64::from(atomic.width().bytes()));
         if payload_len != 0 || !aligned || !self.resource.has_room() {
             return Err(Reject::invalid());
         }
-        check_host(host.may_access(Access::REMOTE_ATOMIC, at, atomic.len()), Reject::access)?;
+        check_host(
+            host.may_access(Access::REMOTE_ATOMIC, at, atomic.width().bytes()),
+            Reject::access,
+        )?;
         let before = match host.execute(at, atomic) {
             Ok(before) => before,
             Err(HostStatus::Retry) => return Err(Reject::NotResident),

@@ -11,7 +11,7 @@ use alloc::collections::VecDeque;
 use super::attr::{ModifyError, Mtu, QpAttributes, Service, State};
 use super::host::{Host, HostStatus, Receive, Source, Target};
 use super::work::{
-    Event, PostError, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, Status,
+    PostError, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, Status,
 };
 use super::{DiscardReason, Payload, RxPacket, Stats, Transmit};
 use crate::psn::Psn;
@@ -60,7 +60,7 @@ impl UdWr {
     }
 }
 
-/// A datagram queue pair, used in the same way as [`Qp`](super::Qp).
+/// A datagram queue pair, used in the same way as [`RcQp`](super::RcQp).
 #[derive(Debug)]
 pub struct Ud {
     number: u32,
@@ -316,12 +316,12 @@ impl Ud {
     }
 
     /// The next event. Call it until `None`.
-    pub fn poll_event(&mut self) -> Option<Event> {
+    pub fn poll_event(&mut self) -> Option<ProtocolEvent> {
         if let Some(completion) = self.completed.pop_front() {
-            return Some(Event::Sent(completion));
+            return Some(ProtocolEvent::Sent(completion));
         }
         if let Some(receive_completion) = self.receive_completion.take() {
-            return Some(Event::Received(receive_completion));
+            return Some(ProtocolEvent::Received(receive_completion));
         }
         let receive = self.pending_receive.filter(|_| self.state == State::Err);
         if let Some(Receive { id, .. }) = receive {
@@ -329,10 +329,10 @@ impl Ud {
             let (status, kind) = (Status::Flushed, ReceiveKind::Data);
             let flushed =
                 ReceiveCompletion { id, status, len: 0, kind, solicited: false, source_qp: 0 };
-            return Some(Event::Received(flushed));
+            return Some(ProtocolEvent::Received(flushed));
         }
         if self.state == State::Sqd && core::mem::take(&mut self.notify_drained) {
-            return Some(Event::Async(QpEvent::Drained));
+            return Some(ProtocolEvent::Async(QpEvent::Drained));
         }
         None
     }

@@ -5,7 +5,7 @@ use crate::wire::Opcode;
 
 /// The operation of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WrOp {
+pub enum SendOp {
     /// Send into a receive of the peer.
     Send,
     /// Send with immediate data.
@@ -26,7 +26,7 @@ pub enum WrOp {
     Bad(Status),
 }
 
-impl WrOp {
+impl SendOp {
     /// Whether it waits for data from the peer rather than for an ACK.
     pub(super) fn awaits_response(&self) -> bool {
         matches!(self, Self::Read(_) | Self::Atomic(..))
@@ -47,22 +47,23 @@ impl WrOp {
     }
 }
 
-/// Which earlier work must have completed before this work starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// Which earlier work of the send queue must have completed before this work starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Fence {
     /// None: it starts in queue order.
+    #[default]
     None,
     /// All earlier reads and atomics.
     Reads,
-    /// All earlier work.
+    /// All earlier work. libibverbs has no such fence.
     All,
 }
 
 /// A work request for the send queue.
 ///
 /// ```
-/// use warpwire_proto::qp::{Fence, WrOp, SendWr};
-/// let work = SendWr { fence: Fence::Reads, ..SendWr::new(7, WrOp::Send, 4096) };
+/// use warpwire_proto::qp::{Fence, SendOp, SendWr};
+/// let work = SendWr { fence: Fence::Reads, ..SendWr::new(7, SendOp::Send, 4096) };
 /// assert!(work.signaled);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +72,7 @@ pub struct SendWr {
     /// completion.
     pub id: u64,
     /// The operation.
-    pub op: WrOp,
+    pub op: SendOp,
     /// Length in bytes; for an atomic that of its word.
     pub len: u32,
     /// Whether the user wants a completion on success. The completion is reported to the host in
@@ -85,38 +86,67 @@ pub struct SendWr {
 
 impl SendWr {
     /// A signaled work request without a fence.
-    pub const fn new(id: u64, op: WrOp, len: u32) -> Self {
+    pub const fn new(id: u64, op: SendOp, len: u32) -> Self {
         Self { id, op, len, signaled: true, fence: Fence::None, solicited: false }
     }
 }
 
-/// The status of a completion, named as in verbs.
+/// Status of a completion; names and numbers are those of `ibv_wc_status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
 pub enum Status {
-    /// Success.
-    Success,
-    /// A message is longer than the receive's buffers.
-    LocalLength,
-    /// The work request is invalid.
-    LocalOperation,
-    /// A local key, range or access right is wrong.
-    LocalProtection,
-    /// The queue pair failed before this work was done.
-    Flushed,
-    /// The peer's response is invalid.
-    BadResponse,
-    /// The peer's access to our memory failed in a message that had taken a receive.
-    LocalAccess,
-    /// The peer rejected the request as invalid, or not allowed on its queue pair.
-    RemoteInvalidRequest,
-    /// The peer denied access to the memory.
-    RemoteAccess,
-    /// The peer failed to execute the request.
-    RemoteOperation,
-    /// All retries timed out without a response.
-    RetryExceeded,
-    /// The peer had no receive in all retries.
-    RnrRetryExceeded,
+    /// The work succeeded.
+    Success = 0,
+    /// A message is longer than its receive buffer, or than the maximum.
+    LocalLength = 1,
+    /// The work request is malformed or not valid on this queue pair.
+    LocalQpOperation = 2,
+    /// A local buffer is not in a memory region of the QP's domain, or lacks the access right.
+    LocalProtection = 4,
+    /// Flushed: the queue pair was in the error state before the work was executed.
+    Flushed = 5,
+    /// A memory window could not be bound.
+    MwBind = 6,
+    /// The peer sent an unexpected response.
+    BadResponse = 7,
+    /// An operation of the peer violated the access rights of local memory.
+    LocalAccess = 8,
+    /// The peer rejected the request as invalid.
+    RemoteInvalidRequest = 9,
+    /// The peer's memory protection rejected the access: rkey, range or access right.
+    RemoteAccess = 10,
+    /// The peer failed to execute the operation.
+    RemoteOperation = 11,
+    /// The transport retries were used up without an answer.
+    RetryExceeded = 12,
+    /// The RNR retries were used up: the peer had no receive posted.
+    RnrRetryExceeded = 13,
+    /// The peer aborted the operation.
+    RemoteAbort = 16,
+    /// Any other error; see the vendor syndrome.
+    General = 21,
+}
+
+impl core::fmt::Display for Status {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.pad(match self {
+            Self::Success => "success",
+            Self::LocalLength => "local length error",
+            Self::LocalQpOperation => "local QP operation error",
+            Self::LocalProtection => "local protection error",
+            Self::Flushed => "work request flushed",
+            Self::MwBind => "memory window bind error",
+            Self::BadResponse => "bad response",
+            Self::LocalAccess => "local access error",
+            Self::RemoteInvalidRequest => "remote invalid request",
+            Self::RemoteAccess => "remote access error",
+            Self::RemoteOperation => "remote operation error",
+            Self::RetryExceeded => "transport retry counter exceeded",
+            Self::RnrRetryExceeded => "receiver-not-ready retry counter exceeded",
+            Self::RemoteAbort => "remote aborted",
+            Self::General => "general error",
+        })
+    }
 }
 
 /// The completion of a work request. Completions come in the order of posting.
@@ -175,9 +205,9 @@ pub enum QpEvent {
     Fatal,
 }
 
-/// The output of [`Qp::poll_event`](super::Qp::poll_event).
+/// The output of [`RcQp::poll_event`](super::RcQp::poll_event).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum ProtocolEvent {
     /// A work request completed.
     Sent(SendCompletion),
     /// A receive completed.

@@ -2,7 +2,9 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{CUT_INTERVAL, Options, RAISE_INTERVAL, RxPacket, Transmit, WrOp};
+use warpwire_proto::qp::{
+    CUT_INTERVAL, RAISE_INTERVAL, RxPacket, SendOp, Transmit, TransportOptions,
+};
 use warpwire_proto::wire::{Extension, Opcode};
 use warpwire_proto::{Instant, Psn};
 
@@ -12,7 +14,7 @@ use crate::directed::pair::{A, B, ConnParams, MTU, Pair, QPNS, REMOTE_ADDR};
 const LINE: u64 = 1_000_000_000;
 
 fn paced_pair() -> Pair {
-    let options = Options { line_rate: Some(LINE), ..Options::default() };
+    let options = TransportOptions { line_rate: Some(LINE), ..TransportOptions::default() };
     Pair::with(ConnParams { options, ..ConnParams::default() })
 }
 
@@ -29,7 +31,7 @@ fn notify(pair: &mut Pair) {
 #[test]
 fn marked_packets_cause_rate_limited_notifications() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
     let packets = pair.send_all(A);
     packets[..4].iter().for_each(|packet| deliver_marked(&mut pair, B, packet));
     let responses = pair.send_all(B);
@@ -50,7 +52,7 @@ fn marked_packets_cause_rate_limited_notifications() {
 #[test]
 fn marked_responses_cause_notifications_too() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 10);
     pair.transfer(A);
     let data = pair.send(B).unwrap();
     deliver_marked(&mut pair, A, &data);
@@ -66,14 +68,14 @@ fn without_a_line_rate_notifications_are_counted_and_change_nothing() {
     notify(&mut pair);
     assert_eq!(pair.endpoints[A].qp.stats().cnp_received, 1);
     assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
     assert_eq!(pair.send_all(A).len(), 8);
 }
 
 #[test]
 fn a_notification_halves_the_rate_and_spaces_the_packets() {
     let mut pair = paced_pair();
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
     assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
     notify(&mut pair);
     assert_eq!(pair.endpoints[A].qp.paced_rate(), Some(LINE / 2));
@@ -102,7 +104,7 @@ fn time_without_notifications_raises_the_rate_until_pacing_ends() {
     let mut pair = paced_pair();
     notify(&mut pair);
     pair.wait(RAISE_INTERVAL * 40);
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 8 * MTU);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
     // The packet that ends pacing still occupies its own time at line rate.
     pair.send(A).unwrap();
     assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
@@ -113,7 +115,7 @@ fn time_without_notifications_raises_the_rate_until_pacing_ends() {
 #[test]
 fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
     let mut pair = paced_pair();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 4 * MTU);
     pair.transfer(A);
     let cnp = warpwire_proto::wire::Headers::new(
         Opcode::CongestionNotification,
@@ -128,7 +130,7 @@ fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
         pair.now = pair.endpoints[B].qp.poll_timeout(pair.now);
     }
     pair.endpoints[B].host.add_receive(0, 10);
-    pair.post(A, 1, WrOp::Send, 0);
+    pair.post(A, 1, SendOp::Send, 0);
     pair.exchange();
     assert_eq!(pair.send_all(B), []);
 }
@@ -136,7 +138,7 @@ fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
 #[test]
 fn a_marked_notification_is_not_answered_with_another() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
     let packet = pair.send(A).unwrap();
     deliver_marked(&mut pair, B, &packet);
     let responses = pair.send(B).unwrap();

@@ -3,7 +3,7 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
 use warpwire_proto::qp::{
-    Datagram, DiscardReason, Event, GRH_LEN, Mtu, PostError, QpAttributes, QpEvent,
+    Datagram, DiscardReason, GRH_LEN, Mtu, PostError, ProtocolEvent, QpAttributes, QpEvent,
     ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, State, Status, Target, Transmit, Ud,
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
@@ -43,13 +43,13 @@ pub fn fail_send_queue(ud: &mut Ud) {
     while ud.poll_event().is_some() {}
 }
 
-fn events(ud: &mut Ud) -> Vec<Event> {
+fn events(ud: &mut Ud) -> Vec<ProtocolEvent> {
     std::iter::from_fn(|| ud.poll_event()).collect()
 }
 
 fn completions(ud: &mut Ud) -> Vec<(u64, Status)> {
     let end = |event| match event {
-        Event::Sent(completion) => Some((completion.id, completion.status)),
+        ProtocolEvent::Sent(completion) => Some((completion.id, completion.status)),
         _ => None,
     };
     events(ud).into_iter().filter_map(end).collect()
@@ -103,7 +103,7 @@ fn a_datagram_arrives_after_its_grh_with_its_sender_and_immediate() {
             solicited: true,
             source_qp: 5,
         };
-        assert_eq!(events(&mut receiver), [Event::Received(receive_completion)]);
+        assert_eq!(events(&mut receiver), [ProtocolEvent::Received(receive_completion)]);
     }
 }
 
@@ -170,7 +170,7 @@ fn too_long_a_datagram_is_dropped_and_costs_no_receive() {
     assert_eq!(deliver(&mut receiver, &transmit_one(QKEY, 10), &mut host), Ok(()));
     assert!(matches!(
         events(&mut receiver)[..],
-        [Event::Received(ReceiveCompletion { id: 0, status: Status::Success, .. })]
+        [ProtocolEvent::Received(ReceiveCompletion { id: 0, status: Status::Success, .. })]
     ));
 }
 
@@ -195,7 +195,8 @@ fn a_receive_with_a_wrong_key_fails_the_queue_pair() {
     receiver.post(datagram(7, 1)).unwrap();
     deliver(&mut receiver, &transmit_one(QKEY, 1), &mut host).unwrap();
     assert_eq!(receiver.state(), State::Err);
-    let [Event::Sent(flushed), Event::Received(receive_completion)] = events(&mut receiver)[..]
+    let [ProtocolEvent::Sent(flushed), ProtocolEvent::Received(receive_completion)] =
+        events(&mut receiver)[..]
     else {
         panic!("no send and receive completion");
     };
@@ -280,8 +281,11 @@ fn failing_flushes_queued_work_and_the_taken_receive() {
     assert_eq!(deliver(&mut ud, &transmit_one(QKEY, 1), &mut host), Err(DiscardReason::Length));
     ud.modify(&QpAttributes::new(State::Err)).unwrap();
     ud.post(datagram(1, 1)).unwrap();
-    let [Event::Sent(first), Event::Sent(second), Event::Received(receive_completion)] =
-        events(&mut ud)[..]
+    let [
+        ProtocolEvent::Sent(first),
+        ProtocolEvent::Sent(second),
+        ProtocolEvent::Received(receive_completion),
+    ] = events(&mut ud)[..]
     else {
         panic!("no two send and one receive completions");
     };
@@ -313,7 +317,7 @@ fn draining_notifies_once_and_holds_posted_work() {
     ud.modify(&QpAttributes { qkey: Some(QKEY), ..QpAttributes::new(State::Sqd) }).unwrap();
     ud.post(datagram(0, 1)).unwrap();
     assert_eq!(ud.poll_transmit(&mut host), None);
-    assert_eq!(events(&mut ud), [Event::Async(QpEvent::Drained)]);
+    assert_eq!(events(&mut ud), [ProtocolEvent::Async(QpEvent::Drained)]);
     assert_eq!(events(&mut ud), []);
     ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
@@ -370,12 +374,12 @@ fn local_work_completes_in_order() {
 fn invalid_work_and_unroutable_datagrams_stop_the_send_queue() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
-    ud.post_local(local(1, Status::LocalOperation)).unwrap();
+    ud.post_local(local(1, Status::LocalQpOperation)).unwrap();
     ud.post(datagram(2, 1)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert_eq!(ud.state(), State::Sqe);
-    let (bad, flushed) = (Status::LocalOperation, Status::Flushed);
+    let (bad, flushed) = (Status::LocalQpOperation, Status::Flushed);
     assert_eq!(completions(&mut ud), [(0, Status::Success), (1, bad), (2, flushed)]);
     ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     (3..5).for_each(|id| ud.post(datagram(id, 1)).unwrap());

@@ -1,7 +1,7 @@
 //! Duplicate requests.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{DiscardReason, Status, Transmit, WrOp};
+use warpwire_proto::qp::{DiscardReason, SendOp, Status, Transmit};
 use warpwire_proto::wire::{Extension, Opcode, Reth, Syndrome};
 
 use crate::directed::host::HostCall;
@@ -13,14 +13,14 @@ fn at_offset(request: &Transmit, packets: u32, len: u32) -> Transmit {
     edited(request, |headers| {
         headers.psn = headers.psn.add(packets);
         let address = REMOTE_ADDR.address + u64::from(packets * MTU);
-        headers.extension = Extension::Reth(Reth { address, rkey: REMOTE_ADDR.key, len });
+        headers.extension = Extension::Reth(Reth { address, rkey: REMOTE_ADDR.rkey, len });
     })
 }
 
 /// A pair whose responder has answered a read of `len` bytes; returns its request too.
 fn after_read(params: ConnParams, len: u32) -> (Pair, Transmit) {
     let mut pair = Pair::with(params);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), len);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), len);
     let request = pair.transfer(A)[0];
     pair.send_all(B);
     (pair, request)
@@ -28,10 +28,12 @@ fn after_read(params: ConnParams, len: u32) -> (Pair, Transmit) {
 
 #[test]
 fn a_duplicate_send_or_write_is_acknowledged_with_the_newest_psn_and_not_delivered() {
-    for op in [WrOp::Send, WrOp::SendImm(1), WrOp::SendInvalidate(2), WrOp::Write(REMOTE_ADDR)] {
+    for op in
+        [SendOp::Send, SendOp::SendImm(1), SendOp::SendInvalidate(2), SendOp::Write(REMOTE_ADDR)]
+    {
         let mut pair = Pair::with_receives(ConnParams::default(), 4);
         pair.post(A, 0, op, 2 * MTU);
-        pair.post(A, 1, WrOp::Send, 10);
+        pair.post(A, 1, SendOp::Send, 10);
         let packets = pair.transfer(A);
         pair.send_all(B);
         let (done, received_before) =
@@ -53,7 +55,7 @@ fn a_duplicate_send_or_write_is_acknowledged_with_the_newest_psn_and_not_deliver
 #[test]
 fn many_duplicates_at_once_are_acknowledged_once() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     let packets = pair.transfer(A);
     pair.send_all(B);
     assert_eq!(pair.deliver_all(B, &packets), vec![Err(DiscardReason::Duplicate); 4]);
@@ -108,7 +110,7 @@ fn a_partially_repeated_read_begins_with_a_first_or_only_packet() {
 #[test]
 fn a_duplicate_read_restarts_its_response() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 4 * MTU);
     let request = pair.transfer(A)[0];
     pair.send(B).unwrap();
     pair.send(B).unwrap();
@@ -127,13 +129,13 @@ fn a_duplicate_read_with_another_key_address_or_length_is_ignored() {
         edited(&request, |headers| headers.extension = reth)
     };
     for changed in [
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key + 1, len),
-        with(REMOTE_ADDR.address + 1, REMOTE_ADDR.key, len),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + 1),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, len + MTU),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, u32::MAX),
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, MTU + 10), // ends inside a packet
-        with(REMOTE_ADDR.address, REMOTE_ADDR.key, 0),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey + 1, len),
+        with(REMOTE_ADDR.address + 1, REMOTE_ADDR.rkey, len),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, len + 1),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, len + MTU),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, u32::MAX),
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, MTU + 10), // ends inside a packet
+        with(REMOTE_ADDR.address, REMOTE_ADDR.rkey, 0),
         at_offset(&request, 1, len),
     ] {
         assert_eq!(pair.deliver(B, &changed), Err(DiscardReason::NoRecord), "{changed:?}");
@@ -147,8 +149,8 @@ fn a_duplicate_read_with_another_key_address_or_length_is_ignored() {
 fn a_duplicate_atomic_is_answered_with_the_saved_value_and_not_executed() {
     let mut pair = Pair::new();
     pair.endpoints[B].host.atomic_word = 10;
-    pair.post(A, 0, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
-    pair.post(A, 1, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 0, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 1, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
     let requests = pair.transfer(A);
     let answers = pair.send_all(B);
     for (request, answer) in requests.iter().zip(&answers) {
@@ -167,7 +169,7 @@ fn a_duplicate_atomic_is_answered_with_the_saved_value_and_not_executed() {
 
 #[test]
 fn a_duplicate_without_a_record_is_not_answered() {
-    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+    for (op, len) in [(SendOp::Read(REMOTE_ADDR), 10), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         for kept in [1, 3] {
             let params = ConnParams {
                 max_rd_atomic: kept,
@@ -194,10 +196,10 @@ fn a_duplicate_without_a_record_is_not_answered() {
 #[test]
 fn a_duplicate_read_or_atomic_where_a_send_was_is_not_answered() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     let sent = pair.transfer(A)[0];
     pair.send_all(B);
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 10);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 10);
     let read = pair.send(A).unwrap();
     let forged = edited(&read, |headers| headers.psn = sent.headers.psn);
     assert_eq!(pair.deliver(B, &forged), Err(DiscardReason::NoRecord));
@@ -207,8 +209,8 @@ fn a_duplicate_read_or_atomic_where_a_send_was_is_not_answered() {
 #[test]
 fn a_duplicate_read_where_an_atomic_was_is_not_answered_and_the_other_way_round() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 8);
-    pair.post(A, 1, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 8);
+    pair.post(A, 1, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
     let requests = pair.transfer(A);
     pair.send_all(B);
     let swapped =
@@ -275,7 +277,7 @@ fn a_duplicate_empty_read_is_answered_again() {
 #[test]
 fn a_partial_repeat_does_not_shorten_a_response_in_progress() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 4 * MTU);
     let request = pair.transfer(A)[0];
     let mut answers = vec![pair.send(B).unwrap()];
     assert_eq!(pair.deliver(B, &at_offset(&request, 0, MTU)), Err(DiscardReason::Duplicate));

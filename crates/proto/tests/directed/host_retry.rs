@@ -3,7 +3,7 @@
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
-use warpwire_proto::qp::{DiscardReason, State, Status, WrOp};
+use warpwire_proto::qp::{DiscardReason, SendOp, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
 use crate::directed::host::HostCall;
@@ -17,37 +17,41 @@ use HostCall::{
 };
 
 /// The host calls of an operation, with the end that makes each.
-fn calls_of(op: WrOp) -> &'static [(usize, HostCall)] {
+fn calls_of(op: SendOp) -> &'static [(usize, HostCall)] {
     match op {
-        WrOp::Send | WrOp::SendImm(_) => &[(A, FetchWork), (B, TakeReceive), (B, PlaceReceive)],
-        WrOp::SendInvalidate(_) => &[(A, FetchWork), (B, TakeReceive), (B, Invalidate)],
-        WrOp::Write(_) => &[(A, FetchWork), (B, MayAccess), (B, PlaceRemote)],
-        WrOp::WriteImm(..) => &[(A, FetchWork), (B, TakeReceive), (B, MayAccess), (B, PlaceRemote)],
-        WrOp::Read(_) => &[(B, MayAccess), (B, FetchRemote), (A, PlaceResponse)],
-        WrOp::Atomic(..) => &[(B, MayAccess), (B, Execute), (A, StoreResult)],
-        WrOp::Local | WrOp::Bad(_) => &[],
+        SendOp::Send | SendOp::SendImm(_) => &[(A, FetchWork), (B, TakeReceive), (B, PlaceReceive)],
+        SendOp::SendInvalidate(_) => &[(A, FetchWork), (B, TakeReceive), (B, Invalidate)],
+        SendOp::Write(_) => &[(A, FetchWork), (B, MayAccess), (B, PlaceRemote)],
+        SendOp::WriteImm(..) => {
+            &[(A, FetchWork), (B, TakeReceive), (B, MayAccess), (B, PlaceRemote)]
+        }
+        SendOp::Read(_) => &[(B, MayAccess), (B, FetchRemote), (A, PlaceResponse)],
+        SendOp::Atomic(..) => &[(B, MayAccess), (B, Execute), (A, StoreResult)],
+        SendOp::Local | SendOp::Bad(_) => &[],
     }
 }
 
 /// Runs three requests of one kind; `call` is answered `Ready` `yes` times, then `Retry` `times`
 /// times.
-fn run_with(op: WrOp, len: u32, (end, call): (usize, HostCall), yes: usize, times: usize) {
+fn run_with(op: SendOp, len: u32, (end, call): (usize, HostCall), yes: usize, times: usize) {
     let params = ConnParams { rnr_retry: 7, ..ConnParams::default() };
     let mut pair = Pair::with_receives(params, 3);
     pair.endpoints[end].host.answer(call, vec![Ready; yes]);
     pair.endpoints[end].host.answer(call, vec![Retry; times]);
     (0..3).for_each(|id| pair.post(A, id, op, len));
     pair.assert_all_succeed(3);
-    let takes_receive =
-        matches!(op, WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..));
+    let takes_receive = matches!(
+        op,
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInvalidate(_) | SendOp::WriteImm(..)
+    );
     let receive_statuses = if takes_receive { vec![0, 1, 2] } else { vec![] };
     let wanted: Vec<_> = receive_statuses.into_iter().map(|id| (id, Status::Success)).collect();
     assert_eq!(pair.endpoints[B].receive_statuses(), wanted, "{op:?} {call:?}");
     let done: Vec<_> = pair.endpoints.iter().flat_map(|end| &end.host.done).collect();
     let packets = (len / MTU).max(1) as usize;
     let once = match op {
-        WrOp::SendInvalidate(_) => return check_invalidated(&pair, packets),
-        WrOp::Atomic(..) => 2 * 3, // executed at B, stored at A
+        SendOp::SendInvalidate(_) => return check_invalidated(&pair, packets),
+        SendOp::Atomic(..) => 2 * 3, // executed at B, stored at A
         _ => 3 * packets,
     };
     assert_eq!(done.len(), once, "{op:?} {call:?}: each effect once: {done:?}");
@@ -79,9 +83,9 @@ fn an_operation_delayed_at_any_host_call_is_executed_once() {
 
 #[test]
 fn a_receive_is_taken_once_for_a_message_that_must_wait() {
-    for op in [WrOp::Send, WrOp::WriteImm(REMOTE_ADDR, 1)] {
+    for op in [SendOp::Send, SendOp::WriteImm(REMOTE_ADDR, 1)] {
         let mut pair = Pair::with_receives(ConnParams { rnr_retry: 7, ..ConnParams::default() }, 2);
-        let call = if op == WrOp::Send { PlaceReceive } else { PlaceRemote };
+        let call = if op == SendOp::Send { PlaceReceive } else { PlaceRemote };
         pair.endpoints[B].host.answer(call, [Retry; 5]);
         pair.post(A, 0, op, 10);
         pair.assert_all_succeed(1);
@@ -94,7 +98,7 @@ fn a_receive_is_taken_once_for_a_message_that_must_wait() {
 fn sending_pauses_until_the_next_poll_and_the_peer_notices_nothing() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     pair.endpoints[A].host.answer(FetchWork, [Ready, Retry]);
-    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    pair.post(A, 0, SendOp::Send, 3 * MTU);
     assert_eq!(pair.transfer(A).len(), 1);
     assert_eq!(pair.transfer(A).len(), 2, "the next poll resumes sending");
     pair.assert_all_succeed(1);
@@ -105,7 +109,7 @@ fn sending_pauses_until_the_next_poll_and_the_peer_notices_nothing() {
 fn read_data_without_local_memory_is_requested_again_after_a_pause() {
     let mut pair = Pair::new();
     pair.endpoints[A].host.answer(PlaceResponse, [Ready, Retry]);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     pair.transfer(A);
     let answers = pair.send_all(B);
     let outcomes = pair.deliver_all(A, &answers);
@@ -150,7 +154,7 @@ fn long_absent_memory_at_any_host_call_does_not_fail_the_connection() {
 fn a_read_of_absent_memory_gets_rnr_naks_when_the_peer_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() });
     pair.endpoints[B].host.answer(FetchRemote, [Ready, Retry, Retry, Retry]);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
     let data = pair.send_all(B);
     assert_eq!(data.len(), 1, "no response until the second packet has data");
@@ -179,7 +183,7 @@ fn rnr_timers_grow_while_memory_is_absent() {
         let params = ConnParams { min_rnr_timer: code, rnr_retry: 7, ..ConnParams::default() };
         let mut pair = Pair::with(params);
         pair.endpoints[B].host.answer(MayAccess, [Retry; 4]);
-        pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+        pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
         let mut codes = Vec::new();
         for _ in 0..4 {
             let requests = pair.send_all(A);
@@ -199,8 +203,8 @@ fn rnr_timers_grow_while_memory_is_absent() {
 /// next poll, without a timer or a retry.
 #[test]
 fn transmits_can_be_undone() {
-    for op in [WrOp::Send, WrOp::Write(REMOTE_ADDR), WrOp::Read(REMOTE_ADDR)] {
-        let end = if matches!(op, WrOp::Read(_)) { B } else { A };
+    for op in [SendOp::Send, SendOp::Write(REMOTE_ADDR), SendOp::Read(REMOTE_ADDR)] {
+        let end = if matches!(op, SendOp::Read(_)) { B } else { A };
         for nth in 0..3 {
             let params = ConnParams { timeout: 0, retry_count: 0, ..ConnParams::default() };
             let mut pair = Pair::with_receives(params, 2);
@@ -224,7 +228,7 @@ fn transmits_can_be_undone() {
 #[test]
 fn the_nak_of_a_failure_reaches_a_peer_that_is_ahead() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
     let first = pair.send(B).unwrap();
     pair.deliver(A, &first).unwrap();
@@ -236,8 +240,8 @@ fn the_nak_of_a_failure_reaches_a_peer_that_is_ahead() {
     assert_eq!(pair.endpoints[A].sent, [], "the requester already has this PSN");
     assert_eq!(pair.endpoints[B].qp.state(), State::Err);
     // Two writes, the first of which is lost: neither may appear to have been executed.
-    pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
-    pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 1, SendOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 2, SendOp::Write(REMOTE_ADDR), 10);
     let writes = pair.send_all(A);
     let _ = pair.deliver(B, &writes[1]);
     pair.run();
@@ -250,7 +254,7 @@ fn the_nak_of_a_failure_reaches_a_peer_that_is_ahead() {
 #[test]
 fn a_duplicate_read_of_deregistered_memory_does_no_harm() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
     pair.transfer(B);
     assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)]);
@@ -262,8 +266,8 @@ fn a_duplicate_read_of_deregistered_memory_does_no_harm() {
         assert_eq!(syndrome(&answers[0]), Syndrome::Nak(Nak::RemoteAccess));
         assert_eq!(pair.deliver(A, &answers[0]), Err(DiscardReason::StaleResponse));
     }
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), MTU);
-    pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), MTU);
+    pair.post(A, 2, SendOp::Write(REMOTE_ADDR), 10);
     pair.assert_all_succeed(3);
 }
 
@@ -273,7 +277,7 @@ fn a_duplicate_read_of_deregistered_memory_does_no_harm() {
 fn lost_data_of_deregistered_memory_is_an_access_error() {
     for lost in 1..3 {
         let mut pair = Pair::new();
-        pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+        pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
         let requests = pair.transfer(A);
         assert_eq!(pair.send_all(B).len(), 3, "responses, which are lost");
         for _ in 0..lost {
@@ -298,7 +302,7 @@ fn lost_data_of_deregistered_memory_is_an_access_error() {
 #[test]
 fn an_undone_response_does_not_count_as_sent() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), MTU);
     pair.transfer(A);
     let data = pair.send(B).unwrap();
     pair.endpoints[B].qp.undo_transmit(&data);

@@ -1,8 +1,8 @@
 //! Life cycle of a queue pair: draining, reset, and packets in states that accept none.
 
 use warpwire_proto::qp::{
-    Access, DiscardReason, Options, PostError, Qp, QpAttributes, QpEvent, RxPacket, SendWr, State,
-    Status, WrOp,
+    Access, DiscardReason, PostError, QpAttributes, QpEvent, RcQp, RxPacket, SendOp, SendWr, State,
+    Status, TransportOptions,
 };
 use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
@@ -26,15 +26,15 @@ fn modify(pair: &mut Pair, end: usize, attr: &QpAttributes) {
 
 #[test]
 fn draining_finishes_started_messages_and_notifies_once() {
-    let options = Options { window: 2, ..Options::default() };
+    let options = TransportOptions { window: 2, ..TransportOptions::default() };
     let mut pair = Pair::with_receives(ConnParams { options, ..ConnParams::default() }, 4);
-    pair.post(A, 0, WrOp::Send, 5 * MTU);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 5 * MTU);
+    pair.post(A, 1, SendOp::Send, 10);
     pair.transfer(A);
     modify(&mut pair, A, &drain());
     assert_eq!(pair.endpoints[A].qp_events, []);
     assert!(!pair.endpoints[A].qp.is_drained());
-    pair.post(A, 2, WrOp::Send, 10); // accepted, but not started
+    pair.post(A, 2, SendOp::Send, 10); // accepted, but not started
     pair.exchange();
     assert_eq!(pair.endpoints[A].sent, [(0, Success)], "the started message completes");
     assert_eq!(pair.endpoints[A].qp_events, [QpEvent::Drained]);
@@ -62,7 +62,7 @@ fn an_idle_queue_drains_immediately_and_notifies_only_if_requested() {
 #[test]
 fn a_draining_end_retransmits_and_responds() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.send_all(A); // lost
     modify(&mut pair, A, &drain());
     modify(&mut pair, B, &drain());
@@ -79,7 +79,7 @@ fn attributes_set_while_drained_hold_afterwards() {
         QpAttributes { timeout: Some(5), retry_count: Some(0), ..QpAttributes::new(State::Sqd) };
     modify(&mut pair, A, &attr);
     modify(&mut pair, A, &QpAttributes::new(State::Rts));
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.send_all(A);
     assert_eq!(pair.next_deadline(), pair.now + core::time::Duration::from_nanos(4096 << 5));
     pair.advance_to(pair.next_deadline());
@@ -88,7 +88,7 @@ fn attributes_set_while_drained_hold_afterwards() {
 
 #[test]
 fn reset_discards_everything_and_the_pair_can_be_brought_up_again() {
-    for op in [WrOp::Send, WrOp::Write(REMOTE_ADDR), WrOp::Read(REMOTE_ADDR)] {
+    for op in [SendOp::Send, SendOp::Write(REMOTE_ADDR), SendOp::Read(REMOTE_ADDR)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 4);
         let footprint = [A, B].map(|end| pair.endpoints[end].qp.footprint());
         pair.post(A, 0, op, 3 * MTU);
@@ -110,7 +110,7 @@ fn reset_discards_everything_and_the_pair_can_be_brought_up_again() {
             params.bring_to_rts(&mut pair.endpoints[end].qp, end);
         }
         // The whole depth is available.
-        (0..128).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 10));
+        (0..128).for_each(|id| pair.post(A, id, SendOp::Write(REMOTE_ADDR), 10));
         pair.assert_all_succeed(128);
         assert_eq!([A, B].map(|end| pair.endpoints[end].qp.footprint()), footprint);
         assert_eq!(pair.endpoints[A].qp.next_psns().1, Psn::new(7 + 128));
@@ -124,7 +124,7 @@ fn a_failed_pair_can_be_brought_up_again() {
         crate::directed::host::HostCall::MayAccess,
         [warpwire_proto::qp::HostStatus::Denied],
     );
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
     pair.exchange();
     let params = pair.params;
     for end in [A, B] {
@@ -133,16 +133,16 @@ fn a_failed_pair_can_be_brought_up_again() {
         params.bring_to_rts(&mut pair.endpoints[end].qp, end);
         pair.endpoints[end].sent.clear();
     }
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
     pair.assert_all_succeed(1);
 }
 
 #[test]
 fn a_transition_to_err_flushes_and_stops_sending() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    pair.post(A, 0, SendOp::Send, 3 * MTU);
     pair.send(A).unwrap();
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 1, SendOp::Send, 10);
     modify(&mut pair, A, &QpAttributes::new(State::Err));
     assert_eq!(pair.endpoints[A].sent, [(0, Flushed), (1, Flushed)]);
     assert_eq!(pair.send_all(A), []);
@@ -152,9 +152,9 @@ fn a_transition_to_err_flushes_and_stops_sending() {
 }
 
 /// A queue pair brought up to that state.
-fn only_in(state: State) -> Qp {
+fn only_in(state: State) -> RcQp {
     let params = ConnParams::default();
-    let mut qp = Qp::new(QPNS[B], params.options);
+    let mut qp = RcQp::new(QPNS[B], params.options);
     let steps_to_rts = [params.init_attr(), params.rtr_attr(B), params.rts_attr(B)];
     let steps = match state {
         State::Reset => 0,
@@ -215,7 +215,7 @@ fn work_is_taken_when_sending_is_possible_and_flushed_after_failure() {
     ] {
         let mut qp = only_in(state);
         let wanted = if taken { Ok(()) } else { Err(PostError::State(state)) };
-        assert_eq!(qp.post(SendWr::new(0, WrOp::Send, 1)), wanted);
+        assert_eq!(qp.post(SendWr::new(0, SendOp::Send, 1)), wanted);
         assert_eq!(qp.poll_event().is_some(), state == State::Err);
     }
 }
@@ -229,7 +229,7 @@ fn a_packet_of_another_partition_is_dropped_but_a_limited_member_is_not() {
         (0, Err(DiscardReason::Partition)),
     ] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
-        pair.post(A, 0, WrOp::Send, 10);
+        pair.post(A, 0, SendOp::Send, 10);
         let packet = pair.send(A).unwrap();
         let foreign = edited(&packet, |headers| headers.partition = partition);
         assert_eq!(pair.deliver(B, &foreign), outcome);
@@ -267,11 +267,11 @@ fn the_first_request_in_rtr_raises_established_once() {
     modify(&mut pair, B, &QpAttributes::new(State::Reset));
     modify(&mut pair, B, &params.init_attr());
     modify(&mut pair, B, &params.rtr_attr(B));
-    (0..3).for_each(|id| pair.post(A, id, WrOp::Send, 10));
+    (0..3).for_each(|id| pair.post(A, id, SendOp::Send, 10));
     pair.assert_all_succeed(3); // responses are sent in RTR
     assert_eq!(pair.endpoints[B].qp_events, [QpEvent::Established]);
     modify(&mut pair, B, &params.rts_attr(B));
-    pair.post(A, 3, WrOp::Send, 10);
+    pair.post(A, 3, SendOp::Send, 10);
     pair.run();
     assert_eq!(pair.endpoints[B].qp_events, [QpEvent::Established]);
 }
@@ -279,7 +279,7 @@ fn the_first_request_in_rtr_raises_established_once() {
 #[test]
 fn after_rts_the_first_request_raises_no_established_event() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.assert_all_succeed(1);
     assert_eq!(pair.endpoints[B].qp_events, []);
 }
@@ -287,13 +287,13 @@ fn after_rts_the_first_request_raises_no_established_event() {
 #[test]
 fn access_changed_while_running_holds_for_the_next_request() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
     pair.assert_all_succeed(1);
     let attr = QpAttributes { access: Some(Access::REMOTE_READ), ..QpAttributes::new(State::Rts) };
     modify(&mut pair, B, &attr);
     pair.endpoints[A].sent.clear();
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 10);
-    pair.post(A, 2, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 10);
+    pair.post(A, 2, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
     pair.exchange();
     assert_eq!(pair.endpoints[A].sent, [(1, Success), (2, Status::RemoteInvalidRequest)]);
 }
@@ -321,8 +321,8 @@ fn every_discard_reason_has_a_distinct_name() {
 fn reads_in_progress_survive_a_change_of_the_limit() {
     for kept in [1, 2, 3, 8, 128] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
-        pair.post(A, 0, WrOp::Send, 10);
-        pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+        pair.post(A, 0, SendOp::Send, 10);
+        pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 3 * MTU);
         let request = pair.transfer(A)[1];
         pair.send(B).unwrap();
         modify(&mut pair, B, &QpAttributes::new(State::Sqd));
@@ -337,10 +337,10 @@ fn reads_in_progress_survive_a_change_of_the_limit() {
 
 #[test]
 fn a_split_read_that_was_started_is_finished_while_draining() {
-    let options = Options { read_chunk: 2, ..Options::default() };
+    let options = TransportOptions { read_chunk: 2, ..TransportOptions::default() };
     let mut pair = Pair::with(ConnParams { options, max_rd_atomic: 1, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 6 * MTU);
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 6 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 6 * MTU);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 6 * MTU);
     pair.transfer(A);
     modify(&mut pair, A, &drain());
     pair.exchange();
@@ -352,7 +352,7 @@ fn a_split_read_that_was_started_is_finished_while_draining() {
 fn an_end_that_failed_on_its_own_is_silent_and_its_peer_gives_up() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
     modify(&mut pair, B, &QpAttributes::new(State::Err));
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.run();
     assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)]);
     assert_eq!(pair.endpoints[B].qp.stats().packets_sent, 0);

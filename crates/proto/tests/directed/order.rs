@@ -1,7 +1,7 @@
 //! Lost and reordered packets at the responder; PSN wraparound; message counts.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{DiscardReason, Status, Transmit, WrOp};
+use warpwire_proto::qp::{DiscardReason, SendOp, Status, Transmit};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::directed::pair::{
@@ -14,7 +14,7 @@ const SEQUENCE: Syndrome = Syndrome::Nak(Nak::Sequence);
 /// Ten packets of a send are in flight.
 fn ten_packets() -> (Pair, Vec<Transmit>) {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
-    pair.post(A, 0, WrOp::Send, 10 * MTU);
+    pair.post(A, 0, SendOp::Send, 10 * MTU);
     let packets = pair.send_all(A);
     assert_eq!(packets.len(), 10);
     (pair, packets)
@@ -94,8 +94,8 @@ fn a_new_gap_causes_a_new_nak() {
 #[test]
 fn no_sequence_nak_follows_an_rnr_nak_immediately() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Send, 10);
     let packets = pair.send_all(A);
     assert_eq!(pair.deliver(B, &packets[0]), Err(DiscardReason::Busy));
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
@@ -145,7 +145,7 @@ fn every_operation_survives_the_loss_of_any_packet_at_psn_wraparound() {
                 }
             }
             pair.assert_all_succeed(1);
-            let once = u32::from(matches!(op, WrOp::Atomic(..)));
+            let once = u32::from(matches!(op, SendOp::Atomic(..)));
             assert_eq!(
                 pair.endpoints[B].host.call_count(crate::directed::host::HostCall::Execute),
                 once
@@ -157,11 +157,11 @@ fn every_operation_survives_the_loss_of_any_packet_at_psn_wraparound() {
 #[test]
 fn messages_are_counted_when_complete_and_reads_when_accepted() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
-    pair.post(A, 0, WrOp::Send, 2 * MTU);
-    pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 2 * MTU);
-    pair.post(A, 2, WrOp::Read(REMOTE_ADDR), 2 * MTU);
-    pair.post(A, 3, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
-    pair.post(A, 4, WrOp::WriteImm(REMOTE_ADDR, 1), 0);
+    pair.post(A, 0, SendOp::Send, 2 * MTU);
+    pair.post(A, 1, SendOp::Write(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 2, SendOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 3, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 4, SendOp::WriteImm(REMOTE_ADDR, 1), 0);
     let packets = pair.send_all(A);
     let mut counts = Vec::new();
     for packet in packets {
@@ -174,8 +174,8 @@ fn messages_are_counted_when_complete_and_reads_when_accepted() {
 #[test]
 fn naks_carry_the_message_count_too() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Send, 10);
     let packets = pair.send_all(A);
     let _ = pair.deliver_all(B, &packets);
     let responses = pair.send_all(B);
@@ -185,7 +185,7 @@ fn naks_carry_the_message_count_too() {
 #[test]
 fn acknowledgements_of_packets_handled_together_are_coalesced() {
     let mut pair = Pair::with_receives(ConnParams::default(), 8);
-    (0..8).for_each(|id| pair.post(A, id, WrOp::Send, 10));
+    (0..8).for_each(|id| pair.post(A, id, SendOp::Send, 10));
     pair.transfer(A);
     let responses = pair.transfer(B);
     assert_eq!((responses.len(), psn(&responses[0])), (1, 0x107));
@@ -205,9 +205,9 @@ fn nothing_is_acknowledged_without_an_ack_request() {
 #[test]
 fn read_data_is_sent_before_the_ack_of_later_requests() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 2 * MTU);
-    pair.post(A, 2, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 2, SendOp::Send, 10);
     pair.transfer(A);
     let answers = pair.transfer(B);
     let (first, last) = (Opcode::ReadResponseFirst, Opcode::ReadResponseLast);
@@ -218,8 +218,8 @@ fn read_data_is_sent_before_the_ack_of_later_requests() {
 #[test]
 fn an_untaken_receive_completion_delays_the_next_packet() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Send, 10);
     pair.endpoints[B].ignore_events = true;
     let packets = pair.send_all(A);
     assert_eq!(pair.deliver_all(B, &packets), [Ok(()), Err(DiscardReason::Busy)]);
@@ -233,8 +233,8 @@ fn an_untaken_receive_completion_delays_the_next_packet() {
 #[test]
 fn a_read_uses_the_psns_of_its_responses() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU + 1);
-    pair.post(A, 1, WrOp::Send, 1);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU + 1);
+    pair.post(A, 1, SendOp::Send, 1);
     let packets = pair.send_all(A);
     assert_eq!(packets.len(), 2, "one request for four responses");
     assert_eq!((psn(&packets[0]), psn(&packets[1])), (0x100, 0x104));
@@ -244,8 +244,8 @@ fn a_read_uses_the_psns_of_its_responses() {
 #[test]
 fn an_acknowledgement_does_not_hide_a_discarded_packet() {
     let mut pair = Pair::with_receives(ConnParams::default(), 2);
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Send, 10);
     let packets = pair.send_all(A);
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
     assert_eq!(pair.deliver(B, &packets[0]), Ok(())); // requests an ACK

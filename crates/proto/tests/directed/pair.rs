@@ -4,8 +4,8 @@ use core::time::Duration;
 use std::net::SocketAddr;
 
 use warpwire_proto::qp::{
-    Access, Atomic, DiscardReason, Event, Mtu, Options, PathAttributes, Qp, QpAttributes, QpEvent,
-    ReceiveCompletion, Remote, RxPacket, SendWr, State, Status, Transmit, WrOp,
+    Access, Atomic, DiscardReason, Mtu, PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RcQp,
+    ReceiveCompletion, Remote, RxPacket, SendOp, SendWr, State, Status, Transmit, TransportOptions,
 };
 use warpwire_proto::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
@@ -18,14 +18,14 @@ pub const B: usize = 1;
 pub const QPNS: [u32; 2] = [0x11, 0x22];
 pub const MTU: u32 = 256;
 /// Memory of the peer.
-pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, key: 0x77 };
+pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, rkey: 0x77 };
 pub const ADD: Atomic = Atomic::FetchAdd { add: 5 };
 pub const LARGE_RECEIVE: u32 = 1 << 20;
 
 /// Connection parameters of both ends.
 #[derive(Clone, Copy)]
 pub struct ConnParams {
-    pub options: Options,
+    pub options: TransportOptions,
     pub access: Access,
     pub mtu: u32,
     pub psn: [u32; 2],
@@ -40,7 +40,7 @@ pub struct ConnParams {
 impl Default for ConnParams {
     fn default() -> Self {
         Self {
-            options: Options::default(),
+            options: TransportOptions::default(),
             access: Access::ALL,
             mtu: MTU,
             psn: [0x100, 0x500],
@@ -88,7 +88,7 @@ impl ConnParams {
         }
     }
 
-    pub fn bring_to_rts(&self, qp: &mut Qp, end: usize) {
+    pub fn bring_to_rts(&self, qp: &mut RcQp, end: usize) {
         for attr in [self.init_attr(), self.rtr_attr(end), self.rts_attr(end)] {
             qp.modify(&attr).unwrap();
         }
@@ -101,7 +101,7 @@ impl ConnParams {
 }
 
 pub struct Endpoint {
-    pub qp: Qp,
+    pub qp: RcQp,
     pub host: ScriptedHost,
     pub sent: Vec<(u64, Status)>,
     pub received: Vec<ReceiveCompletion>,
@@ -114,9 +114,13 @@ impl Endpoint {
     pub fn drain_events(&mut self) {
         while let Some(event) = self.qp.poll_event() {
             match event {
-                Event::Sent(completion) => self.sent.push((completion.id, completion.status)),
-                Event::Received(receive_completion) => self.received.push(receive_completion),
-                Event::Async(qp_event) => self.qp_events.push(qp_event),
+                ProtocolEvent::Sent(completion) => {
+                    self.sent.push((completion.id, completion.status))
+                }
+                ProtocolEvent::Received(receive_completion) => {
+                    self.received.push(receive_completion)
+                }
+                ProtocolEvent::Async(qp_event) => self.qp_events.push(qp_event),
             }
         }
     }
@@ -149,7 +153,7 @@ impl Pair {
     /// Both in RTS; the responder has no receives yet.
     pub fn with(params: ConnParams) -> Self {
         let end = |end: usize| {
-            let mut qp = Qp::new(QPNS[end], params.options);
+            let mut qp = RcQp::new(QPNS[end], params.options);
             params.bring_to_rts(&mut qp, end);
             let (sent, received, qp_events) = (Vec::new(), Vec::new(), Vec::new());
             Endpoint {
@@ -172,7 +176,7 @@ impl Pair {
         pair
     }
 
-    pub fn post(&mut self, end: usize, id: u64, op: WrOp, len: u32) {
+    pub fn post(&mut self, end: usize, id: u64, op: SendOp, len: u32) {
         self.post_work(end, SendWr::new(id, op, len));
     }
 
@@ -380,16 +384,16 @@ pub fn edited(packet: &Transmit, edit: impl FnOnce(&mut Headers)) -> Transmit {
 }
 
 /// One of each operation, with a length of `packets` packets (atomics always have one).
-pub fn one_of_each_op(packets: u32) -> [(WrOp, u32); 8] {
+pub fn one_of_each_op(packets: u32) -> [(SendOp, u32); 8] {
     let len = MTU * packets;
     [
-        (WrOp::Send, len),
-        (WrOp::SendImm(7), len),
-        (WrOp::SendInvalidate(8), len),
-        (WrOp::Write(REMOTE_ADDR), len),
-        (WrOp::WriteImm(REMOTE_ADDR, 9), len),
-        (WrOp::Read(REMOTE_ADDR), len),
-        (WrOp::Atomic(REMOTE_ADDR, ADD), 8),
-        (WrOp::Atomic(REMOTE_ADDR, Atomic::CompareSwap { compare: 0, swap: 1 }), 8),
+        (SendOp::Send, len),
+        (SendOp::SendImm(7), len),
+        (SendOp::SendInvalidate(8), len),
+        (SendOp::Write(REMOTE_ADDR), len),
+        (SendOp::WriteImm(REMOTE_ADDR, 9), len),
+        (SendOp::Read(REMOTE_ADDR), len),
+        (SendOp::Atomic(REMOTE_ADDR, ADD), 8),
+        (SendOp::Atomic(REMOTE_ADDR, Atomic::CompareSwap { compare: 0, swap: 1 }), 8),
     ]
 }

@@ -1,6 +1,6 @@
 //! Injected requests: opcodes in every order, and invalid lengths.
 
-use warpwire_proto::qp::{DiscardReason, QpEvent, State, Status, WrOp};
+use warpwire_proto::qp::{DiscardReason, QpEvent, SendOp, State, Status};
 use warpwire_proto::wire::{AtomicEth, Extension, Nak, Opcode, Reth, Syndrome};
 
 use crate::directed::host::HostCall;
@@ -15,11 +15,11 @@ enum MessageState {
 }
 
 fn reth(len: u32) -> Reth {
-    Reth { address: REMOTE_ADDR.address, rkey: REMOTE_ADDR.key, len }
+    Reth { address: REMOTE_ADDR.address, rkey: REMOTE_ADDR.rkey, len }
 }
 
 fn atomic(address: u64) -> Extension {
-    Extension::Atomic(AtomicEth { address, rkey: REMOTE_ADDR.key, swap_or_add: 1, compare: 0 })
+    Extension::Atomic(AtomicEth { address, rkey: REMOTE_ADDR.rkey, swap_or_add: 1, compare: 0 })
 }
 
 use Opcode as O;
@@ -162,11 +162,11 @@ fn a_length_that_does_not_fit_its_place_is_an_invalid_request() {
 
 #[test]
 fn the_requester_learns_of_an_invalid_request() {
-    for (op, len) in [(WrOp::Send, 2 * MTU), (WrOp::Write(REMOTE_ADDR), 2 * MTU)] {
+    for (op, len) in [(SendOp::Send, 2 * MTU), (SendOp::Write(REMOTE_ADDR), 2 * MTU)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
         pair.post(A, 0, op, len);
         let first = edited(&pair.send(A).unwrap(), |headers| {
-            headers.opcode = if op == WrOp::Send { O::SendLast } else { O::WriteLast };
+            headers.opcode = if op == SendOp::Send { O::SendLast } else { O::WriteLast };
             headers.extension = Extension::None;
         });
         pair.deliver(B, &first).unwrap();
@@ -196,10 +196,10 @@ fn a_missing_receive_is_reported_before_a_wrong_length() {
 #[test]
 fn an_empty_read_or_write_names_no_memory() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 0);
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 0);
-    pair.post(A, 2, WrOp::WriteImm(REMOTE_ADDR, 3), 0);
-    pair.post(A, 3, WrOp::Send, 0);
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 0);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 0);
+    pair.post(A, 2, SendOp::WriteImm(REMOTE_ADDR, 3), 0);
+    pair.post(A, 3, SendOp::Send, 0);
     pair.endpoints[B].host.add_receive(1, 0);
     pair.assert_all_succeed(4);
     let host = &pair.endpoints[B].host;
@@ -211,7 +211,7 @@ fn an_empty_read_or_write_names_no_memory() {
 #[test]
 fn more_reads_and_atomics_than_agreed_are_an_invalid_request() {
     for kept in [0, 1, 3, 4] {
-        for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+        for (op, len) in [(SendOp::Read(REMOTE_ADDR), 10), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
             // The requester's limit is higher than the responder's.
             let params =
                 ConnParams { max_rd_atomic: 16, max_dest_rd_atomic: kept, ..ConnParams::default() };

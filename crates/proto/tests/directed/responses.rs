@@ -1,6 +1,6 @@
 //! Responses at the requester: which are used, and which are dropped.
 
-use warpwire_proto::qp::{DiscardReason, Status, WrOp};
+use warpwire_proto::qp::{DiscardReason, SendOp, Status};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::directed::host::{HostCall, HostEffect};
@@ -12,7 +12,7 @@ use Status::Success;
 fn a_response_to_a_request_never_sent_is_unexpected() {
     let mut pair = Pair::new();
     assert_eq!(pair.inject_ack(0x100, Syndrome::ACK), Err(DiscardReason::UnexpectedResponse));
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.send_all(A);
     for psn in [0x101, 0x102, 0x100 + (1 << 23) - 1] {
         for syndrome in [Syndrome::ACK, Syndrome::RnrNak(1), Syndrome::Nak(Nak::RemoteAccess)] {
@@ -26,7 +26,7 @@ fn a_response_to_a_request_never_sent_is_unexpected() {
 #[test]
 fn a_response_to_a_completed_request_is_stale() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    pair.post(A, 0, SendOp::Send, 3 * MTU);
     pair.send_all(A);
     assert_eq!(pair.inject_ack(0xff, Syndrome::ACK), Err(DiscardReason::StaleResponse));
     assert_eq!(pair.inject_ack(0x101, Syndrome::ACK), Ok(()));
@@ -43,10 +43,10 @@ fn a_response_to_a_completed_request_is_stale() {
 #[test]
 fn one_acknowledgement_completes_all_before_it() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Local, 0);
-    pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 2 * MTU);
-    pair.post(A, 3, WrOp::Send, 2 * MTU);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Local, 0);
+    pair.post(A, 2, SendOp::Write(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 3, SendOp::Send, 2 * MTU);
     pair.send_all(A);
     pair.inject_ack(0x103, Syndrome::ACK).unwrap();
     assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success), (2, Success)]);
@@ -58,7 +58,7 @@ fn one_acknowledgement_completes_all_before_it() {
 fn any_credit_code_is_an_acknowledgement() {
     for code in 0..32 {
         let mut pair = Pair::new();
-        pair.post(A, 0, WrOp::Send, 10);
+        pair.post(A, 0, SendOp::Send, 10);
         pair.send_all(A);
         pair.inject_ack(0x100, Syndrome::Ack(code)).unwrap();
         assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
@@ -67,9 +67,9 @@ fn any_credit_code_is_an_acknowledgement() {
 
 #[test]
 fn data_acknowledges_the_sends_and_writes_before_it() {
-    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+    for (op, len) in [(SendOp::Read(REMOTE_ADDR), 10), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 1);
-        pair.post(A, 0, WrOp::Send, 10);
+        pair.post(A, 0, SendOp::Send, 10);
         pair.post(A, 1, op, len);
         pair.transfer(A);
         let answers = pair.transfer(B);
@@ -80,12 +80,12 @@ fn data_acknowledges_the_sends_and_writes_before_it() {
 
 #[test]
 fn an_ack_beyond_an_unanswered_read_or_atomic_repeats_the_request_once() {
-    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 2 * MTU), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+    for (op, len) in [(SendOp::Read(REMOTE_ADDR), 2 * MTU), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         let mut pair = Pair::with_receives(ConnParams::default(), 3);
-        pair.post(A, 0, WrOp::Send, 10);
+        pair.post(A, 0, SendOp::Send, 10);
         pair.post(A, 1, op, len);
-        pair.post(A, 2, WrOp::Send, 10);
-        pair.post(A, 3, WrOp::Send, 10);
+        pair.post(A, 2, SendOp::Send, 10);
+        pair.post(A, 3, SendOp::Send, 10);
         pair.transfer(A);
         let answers = pair.send_all(B);
         let ack = answers.last().unwrap();
@@ -106,7 +106,7 @@ fn an_ack_beyond_an_unanswered_read_or_atomic_repeats_the_request_once() {
 #[test]
 fn data_after_lost_data_is_dropped_and_requested_again_from_there() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 4 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 4 * MTU);
     pair.transfer(A);
     let answers = pair.send_all(B);
     assert_eq!(pair.deliver(A, &answers[0]), Ok(()));
@@ -135,7 +135,7 @@ fn read_data_is_matched_by_psn_and_not_by_first_or_middle() {
     // Linux's rxe answers a partial read with a middle packet where other implementations send a
     // first.
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     pair.transfer(A);
     for answer in pair.send_all(B) {
         let psn = answer.headers.psn.value();
@@ -148,8 +148,8 @@ fn read_data_is_matched_by_psn_and_not_by_first_or_middle() {
 #[test]
 fn late_responses_from_before_a_retransmission_are_used() {
     let mut pair = Pair::with_receives(ConnParams::default(), 4);
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
-    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
+    pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 2 * MTU);
     pair.transfer(A);
     let answers = pair.send_all(B);
     pair.wait(pair.params.ack_timeout()); // times out before they arrive
@@ -164,9 +164,9 @@ fn late_responses_from_before_a_retransmission_are_used() {
 #[test]
 fn a_sequence_nak_acknowledges_what_is_before_it_and_goes_back_to_it() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 2 * MTU);
-    pair.post(A, 1, WrOp::Send, 2 * MTU);
-    pair.post(A, 2, WrOp::Send, 2 * MTU);
+    pair.post(A, 0, SendOp::Send, 2 * MTU);
+    pair.post(A, 1, SendOp::Send, 2 * MTU);
+    pair.post(A, 2, SendOp::Send, 2 * MTU);
     pair.send_all(A);
     pair.inject_ack(0x103, Syndrome::Nak(Nak::Sequence)).unwrap();
     assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
@@ -180,9 +180,9 @@ fn a_sequence_nak_acknowledges_what_is_before_it_and_goes_back_to_it() {
 #[test]
 fn a_sequence_nak_does_not_acknowledge_a_read() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 2 * MTU);
-    pair.post(A, 1, WrOp::Send, 10);
-    pair.post(A, 2, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 1, SendOp::Send, 10);
+    pair.post(A, 2, SendOp::Send, 10);
     pair.send_all(A);
     pair.inject_ack(0x103, Syndrome::Nak(Nak::Sequence)).unwrap();
     assert_eq!(pair.endpoints[A].sent, []);
@@ -192,8 +192,8 @@ fn a_sequence_nak_does_not_acknowledge_a_read() {
 #[test]
 fn after_a_timeout_a_missing_response_causes_another_go_back() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
-    pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 10);
+    pair.post(A, 1, SendOp::Write(REMOTE_ADDR), 10);
     pair.send_all(A);
     for missed in 1..3 {
         assert_eq!(pair.inject_ack(0x101, Syndrome::ACK), Err(DiscardReason::ResponseGap));

@@ -3,7 +3,7 @@
 use core::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{DiscardReason, State, Status, WrOp};
+use warpwire_proto::qp::{DiscardReason, SendOp, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
 use crate::directed::pair::{
@@ -19,8 +19,8 @@ fn silence_fails_after_retry_count_retries_at_the_ack_timeout() {
             let mut pair = Pair::with(ConnParams { retry_count, timeout, ..ConnParams::default() });
             let start = pair.now;
             let ack_timeout = Duration::from_nanos(4096 << timeout);
-            pair.post(A, 0, WrOp::Send, 10);
-            pair.post(A, 1, WrOp::Send, 10);
+            pair.post(A, 0, SendOp::Send, 10);
+            pair.post(A, 1, SendOp::Send, 10);
             for retries in 1..=u32::from(retry_count) + 1 {
                 assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101], "transmission {retries}");
                 assert_eq!(pair.next_deadline(), start + ack_timeout * retries);
@@ -54,7 +54,7 @@ fn silence_fails_every_operation() {
 #[test]
 fn without_a_timeout_the_requester_never_fails() {
     let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.send_all(A);
     assert_eq!(pair.next_deadline(), Instant::NEVER);
     pair.wait(Duration::from_secs(100_000));
@@ -68,8 +68,8 @@ fn a_full_link_uses_up_retries_like_packet_loss() {
     let ack_timeout = pair.params.ack_timeout();
     pair.endpoints[A].qp.on_link_full(pair.now);
     assert_eq!(pair.next_deadline(), Instant::NEVER, "a timer without anything to send");
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
-    pair.post(A, 1, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
+    pair.post(A, 1, SendOp::Send, 10);
     // Nothing was ever sent; the number of `on_link_full` calls does not matter.
     for retries in 0..3 {
         assert_eq!(pair.endpoints[A].sent, [], "after {retries} retries");
@@ -89,7 +89,7 @@ fn a_full_link_uses_up_retries_like_packet_loss() {
 fn a_link_that_drains_in_time_costs_no_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     let ack_timeout = pair.params.ack_timeout();
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     pair.endpoints[A].qp.on_link_full(pair.now);
     pair.wait(ack_timeout * 3 / 4);
     assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101, 0x102, 0x103]);
@@ -100,7 +100,7 @@ fn a_link_that_drains_in_time_costs_no_retry() {
     assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
     // Without a timeout there is no limit.
     let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.endpoints[A].qp.on_link_full(pair.now);
     assert_eq!(pair.next_deadline(), Instant::NEVER);
 }
@@ -109,7 +109,7 @@ fn a_link_that_drains_in_time_costs_no_retry() {
 fn progress_restarts_the_timer_and_resets_the_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
     let ack_timeout = pair.params.ack_timeout();
-    pair.post(A, 0, WrOp::Send, 8 * MTU);
+    pair.post(A, 0, SendOp::Send, 8 * MTU);
     for acked in 0..7 {
         pair.send_all(A);
         pair.wait(ack_timeout);
@@ -126,7 +126,7 @@ fn progress_restarts_the_timer_and_resets_the_retries() {
 #[test]
 fn a_sequence_nak_uses_a_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 0, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     pair.send_all(A);
     pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
     assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)]);
@@ -135,7 +135,7 @@ fn a_sequence_nak_uses_a_retry() {
 #[test]
 fn endless_sequence_naks_fail_by_the_timer() {
     let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     pair.send_all(A);
     let (start, ack_timeout) = (pair.now, pair.params.ack_timeout());
     // Duplicated NAKs must not use up retries, but neither may they postpone the failure forever.
@@ -152,7 +152,7 @@ fn endless_sequence_naks_fail_by_the_timer() {
 #[test]
 fn a_sequence_nak_with_progress_resets_the_retries_first() {
     let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     for lost in 1..4 {
         pair.send_all(A);
         pair.wait(pair.params.ack_timeout()); // uses the last retry, except the first time
@@ -165,7 +165,7 @@ fn a_sequence_nak_with_progress_resets_the_retries_first() {
 #[test]
 fn a_second_sequence_nak_before_retransmission_costs_no_retry() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
     pair.send_all(A);
     for _ in 0..5 {
         pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
@@ -176,13 +176,16 @@ fn a_second_sequence_nak_before_retransmission_costs_no_retry() {
 
 #[test]
 fn a_peer_without_receives_is_retried_rnr_retry_times() {
-    for op in
-        [WrOp::Send, WrOp::SendImm(1), WrOp::SendInvalidate(1), WrOp::WriteImm(REMOTE_ADDR, 1)]
-    {
+    for op in [
+        SendOp::Send,
+        SendOp::SendImm(1),
+        SendOp::SendInvalidate(1),
+        SendOp::WriteImm(REMOTE_ADDR, 1),
+    ] {
         for rnr_retry in 0..7 {
             let mut pair = Pair::with(ConnParams { rnr_retry, ..ConnParams::default() });
             pair.post(A, 0, op, 10);
-            pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
+            pair.post(A, 1, SendOp::Write(REMOTE_ADDR), 10);
             let mut retries = 0;
             while pair.endpoints[A].sent.is_empty() {
                 let packets = pair.send_all(A);
@@ -205,7 +208,7 @@ fn a_peer_without_receives_is_retried_rnr_retry_times() {
 #[test]
 fn with_rnr_retry_7_a_peer_without_receives_is_retried_forever() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 7, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     for _ in 0..100 {
         pair.exchange();
         pair.advance_to(pair.next_deadline());
@@ -226,7 +229,7 @@ fn an_rnr_nak_pauses_sending_for_the_coded_time() {
     for (code, time) in (0..).zip(TIMES) {
         let mut pair = Pair::with(ConnParams { min_rnr_timer: code, ..ConnParams::default() });
         let wait = Duration::from_micros(10 * time);
-        pair.post(A, 0, WrOp::Send, 10);
+        pair.post(A, 0, SendOp::Send, 10);
         pair.exchange();
         let resume = pair.now + wait;
         assert_eq!(pair.next_deadline(), resume, "code {code}");
@@ -240,7 +243,7 @@ fn an_rnr_nak_pauses_sending_for_the_coded_time() {
 #[test]
 fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::WriteImm(REMOTE_ADDR, 1), 3 * MTU);
+    pair.post(A, 0, SendOp::WriteImm(REMOTE_ADDR, 1), 3 * MTU);
     let packets = pair.send_all(A);
     assert_eq!(pair.deliver_all(B, &packets), [Ok(()), Ok(()), Err(DiscardReason::Busy)]);
     let responses = pair.send_all(B);
@@ -251,7 +254,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
     assert_eq!(psns(&pair.transfer(A)), [0x102], "only the last packet is repeated");
     pair.assert_all_succeed(1);
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    pair.post(A, 0, SendOp::Send, 3 * MTU);
     let packets = pair.send_all(A);
     let outcomes = pair.deliver_all(B, &packets);
     assert_eq!(
@@ -263,7 +266,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
 #[test]
 fn a_repeated_rnr_nak_uses_one_retry() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.send_all(A);
     for _ in 0..3 {
         pair.inject_ack(0x100, Syndrome::RnrNak(1)).unwrap();
@@ -274,9 +277,9 @@ fn a_repeated_rnr_nak_uses_one_retry() {
 #[test]
 fn an_rnr_nak_acknowledges_what_is_before_it() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Send, 10);
-    pair.post(A, 1, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
-    pair.post(A, 2, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.post(A, 1, SendOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 2, SendOp::Send, 10);
     pair.exchange();
     assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success)]);
     pair.endpoints[B].host.add_receive(1, 10);
@@ -286,7 +289,7 @@ fn an_rnr_nak_acknowledges_what_is_before_it() {
 #[test]
 fn silence_after_an_rnr_wait_fails_too() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 7, retry_count: 2, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 0, SendOp::Send, 10);
     pair.exchange();
     let mut retries = 0;
     while pair.endpoints[A].sent.is_empty() {
@@ -324,7 +327,7 @@ fn packets_each_lost_once_do_no_harm() {
 fn progress_resets_the_rnr_retries_too() {
     let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
     for id in 0..4 {
-        pair.post(A, id, WrOp::Send, 10);
+        pair.post(A, id, SendOp::Send, 10);
         pair.exchange(); // uses the only retry
         pair.endpoints[B].host.add_receive(id, 10);
         pair.assert_all_succeed(id + 1);

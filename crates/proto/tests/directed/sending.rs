@@ -1,22 +1,22 @@
 //! What is sent, and when: window, ACK requests, fences, split reads.
 
-use warpwire_proto::qp::{Fence, Options, PostError, SendWr, WrOp};
+use warpwire_proto::qp::{Fence, PostError, SendOp, SendWr, TransportOptions};
 use warpwire_proto::wire::{Extension, Opcode, Syndrome};
 
 use crate::directed::pair::{
     A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, one_of_each_op, opcodes, psns,
 };
 
-fn with_options(options: Options) -> ConnParams {
+fn with_options(options: TransportOptions) -> ConnParams {
     ConnParams { options, ..ConnParams::default() }
 }
 
 #[test]
 fn the_window_closes_with_an_ack_request_and_opens_with_the_ack() {
     for window in [1, 2, 5, 16] {
-        let params = with_options(Options { window, ..Options::default() });
+        let params = with_options(TransportOptions { window, ..TransportOptions::default() });
         let mut pair = Pair::with_receives(params, 1);
-        pair.post(A, 0, WrOp::Send, 40 * MTU);
+        pair.post(A, 0, SendOp::Send, 40 * MTU);
         let packets = pair.send_all(A);
         assert_eq!(packets.len(), window as usize);
         assert!(
@@ -46,8 +46,9 @@ fn the_last_packet_of_every_message_requests_an_ack() {
 
 #[test]
 fn a_long_message_requests_periodic_acks() {
-    let mut pair = Pair::with(with_options(Options { window: 64, ..Options::default() }));
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 60 * MTU);
+    let mut pair =
+        Pair::with(with_options(TransportOptions { window: 64, ..TransportOptions::default() }));
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 60 * MTU);
     let packets = pair.send_all(A);
     let ack_requests: Vec<_> = (0..60).filter(|at| packets[*at].headers.ack_request).collect();
     assert_eq!(ack_requests, [15, 31, 47, 59]);
@@ -62,7 +63,10 @@ fn only_the_last_packet_of_a_send_or_write_with_immediate_is_solicited() {
             let sent = pair.transfer(A);
             let takes_receive = matches!(
                 op,
-                WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..)
+                SendOp::Send
+                    | SendOp::SendImm(_)
+                    | SendOp::SendInvalidate(_)
+                    | SendOp::WriteImm(..)
             );
             let marks: Vec<_> = sent.iter().map(|packet| packet.headers.solicited).collect();
             let mut wanted = vec![false; sent.len()];
@@ -82,7 +86,7 @@ fn only_the_last_packet_of_a_send_or_write_with_immediate_is_solicited() {
 fn packets_of_a_message_are_as_long_as_the_mtu_but_for_the_last() {
     let mut pair = Pair::new();
     for (id, len) in [0, 1, MTU - 1, MTU, MTU + 1, 2 * MTU].into_iter().enumerate() {
-        pair.post(A, id as u64, WrOp::SendImm(4), len);
+        pair.post(A, id as u64, SendOp::SendImm(4), len);
     }
     let packets = pair.send_all(A);
     let lens: Vec<_> = packets.iter().map(|p| p.payload.map_or(0, |payload| payload.len)).collect();
@@ -94,12 +98,12 @@ fn packets_of_a_message_are_as_long_as_the_mtu_but_for_the_last() {
 #[test]
 fn a_write_names_its_whole_length_in_its_first_packet_alone() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::WriteImm(REMOTE_ADDR, 6), 2 * MTU + 5);
+    pair.post(A, 0, SendOp::WriteImm(REMOTE_ADDR, 6), 2 * MTU + 5);
     let packets = pair.send_all(A);
     let Extension::Reth(reth) = packets[0].headers.extension else { panic!("{packets:?}") };
     assert_eq!(
         (reth.address, reth.rkey, reth.len),
-        (REMOTE_ADDR.address, REMOTE_ADDR.key, 2 * MTU + 5)
+        (REMOTE_ADDR.address, REMOTE_ADDR.rkey, 2 * MTU + 5)
     );
     assert_eq!(packets[1].headers.extension, Extension::None);
     assert_eq!(packets[2].headers.extension, Extension::Imm(6));
@@ -107,12 +111,12 @@ fn a_write_names_its_whole_length_in_its_first_packet_alone() {
 
 #[test]
 fn reads_and_atomics_beyond_the_limit_wait_and_block_later_work() {
-    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 2 * MTU), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+    for (op, len) in [(SendOp::Read(REMOTE_ADDR), 2 * MTU), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         let params =
             ConnParams { max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
         let mut pair = Pair::with_receives(params, 1);
         (0..5).for_each(|id| pair.post(A, id, op, len));
-        pair.post(A, 5, WrOp::Send, 1);
+        pair.post(A, 5, SendOp::Send, 1);
         assert_eq!(pair.transfer(A).len(), 2);
         assert_eq!(pair.send(A), None);
         for packet in pair.send_all(B) {
@@ -126,11 +130,11 @@ fn reads_and_atomics_beyond_the_limit_wait_and_block_later_work() {
 
 #[test]
 fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
-    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+    for (op, len) in [(SendOp::Read(REMOTE_ADDR), 10), (SendOp::Atomic(REMOTE_ADDR, ADD), 8)] {
         for (fenced, fenced_len) in one_of_each_op(1) {
             let mut pair = Pair::with_receives(ConnParams::default(), 3);
-            pair.post(A, 0, WrOp::Send, 10);
-            pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(1, WrOp::Send, 10) });
+            pair.post(A, 0, SendOp::Send, 10);
+            pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(1, SendOp::Send, 10) });
             pair.post(A, 2, op, len);
             pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(3, fenced, fenced_len) });
             assert_eq!(pair.transfer(A).len(), 3, "{fenced:?} waits");
@@ -143,11 +147,11 @@ fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
 
 #[test]
 fn a_long_read_is_split_within_the_peers_read_limit() {
-    let options = Options { read_chunk: 4, ..Options::default() };
+    let options = TransportOptions { read_chunk: 4, ..TransportOptions::default() };
     let params =
         ConnParams { options, max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
     let mut pair = Pair::with(params);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 9 * MTU + 1);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 9 * MTU + 1);
     let requests = pair.transfer(A);
     assert_eq!(psns(&requests), [0x100, 0x104]);
     let extensions: Vec<_> = requests.iter().map(|request| request.headers.extension).collect();
@@ -163,9 +167,9 @@ fn a_long_read_is_split_within_the_peers_read_limit() {
 
 #[test]
 fn a_piece_of_a_read_is_repeated_from_the_loss_to_its_end() {
-    let options = Options { read_chunk: 4, ..Options::default() };
+    let options = TransportOptions { read_chunk: 4, ..TransportOptions::default() };
     let mut pair = Pair::with(with_options(options));
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 8 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 8 * MTU);
     pair.transfer(A);
     let answers = pair.send_all(B);
     pair.deliver(A, &answers[0]).unwrap();
@@ -181,7 +185,7 @@ fn a_piece_of_a_read_is_repeated_from_the_loss_to_its_end() {
 #[test]
 fn a_retransmission_requests_an_ack_with_its_first_packet() {
     let mut pair = Pair::new();
-    pair.post(A, 0, WrOp::Send, 10 * MTU);
+    pair.post(A, 0, SendOp::Send, 10 * MTU);
     assert!(!pair.send_all(A)[0].headers.ack_request);
     pair.wait(pair.params.ack_timeout());
     let again = pair.send_all(A);
@@ -192,10 +196,10 @@ fn a_retransmission_requests_an_ack_with_its_first_packet() {
 #[test]
 fn the_queue_holds_its_depth_and_frees_slots_when_completions_are_taken() {
     for depth in [1, 3, 8] {
-        let options = Options { send_depth: depth, ..Options::default() };
+        let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
         let mut pair = Pair::with(with_options(options));
-        (0..u64::from(depth)).for_each(|id| pair.post(A, id, WrOp::Send, 1));
-        let one_more = SendWr::new(99, WrOp::Send, 1);
+        (0..u64::from(depth)).for_each(|id| pair.post(A, id, SendOp::Send, 1));
+        let one_more = SendWr::new(99, SendOp::Send, 1);
         assert_eq!(pair.endpoints[A].qp.post(one_more), Err(PostError::Full));
         pair.send_all(A);
         pair.endpoints[A].ignore_events = true;
@@ -213,11 +217,11 @@ fn the_queue_holds_its_depth_and_frees_slots_when_completions_are_taken() {
 #[test]
 fn local_work_completes_in_order_and_sends_nothing() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Local, 0);
+    pair.post(A, 0, SendOp::Local, 0);
     assert_eq!(pair.send_all(A), []);
     assert_eq!(pair.endpoints[A].sent.len(), 1);
-    pair.post(A, 1, WrOp::Send, 1);
-    pair.post(A, 2, WrOp::Local, 0);
+    pair.post(A, 1, SendOp::Send, 1);
+    pair.post(A, 2, SendOp::Local, 0);
     pair.transfer(A);
     assert_eq!(pair.endpoints[A].sent.len(), 1, "completed before the send");
     pair.transfer(B);
@@ -227,9 +231,9 @@ fn local_work_completes_in_order_and_sends_nothing() {
 #[test]
 fn responses_and_requests_alternate() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 20 * MTU);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 20 * MTU);
     pair.transfer(A);
-    pair.post(B, 1, WrOp::Write(REMOTE_ADDR), 20 * MTU);
+    pair.post(B, 1, SendOp::Write(REMOTE_ADDR), 20 * MTU);
     let packets = pair.send_all(B);
     let is_response_packet: Vec<_> =
         packets[..40].iter().map(|p| p.headers.opcode.is_response()).collect();
@@ -252,25 +256,25 @@ fn memory_does_not_grow_after_connecting() {
 #[test]
 fn a_read_with_max_rd_atomic_0_completes() {
     let mut pair = Pair::with(ConnParams { max_rd_atomic: 0, ..ConnParams::default() });
-    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 10);
     pair.run();
 }
 
 #[test]
 fn fewer_long_packets_fit_in_the_window() {
     let pages = |count: u32| count * 4096;
-    let params = || ConnParams { mtu: pages(15), ..with_options(Options::default()) };
+    let params = || ConnParams { mtu: pages(15), ..with_options(TransportOptions::default()) };
     for (len, packets) in [(8, 128), (4096, 128), (4097, 128), (pages(4), 64), (pages(15), 17)] {
         let mut pair = Pair::with(params());
-        (0..128).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), len));
+        (0..128).for_each(|id| pair.post(A, id, SendOp::Write(REMOTE_ADDR), len));
         let sent = pair.send_all(A);
         assert_eq!(sent.len(), packets, "messages of {len} bytes");
         assert!(sent.iter().all(|packet| packet.headers.ack_request));
     }
     // Neither short nor long packets starve the other.
     let mut pair = Pair::with(params());
-    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 40 * pages(15));
-    (1..60).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 8));
-    pair.post(A, 60, WrOp::Write(REMOTE_ADDR), 40 * pages(15));
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 40 * pages(15));
+    (1..60).for_each(|id| pair.post(A, id, SendOp::Write(REMOTE_ADDR), 8));
+    pair.post(A, 60, SendOp::Write(REMOTE_ADDR), 40 * pages(15));
     pair.assert_all_succeed(61);
 }

@@ -3,7 +3,7 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::attr::QpAttrMask as Set;
 use warpwire_proto::qp::{
-    ModifyError, Mtu, Options, PathAttributes, Qp, QpAttributes, Service, State, Ud,
+    ModifyError, Mtu, PathAttributes, QpAttributes, RcQp, Service, State, TransportOptions, Ud,
 };
 
 use crate::directed::pair::{A, ConnParams};
@@ -136,7 +136,7 @@ fn attr(from: State, to: State, attributes: &[Set]) -> QpAttributes {
 
 /// An RC or UD queue pair.
 enum Either {
-    Rc(Box<Qp>),
+    Rc(Box<RcQp>),
     Ud(Box<Ud>),
 }
 
@@ -166,7 +166,7 @@ impl Either {
     fn in_state(service: Service, state: State) -> Option<Self> {
         let mut qp = match service {
             Rc if state == Sqe => return None,
-            Rc => Self::Rc(Box::new(Qp::new(1, Options::default()))),
+            Rc => Self::Rc(Box::new(RcQp::new(1, TransportOptions::default()))),
             Dgram => Self::Ud(Box::new(Ud::new(1, Mtu::new(256).unwrap(), 4))),
         };
         let via: &[State] = match state {
@@ -322,7 +322,7 @@ fn an_invalid_value_is_rejected() {
 
 #[test]
 fn psns_are_truncated_to_24_bits() {
-    let mut qp = Qp::new(1, Options::default());
+    let mut qp = RcQp::new(1, TransportOptions::default());
     let params = ConnParams { psn: [0xab00_0001, 0xff12_3456], ..ConnParams::default() };
     params.bring_to_rts(&mut qp, A);
     assert_eq!(qp.next_psns(), (Psn::new(0x12_3456), Psn::new(1)));

@@ -4,7 +4,7 @@
 use core::time::Duration;
 use std::fmt::Write as _;
 
-use warpwire_proto::qp::{Fence, Options, Status};
+use warpwire_proto::qp::{Fence, Status, TransportOptions};
 
 use crate::sim::link::Faults;
 use crate::sim::net::{ConnParams, Network};
@@ -18,7 +18,7 @@ fn cell(mix_of_ops: OpMix, mtu: u32, depth: u32, delay: u64, loss: u32) -> Strin
     let mut net = Network::new(7, 2);
     let delay = Duration::from_micros(delay);
     net.link(0, 1, Faults { loss, delay, bandwidth: 12_500_000_000, ..Faults::default() });
-    let options = Options { send_depth: depth, ..Options::default() };
+    let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
     // A timeout longer than the queueing delay, but short enough not to dominate the result.
     let params = ConnParams {
         options,

@@ -16,7 +16,7 @@ mod scale;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use testkit::Effort;
-use warpwire_proto::qp::{State, Status, WrOp};
+use warpwire_proto::qp::{SendOp, State, Status};
 
 /// Totals over all seeds.
 #[derive(Default, Debug)]
@@ -92,7 +92,7 @@ fn check_clean(net: &net::Network) {
 fn check_counts(net: &net::Network) {
     for conn in net.nodes.iter().flat_map(|node| &node.conns) {
         let peer = &net.nodes[conn.peer.0].conns[conn.peer.1].app;
-        let counts = |takes: fn(&WrOp) -> bool| {
+        let counts = |takes: fn(&SendOp) -> bool| {
             let mine = conn.app.plan.iter().filter(move |planned| takes(&planned.work.op));
             let done = mine.clone().filter(|planned| planned.status == Some(Status::Success));
             done.count()..=mine.count()
@@ -104,11 +104,11 @@ fn check_counts(net: &net::Network) {
             peer.delivered
         );
         let keys = conn.app.plan.iter().filter_map(|planned| match planned.work.op {
-            WrOp::SendInvalidate(key) => Some(key),
+            SendOp::SendInvalidate(key) => Some(key),
             _ => None,
         });
         assert!(keys.take(peer.invalidated.len()).eq(peer.invalidated.iter().copied()));
-        let executed = counts(|op| matches!(op, WrOp::Atomic(..)));
+        let executed = counts(|op| matches!(op, SendOp::Atomic(..)));
         assert!(executed.contains(&peer.executed.len()), "invariant 4: {executed:?}");
     }
 }

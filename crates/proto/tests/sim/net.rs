@@ -7,8 +7,9 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, Event, Mtu, Options, PathAttributes, PostError, Qp, QpAttributes, QpEvent,
-    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, State, Status, WrOp,
+    Access, Mtu, PathAttributes, PostError, ProtocolEvent, QpAttributes, QpEvent, RcQp,
+    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, SendOp, State, Status,
+    TransportOptions,
 };
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
@@ -21,7 +22,7 @@ use crate::sim::random::{Random, bytes_of};
 /// Connection parameters of two queue pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnParams {
-    pub options: Options,
+    pub options: TransportOptions,
     pub mtu: u32,
     pub psn: [u32; 2],
     pub timeout: u8,
@@ -42,7 +43,7 @@ pub struct ConnParams {
 impl Default for ConnParams {
     fn default() -> Self {
         Self {
-            options: Options::default(),
+            options: TransportOptions::default(),
             mtu: 1024,
             psn: [0x10, 0x20],
             timeout: 8,
@@ -121,7 +122,7 @@ impl Network {
         let conns = [self.nodes[a].conns.len(), self.nodes[b].conns.len() + usize::from(a == b)];
         for (end, (node, peer)) in [(a, b), (b, a)].into_iter().enumerate() {
             let (mine, theirs) = (conns[end], conns[1 - end]);
-            let mut qp = Qp::new(number(mine), params.options);
+            let mut qp = RcQp::new(number(mine), params.options);
             bring_to_rts(&mut qp, &params, end, number(theirs), address(peer));
             let app = App {
                 key: 0x1000 + mine as u32,
@@ -308,15 +309,15 @@ impl Network {
         while let Some(event) = self.conn(node, conn).qp.poll_event() {
             had_events = true;
             match event {
-                Event::Sent(completion) => self.completed(node, conn, completion),
-                Event::Received(receive_completion) => {
+                ProtocolEvent::Sent(completion) => self.completed(node, conn, completion),
+                ProtocolEvent::Received(receive_completion) => {
                     self.received(node, conn, receive_completion)
                 }
-                Event::Async(QpEvent::Drained) => {
+                ProtocolEvent::Async(QpEvent::Drained) => {
                     let next = self.conn(node, conn).qp.next_psns().1;
                     self.conn(node, conn).app.drained_at = Some(next);
                 }
-                Event::Async(_) => {}
+                ProtocolEvent::Async(_) => {}
             }
         }
         let now = self.now;
@@ -410,9 +411,9 @@ impl Network {
         let mut messages = plan.iter().filter(|planned| takes_receive(&planned.work.op));
         let sent = messages.nth(index).expect("invariant 1: a message that was not sent");
         let carried = match sent.work.op {
-            WrOp::SendImm(imm) => ReceiveKind::Imm(imm),
-            WrOp::SendInvalidate(key) => ReceiveKind::Invalidated(key),
-            WrOp::WriteImm(_, imm) => ReceiveKind::WriteImm(imm),
+            SendOp::SendImm(imm) => ReceiveKind::Imm(imm),
+            SendOp::SendInvalidate(key) => ReceiveKind::Invalidated(key),
+            SendOp::WriteImm(_, imm) => ReceiveKind::WriteImm(imm),
             _ => ReceiveKind::Data,
         };
         assert_eq!(
@@ -421,7 +422,7 @@ impl Network {
             "invariant 1"
         );
         assert_eq!(receive_completion.solicited, sent.work.solicited, "invariant 1");
-        if !matches!(sent.work.op, WrOp::WriteImm(..)) {
+        if !matches!(sent.work.op, SendOp::WriteImm(..)) {
             assert!(bytes.iter().copied().eq(bytes_of(sent.name, 0, sent.work.len)), "invariant 1");
         }
     }
@@ -443,20 +444,20 @@ impl Network {
         }
         let planned = app.plan[index].clone();
         let atomics =
-            app.plan[..index].iter().filter(|p| matches!(p.work.op, WrOp::Atomic(..))).count();
+            app.plan[..index].iter().filter(|p| matches!(p.work.op, SendOp::Atomic(..))).count();
         let peer = &mut self.nodes[peer_node];
         let len = planned.work.len;
         match planned.work.op {
-            WrOp::Write(at) | WrOp::WriteImm(at, _) => {
+            SendOp::Write(at) | SendOp::WriteImm(at, _) => {
                 let there = peer.memory.slice(at, len).expect("the range was checked");
                 let correct = there.iter().copied().eq(bytes_of(planned.name, 0, len));
                 assert!(len == 0 || correct, "invariant 1: written bytes");
             }
-            WrOp::Read(_) => {
+            SendOp::Read(_) => {
                 let correct = planned.read.iter().copied().eq(bytes_of(planned.name, 0, len));
                 assert!(correct, "invariant 1: read bytes");
             }
-            WrOp::Atomic(..) => {
+            SendOp::Atomic(..) => {
                 let before = peer.conns[peer_conn].app.executed.get(atomics).copied();
                 assert_eq!(planned.result, before, "invariant 4: executed once, in order");
                 assert!(before.is_some(), "invariant 4");
@@ -470,7 +471,7 @@ pub fn number(conn: usize) -> u32 {
     0x100 + conn as u32
 }
 
-fn bring_to_rts(qp: &mut Qp, params: &ConnParams, end: usize, destination: u32, peer: Ipv4Addr) {
+fn bring_to_rts(qp: &mut RcQp, params: &ConnParams, end: usize, destination: u32, peer: Ipv4Addr) {
     let (send_psn, receive_psn) = (Psn::new(params.psn[end]), Psn::new(params.psn[1 - end]));
     let path = PathAttributes {
         peer: (peer, UDP_PORT).into(),

@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use warpwire_proto::qp::{
-    Access, Atomic, Fence, Host, HostStatus, Qp, Receive, Remote, SendWr, Source, Status, Target,
-    WrOp,
+    Access, Atomic, Fence, Host, HostStatus, RcQp, Receive, Remote, SendOp, SendWr, Source, Status,
+    Target,
 };
 
 use crate::sim::random::{Random, byte_of, bytes_of};
@@ -100,7 +100,7 @@ impl App {
 /// One end of a connection.
 #[derive(Debug)]
 pub struct SimConn {
-    pub qp: Qp,
+    pub qp: RcQp,
     pub app: App,
     /// The peer: node and connection index.
     pub peer: (usize, usize),
@@ -136,7 +136,7 @@ impl SimHost<'_> {
     }
 
     fn check(&mut self, at: Remote, len: u32) -> HostStatus {
-        if at.key != self.app.key || self.memory.slice(at, len).is_none() {
+        if at.rkey != self.app.key || self.memory.slice(at, len).is_none() {
             HostStatus::Denied
         } else if self.fault() {
             HostStatus::Retry
@@ -250,15 +250,15 @@ impl Host for SimHost<'_> {
 /// Whether the conditions of a request's fence are met.
 pub fn fence_holds(app: &App, index: usize) -> bool {
     let is_done = |planned: &PlannedWr| match planned.work.op {
-        WrOp::Read(_) => planned.read.len() == planned.work.len as usize,
-        WrOp::Atomic(..) => planned.result.is_some(),
+        SendOp::Read(_) => planned.read.len() == planned.work.len as usize,
+        SendOp::Atomic(..) => planned.result.is_some(),
         _ => true,
     };
     match app.plan[index].work.fence {
         Fence::None => true,
         Fence::Reads => app.plan[..index].iter().all(is_done),
         // Local work may be complete but not reported yet.
-        Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == WrOp::Local),
+        Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == SendOp::Local),
     }
 }
 
@@ -287,6 +287,9 @@ fn masked_add(before: u64, add: u64, boundary: u64) -> u64 {
 }
 
 /// Whether the operation consumes a receive of the peer.
-pub fn takes_receive(op: &WrOp) -> bool {
-    matches!(op, WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..))
+pub fn takes_receive(op: &SendOp) -> bool {
+    matches!(
+        op,
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInvalidate(_) | SendOp::WriteImm(..)
+    )
 }

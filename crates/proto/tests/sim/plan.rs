@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Atomic, Fence, Options, Remote, SendWr, Width, WrOp};
+use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Remote, SendOp, SendWr, TransportOptions};
 
 use crate::sim::link::Faults;
 use crate::sim::net::{ConnParams, Network, SimEvent};
@@ -56,34 +56,34 @@ pub fn add_work(
         };
         let memory = &mut net.nodes[peer_node].memory;
         let mut remote_range =
-            |len: u32, name: u64| Remote { address: memory.range(len, name), key };
-        let word = Remote { address: counter + 8 * random.below(8), key };
+            |len: u32, name: u64| Remote { address: memory.range(len, name), rkey: key };
+        let word = Remote { address: counter + 8 * random.below(8), rkey: key };
         let imm = random.next() as u32;
         let (op, len) = match op_index {
-            0 => (WrOp::Send, len),
-            1 => (WrOp::SendImm(imm), len),
-            2 => (WrOp::SendInvalidate(imm), len),
-            3 => (WrOp::Write(remote_range(len, 0)), len),
-            4 => (WrOp::WriteImm(remote_range(len, 0), imm), len),
-            5 => (WrOp::Read(remote_range(len, name)), len),
-            6 => (WrOp::Atomic(word, Atomic::FetchAdd { add: random.below(1000) }), 8),
+            0 => (SendOp::Send, len),
+            1 => (SendOp::SendImm(imm), len),
+            2 => (SendOp::SendInvalidate(imm), len),
+            3 => (SendOp::Write(remote_range(len, 0)), len),
+            4 => (SendOp::WriteImm(remote_range(len, 0), imm), len),
+            5 => (SendOp::Read(remote_range(len, name)), len),
+            6 => (SendOp::Atomic(word, Atomic::FetchAdd { add: random.below(1000) }), 8),
             7 => {
                 let (compare, swap) = (random.below(3), random.below(3));
-                (WrOp::Atomic(word, Atomic::CompareSwap { compare, swap }), 8)
+                (SendOp::Atomic(word, Atomic::CompareSwap { compare, swap }), 8)
             }
             8 => {
                 let (add, boundary) = (random.next(), random.next());
-                let width = Width::Eight;
-                (WrOp::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
+                let width = AtomicWidth::Eight;
+                (SendOp::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
             }
             9 => {
                 let [compare, swap, compare_mask, swap_mask] = [(); 4].map(|()| random.next());
-                let width = Width::Eight;
+                let width = AtomicWidth::Eight;
                 let atomic =
                     Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask };
-                (WrOp::Atomic(word, atomic), 8)
+                (SendOp::Atomic(word, atomic), 8)
             }
-            _ => (WrOp::Local, 0),
+            _ => (SendOp::Local, 0),
         };
         let solicited = random.chance(200) && crate::sim::node::takes_receive(&op);
         let fence = random.pick(&[Fence::Reads, Fence::All]);
@@ -133,7 +133,7 @@ pub fn params(random: &mut Random) -> ConnParams {
     };
     let psn = [psn(), psn()];
     ConnParams {
-        options: Options {
+        options: TransportOptions {
             send_depth: random.pick(&[1, 2, 7, 32, 128]),
             window: random.pick(&[1, 2, 8, 64, 256]),
             read_chunk: random.pick(&[1, 3, 16, 64]),

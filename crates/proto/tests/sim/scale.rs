@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Options, State, Status};
+use warpwire_proto::qp::{State, Status, TransportOptions};
 use warpwire_proto::wire::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{
@@ -16,7 +16,7 @@ use crate::sim::plan::{OpMix, add_work};
 use crate::sim::random::Random;
 
 fn small() -> ConnParams {
-    let options = Options { send_depth: 4, window: 16, ..Options::default() };
+    let options = TransportOptions { send_depth: 4, window: 16, ..TransportOptions::default() };
     ConnParams { options, mtu: 256, timeout: 12, ..ConnParams::default() }
 }
 

@@ -1,27 +1,9 @@
 //! Builds CQEs from the completions that the protocol reports.
 
-use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion, Status as WireStatus};
+use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion};
 
 use super::qpc::QpContext;
-use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Opcode, Queue, RecvKind, Sent, Status};
-
-/// The verbs status of a protocol status.
-pub(super) fn status(status: WireStatus) -> Status {
-    match status {
-        WireStatus::Success => Status::Success,
-        WireStatus::LocalLength => Status::LocalLength,
-        WireStatus::LocalOperation => Status::LocalQpOperation,
-        WireStatus::LocalProtection => Status::LocalProtection,
-        WireStatus::Flushed => Status::Flushed,
-        WireStatus::BadResponse => Status::BadResponse,
-        WireStatus::LocalAccess => Status::LocalAccess,
-        WireStatus::RemoteInvalidRequest => Status::RemoteInvalidRequest,
-        WireStatus::RemoteAccess => Status::RemoteAccess,
-        WireStatus::RemoteOperation => Status::RemoteOperation,
-        WireStatus::RetryExceeded => Status::RetryExceeded,
-        WireStatus::RnrRetryExceeded => Status::RnrRetryExceeded,
-    }
-}
+use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, WqeOpcode};
 
 #[inline]
 fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
@@ -33,7 +15,7 @@ fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
 #[inline]
 pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> Sent {
     let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
-    Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
+    Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
 }
 
 /// The CQE of posted work; `None` if it succeeded and is unsignaled.
@@ -42,14 +24,14 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     // The index of the WQE's first WQEBB, as the poster counts.
     let counter = completion.id as u16;
     let opcode = work.opcode;
-    if completion.status == WireStatus::Success {
+    if completion.status == Status::Success {
         let fetches = matches!(
             opcode,
-            Opcode::RdmaRead
-                | Opcode::CompareSwap
-                | Opcode::FetchAdd
-                | Opcode::MaskedCompareSwap
-                | Opcode::MaskedFetchAdd
+            WqeOpcode::RdmaRead
+                | WqeOpcode::CompareSwap
+                | WqeOpcode::FetchAdd
+                | WqeOpcode::MaskedCompareSwap
+                | WqeOpcode::MaskedFetchAdd
         );
         let bytes = if fetches { work.len } else { 0 };
         return completion.signaled.then(|| cqe(qpc, CqeOutcome::Sent { opcode, bytes }, counter));
@@ -57,21 +39,17 @@ pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<C
     // `OnFirstError` suppresses all CQEs after the first error of the queue pair.
     let silent = std::mem::replace(&mut qpc.error_reported, true)
         && work.cq_update == CqUpdate::OnFirstError;
-    let failed = CqeOutcome::Failed {
-        queue: Queue::Send,
-        status: status(completion.status),
-        vendor: 0,
-        opcode,
-    };
+    let failed =
+        CqeOutcome::Failed { queue: Queue::Send, status: completion.status, vendor: 0, opcode };
     (!silent).then(|| cqe(qpc, failed, counter))
 }
 
 /// The CQE of a receive.
 pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) -> Cqe {
     let counter = receive_completion.id as u16;
-    if receive_completion.status != WireStatus::Success {
-        let (queue, status) = (Queue::Receive, status(receive_completion.status));
-        let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop };
+    if receive_completion.status != Status::Success {
+        let (queue, status) = (Queue::Receive, receive_completion.status);
+        let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: WqeOpcode::Nop };
         return cqe(qpc, failed, counter);
     }
     let recv_kind = match receive_completion.kind {
@@ -88,5 +66,5 @@ pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) 
 /// The CQE of a receive that was flushed unused.
 pub(super) fn flushed(qpc: &QpContext, counter: u16) -> Cqe {
     let (queue, status) = (Queue::Receive, Status::Flushed);
-    cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop }, counter)
+    cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: WqeOpcode::Nop }, counter)
 }

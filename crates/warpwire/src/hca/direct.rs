@@ -91,14 +91,14 @@ pub(super) fn address_words(address: SocketAddr) -> [u64; 3] {
 
 /// The access flags of a queue pair, as a row stores them; `reads` is whether it accepts reads and
 /// atomics.
-fn access_bits(access: qp::Access, reads: bool) -> u64 {
+fn access_bits(access: Access, reads: bool) -> u64 {
     let rights = [
-        (qp::Access::REMOTE_WRITE, Access::REMOTE_WRITE, true),
-        (qp::Access::REMOTE_READ, Access::REMOTE_READ, reads),
-        (qp::Access::REMOTE_ATOMIC, Access::REMOTE_ATOMIC, reads),
+        (Access::REMOTE_WRITE, true),
+        (Access::REMOTE_READ, reads),
+        (Access::REMOTE_ATOMIC, reads),
     ];
-    let granted = rights.iter().filter(|(right, _, allowed)| *allowed && access.contains(*right));
-    granted.fold(0, |bits, (_, right, _)| bits | u64::from(right.bits()))
+    let granted = rights.iter().filter(|(right, allowed)| *allowed && access.contains(*right));
+    granted.fold(0, |bits, (right, _)| bits | u64::from(right.bits()))
 }
 
 /// What is left of posted work after one quantum.
@@ -116,7 +116,7 @@ pub(super) enum Remaining {
 pub(super) struct DirectState {
     /// What the peer may do here: its access flags, and the limit of its outstanding reads and
     /// atomics.
-    access: qp::Access,
+    access: Access,
     max_dest_rd_atomic: u8,
     /// The limit of our own outstanding reads and atomics.
     pub max_rd_atomic: u8,
@@ -142,7 +142,7 @@ pub(super) struct DirectState {
 impl DirectState {
     pub(super) fn new() -> Self {
         Self {
-            access: qp::Access::NONE,
+            access: Access::NONE,
             max_dest_rd_atomic: 0,
             max_rd_atomic: 0,
             published: None,
@@ -167,7 +167,7 @@ impl DirectState {
     /// Drops all work, and what was validated of the peer.
     pub(super) fn reset(&mut self) {
         (self.blocked, self.done, self.generation, self.consecutive_indirect) = (None, 0, 0, 0);
-        (self.access, self.max_dest_rd_atomic, self.max_rd_atomic) = (qp::Access::NONE, 0, 0);
+        (self.access, self.max_dest_rd_atomic, self.max_rd_atomic) = (Access::NONE, 0, 0);
     }
 
     /// A description for people: whether direct access is on, and why not.

@@ -5,11 +5,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{self, SendWr as WireWork, State, WrOp};
+use warpwire_proto::qp::{self, Atomic, SendOp, SendWr as WireWork, State};
 
 use super::direct::{DirectState, FIRST_KEY_ROW, FastWrite, address_words, row_of};
 use super::engine::qpn_to_index;
-use super::qpc::{QpContext, QpMemory, from_wire};
+use super::qpc::{QpContext, QpMemory};
 use super::stats::IndirectReason;
 use crate::link::ShmPeer;
 use crate::mem::SharedBytes;
@@ -127,9 +127,9 @@ impl DirectPeers {
     ) -> DirectOutcome {
         let Some(at) = qpc.direct.direct_peer else { return DirectOutcome::UsePackets(None) };
         let (remote, need) = match work.op {
-            WrOp::Write(remote) => (remote, Access::REMOTE_WRITE),
-            WrOp::Read(remote) => (remote, Access::REMOTE_READ),
-            WrOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
+            SendOp::Write(remote) => (remote, Access::REMOTE_WRITE),
+            SendOp::Read(remote) => (remote, Access::REMOTE_READ),
+            SendOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
             _ => return DirectOutcome::UsePackets(None),
         };
         let Some(Some(direct_peer)) = self.0.get_mut(at as usize) else {
@@ -254,13 +254,13 @@ impl DirectPeer {
         {
             return Err(IndirectReason::AccessDenied);
         }
-        let at = self.key_slot(remote.key);
+        let at = self.key_slot(remote.rkey);
         let known = match self.keys.get(at) {
-            Some(Some(known)) if known.key == remote.key => known,
-            _ => return Err(self.resolve_key(remote.key, now)),
+            Some(Some(known)) if known.key == remote.rkey => known,
+            _ => return Err(self.resolve_key(remote.rkey, now)),
         };
         let MappingState::Mapped(memory) = &known.mapping else {
-            return Err(self.resolve_key(remote.key, now));
+            return Err(self.resolve_key(remote.rkey, now));
         };
         let offset = known.offset(direct.pd, need, remote.address, len)?;
         if qp.outstanding() > 0 {
@@ -278,7 +278,7 @@ impl DirectPeer {
             return Ok(DirectOutcome::OutOfBudget);
         }
         let step = (len - direct.done).min(*budget);
-        let rows = [qp_row, FIRST_KEY_ROW + (remote.key >> 8)];
+        let rows = [qp_row, FIRST_KEY_ROW + (remote.rkey >> 8)];
         let generations = [direct.generation, known.generation];
         let Some(guard) = self.peer.begin_access(rows, generations, step.into()) else {
             if self.peer.generation(rows[1]) != generations[1] {
@@ -303,7 +303,7 @@ impl DirectPeer {
     #[cold]
     fn validate_remote_qp(
         &self,
-        local: &qp::Qp,
+        local: &qp::RcQp,
         direct: &mut DirectState,
         row: u32,
     ) -> Result<(), IndirectReason> {
@@ -349,7 +349,7 @@ impl DirectPeer {
         if number != u64::from(key) {
             return IndirectReason::KeyNotExported;
         }
-        let access = Access::from_bits(access as u8);
+        let access = Access::from_bits_truncate(access as u8);
         let writes = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
         let same = |known: &&Memory| known.number == memory && (known.writable || !writes);
         let mapped = self.memories.iter().filter(same).find_map(|known| known.mapped.upgrade());
@@ -465,9 +465,9 @@ impl RemoteTarget<'_> {
         len: u32,
     ) -> Result<(), AccessDenied> {
         match work.op {
-            WrOp::Write(_) => self.write(qp_memory, registry, work.id, from, len),
-            WrOp::Read(_) => self.read(qp_memory, registry, work.id, from, len),
-            WrOp::Atomic(_, atomic) => self.execute_atomic(qp_memory, registry, work.id, atomic),
+            SendOp::Write(_) => self.write(qp_memory, registry, work.id, from, len),
+            SendOp::Read(_) => self.read(qp_memory, registry, work.id, from, len),
+            SendOp::Atomic(_, atomic) => self.execute_atomic(qp_memory, registry, work.id, atomic),
             _ => Err(AccessDenied::Range),
         }
     }
@@ -545,9 +545,9 @@ impl RemoteTarget<'_> {
         qp_memory: &QpMemory,
         registry: &Registry,
         wqe_index: u64,
-        atomic: qp::Atomic,
+        atomic: Atomic,
     ) -> Result<(), AccessDenied> {
-        let width = atomic.len();
+        let width = atomic.width().bytes();
         // One writable range for the result, checked before: nothing may fail once the word has
         // changed.
         let data = qp_memory.wr_state(wqe_index).single_sge.ok_or(AccessDenied::Range)?;
@@ -559,7 +559,7 @@ impl RemoteTarget<'_> {
             LocalRange { key, pd: qp_memory.pd, need: Access::LOCAL_WRITE, address, len: width };
         let mut outcome = Ok(());
         local.with(registry, |local| {
-            outcome = self.memory.atomic(self.at, &from_wire(atomic)).map(|old| {
+            outcome = self.memory.atomic(self.at, &atomic).map(|old| {
                 // As in the protocol, a four-byte result is big-endian.
                 let placed = match width {
                     4 => local.write(0, &(old as u32).to_be_bytes()),

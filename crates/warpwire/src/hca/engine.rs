@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Event, Payload, QpAttributes, QpEvent, RxPacket, Source, State, Status as WireStatus, Transmit,
+    Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status, Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
@@ -451,13 +451,13 @@ impl Core {
             let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
             let Some(event) = qpc.qp.poll_event() else { break };
             match event {
-                Event::Sent(mut completion) => {
+                ProtocolEvent::Sent(mut completion) => {
                     freed = true;
                     if staging_failed
                         && qpc.qp_memory.staged.get()
-                        && completion.status == WireStatus::Success
+                        && completion.status == Status::Success
                     {
-                        completion.status = WireStatus::LocalProtection;
+                        completion.status = Status::LocalProtection;
                     }
                     let cqe = complete::sent(qpc, &completion);
                     let cqn = qpc.send_cq;
@@ -465,12 +465,12 @@ impl Core {
                         self.push(cqn, &cqe);
                     }
                 }
-                Event::Received(mut receive_completion) => {
+                ProtocolEvent::Received(mut receive_completion) => {
                     if staging_failed
                         && qpc.qp_memory.staged.get()
-                        && receive_completion.status == WireStatus::Success
+                        && receive_completion.status == Status::Success
                     {
-                        receive_completion.status = WireStatus::LocalAccess;
+                        receive_completion.status = Status::LocalAccess;
                     }
                     qpc.qp_memory.end_receive(receive_completion.id);
                     let cqe = complete::received(qpc, &receive_completion);
@@ -484,7 +484,7 @@ impl Core {
                         self.check_limit(srqn);
                     }
                 }
-                Event::Async(qp_event) => self.publish(index, qp_event),
+                ProtocolEvent::Async(qp_event) => self.publish(index, qp_event),
             }
         }
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };

@@ -1,12 +1,12 @@
 //! The engine as the protocol's [`Host`]: keys, ranges and receives of one queue pair while a
 //! packet is handled.
 
-use warpwire_proto::qp::{self, Host, HostStatus, Receive, Remote, Source, Target};
+use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target};
 
-use super::qpc::{QpMemory, from_wire};
+use super::qpc::QpMemory;
 use super::ring::SharedReceiveQueue;
 use crate::link::PendingPayload;
-use crate::mr::{Access, AccessDenied, Registry};
+use crate::mr::{AccessDenied, Registry};
 
 /// What a queue pair sees of the engine.
 pub(super) struct HostView<'a> {
@@ -49,7 +49,7 @@ impl HostView<'_> {
 
     fn resolve(&self, need: Access, at: Remote, len: u32) -> Result<(), AccessDenied> {
         let found =
-            self.registry.resolve(at.key, self.qp_memory.pd, need, at.address, u64::from(len));
+            self.registry.resolve(at.rkey, self.qp_memory.pd, need, at.address, u64::from(len));
         found.map(drop)
     }
 
@@ -59,7 +59,7 @@ impl HostView<'_> {
             Target::Remote(at) => {
                 let (pd, need, len) =
                     (self.qp_memory.pd, Access::REMOTE_WRITE, payload.len() as u64);
-                let span = self.registry.resolve(at.key, pd, need, at.address, len)?;
+                let span = self.registry.resolve(at.rkey, pd, need, at.address, len)?;
                 self.qp_memory.put(&span, payload)
             }
             Target::Receive { id, offset } => {
@@ -106,12 +106,7 @@ impl Host for HostView<'_> {
         self.qp_memory.take_receive(self.srqs)
     }
 
-    fn may_access(&mut self, access: qp::Access, at: Remote, len: u32) -> HostStatus {
-        let need = match access {
-            qp::Access::REMOTE_WRITE => Access::REMOTE_WRITE,
-            qp::Access::REMOTE_READ => Access::REMOTE_READ,
-            _ => Access::REMOTE_ATOMIC,
-        };
+    fn may_access(&mut self, need: Access, at: Remote, len: u32) -> HostStatus {
         let outcome = self.resolve(need, at, len);
         self.verdict(outcome)
     }
@@ -125,13 +120,13 @@ impl Host for HostView<'_> {
         self.verdict(outcome)
     }
 
-    fn execute(&mut self, at: Remote, atomic: qp::Atomic) -> Result<u64, HostStatus> {
+    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus> {
         let (pd, need) = (self.qp_memory.pd, Access::REMOTE_ATOMIC);
-        let len = u64::from(atomic.len());
+        let len = u64::from(atomic.width().bytes());
         let outcome = self
             .registry
-            .resolve(at.key, pd, need, at.address, len)
-            .and_then(|span| span.atomic(0, &from_wire(atomic)));
+            .resolve(at.rkey, pd, need, at.address, len)
+            .and_then(|span| span.atomic(0, &atomic));
         outcome.map_err(|denied| self.verdict(Err(denied)))
     }
 

@@ -12,7 +12,7 @@
 //! | [`QueueMemory`] | host, pinned or device memory for queues |
 //! | [`ProgressMode`] | which threads run the engine |
 //! | [`EventFd`], [`AsyncEvent`] | wake-ups, and events outside completions |
-//! | [`Stats`] | counters |
+//! | [`HcaStats`] | counters |
 //! | [`publish`] | counters for other processes, through a Unix socket |
 //!
 //! This is the level of registers and bytes; programs use [`verbs`](crate::verbs).
@@ -61,7 +61,7 @@ pub use memory::QueueMemory;
 pub use progress_mode::ProgressMode;
 pub use qpc::QpSpec;
 pub use ring::QpLayout;
-pub use stats::{DirectStats, DropReason, IndirectReason, QpTotals, Stats};
+pub use stats::{DirectStats, DropReason, HcaStats, IndirectReason, QpTotals};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
@@ -483,9 +483,9 @@ impl Hca {
     }
 
     /// The counters of the device since it was opened.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> HcaStats {
         let engine = self.0.engine.lock();
-        let mut stats = Stats::of(&engine.core.totals, engine.qpcs().map(|qpc| qpc.qp.stats()));
+        let mut stats = HcaStats::of(&engine.core.totals, engine.qpcs().map(|qpc| qpc.qp.stats()));
         if let Ok(export_table) = &engine.core.export_table {
             [stats.direct.by_peers, stats.direct.bytes_by_peers] = export_table.access_counts();
         }

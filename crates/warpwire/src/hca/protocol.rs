@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    self, Datagram, Event, GRH_LEN, Host, HostStatus, Mtu, PostError, Qp, QpAttributes, Receive,
-    Remote, SendCompletion, SendWr, Service, Source, State, Target, Ud, WrOp,
+    self, Datagram, GRH_LEN, Host, HostStatus, Mtu, PostError, ProtocolEvent, QpAttributes, RcQp,
+    Receive, Remote, SendCompletion, SendOp, SendWr, Service, Source, State, Target, Ud,
 };
 use warpwire_proto::wire::ip::{ECN_MARKED, IpRepr, UDP_LEN, mapped};
 
@@ -18,7 +18,7 @@ use crate::mlx5::{AddressVector, Origin};
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub(super) enum Protocol {
-    Connected(Qp),
+    Connected(RcQp),
     Datagram(Box<Datagrams>),
 }
 
@@ -53,8 +53,8 @@ macro_rules! either {
 }
 
 impl Protocol {
-    pub(super) fn connected(number: u32, options: qp::Options) -> Self {
-        Self::Connected(Qp::new(number, options))
+    pub(super) fn connected(number: u32, options: qp::TransportOptions) -> Self {
+        Self::Connected(RcQp::new(number, options))
     }
 
     pub(super) fn datagram(number: u32, mtu: Mtu, depth: u32) -> Self {
@@ -71,7 +71,7 @@ impl Protocol {
 
     /// The connection of an RC queue pair.
     #[inline]
-    pub(super) fn connection(&self) -> Option<&Qp> {
+    pub(super) fn connection(&self) -> Option<&RcQp> {
         match self {
             Self::Connected(qp) => Some(qp),
             Self::Datagram(_) => None,
@@ -106,7 +106,7 @@ impl Protocol {
     }
 
     #[inline]
-    pub(super) fn poll_event(&mut self) -> Option<Event> {
+    pub(super) fn poll_event(&mut self) -> Option<ProtocolEvent> {
         either!(self, one => one.poll_event())
     }
 
@@ -156,11 +156,11 @@ impl Datagrams {
         let SendWr { id, op, len, signaled, solicited, .. } = work;
         let local = |status| SendCompletion { id, status, signaled };
         let (to, imm) = match (op, to) {
-            (WrOp::Send, Some(to)) => (to, None),
-            (WrOp::SendImm(imm), Some(to)) => (to, Some(imm)),
-            (WrOp::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
-            (WrOp::Bad(status), _) => return self.ud.post_local(local(status)),
-            _ => return self.ud.post_local(local(qp::Status::LocalOperation)),
+            (SendOp::Send, Some(to)) => (to, None),
+            (SendOp::SendImm(imm), Some(to)) => (to, Some(imm)),
+            (SendOp::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
+            (SendOp::Bad(status), _) => return self.ud.post_local(local(status)),
+            _ => return self.ud.post_local(local(qp::Status::LocalQpOperation)),
         };
         let AddressVector { qpn: destination, qkey, .. } = to;
         let datagram = Datagram { id, destination, qkey, len, imm, signaled, solicited };

@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use warpwire_proto::qp::{self, SendWr as WireWork, Status as WireStatus, WrOp};
+use warpwire_proto::qp::{self, SendOp, SendWr as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
@@ -17,8 +17,8 @@ use super::ring::{
 use super::stats::IndirectReason;
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, ADDRESS_SEGMENTS, AddressVector, Atomic, AtomicWidth, CqUpdate, Data, DataSegment,
-    Opcode, SEGMENT, SendKind, Status, Work, Wqe,
+    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT, SendKind, Status,
+    Work, Wqe, WqeOpcode,
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
@@ -51,7 +51,7 @@ pub struct QpSpec {
     /// [`Hca::ring`](super::Hca::ring).
     pub poll_doorbell: bool,
     /// Options of the protocol; the queue depth is set from `send_wqebbs`.
-    pub options: qp::Options,
+    pub options: qp::TransportOptions,
     /// The maximum datagram (UD); `None` for a connection (RC).
     pub datagrams: Option<qp::Mtu>,
 }
@@ -59,7 +59,7 @@ pub struct QpSpec {
 /// State of a work request in progress, by the index of its first WQEBB.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WrState {
-    pub opcode: Opcode,
+    pub opcode: WqeOpcode,
     pub cq_update: CqUpdate,
     pub len: u32,
     /// The only range of its payload, if there is just one: the common case.
@@ -70,7 +70,7 @@ pub(super) struct WrState {
 
 impl WrState {
     const NONE: Self = Self {
-        opcode: Opcode::Nop,
+        opcode: WqeOpcode::Nop,
         cq_update: CqUpdate::Always,
         len: 0,
         single_sge: None,
@@ -150,7 +150,7 @@ pub(super) enum RecvSource {
 
 impl QpContext {
     pub(super) fn new(number: u32, spec: QpSpec) -> Self {
-        let options = qp::Options { send_depth: spec.send_wqebbs, ..spec.options };
+        let options = qp::TransportOptions { send_depth: spec.send_wqebbs, ..spec.options };
         let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
         let receives = match spec.srq {
             Some(srqn) => RecvSource::Srq(srqn),
@@ -280,14 +280,10 @@ impl QpContext {
             Ok(found) => found,
             Err(status) => {
                 self.qp_memory.record_wr(taken, 0, None, None);
-                (WrOp::Bad(wire_status(status)), 0, None)
+                (SendOp::Bad(status), 0, None)
             }
         };
-        let fence = match taken.control.fence {
-            fence if fence.waits_for_all() => qp::Fence::All,
-            fence if fence.waits_for_reads() => qp::Fence::Reads,
-            _ => qp::Fence::None,
-        };
+        let fence = taken.control.fence.into();
         let work = WireWork {
             id: taken.wqe_index,
             op,
@@ -304,7 +300,7 @@ impl QpContext {
         if qp.post(work, || qp_memory.address(work.id)).is_err() {
             // A length beyond the maximum, or a state that accepts no work: the same error for the
             // user.
-            let bad = WrOp::Bad(WireStatus::LocalOperation);
+            let bad = SendOp::Bad(Status::LocalQpOperation);
             let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
         }
     }
@@ -313,15 +309,6 @@ impl QpContext {
 /// Whether a queue with `count` completions has produced the one with `index`, modulo 2^32.
 fn has_reached(count: u64, index: u32) -> bool {
     (count as u32).wrapping_sub(index).wrapping_sub(1) as i32 >= 0
-}
-
-/// The protocol status of a verbs status.
-fn wire_status(status: Status) -> WireStatus {
-    match status {
-        Status::LocalLength => WireStatus::LocalLength,
-        Status::LocalProtection => WireStatus::LocalProtection,
-        _ => WireStatus::LocalOperation,
-    }
 }
 
 impl QpMemory {
@@ -350,11 +337,10 @@ impl QpMemory {
         &mut self,
         taken: &TakenWqe,
         registry: &Registry,
-    ) -> Result<(WrOp, u32, Option<mlx5::Wait>), Status> {
+    ) -> Result<(SendOp, u32, Option<mlx5::Wait>), Status> {
         let wqe = self.parse(taken.wqe_index).map_err(|refused| refused.status())?;
         let (mut wait, mut single_sge, mut inline, mut dump_len) = (None, None, None, 0);
         let start = self.ring.copy(taken.wqe_index).as_ptr().addr();
-        let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut record_wr = |payload: &mlx5::WqePayload<'_>| {
             let mut data_segments = payload.data_segments();
             match (data_segments.next(), data_segments.next()) {
@@ -367,37 +353,36 @@ impl QpMemory {
             payload.len() as u32
         };
         let (op, len) = match wqe.work {
-            Work::Nop => (WrOp::Local, 0),
+            Work::Nop => (SendOp::Local, 0),
             Work::Wait(found) => {
                 wait = Some(found);
-                (WrOp::Local, 0)
+                (SendOp::Local, 0)
             }
             // Data placed before is visible already, so the local read itself can be omitted; only
             // its range is checked.
             Work::Dump { from } => {
                 dump_len = record_wr(&from);
-                (WrOp::Local, 0)
+                (SendOp::Local, 0)
             }
             Work::Send { kind, payload } => {
                 let op = match kind {
-                    SendKind::Plain => WrOp::Send,
-                    SendKind::Imm(imm) => WrOp::SendImm(u32::from_be_bytes(imm)),
-                    SendKind::Invalidate(key) => WrOp::SendInvalidate(key),
+                    SendKind::Plain => SendOp::Send,
+                    SendKind::Imm(imm) => SendOp::SendImm(u32::from_be_bytes(imm)),
+                    SendKind::Invalidate(key) => SendOp::SendInvalidate(key),
                 };
                 (op, record_wr(&payload))
             }
             Work::Write { remote: at, imm, payload } => {
                 let op = match imm {
-                    Some(imm) => WrOp::WriteImm(remote(at), u32::from_be_bytes(imm)),
-                    None => WrOp::Write(remote(at)),
+                    Some(imm) => SendOp::WriteImm(at, u32::from_be_bytes(imm)),
+                    None => SendOp::Write(at),
                 };
                 (op, record_wr(&payload))
             }
-            Work::Read { remote: at, into } => (WrOp::Read(remote(at)), record_wr(&into)),
+            Work::Read { remote: at, into } => (SendOp::Read(at), record_wr(&into)),
             Work::Atomic { remote: at, op, into } => {
                 record_wr(&into);
-                let atomic = to_wire(op);
-                (WrOp::Atomic(remote(at), atomic), atomic.len())
+                (SendOp::Atomic(at, op), op.width().bytes())
             }
         };
         self.record_wr(taken, len, single_sge, inline);
@@ -497,7 +482,7 @@ impl QpMemory {
                 let data = self.wr_state(id).single_sge?;
                 (data.lkey, Access::NONE, data.address.wrapping_add(u64::from(offset)))
             }
-            qp::Source::Remote { at, .. } => (at.key, Access::REMOTE_READ, at.address),
+            qp::Source::Remote { at, .. } => (at.rkey, Access::REMOTE_READ, at.address),
         };
         registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
     }
@@ -510,7 +495,7 @@ impl QpMemory {
         len: u32,
     ) -> Option<Span<'a>> {
         let (key, need, address) = match to {
-            qp::Target::Remote(at) => (at.key, Access::REMOTE_WRITE, at.address),
+            qp::Target::Remote(at) => (at.rkey, Access::REMOTE_WRITE, at.address),
             qp::Target::Response { id, offset } => {
                 let data = self.wr_state(id).single_sge?;
                 (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
@@ -538,7 +523,7 @@ impl QpMemory {
     ) -> Result<(), AccessDenied> {
         let fetch_request = FetchRequest {
             message: MessageId::Read(request),
-            key: at.key,
+            key: at.rkey,
             pd: self.pd,
             need: Access::REMOTE_READ,
             address: at.address,
@@ -637,16 +622,16 @@ impl QpMemory {
         };
         let entry = &taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)];
         // A malformed receive WQE has no capacity: messages find it too small.
-        let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
+        let capacity = mlx5::ReceiveWqe::parse(entry).map_or(0, |receive| receive.len());
         *slot = Some(taken);
         let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
         Some(qp::Receive { id: u64::from(taken.counter), capacity })
     }
 
-    fn active_receive(&self, id: u64) -> Option<mlx5::Receive<'_>> {
+    fn active_receive(&self, id: u64) -> Option<mlx5::ReceiveWqe<'_>> {
         let taken =
             self.active_receives.iter().flatten().find(|taken| u64::from(taken.counter) == id)?;
-        mlx5::Receive::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
+        mlx5::ReceiveWqe::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
     }
 
     /// The memory of a receive in use, if it is a single segment.
@@ -729,41 +714,4 @@ fn walk_segments<P>(
         }
     }
     if remaining == 0 { Ok(()) } else { Err(AccessDenied::Range) }
-}
-
-fn to_wire(op: Atomic) -> qp::Atomic {
-    let width = |width| match width {
-        AtomicWidth::Four => qp::Width::Four,
-        AtomicWidth::Eight => qp::Width::Eight,
-    };
-    match op {
-        Atomic::CompareSwap { compare, swap } => qp::Atomic::CompareSwap { compare, swap },
-        Atomic::FetchAdd { add } => qp::Atomic::FetchAdd { add },
-        Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
-            qp::Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
-        }
-        Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
-            let width = width(bytes);
-            qp::Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
-        }
-    }
-}
-
-/// The inverse of `to_wire`.
-pub(super) fn from_wire(op: qp::Atomic) -> Atomic {
-    let width = |width| match width {
-        qp::Width::Four => AtomicWidth::Four,
-        qp::Width::Eight => AtomicWidth::Eight,
-    };
-    match op {
-        qp::Atomic::CompareSwap { compare, swap } => Atomic::CompareSwap { compare, swap },
-        qp::Atomic::FetchAdd { add } => Atomic::FetchAdd { add },
-        qp::Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
-            Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
-        }
-        qp::Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
-            let width = width(bytes);
-            Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
-        }
-    }
 }

@@ -180,7 +180,7 @@ impl Totals {
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Debug, Serialize)]
-pub struct Stats {
+pub struct HcaStats {
     /// All queue pairs together, including destroyed ones.
     pub pairs: QpTotals,
     /// Number of existing queue pairs.
@@ -197,7 +197,7 @@ pub struct Stats {
     pub discarded: Vec<(&'static str, u64)>,
 }
 
-impl Stats {
+impl HcaStats {
     pub(super) fn of<'a>(totals: &Totals, pairs: impl Iterator<Item = &'a qp::Stats>) -> Self {
         let (mut sum, mut count) = (totals.removed_qps, 0);
         let mut drops = [0; qp::DiscardReason::COUNT];

@@ -18,7 +18,7 @@ use super::mlx5dv::mlx5dv_create_cq;
 use super::sys;
 use super::wr_ids::{CHUNK, Reader, WrQueue};
 use crate::error::{Error, Kind, Result};
-use crate::mlx5::{Opcode, Status};
+use crate::mlx5::{Status, WqeOpcode};
 use crate::work::{Completion, CompletionKind, DatagramSender};
 
 /// Converts an `ibv_wc`, whose `wr_id` is still the library's.
@@ -52,14 +52,14 @@ fn completion_from_wc(wc: &sys::Wc, queue: WrQueue, invalidated_flags: u32) -> C
 }
 
 /// The opcode for an `ibv_wc_opcode`.
-fn opcode_of(number: u32) -> Opcode {
+fn opcode_of(number: u32) -> WqeOpcode {
     match number {
-        sys::WC_SEND => Opcode::Send,
-        sys::WC_RDMA_WRITE => Opcode::RdmaWrite,
-        sys::WC_RDMA_READ => Opcode::RdmaRead,
-        sys::WC_COMP_SWAP => Opcode::CompareSwap,
-        sys::WC_FETCH_ADD => Opcode::FetchAdd,
-        other => Opcode::Unknown(u8::try_from(other).unwrap_or(u8::MAX)),
+        sys::WC_SEND => WqeOpcode::Send,
+        sys::WC_RDMA_WRITE => WqeOpcode::RdmaWrite,
+        sys::WC_RDMA_READ => WqeOpcode::RdmaRead,
+        sys::WC_COMP_SWAP => WqeOpcode::CompareSwap,
+        sys::WC_FETCH_ADD => WqeOpcode::FetchAdd,
+        other => WqeOpcode::Unknown(u8::try_from(other).unwrap_or(u8::MAX)),
     }
 }
 
@@ -400,10 +400,10 @@ mod tests {
         let kind =
             |queue, opcode, flags| completion_from_wc(&wc(0, opcode, flags), queue, 1 << 3).kind;
         let sent = |opcode| kind(WrQueue::Send, opcode, 0);
-        assert_eq!(sent(0), CompletionKind::Send(Opcode::Send));
-        assert_eq!(sent(1), CompletionKind::Send(Opcode::RdmaWrite));
-        assert_eq!(sent(4), CompletionKind::Send(Opcode::FetchAdd));
-        assert_eq!(sent(99), CompletionKind::Send(Opcode::Unknown(99)));
+        assert_eq!(sent(0), CompletionKind::Send(WqeOpcode::Send));
+        assert_eq!(sent(1), CompletionKind::Send(WqeOpcode::RdmaWrite));
+        assert_eq!(sent(4), CompletionKind::Send(WqeOpcode::FetchAdd));
+        assert_eq!(sent(99), CompletionKind::Send(WqeOpcode::Unknown(99)));
         let received = |opcode, flags| kind(WrQueue::Receive, opcode, flags);
         assert_eq!(received(128, 0), CompletionKind::Receive);
         assert_eq!(received(128, 2), CompletionKind::ReceiveImm([1, 2, 3, 4]));

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{self as protocol, Mtu, QpAttributes, Service, State};
+use warpwire_proto::qp::{self as protocol, Access, Mtu, QpAttributes, Service, State};
 
 use super::address::{AhAttributes, AsAddressHandle};
 use super::cq::{Cq, unsupported};
@@ -49,7 +49,7 @@ pub struct QpOptions {
     /// Path MTU. Default: the smaller of the port's active MTU and the peer's.
     pub mtu: Option<Mtu>,
     /// Remote access flags (`qp_access_flags`). Default: all.
-    pub access: protocol::Access,
+    pub access: Access,
     /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
     pub timeout: u8,
     /// Retransmissions without an answer before work fails, 0 to 7. Default: 7.
@@ -80,7 +80,7 @@ impl Default for QpOptions {
             port: 1,
             gid_index: 0,
             mtu: None,
-            access: protocol::Access::ALL,
+            access: Access::ALL,
             timeout: 14,
             retry_count: 7,
             rnr_retry: 7,
@@ -649,11 +649,11 @@ fn state_number(state: State) -> u32 {
     }
 }
 
-fn access_flags(access: protocol::Access) -> u32 {
-    const FLAGS: [(protocol::Access, u32); 3] = [
-        (protocol::Access::REMOTE_WRITE, sys::ACCESS_REMOTE_WRITE),
-        (protocol::Access::REMOTE_READ, sys::ACCESS_REMOTE_READ),
-        (protocol::Access::REMOTE_ATOMIC, sys::ACCESS_REMOTE_ATOMIC),
+fn access_flags(access: Access) -> u32 {
+    const FLAGS: [(Access, u32); 3] = [
+        (Access::REMOTE_WRITE, sys::ACCESS_REMOTE_WRITE),
+        (Access::REMOTE_READ, sys::ACCESS_REMOTE_READ),
+        (Access::REMOTE_ATOMIC, sys::ACCESS_REMOTE_ATOMIC),
     ];
     FLAGS.iter().filter(|(right, _)| access.contains(*right)).fold(0, |all, (_, flag)| all | flag)
 }
@@ -677,7 +677,7 @@ mod tests {
             mtu: Mtu::new(1024),
             destination: Some(0x1234),
             receive_psn: Some(Psn::new(7)),
-            access: Some(protocol::Access::REMOTE_READ),
+            access: Some(Access::REMOTE_READ),
             ..QpAttributes::new(State::Rtr)
         };
         let route = AhAttributes::to([10, 0, 0, 1].into(), 2, 3);

@@ -22,7 +22,7 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use super::flows::{FlowId, Flows};
 use super::{
     Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkKind, LinkPath, ReceivedPacket,
-    ReserveError, Shm, ShmPeer, Udp, check_peer, shm, udp,
+    ReserveError, Shm, ShmOptions, ShmPeer, Udp, UdpOptions, check_peer, udp,
 };
 use crate::error::{Error, Result};
 use crate::mem::SharedBytes;
@@ -34,10 +34,10 @@ const MAX_UDP_POLL_INTERVAL: u32 = 32;
 /// A UDP socket and a shared-memory link with the same address.
 ///
 /// ```
-/// use warpwire::link::{Auto, Link, LinkKind, shm, udp};
+/// use warpwire::link::{Auto, Link, LinkKind, ShmOptions, UdpOptions};
 /// let any = "127.0.0.1:0".parse().unwrap();
-/// let mut alice = Auto::bind(any, udp::Options::default(), shm::Options::default())?;
-/// let bob = Auto::bind(any, udp::Options::default(), shm::Options::default())?;
+/// let mut alice = Auto::bind(any, UdpOptions::default(), ShmOptions::default())?;
+/// let bob = Auto::bind(any, UdpOptions::default(), ShmOptions::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;
 /// assert_eq!(alice.flow_path(to_bob).kind, LinkKind::Shm);
 /// assert!(alice.max_packet_to(to_bob) > 65_536);
@@ -83,7 +83,7 @@ impl Auto {
     ///
     /// # Errors
     /// If the UDP socket cannot be bound.
-    pub fn bind(address: SocketAddr, udp: udp::Options, shm: shm::Options) -> Result<Self> {
+    pub fn bind(address: SocketAddr, udp: UdpOptions, shm: ShmOptions) -> Result<Self> {
         let udp = Udp::bind(address, udp)?;
         let shm = Shm::bind_with_udp(udp.local(), shm).map_err(|source| source.to_string());
         let make_epoll = || -> rustix::io::Result<OwnedFd> {
@@ -363,13 +363,13 @@ mod tests {
 
     fn bind() -> Auto {
         let any = "127.0.0.1:0".parse().unwrap();
-        Auto::bind(any, udp::Options::default(), shm::Options::default()).unwrap()
+        Auto::bind(any, UdpOptions::default(), ShmOptions::default()).unwrap()
     }
 
     #[test]
     fn each_flow_has_its_transport_and_the_reason() {
         let (mut one, mut two) = (bind(), bind());
-        let mut plain = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let mut plain = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
         let (near, far) = (one.open(two.local(), 0).unwrap(), one.open(plain.local(), 0).unwrap());
         assert_eq!(one.flow_path(near).kind, LinkKind::Shm);
         assert_eq!(one.flow_path(far).kind, LinkKind::Udp);
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn both_transports_are_polled_while_the_other_is_busy() {
         let (mut sink, mut near) = (bind(), bind());
-        let mut far = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let mut far = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
         let (by_memory, by_udp) =
             (near.open(sink.local(), 0).unwrap(), far.open(sink.local(), 0).unwrap());
         for round in 0..20 {
@@ -413,12 +413,11 @@ mod tests {
 
     #[test]
     fn without_shared_memory_all_flows_use_udp() {
-        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
         let address = free.local();
-        let _taken = Shm::bind_with_udp(address, shm::Options::default()).unwrap();
+        let _taken = Shm::bind_with_udp(address, ShmOptions::default()).unwrap();
         drop(free);
-        let mut one =
-            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        let mut one = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
         let mut two = bind();
         assert!(one.path().why.contains("no shm: "), "{}", one.path());
         let flow = one.open(two.local(), 0).unwrap();
@@ -432,7 +431,7 @@ mod tests {
     #[test]
     fn a_shm_only_link_of_the_same_name_is_not_taken_for_the_peer() {
         let (mut one, mut two) = (bind(), bind());
-        let mut stranger = Shm::bind(two.local(), shm::Options::default()).unwrap();
+        let mut stranger = Shm::bind(two.local(), ShmOptions::default()).unwrap();
         let flow = one.open(two.local(), 0).unwrap();
         assert_eq!(one.flow_path(flow).kind, LinkKind::Shm);
         send(&mut one, flow, 64, 1);
@@ -452,20 +451,18 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
         }
         assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
-        let mut back =
-            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        let mut back = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
         while back.receive(&mut |_| ()).unwrap() == 0 {
             send(&mut one, flow, 64, 1);
             one.flush().unwrap();
             assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
         }
         // The order in which the two links were bound does not matter.
-        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
         let address = free.local();
         drop(free);
-        let mut stranger = Shm::bind(address, shm::Options::default()).unwrap();
-        let mut three =
-            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        let mut stranger = Shm::bind(address, ShmOptions::default()).unwrap();
+        let mut three = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
         let flow = one.open(three.local(), 0).unwrap();
         send(&mut one, flow, 64, 2);
         one.flush().unwrap();
@@ -476,7 +473,7 @@ mod tests {
     #[test]
     fn a_shm_link_and_an_auto_link_connect() {
         let (mut auto, any) = (bind(), "127.0.0.1:0".parse().unwrap());
-        let mut shm_only = Shm::bind(any, shm::Options::default()).unwrap();
+        let mut shm_only = Shm::bind(any, ShmOptions::default()).unwrap();
         let (there, back) =
             (auto.open(shm_only.local(), 0).unwrap(), shm_only.open(auto.local(), 0).unwrap());
         assert_eq!(auto.flow_path(there).kind, LinkKind::Shm);
@@ -487,9 +484,9 @@ mod tests {
         shm_only.flush().unwrap();
         assert_eq!(receive(&mut auto, 1).len(), 1);
         // A port bound by a shared-memory link is not free for UDP.
-        Udp::bind(shm_only.local(), udp::Options::default()).err().unwrap();
+        Udp::bind(shm_only.local(), UdpOptions::default()).err().unwrap();
         let freed = shm_only.local();
         drop(shm_only);
-        Udp::bind(freed, udp::Options::default()).unwrap();
+        Udp::bind(freed, UdpOptions::default()).unwrap();
     }
 }

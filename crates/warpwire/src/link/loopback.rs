@@ -45,7 +45,7 @@ pub enum Full {
 
 /// Options of a hub, for all of its endpoints.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct LoopbackOptions {
     /// Capacity of an endpoint's queue in packets; default 512, at least 1.
     pub queue: usize,
     /// Maximum packet length in bytes; default [`MAX_ROCE_PACKET`], at least [`MIN_PACKET`] and at
@@ -55,7 +55,7 @@ pub struct Options {
     pub full: Full,
 }
 
-impl Default for Options {
+impl Default for LoopbackOptions {
     fn default() -> Self {
         Self { queue: 512, max_packet: MAX_ROCE_PACKET, full: Full::Wait }
     }
@@ -84,7 +84,7 @@ impl std::fmt::Debug for Hub {
 
 struct Shared {
     endpoints: Mutex<HashMap<SocketAddr, Arc<EndpointQueue>>>,
-    options: Options,
+    options: LoopbackOptions,
 }
 
 /// An endpoint's receive queue, shared with its senders.
@@ -143,11 +143,11 @@ impl Slot {
 impl Hub {
     /// A hub with the default options.
     pub fn new() -> Self {
-        Self::with(Options::default())
+        Self::with(LoopbackOptions::default())
     }
 
-    /// A hub with these options, clamped to the ranges that [`Options`] documents.
-    pub fn with(mut options: Options) -> Self {
+    /// A hub with these options, clamped to the ranges that [`LoopbackOptions`] documents.
+    pub fn with(mut options: LoopbackOptions) -> Self {
         options.queue = options.queue.max(1);
         options.max_packet = options.max_packet.clamp(MIN_PACKET, 65_507);
         Self { shared: Arc::new(Shared { endpoints: Mutex::new(HashMap::new()), options }) }
@@ -322,7 +322,7 @@ impl EndpointQueue {
 
 impl Link for Loopback {
     fn path(&self) -> LinkPath {
-        let Options { queue, full, .. } = self.hub.options;
+        let LoopbackOptions { queue, full, .. } = self.hub.options;
         let append_icrc =
             if self.append_icrc { "with" } else { "without (memory does not corrupt packets)" };
         let full = match full {

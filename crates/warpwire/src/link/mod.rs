@@ -65,12 +65,12 @@ pub use auto::Auto;
 pub use crc::SimdCrc32;
 pub use fault::FaultInjector;
 pub use flows::FlowId;
-pub use loopback::{Hub, Loopback};
+pub use loopback::{Hub, Loopback, LoopbackOptions};
 pub use pcap::{Capture, Tap};
-pub use shm::Shm;
 #[doc(hidden)]
 pub use shm::exports::{ExportTable, ShmPeer};
-pub use udp::Udp;
+pub use shm::{Shm, ShmOptions};
+pub use udp::{Udp, UdpOptions};
 
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::mem::SharedBytes;
@@ -338,7 +338,7 @@ pub struct Frame<'a> {
 /// A packet from [`Link::receive_deferred`].
 ///
 /// ```
-/// use warpwire::link::{ReceivedPacket, Link, Udp, udp::Options};
+/// use warpwire::link::{ReceivedPacket, Link, Udp, UdpOptions};
 /// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
 /// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;

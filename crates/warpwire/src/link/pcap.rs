@@ -308,7 +308,7 @@ mod tests {
         ];
         for (name, address) in [("udp", "127.0.0.1:0"), ("udp6", "[::1]:0")] {
             let bind =
-                || Udp::bind(address.parse().unwrap(), super::super::udp::Options::default());
+                || Udp::bind(address.parse().unwrap(), super::super::udp::UdpOptions::default());
             match (bind(), bind()) {
                 (Ok(one), Ok(two)) => kinds.push((name, [Box::new(one), Box::new(two)])),
                 _ => println!("skipped: {address} does not belong to this machine"),

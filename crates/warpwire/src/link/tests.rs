@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::fault::FaultPlan;
-use super::udp::Options;
+use super::udp::UdpOptions;
 use super::*;
 use crate::error::Kind as ErrorKind;
 
@@ -18,7 +18,7 @@ struct Trio {
     links: [Boxed; 3],
 }
 
-fn loopbacks(options: loopback::Options) -> [Boxed; 3] {
+fn loopbacks(options: LoopbackOptions) -> [Boxed; 3] {
     let hub = Hub::with(options);
     [1, 2, 3].map(|host| {
         Box::new(hub.endpoint(SocketAddr::from(([10, 0, 0, host], 4791))).unwrap()) as Boxed
@@ -26,7 +26,7 @@ fn loopbacks(options: loopback::Options) -> [Boxed; 3] {
 }
 
 /// Three UDP links, if this machine has the IP version of the address.
-fn udps(address: &str, options: Options) -> Option<[Boxed; 3]> {
+fn udps(address: &str, options: UdpOptions) -> Option<[Boxed; 3]> {
     let address: SocketAddr = address.parse().unwrap();
     if UdpSocket::bind(address).is_err() {
         println!("skipped: {address} does not belong to this machine");
@@ -43,18 +43,18 @@ fn bound(address: &str, make: impl Fn(SocketAddr) -> Boxed) -> Option<[Boxed; 3]
 }
 
 fn auto(address: SocketAddr) -> Boxed {
-    Box::new(Auto::bind(address, Options::default(), shm::Options::default()).unwrap())
+    Box::new(Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap())
 }
 
 /// All combinations of offloads.
-fn combinations() -> Vec<Options> {
+fn combinations() -> Vec<UdpOptions> {
     let bit = |at: u32, number: u32| number >> at & 1 == 0;
-    let all = (0..16).map(|number| Options {
+    let all = (0..16).map(|number| UdpOptions {
         gso: bit(0, number),
         gro: bit(1, number),
         mmsg: bit(2, number),
         no_checksum: bit(3, number),
-        ..Options::default()
+        ..UdpOptions::default()
     });
     all.collect()
 }
@@ -62,7 +62,7 @@ fn combinations() -> Vec<Options> {
 fn trios() -> Vec<Trio> {
     type Make = Box<dyn Fn() -> Option<[Boxed; 3]>>;
     let mut makes: Vec<(String, Make)> =
-        vec![("loopback".to_owned(), Box::new(|| Some(loopbacks(loopback::Options::default()))))];
+        vec![("loopback".to_owned(), Box::new(|| Some(loopbacks(LoopbackOptions::default()))))];
     for address in ["127.0.0.1:0", "[::1]:0"] {
         for options in combinations() {
             let make: Make = Box::new(move || udps(address, options));
@@ -77,7 +77,7 @@ fn trios() -> Vec<Trio> {
         makes.push((format!("auto {address}"), Box::new(move || bound(address, auto))));
         // An auto link among UDP links.
         let mixed = move || {
-            let [_, two, three] = udps(address, Options::default())?;
+            let [_, two, three] = udps(address, UdpOptions::default())?;
             Some([auto(address.parse().unwrap()), two, three])
         };
         makes.push((format!("auto among UDP {address}"), Box::new(mixed)));
@@ -352,7 +352,7 @@ fn the_path_reports_what_is_in_use() {
 
 #[test]
 fn a_full_queue_blocks_its_sender_only() {
-    let options = loopback::Options { queue: 8, ..loopback::Options::default() };
+    let options = LoopbackOptions { queue: 8, ..LoopbackOptions::default() };
     let [mut one, mut two, mut three] = loopbacks(options);
     let (to_two, to_three) =
         (one.open(two.local(), 0).unwrap(), one.open(three.local(), 0).unwrap());
@@ -375,7 +375,7 @@ fn a_full_queue_blocks_its_sender_only() {
 #[test]
 fn a_full_queue_drops_packets_with_full_drop() {
     let options =
-        loopback::Options { queue: 8, full: loopback::Full::Drop, ..loopback::Options::default() };
+        LoopbackOptions { queue: 8, full: loopback::Full::Drop, ..LoopbackOptions::default() };
     let [mut one, mut two, _] = loopbacks(options);
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..20 {

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::address::AddressVector;
-use super::atomic::{Atomic, AtomicWidth};
-use super::opcode::Opcode;
+use super::opcode::WqeOpcode;
 use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
+use super::{Atomic, AtomicWidth};
 use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT, WQEBB_LEN, put, wqebbs};
 
 /// Scratch buffer of a [`Builder`]. A poster keeps one; it is not cleared between WQEs.
@@ -34,9 +34,9 @@ impl std::error::Error for WqeTooLong {}
 /// address vector or remote address, operands, data.
 ///
 /// ```
-/// use warpwire::mlx5::{Builder, Opcode, Scratch};
+/// use warpwire::mlx5::{Builder, WqeOpcode, Scratch};
 /// let mut scratch = Scratch::default();
-/// let wqe = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+/// let wqe = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, 5, 0x123)
 ///     .signaled()
 ///     .remote(0x7f00_0000_1000, 0x1234)
 ///     .data(256, 0x5678, 0x7fee_0000_2000)
@@ -54,7 +54,7 @@ pub struct Builder<'s> {
 
 impl<'s> Builder<'s> {
     /// A WQE that starts at WQEBB `index` of queue pair `qpn`.
-    pub fn new(scratch: &'s mut Scratch, opcode: Opcode, index: u16, qpn: u32) -> Self {
+    pub fn new(scratch: &'s mut Scratch, opcode: WqeOpcode, index: u16, qpn: u32) -> Self {
         let mut control = [0; SEGMENT];
         put(&mut control, field::INDEX, index.to_be_bytes());
         control[field::OPCODE] = opcode.code();

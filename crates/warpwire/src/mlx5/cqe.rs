@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use super::opcode::Opcode;
-use super::status::Status;
-use super::{array, be16, be32, be64, put};
+use super::opcode::WqeOpcode;
+use super::{CqeSyndrome, Status, array, be16, be32, be64, put};
 
 /// Fill byte of an empty completion queue: an invalid opcode, and the owner bit set, which is all
 /// that some pollers check.
@@ -130,7 +129,7 @@ pub enum CqeOutcome {
     /// A send work request succeeded.
     Sent {
         /// Operation of the completed work.
-        opcode: Opcode,
+        opcode: WqeOpcode,
         /// Bytes fetched by an RDMA read or an atomic; 0 otherwise.
         bytes: u32,
     },
@@ -152,16 +151,16 @@ pub enum CqeOutcome {
         /// Vendor syndrome.
         vendor: u8,
         /// Operation of the failed work; valid for the send queue only.
-        opcode: Opcode,
+        opcode: WqeOpcode,
     },
 }
 
 /// A CQE.
 ///
 /// ```
-/// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, CqeTail};
+/// use warpwire::mlx5::{Cqe, WqeOpcode, CqeOutcome, CqeTail};
 /// let done = Cqe {
-///     outcome: CqeOutcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 },
+///     outcome: CqeOutcome::Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0 },
 ///     qpn: 0x123,
 ///     user_index: 7,
 ///     counter: 5,
@@ -220,8 +219,8 @@ impl EncodedCqe {
 /// The most common CQE: a send work request succeeded. Small enough to stay in registers.
 ///
 /// ```
-/// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, Sent};
-/// let sent = Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
+/// use warpwire::mlx5::{Cqe, WqeOpcode, CqeOutcome, Sent};
+/// let sent = Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
 /// let cqe = Cqe::parse_words(&sent.encode_words(true)).unwrap();
 /// assert_eq!((cqe.qpn, cqe.counter), (7, 3));
 /// assert_eq!(Sent::parse_words(&cqe.encode_words(true)), Some(sent));
@@ -229,7 +228,7 @@ impl EncodedCqe {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sent {
     /// Operation of the completed work.
-    pub opcode: Opcode,
+    pub opcode: WqeOpcode,
     /// Bytes fetched by an RDMA read or an atomic; 0 otherwise.
     pub bytes: u32,
     /// Queue pair number, 24 bits.
@@ -262,7 +261,7 @@ impl Sent {
             return None;
         }
         Some(Self {
-            opcode: Opcode::from_code((last >> 56) as u8),
+            opcode: WqeOpcode::from_code((last >> 56) as u8),
             bytes: u64::from_be(count) as u32,
             qpn: (last >> 32) as u32 & 0xff_ffff,
             user_index: (u64::from_be(user_index) >> 32) as u32 & 0xff_ffff,
@@ -295,7 +294,7 @@ impl Cqe {
             // A failure has no timestamp: its syndromes occupy the same bytes.
             CqeOutcome::Failed { queue, status, vendor, opcode } => {
                 body[field::VENDOR] = vendor;
-                body[field::SYNDROME] = status.syndrome();
+                body[field::SYNDROME] = CqeSyndrome::from(status).0;
                 let code = match queue {
                     Queue::Send => code::REQUESTER_ERROR,
                     Queue::Receive => code::RESPONDER_ERROR,
@@ -360,7 +359,7 @@ impl Cqe {
             return Err(CqeError::Format(tail.format));
         }
         let opcode_qpn = be32(bytes, field::OPCODE_QPN);
-        let opcode = Opcode::from_code((opcode_qpn >> 24) as u8);
+        let opcode = WqeOpcode::from_code((opcode_qpn >> 24) as u8);
         let count = be32(bytes, field::BYTE_COUNT);
         let received = |recv_kind| CqeOutcome::Received {
             recv_kind,
@@ -369,7 +368,7 @@ impl Cqe {
         };
         let failed = |queue| CqeOutcome::Failed {
             queue,
-            status: Status::from_syndrome(bytes[field::SYNDROME]),
+            status: CqeSyndrome(bytes[field::SYNDROME]).into(),
             vendor: bytes[field::VENDOR],
             opcode,
         };
@@ -382,7 +381,7 @@ impl Cqe {
             code::SEND_INVALIDATE => received(RecvKind::SendInvalidate(u32::from_be_bytes(imm))),
             code::REQUESTER_ERROR => failed(Queue::Send),
             code::RESPONDER_ERROR => failed(Queue::Receive),
-            other => return Err(CqeError::Opcode(other)),
+            other => return Err(CqeError::WqeOpcode(other)),
         };
         let is_failure = matches!(outcome, CqeOutcome::Failed { .. });
         Ok(Self {
@@ -495,7 +494,7 @@ pub enum CqeError {
     /// A format that is not supported (inline or compressed).
     Format(u8),
     /// An unknown opcode.
-    Opcode(u8),
+    WqeOpcode(u8),
 }
 
 impl fmt::Display for CqeError {
@@ -503,7 +502,7 @@ impl fmt::Display for CqeError {
         match self {
             Self::NotWritten => f.pad("the CQE has not been written"),
             Self::Format(format) => write!(f, "CQE format {format} is not supported"),
-            Self::Opcode(code) => write!(f, "CQE opcode {code} is unknown"),
+            Self::WqeOpcode(code) => write!(f, "CQE opcode {code} is unknown"),
         }
     }
 }

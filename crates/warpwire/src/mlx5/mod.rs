@@ -10,9 +10,9 @@
 //! | [`Builder`], [`EncodedWqe`] | writing a send WQE |
 //! | [`Wqe`], [`Work`], [`WqePayload`] | parsing a send WQE; [`WqeError`] if it is invalid |
 //! | [`AddressVector`] | destination of a UD message |
-//! | [`Receive`], [`SrqEntry`] | WQEs of receive queues and SRQs |
+//! | [`ReceiveWqe`], [`SrqEntry`] | WQEs of receive queues and SRQs |
 //! | [`Cqe`], [`CqeTail`] | CQEs, written and parsed |
-//! | [`Status`] | completion status, with its syndrome |
+//! | [`CqeSyndrome`] | a completion's status as a CQE encodes it |
 //! | [`Doorbell`], [`DoorbellRecord`] | producer index of a queue, as written by its poster |
 //! | [`producer`], [`ProducerTracker`] | producer index of a queue, as seen by its consumer |
 //! | [`CqArm`] | consumer index of a completion queue, and its arming |
@@ -25,7 +25,6 @@
 //! uninitialised. None of them is checked.
 
 mod address;
-mod atomic;
 mod builder;
 mod cqe;
 mod doorbell;
@@ -37,19 +36,19 @@ mod tests;
 mod wqe;
 
 pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
-pub use atomic::{Atomic, AtomicWidth};
 pub use builder::{Builder, EncodedWqe, Scratch, WqeTooLong, send_queue_wqebbs};
 pub use cqe::{
     Cqe, CqeError, CqeOutcome, CqeTail, EMPTY, EncodedCqe, Origin, Queue, RecvKind, Sent,
     collapsed_is_done, collapsed_latest, owner_bit,
 };
 pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
-pub use opcode::Opcode;
-pub use receive::{Receive, Segments, SrqEntry, receive_stride};
-pub use status::Status;
+pub use opcode::WqeOpcode;
+pub use receive::{ReceiveWqe, Segments, SrqEntry, receive_stride};
+pub use status::CqeSyndrome;
+pub use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Remote, Status};
 pub use wqe::{
-    ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, Remote, SendKind, Wait,
-    Work, Wqe, WqeError, WqePayload,
+    ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, SendKind, Wait, Work,
+    Wqe, WqeError, WqePayload,
 };
 
 /// Length of a WQE segment in bytes: the unit of the `DS` field.

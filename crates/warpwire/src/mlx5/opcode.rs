@@ -2,16 +2,16 @@
 
 use std::fmt;
 
-/// Opcode of a send WQE.
+/// WqeOpcode of a send WQE.
 ///
 /// ```
-/// use warpwire::mlx5::Opcode;
-/// assert_eq!(Opcode::from_code(0x08), Opcode::RdmaWrite);
-/// assert_eq!(Opcode::RdmaWrite.code(), 0x08);
-/// assert_eq!(Opcode::from_code(0x77), Opcode::Unknown(0x77));
+/// use warpwire::mlx5::WqeOpcode;
+/// assert_eq!(WqeOpcode::from_code(0x08), WqeOpcode::RdmaWrite);
+/// assert_eq!(WqeOpcode::RdmaWrite.code(), 0x08);
+/// assert_eq!(WqeOpcode::from_code(0x77), WqeOpcode::Unknown(0x77));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Opcode {
+pub enum WqeOpcode {
     /// No operation; completes in order.
     Nop,
     /// A send that invalidates an rkey of the receiver.
@@ -51,32 +51,32 @@ pub enum Opcode {
 }
 
 /// Every opcode with its code and name.
-const TABLE: [(u8, Opcode, &str); 17] = [
-    (0x00, Opcode::Nop, "NOP"),
-    (0x01, Opcode::SendInvalidate, "SEND_INVAL"),
-    (0x08, Opcode::RdmaWrite, "RDMA_WRITE"),
-    (0x09, Opcode::RdmaWriteImm, "RDMA_WRITE_IMM"),
-    (0x0a, Opcode::Send, "SEND"),
-    (0x0b, Opcode::SendImm, "SEND_IMM"),
-    (0x0f, Opcode::Wait, "WAIT"),
-    (0x10, Opcode::RdmaRead, "RDMA_READ"),
-    (0x11, Opcode::CompareSwap, "ATOMIC_CS"),
-    (0x12, Opcode::FetchAdd, "ATOMIC_FA"),
-    (0x14, Opcode::MaskedCompareSwap, "MASKED_CS"),
-    (0x15, Opcode::MaskedFetchAdd, "MASKED_FA"),
-    (0x1b, Opcode::LocalInvalidate, "LOCAL_INVAL"),
-    (0x20, Opcode::SetPsv, "SET_PSV"),
-    (0x23, Opcode::Dump, "DUMP"),
-    (0x25, Opcode::Umr, "UMR"),
-    (0x2f, Opcode::Mmo, "MMO"),
+const TABLE: [(u8, WqeOpcode, &str); 17] = [
+    (0x00, WqeOpcode::Nop, "NOP"),
+    (0x01, WqeOpcode::SendInvalidate, "SEND_INVAL"),
+    (0x08, WqeOpcode::RdmaWrite, "RDMA_WRITE"),
+    (0x09, WqeOpcode::RdmaWriteImm, "RDMA_WRITE_IMM"),
+    (0x0a, WqeOpcode::Send, "SEND"),
+    (0x0b, WqeOpcode::SendImm, "SEND_IMM"),
+    (0x0f, WqeOpcode::Wait, "WAIT"),
+    (0x10, WqeOpcode::RdmaRead, "RDMA_READ"),
+    (0x11, WqeOpcode::CompareSwap, "ATOMIC_CS"),
+    (0x12, WqeOpcode::FetchAdd, "ATOMIC_FA"),
+    (0x14, WqeOpcode::MaskedCompareSwap, "MASKED_CS"),
+    (0x15, WqeOpcode::MaskedFetchAdd, "MASKED_FA"),
+    (0x1b, WqeOpcode::LocalInvalidate, "LOCAL_INVAL"),
+    (0x20, WqeOpcode::SetPsv, "SET_PSV"),
+    (0x23, WqeOpcode::Dump, "DUMP"),
+    (0x25, WqeOpcode::Umr, "UMR"),
+    (0x2f, WqeOpcode::Mmo, "MMO"),
 ];
 
 /// The table by code, so that a lookup is one load.
-const BY_CODE: [Opcode; 256] = {
-    let mut all = [Opcode::Nop; 256];
+const BY_CODE: [WqeOpcode; 256] = {
+    let mut all = [WqeOpcode::Nop; 256];
     let mut code = 0;
     while code < 256 {
-        all[code] = Opcode::Unknown(code as u8);
+        all[code] = WqeOpcode::Unknown(code as u8);
         code += 1;
     }
     let mut row = 0;
@@ -87,7 +87,7 @@ const BY_CODE: [Opcode; 256] = {
     all
 };
 
-impl Opcode {
+impl WqeOpcode {
     /// The opcode with this code.
     #[inline]
     pub const fn from_code(code: u8) -> Self {
@@ -118,7 +118,7 @@ impl Opcode {
     }
 }
 
-impl fmt::Display for Opcode {
+impl fmt::Display for WqeOpcode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self, TABLE.iter().find(|(_, one, _)| one == self)) {
             (_, Some((_, _, name))) => f.pad(name),

@@ -20,20 +20,20 @@ pub fn receive_stride(max_sge: u32) -> Option<u32> {
 /// A segment of length 0 with the invalid lkey terminates the list; the bytes behind it are stale.
 ///
 /// ```
-/// use warpwire::mlx5::Receive;
+/// use warpwire::mlx5::ReceiveWqe;
 /// let mut entry = [0xff; 64];
-/// Receive::write(&mut entry, &[(64, 0x5678, 0x1000), (32, 0x5678, 0x2000)]).unwrap();
-/// let receive = Receive::parse(&entry).unwrap();
+/// ReceiveWqe::write(&mut entry, &[(64, 0x5678, 0x1000), (32, 0x5678, 0x2000)]).unwrap();
+/// let receive = ReceiveWqe::parse(&entry).unwrap();
 /// assert_eq!(receive.len(), 96);
 /// assert_eq!(receive.segments().map(|data| data.address).collect::<Vec<_>>(), [0x1000, 0x2000]);
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub struct Receive<'a> {
+pub struct ReceiveWqe<'a> {
     segments: &'a [[u8; SEGMENT]],
     len: u64,
 }
 
-impl<'a> Receive<'a> {
+impl<'a> ReceiveWqe<'a> {
     /// Parses a copy of the WQE: the ring itself may change at any time.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let segments = Segments { rest: bytes.as_chunks().0 };
@@ -81,7 +81,7 @@ impl<'a> Receive<'a> {
     }
 }
 
-/// Iterator over the data segments of a [`Receive`].
+/// Iterator over the data segments of a [`ReceiveWqe`].
 #[derive(Clone, Debug)]
 pub struct Segments<'a> {
     rest: &'a [[u8; SEGMENT]],
@@ -117,7 +117,7 @@ fn is_end(segment: &[u8; SEGMENT]) -> bool {
     be32(segment, 0) == 0 && be32(segment, 4) == INVALID_KEY
 }
 
-/// A WQE of a shared receive queue: a link to the next one, and a [`Receive`].
+/// A WQE of a shared receive queue: a link to the next one, and a [`ReceiveWqe`].
 ///
 /// ```
 /// use warpwire::mlx5::SrqEntry;
@@ -131,21 +131,21 @@ pub struct SrqEntry<'a> {
     /// Slot of the next WQE. Any value is possible: the caller masks it.
     pub next: u16,
     /// The data segments.
-    pub receive: Receive<'a>,
+    pub receive: ReceiveWqe<'a>,
 }
 
 impl<'a> SrqEntry<'a> {
     /// Parses a copy of the WQE: the ring itself may change at any time.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let (header, rest) = bytes.split_first_chunk::<SEGMENT>().ok_or(WqeError::Truncated)?;
-        Ok(Self { next: be16(header, 2), receive: Receive::parse(rest)? })
+        Ok(Self { next: be16(header, 2), receive: ReceiveWqe::parse(rest)? })
     }
 
-    /// Writes the link and the data segments, as [`Receive::write`] does.
+    /// Writes the link and the data segments, as [`ReceiveWqe::write`] does.
     #[must_use = "nothing was written if the segments do not fit"]
     pub fn write(entry: &mut [u8], next: u16, ranges: &[(u32, u32, u64)]) -> Option<()> {
         let (header, rest) = entry.split_first_chunk_mut::<SEGMENT>()?;
-        Receive::write(rest, ranges)?;
+        ReceiveWqe::write(rest, ranges)?;
         *header = [0; SEGMENT];
         put(header, 2, next.to_be_bytes());
         Some(())

@@ -18,7 +18,7 @@ const ADD: &str = "00000612 00012304 00000008 00000000 | 00007f00 00002000 00001
 #[test]
 fn write_wqe_matches_the_hardware_format() {
     let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
-    let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+    let image = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, 5, 0x123)
         .signaled()
         .remote(0x7f00_0000_1000, 0x1234)
         .data(256, 0x5678, 0x7fee_0000_2000)
@@ -38,7 +38,7 @@ fn write_wqe_matches_the_hardware_format() {
 fn fetch_add_wqe_matches_the_hardware_format() {
     let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let add = Atomic::FetchAdd { add: 7 };
-    let image = Builder::new(&mut scratch, Opcode::FetchAdd, 6, 0x123)
+    let image = Builder::new(&mut scratch, WqeOpcode::FetchAdd, 6, 0x123)
         .signaled()
         .remote(0x7f00_0000_2000, 0x1234)
         .atomic(&add)
@@ -79,7 +79,7 @@ fn ud_wqe_matches_the_hardware_format() {
         flow_label: 0x12345,
         ..AddressVector::new("10.0.0.2:5000".parse().unwrap(), 0x1234_5678, 0x8000_0011)
     };
-    let entry = Builder::new(&mut scratch, Opcode::SendImm, 5, 0x123).imm([9; 4]).address(&to);
+    let entry = Builder::new(&mut scratch, WqeOpcode::SendImm, 5, 0x123).imm([9; 4]).address(&to);
     let image = entry.data(256, 0x5678, 0x7fee_0000_2000).finish().unwrap();
     let wanted = "0000050b 00012305 00000000 09090909 | 80000011 00000000 80345678 00001388 | \
                   00000000 00000000 00000340 40012345 | 00000000 00000000 0000ffff 0a000002 | \
@@ -104,9 +104,11 @@ fn wqes_that_need_a_connection_are_rejected_on_ud() {
     for (opcode, bytes) in every_operation() {
         let parsed = Wqe::parse_datagram(&bytes);
         match opcode {
-            Opcode::Nop | Opcode::Wait | Opcode::Dump => assert_eq!(parsed.unwrap().1, None),
+            WqeOpcode::Nop | WqeOpcode::Wait | WqeOpcode::Dump => {
+                assert_eq!(parsed.unwrap().1, None)
+            }
             // The bytes of the address vector are data, or missing.
-            Opcode::Send | Opcode::SendImm => {
+            WqeOpcode::Send | WqeOpcode::SendImm => {
                 assert_eq!(parsed.unwrap_err(), WqeError::MissingSegment);
             }
             other => {
@@ -124,14 +126,14 @@ fn wqes_that_need_a_connection_are_rejected_on_ud() {
 #[test]
 fn opcodes_round_trip() {
     for code in 0..=u8::MAX {
-        assert_eq!(Opcode::from_code(code).code(), code);
+        assert_eq!(WqeOpcode::from_code(code).code(), code);
     }
-    assert_eq!(Opcode::Umr.to_string(), "UMR");
-    assert_eq!(Opcode::from_code(0xee).to_string(), "opcode 0xee");
+    assert_eq!(WqeOpcode::Umr.to_string(), "UMR");
+    assert_eq!(WqeOpcode::from_code(0xee).to_string(), "opcode 0xee");
 }
 
 /// A complete WQE of each opcode.
-fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
+fn every_operation() -> Vec<(WqeOpcode, Vec<u8>)> {
     let mut scratch = Scratch::default();
     let eight = AtomicWidth::Eight;
     let masked = |width| Atomic::MaskedCompareSwap {
@@ -142,11 +144,11 @@ fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
         swap_mask: 0x44,
     };
     let atomics = [
-        (Opcode::CompareSwap, Atomic::CompareSwap { compare: 1, swap: 2 }),
-        (Opcode::FetchAdd, Atomic::FetchAdd { add: 3 }),
-        (Opcode::MaskedCompareSwap, masked(AtomicWidth::Four)),
-        (Opcode::MaskedCompareSwap, masked(eight)),
-        (Opcode::MaskedFetchAdd, Atomic::MaskedFetchAdd { width: eight, add: 4, boundary: 5 }),
+        (WqeOpcode::CompareSwap, Atomic::CompareSwap { compare: 1, swap: 2 }),
+        (WqeOpcode::FetchAdd, Atomic::FetchAdd { add: 3 }),
+        (WqeOpcode::MaskedCompareSwap, masked(AtomicWidth::Four)),
+        (WqeOpcode::MaskedCompareSwap, masked(eight)),
+        (WqeOpcode::MaskedFetchAdd, Atomic::MaskedFetchAdd { width: eight, add: 4, boundary: 5 }),
     ];
     let mut all = Vec::new();
     for (opcode, op) in atomics {
@@ -156,18 +158,18 @@ fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
         assert_eq!(read, op);
         all.push((opcode, bytes));
     }
-    for opcode in [Opcode::Nop, Opcode::Send, Opcode::SendImm, Opcode::SendInvalidate] {
+    for opcode in [WqeOpcode::Nop, WqeOpcode::Send, WqeOpcode::SendImm, WqeOpcode::SendInvalidate] {
         let built = Builder::new(&mut scratch, opcode, 1, 2).imm([1, 2, 3, 4]).data(8, 3, 4);
         all.push((opcode, built.finish().unwrap().bytes().to_vec()));
     }
-    for opcode in [Opcode::RdmaWrite, Opcode::RdmaWriteImm, Opcode::RdmaRead] {
+    for opcode in [WqeOpcode::RdmaWrite, WqeOpcode::RdmaWriteImm, WqeOpcode::RdmaRead] {
         let built = Builder::new(&mut scratch, opcode, 1, 2).remote(8, 9).data(8, 3, 4);
         all.push((opcode, built.finish().unwrap().bytes().to_vec()));
     }
-    let wait = Builder::new(&mut scratch, Opcode::Wait, 1, 2).wait(0x77, 0x1_0005);
-    all.push((Opcode::Wait, wait.finish().unwrap().bytes().to_vec()));
-    let dump = Builder::new(&mut scratch, Opcode::Dump, 1, 2).data(8, 3, 4);
-    all.push((Opcode::Dump, dump.finish().unwrap().bytes().to_vec()));
+    let wait = Builder::new(&mut scratch, WqeOpcode::Wait, 1, 2).wait(0x77, 0x1_0005);
+    all.push((WqeOpcode::Wait, wait.finish().unwrap().bytes().to_vec()));
+    let dump = Builder::new(&mut scratch, WqeOpcode::Dump, 1, 2).data(8, 3, 4);
+    all.push((WqeOpcode::Dump, dump.finish().unwrap().bytes().to_vec()));
     all
 }
 
@@ -211,9 +213,9 @@ fn immediates_and_keys_keep_their_bytes() {
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(sent(Opcode::SendImm), SendKind::Imm([1, 2, 3, 4]));
-    assert_eq!(sent(Opcode::SendInvalidate), SendKind::Invalidate(0x0102_0304));
-    assert_eq!(sent(Opcode::Send), SendKind::Plain);
+    assert_eq!(sent(WqeOpcode::SendImm), SendKind::Imm([1, 2, 3, 4]));
+    assert_eq!(sent(WqeOpcode::SendInvalidate), SendKind::Invalidate(0x0102_0304));
+    assert_eq!(sent(WqeOpcode::Send), SendKind::Plain);
 }
 
 #[test]
@@ -228,20 +230,20 @@ fn flags_are_read_as_they_are_written() {
     assert_eq!([0, 4, 8, 12].map(|bits| read(bits).is_signaled()), [false, false, true, true]);
     assert!(read(2).solicited && !read(1).solicited);
     // The fence of verbs, that of device code, and undefined values.
-    for (bits, reads, all) in [
-        (0x00, false, false),
-        (0x20, false, false),
-        (0x40, true, false),
-        (0x60, true, true),
-        (0x80, true, false),
-        (0xa0, true, true),
-        (0xe0, true, true),
+    for (bits, fence) in [
+        (0x00, Fence::None),
+        (0x20, Fence::None),
+        (0x40, Fence::Reads),
+        (0x60, Fence::All),
+        (0x80, Fence::Reads),
+        (0xa0, Fence::All),
+        (0xe0, Fence::All),
     ] {
-        let fence = read(bits).fence;
-        assert_eq!((fence.waits_for_reads(), fence.waits_for_all()), (reads, all), "{bits:#x}");
+        assert_eq!(Fence::from(read(bits).fence), fence, "{bits:#x}");
+        assert_eq!(Fence::from(FenceMode::from(fence)), fence);
     }
     let mut scratch = Scratch::default();
-    let image = Builder::new(&mut scratch, Opcode::Nop, 0, 0).fence(FenceMode::Both).solicited();
+    let image = Builder::new(&mut scratch, WqeOpcode::Nop, 0, 0).fence(FenceMode::Both).solicited();
     assert_eq!(image.finish().unwrap().bytes()[11], 0x82);
 }
 
@@ -259,7 +261,7 @@ fn unsupported_opcodes_are_rejected_with_their_code() {
         bytes[3] = code;
         bytes[7] = 7;
         let refused = Wqe::parse(&bytes).unwrap_err();
-        assert_eq!(refused, WqeError::Opcode(code));
+        assert_eq!(refused, WqeError::WqeOpcode(code));
         assert_eq!(refused.status(), Status::LocalQpOperation);
     }
 }
@@ -267,7 +269,7 @@ fn unsupported_opcodes_are_rejected_with_their_code() {
 #[test]
 fn inline_data_is_bounded_and_never_a_destination() {
     let mut scratch = Scratch::default();
-    let image = Builder::new(&mut scratch, Opcode::Send, 0, 0).inline(&[7; 29]);
+    let image = Builder::new(&mut scratch, WqeOpcode::Send, 0, 0).inline(&[7; 29]);
     let mut bytes = image.finish().unwrap().bytes().to_vec();
     assert_eq!(bytes.len(), 64);
     assert_eq!(Wqe::parse(&bytes).unwrap().control.segments, 4);
@@ -277,7 +279,7 @@ fn inline_data_is_bounded_and_never_a_destination() {
     assert_eq!(Wqe::parse(&bytes).unwrap_err(), WqeError::InlineOverrun);
     bytes[16..20].copy_from_slice(&u32::MAX.to_be_bytes());
     assert_eq!(Wqe::parse(&bytes).unwrap_err(), WqeError::InlineOverrun);
-    let image = Builder::new(&mut scratch, Opcode::RdmaRead, 0, 0).remote(0, 0).inline(&[7; 8]);
+    let image = Builder::new(&mut scratch, WqeOpcode::RdmaRead, 0, 0).remote(0, 0).inline(&[7; 8]);
     let bytes = image.finish().unwrap().bytes();
     assert_eq!(Wqe::parse(bytes).unwrap_err(), WqeError::InlineTarget);
 }
@@ -288,9 +290,9 @@ const INLINE_BIT: u32 = 1 << 31;
 fn message_length_is_bounded() {
     let mut scratch = Scratch::default();
     let most = i32::MAX as u32;
-    let longest = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(1, 1, 0);
+    let longest = Builder::new(&mut scratch, WqeOpcode::Send, 0, 0).data(most, 1, 0).data(1, 1, 0);
     assert!(Wqe::parse(longest.finish().unwrap().bytes()).is_ok());
-    let longer = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(2, 1, 0);
+    let longer = Builder::new(&mut scratch, WqeOpcode::Send, 0, 0).data(most, 1, 0).data(2, 1, 0);
     let refused = Wqe::parse(longer.finish().unwrap().bytes()).unwrap_err();
     assert_eq!((refused, refused.status()), (WqeError::TooLong, Status::LocalLength));
 }
@@ -299,7 +301,7 @@ fn message_length_is_bounded() {
 fn wqe_length_is_bounded() {
     let build = |segments: usize, inline: usize| {
         let mut scratch = Scratch::default();
-        let start = Builder::new(&mut scratch, Opcode::Send, 0, 0);
+        let start = Builder::new(&mut scratch, WqeOpcode::Send, 0, 0);
         let full = (0..segments).fold(start, |builder, _| builder.data(1, 1, 1));
         let full = if inline == 0 { full } else { full.inline_with(inline, |slot| slot.fill(1)) };
         full.finish().map(|image| image.wqebbs())
@@ -311,14 +313,14 @@ fn wqe_length_is_bounded() {
     assert_eq!(build(0, usize::MAX), Err(WqeTooLong));
     assert_eq!(build(61, 12), Ok(16));
     let mut scratch = Scratch::default();
-    let too_long = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(1 << 31, 1, 1);
+    let too_long = Builder::new(&mut scratch, WqeOpcode::Send, 0, 0).data(1 << 31, 1, 1);
     assert_eq!(too_long.finish().err(), Some(WqeTooLong));
 }
 
 #[test]
 fn masked_atomics_need_their_width_and_room_for_the_old_value() {
     let mut all = every_operation();
-    let (_, masked) = all.iter_mut().find(|(op, _)| *op == Opcode::MaskedFetchAdd).unwrap();
+    let (_, masked) = all.iter_mut().find(|(op, _)| *op == WqeOpcode::MaskedFetchAdd).unwrap();
     for opmod in (0..=u8::MAX).filter(|opmod| !matches!(opmod, 8 | 9)) {
         masked[0] = opmod;
         assert_eq!(Wqe::parse(masked).unwrap_err(), WqeError::AtomicWidth(opmod));
@@ -345,7 +347,7 @@ fn four_byte_masked_atomics_have_their_own_layout() {
     };
     assert_eq!(op, expected);
     let mut scratch = Scratch::default();
-    let again = Builder::new(&mut scratch, Opcode::MaskedCompareSwap, 1, 2)
+    let again = Builder::new(&mut scratch, WqeOpcode::MaskedCompareSwap, 1, 2)
         .remote(8, 9)
         .atomic(&expected)
         .data(4, 3, 4);
@@ -416,7 +418,7 @@ fn as_bytes(words: [u64; 8]) -> [u8; 64] {
 
 #[test]
 fn cqe_fields_have_their_offsets() {
-    let sent = cqe(CqeOutcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
+    let sent = cqe(CqeOutcome::Sent { opcode: WqeOpcode::RdmaRead, bytes: 0x0102_0304 });
     let bytes = sent.encode(true).bytes();
     assert_eq!(bytes[32..36], [0, 0, 0, 9]);
     assert_eq!(bytes[44..48], [1, 2, 3, 4]);
@@ -448,7 +450,8 @@ fn cqe_fields_have_their_offsets() {
 
     for (queue, code) in [(Queue::Send, 13), (Queue::Receive, 14)] {
         let status = Status::RetryExceeded;
-        let failed = cqe(CqeOutcome::Failed { queue, status, vendor: 0x81, opcode: Opcode::Send });
+        let failed =
+            cqe(CqeOutcome::Failed { queue, status, vendor: 0x81, opcode: WqeOpcode::Send });
         let bytes = failed.encode(false).bytes();
         assert_eq!((bytes[54], bytes[55], bytes[56], bytes[63]), (0x81, 0x15, 0x0a, code << 4 | 2));
         assert!(CqeTail::parse([0, 0, 0, bytes[63]]).is_error());
@@ -475,7 +478,7 @@ fn owner_bits_toggle_with_each_lap() {
     for number in 0..64 {
         let owner = owner_bit(number, 8);
         assert_eq!(owner, (number / 8) % 2 == 1);
-        let tail = cqe(CqeOutcome::Sent { opcode: Opcode::Nop, bytes: 0 }).encode(owner).tail;
+        let tail = cqe(CqeOutcome::Sent { opcode: WqeOpcode::Nop, bytes: 0 }).encode(owner).tail;
         assert!(CqeTail::parse(tail).is_owned(owner));
         assert!(!CqeTail::parse(tail).is_owned(owner_bit(number + 8, 8)));
     }
@@ -499,19 +502,19 @@ fn collapsed_counters_wrap() {
 #[test]
 fn receives_end_at_their_terminator() {
     let mut entry = [0xff; 64];
-    Receive::write(&mut entry, &[(64, 5, 0x1000), (0, 5, 0), (16, 5, 0x2000)]).unwrap();
+    ReceiveWqe::write(&mut entry, &[(64, 5, 0x1000), (0, 5, 0), (16, 5, 0x2000)]).unwrap();
     assert_eq!(entry[32..48], hex("00000000 00000100 00000000 00000000"));
-    let receive = Receive::parse(&entry).unwrap();
+    let receive = ReceiveWqe::parse(&entry).unwrap();
     assert_eq!((receive.len(), receive.segments().count()), (80, 2));
     // A full WQE needs no terminator.
-    Receive::write(&mut entry, &[(1, 5, 0); 4]).unwrap();
-    assert_eq!(Receive::parse(&entry).unwrap().len(), 4);
-    assert!(Receive::write(&mut entry, &[(1, 5, 0); 5]).is_none());
-    assert!(Receive::write(&mut entry, &[(1 << 31, 5, 0)]).is_none());
-    Receive::write(&mut entry, &[]).unwrap();
-    assert!(Receive::parse(&entry).unwrap().is_empty());
+    ReceiveWqe::write(&mut entry, &[(1, 5, 0); 4]).unwrap();
+    assert_eq!(ReceiveWqe::parse(&entry).unwrap().len(), 4);
+    assert!(ReceiveWqe::write(&mut entry, &[(1, 5, 0); 5]).is_none());
+    assert!(ReceiveWqe::write(&mut entry, &[(1 << 31, 5, 0)]).is_none());
+    ReceiveWqe::write(&mut entry, &[]).unwrap();
+    assert!(ReceiveWqe::parse(&entry).unwrap().is_empty());
     entry[0] = 0x80;
-    assert_eq!(Receive::parse(&entry).unwrap_err(), WqeError::InlineTarget);
+    assert_eq!(ReceiveWqe::parse(&entry).unwrap_err(), WqeError::InlineTarget);
     assert_eq!(SrqEntry::parse(&[0; 15]).unwrap_err(), WqeError::Truncated);
     assert!(SrqEntry::write(&mut [0; 15], 0, &[]).is_none());
 }
@@ -575,7 +578,7 @@ proptest! {
             prop_assert!(len <= MAX_MESSAGE_LEN);
             prop_assert!(usize::from(wqe.control.segments) * SEGMENT <= bytes.len());
         }
-        if let Ok(receive) = Receive::parse(&bytes) {
+        if let Ok(receive) = ReceiveWqe::parse(&bytes) {
             let sum: u64 = receive.segments().map(|data| u64::from(data.len)).sum();
             prop_assert_eq!(sum, receive.len());
         }

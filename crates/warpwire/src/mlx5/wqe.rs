@@ -3,10 +3,11 @@
 use std::fmt;
 
 use super::address::{ADDRESS_SEGMENTS, AddressVector};
-use super::atomic::{Atomic, AtomicWidth};
-use super::opcode::Opcode;
-use super::status::Status;
-use super::{MAX_MESSAGE_LEN, SEGMENT, array, be16, be32, be64, wqebbs};
+use super::opcode::WqeOpcode;
+use super::{
+    Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, Remote, SEGMENT, Status, array, be16, be32, be64,
+    wqebbs,
+};
 
 /// Flag in a byte count: inline data follows.
 pub(super) const INLINE: u32 = 1 << 31;
@@ -48,7 +49,7 @@ impl CqUpdate {
     }
 }
 
-/// What a WQE waits for before it starts.
+/// What a WQE waits for before it starts: ConnectX's encoding of a [`Fence`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FenceMode {
     /// Nothing.
@@ -85,15 +86,25 @@ impl FenceMode {
             Self::Both => 4,
         }
     }
+}
 
-    /// Whether the responses of earlier reads and atomics must have arrived.
-    pub const fn waits_for_reads(self) -> bool {
-        matches!(self, Self::ReadsAndAtomics | Self::Strong | Self::Both)
+impl From<FenceMode> for Fence {
+    fn from(mode: FenceMode) -> Self {
+        match mode {
+            FenceMode::None | FenceMode::Small => Self::None,
+            FenceMode::ReadsAndAtomics | FenceMode::Both => Self::Reads,
+            FenceMode::Strong => Self::All,
+        }
     }
+}
 
-    /// Whether all earlier work must be complete.
-    pub const fn waits_for_all(self) -> bool {
-        matches!(self, Self::Strong)
+impl From<Fence> for FenceMode {
+    fn from(fence: Fence) -> Self {
+        match fence {
+            Fence::None => Self::None,
+            Fence::Reads => Self::ReadsAndAtomics,
+            Fence::All => Self::Strong,
+        }
     }
 }
 
@@ -103,17 +114,17 @@ impl FenceMode {
 /// ring and parses the copy: the ring may change at any time, the copy does not.
 ///
 /// ```
-/// use warpwire::mlx5::{ControlSegment, Opcode};
+/// use warpwire::mlx5::{ControlSegment, WqeOpcode};
 /// let bytes = [0, 0, 5, 8, 0, 1, 0x23, 3, 0, 0, 0, 8, 0, 0, 0, 0];
 /// let control = ControlSegment::parse(&bytes);
-/// assert_eq!(control.opcode, Opcode::RdmaWrite);
+/// assert_eq!(control.opcode, WqeOpcode::RdmaWrite);
 /// assert_eq!((control.index, control.qpn, control.segments), (5, 0x123, 3));
 /// assert!(control.is_signaled());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlSegment {
     /// Operation.
-    pub opcode: Opcode,
+    pub opcode: WqeOpcode,
     /// Operation modifier, specific to each opcode.
     pub opmod: u8,
     /// Index of its first WQEBB, modulo 2^16, as counted by the poster.
@@ -139,7 +150,7 @@ impl ControlSegment {
         let flags = bytes[field::FLAGS];
         let qpn_ds = be32(bytes, field::QPN_DS);
         Self {
-            opcode: Opcode::from_code(bytes[field::OPCODE]),
+            opcode: WqeOpcode::from_code(bytes[field::OPCODE]),
             opmod: bytes[field::OPMOD],
             index: be16(bytes, field::INDEX),
             qpn: qpn_ds >> 8,
@@ -172,19 +183,9 @@ impl ControlSegment {
     }
 }
 
-/// A remote address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
-    /// Address in the peer's memory region.
-    pub address: u64,
-    /// The region's rkey.
-    pub rkey: u32,
-}
-
-impl Remote {
-    fn parse(bytes: &[u8; SEGMENT]) -> Self {
-        Self { address: be64(bytes, 0), rkey: be32(bytes, 8) }
-    }
+/// Parses a remote address segment.
+fn parse_remote(bytes: &[u8; SEGMENT]) -> Remote {
+    Remote { address: be64(bytes, 0), rkey: be32(bytes, 8) }
 }
 
 /// A data segment: a range of local memory.
@@ -387,7 +388,7 @@ pub enum WqeError {
     /// It claims more segments than were given.
     Truncated,
     /// The opcode is not supported.
-    Opcode(u8),
+    WqeOpcode(u8),
     /// The opcode needs a connection, and the queue pair is UD.
     NotConnected(u8),
     /// A segment required by the opcode is missing.
@@ -419,7 +420,7 @@ impl fmt::Display for WqeError {
         match self {
             Self::Empty => f.pad("the WQE has no segments"),
             Self::Truncated => f.pad("the WQE is truncated"),
-            Self::Opcode(code) => write!(f, "opcode {code:#04x} is not supported"),
+            Self::WqeOpcode(code) => write!(f, "opcode {code:#04x} is not supported"),
             Self::NotConnected(code) => {
                 write!(f, "opcode {code:#04x} needs a connection, and the queue pair is UD")
             }
@@ -438,9 +439,9 @@ impl std::error::Error for WqeError {}
 /// A parsed send WQE.
 ///
 /// ```
-/// use warpwire::mlx5::{Builder, Opcode, DataSegment, WqeError, Scratch, Work, Wqe};
+/// use warpwire::mlx5::{Builder, WqeOpcode, DataSegment, WqeError, Scratch, Work, Wqe};
 /// let mut scratch = Scratch::default();
-/// let encoded = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+/// let encoded = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, 5, 0x123)
 ///     .signaled()
 ///     .remote(0x1000, 0x1234)
 ///     .inline(b"hello")
@@ -473,7 +474,7 @@ impl<'a> Wqe<'a> {
     pub fn parse_datagram(bytes: &'a [u8]) -> Result<(Self, Option<AddressVector>), WqeError> {
         let (control, rest) = Self::segments(bytes)?;
         match control.opcode {
-            Opcode::Send | Opcode::SendImm => {
+            WqeOpcode::Send | WqeOpcode::SendImm => {
                 let split = rest.split_at_checked(ADDRESS_SEGMENTS);
                 let (address, rest) = split.ok_or(WqeError::MissingSegment)?;
                 let address = address.as_flattened().try_into();
@@ -481,7 +482,7 @@ impl<'a> Wqe<'a> {
                 let work = Self::work(&control, rest)?;
                 Ok((Self { control, work }, Some(AddressVector::parse(address))))
             }
-            Opcode::Nop | Opcode::Wait | Opcode::Dump => {
+            WqeOpcode::Nop | WqeOpcode::Wait | WqeOpcode::Dump => {
                 let work = Self::work(&control, rest)?;
                 Ok((Self { control, work }, None))
             }
@@ -502,38 +503,38 @@ impl<'a> Wqe<'a> {
         let send = |kind| Ok(Work::Send { kind, payload: WqePayload::parse(rest, true)? });
         let imm = control.imm;
         match control.opcode {
-            Opcode::Nop => Ok(Work::Nop),
-            Opcode::Send => send(SendKind::Plain),
-            Opcode::SendImm => send(SendKind::Imm(imm)),
-            Opcode::SendInvalidate => send(SendKind::Invalidate(u32::from_be_bytes(imm))),
-            Opcode::RdmaWrite => Self::write(rest, None),
-            Opcode::RdmaWriteImm => Self::write(rest, Some(imm)),
-            Opcode::RdmaRead => {
+            WqeOpcode::Nop => Ok(Work::Nop),
+            WqeOpcode::Send => send(SendKind::Plain),
+            WqeOpcode::SendImm => send(SendKind::Imm(imm)),
+            WqeOpcode::SendInvalidate => send(SendKind::Invalidate(u32::from_be_bytes(imm))),
+            WqeOpcode::RdmaWrite => Self::write(rest, None),
+            WqeOpcode::RdmaWriteImm => Self::write(rest, Some(imm)),
+            WqeOpcode::RdmaRead => {
                 let (remote, rest) = first(rest)?;
                 let into = WqePayload::parse(rest, false)?;
-                Ok(Work::Read { remote: Remote::parse(remote), into })
+                Ok(Work::Read { remote: parse_remote(remote), into })
             }
-            Opcode::CompareSwap
-            | Opcode::FetchAdd
-            | Opcode::MaskedCompareSwap
-            | Opcode::MaskedFetchAdd => Self::atomic(control, rest),
-            Opcode::Wait => {
+            WqeOpcode::CompareSwap
+            | WqeOpcode::FetchAdd
+            | WqeOpcode::MaskedCompareSwap
+            | WqeOpcode::MaskedFetchAdd => Self::atomic(control, rest),
+            WqeOpcode::Wait => {
                 let (wait, _) = first(rest)?;
                 Ok(Work::Wait(Wait { index: be32(wait, 8), cqn: be32(wait, 12) & 0xff_ffff }))
             }
-            Opcode::Dump => Ok(Work::Dump { from: WqePayload::parse(rest, false)? }),
-            Opcode::LocalInvalidate
-            | Opcode::SetPsv
-            | Opcode::Umr
-            | Opcode::Mmo
-            | Opcode::Unknown(_) => Err(WqeError::Opcode(control.opcode.code())),
+            WqeOpcode::Dump => Ok(Work::Dump { from: WqePayload::parse(rest, false)? }),
+            WqeOpcode::LocalInvalidate
+            | WqeOpcode::SetPsv
+            | WqeOpcode::Umr
+            | WqeOpcode::Mmo
+            | WqeOpcode::Unknown(_) => Err(WqeError::WqeOpcode(control.opcode.code())),
         }
     }
 
     fn write(rest: &'a [[u8; SEGMENT]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
         let payload = WqePayload::parse(rest, true)?;
-        Ok(Work::Write { remote: Remote::parse(remote), imm, payload })
+        Ok(Work::Write { remote: parse_remote(remote), imm, payload })
     }
 
     fn atomic(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
@@ -545,12 +546,12 @@ impl<'a> Wqe<'a> {
             other => Err(WqeError::AtomicWidth(other)),
         };
         let (op, rest) = match control.opcode {
-            Opcode::CompareSwap => {
+            WqeOpcode::CompareSwap => {
                 let (swap, compare) = (be64(operands, 0), be64(operands, 8));
                 (Atomic::CompareSwap { compare, swap }, rest)
             }
-            Opcode::FetchAdd => (Atomic::FetchAdd { add: be64(operands, 0) }, rest),
-            Opcode::MaskedFetchAdd => {
+            WqeOpcode::FetchAdd => (Atomic::FetchAdd { add: be64(operands, 0) }, rest),
+            WqeOpcode::MaskedFetchAdd => {
                 let width = width()?;
                 let [add, boundary] = pair(operands, width, 0);
                 (Atomic::MaskedFetchAdd { width, add, boundary }, rest)
@@ -569,10 +570,10 @@ impl<'a> Wqe<'a> {
             }
         };
         let into = WqePayload::parse(rest, false)?;
-        if into.len() < op.width().bytes() {
+        if into.len() < u64::from(op.width().bytes()) {
             return Err(WqeError::ShortResult);
         }
-        Ok(Work::Atomic { remote: Remote::parse(remote), op, into })
+        Ok(Work::Atomic { remote: parse_remote(remote), op, into })
     }
 }
 

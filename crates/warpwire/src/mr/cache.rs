@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::access::Access;
+use super::Access;
 use super::client::{PeerClient, Persistence};
 use super::registration::SoftMr;
 use super::registry::{Registry, SoftPd};

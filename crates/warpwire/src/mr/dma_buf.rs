@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::fs::{FileType, fstat};
 
-use super::access::Access;
+use super::Access;
 use super::host::HostMemory;
 use super::memory::{MemorySource, SourceKind};
 use super::registration::{AttachMode, RegisteredBy, SoftMr};

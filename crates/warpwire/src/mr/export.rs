@@ -14,7 +14,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags, fstatfs, open};
 
-use super::access::Access;
+use super::Access;
 use super::atomics;
 use super::denied::AccessDenied;
 use super::host::HostMemory;
@@ -197,7 +197,7 @@ impl PeerMapping {
     /// Applies an atomic operation, atomic with respect to the owner and its device. Returns the
     /// previous value.
     pub fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, AccessDenied> {
-        if !at.is_multiple_of(op.width().bytes()) {
+        if !at.is_multiple_of(op.width().bytes().into()) {
             return Err(AccessDenied::Misaligned);
         }
         let bytes = self.bytes(true).ok_or(AccessDenied::Rights)?;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::access::Access;
+use super::Access;
 use super::custom_memory::CustomMemory;
 use super::device::DeviceMemory;
 use super::host::HostRange;

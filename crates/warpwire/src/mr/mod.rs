@@ -54,7 +54,6 @@
 //!    [`Span::publish`] orders data before the completion that reports it.
 //! 6. **Resolving a key takes no lock and allocates nothing.** It costs two atomic additions.
 
-mod access;
 mod atomics;
 mod cache;
 mod client;
@@ -84,7 +83,6 @@ mod table;
 mod tests;
 mod uffd;
 
-pub use access::Access;
 pub use cache::{CacheOptions, CacheStats, Lease, MrCache, Validation};
 pub use client::{InvalidationHandle, PeerClient, PeerPages, Persistence, ReleaseReason};
 pub use custom_memory::CustomMemory;
@@ -102,3 +100,4 @@ pub use registration::{AttachMode, RegisteredBy};
 pub use registry::{PdId, Registry, SoftPd};
 #[doc(hidden)]
 pub use span::Span;
+pub use warpwire_proto::qp::Access;

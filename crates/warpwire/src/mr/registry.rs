@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::access::Access;
+use super::Access;
 use super::atomics;
 use super::client::{Acquired, InvalidationHandle, PeerClient};
 use super::clients;

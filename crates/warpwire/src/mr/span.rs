@@ -123,7 +123,7 @@ impl<'a> Span<'a> {
     /// The word's own address must be aligned; with a custom `iova`, the address in the work
     /// request does not show that.
     pub fn atomic(&self, offset: u64, op: &Atomic) -> Result<u64, AccessDenied> {
-        let width = op.width().bytes();
+        let width = u64::from(op.width().bytes());
         let Some((target, at)) = self.locate(offset, width)? else {
             return Err(AccessDenied::Range);
         };

@@ -137,7 +137,7 @@ impl Buffer {
             }
             WordUpdate::Atomic(atomic) => {
                 let width = atomic.width().bytes();
-                let span = self.span(Access::REMOTE_ATOMIC, offset, width)?;
+                let span = self.span(Access::REMOTE_ATOMIC, offset, width.into())?;
                 let changed = retry_transient(|| span.atomic(0, &atomic));
                 changed.map(drop).map_err(|why| self.denied(why))
             }

@@ -20,7 +20,7 @@ use super::state::State;
 use super::watch::Watcher;
 use crate::error::{Error, Kind, Result};
 use crate::hca::HcaOptions;
-use crate::link::{Auto, Hub, Link, Shm, Udp, shm, udp};
+use crate::link::{Auto, Hub, Link, Shm, ShmOptions, Udp, UdpOptions};
 use crate::mr::HostMemory;
 use crate::units;
 use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
@@ -59,10 +59,10 @@ impl CommLink {
         let any = SocketAddr::new(address, 0);
         Ok(match self {
             Self::Auto => {
-                Box::new(Auto::bind(any, udp::Options::from_env()?, shm::Options::from_env()?)?)
+                Box::new(Auto::bind(any, UdpOptions::from_env()?, ShmOptions::from_env()?)?)
             }
-            Self::Udp => Box::new(Udp::bind(any, udp::Options::from_env()?)?),
-            Self::Shm => Box::new(Shm::bind(any, shm::Options::from_env()?)?),
+            Self::Udp => Box::new(Udp::bind(any, UdpOptions::from_env()?)?),
+            Self::Shm => Box::new(Shm::bind(any, ShmOptions::from_env()?)?),
             Self::Hub(hub) => {
                 let address = [10, 87, (rank >> 8) as u8, rank as u8];
                 Box::new(hub.endpoint(SocketAddr::from((address, 4791)))?)

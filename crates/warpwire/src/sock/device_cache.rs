@@ -3,13 +3,11 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use warpwire_proto::qp::Access as QpAccess;
-
 use super::qp_slots::QpSlots;
 use super::warp::{Hello, RemoteAddr};
 use crate::error::Result;
 use crate::hca::HcaOptions;
-use crate::link::{Auto, shm, udp};
+use crate::link::{Auto, ShmOptions, UdpOptions};
 use crate::mem::Region;
 use crate::mlx5::Status;
 use crate::stream::kernel::PreallocQp;
@@ -45,7 +43,7 @@ impl DeviceCache {
         if let Some((_, context)) = self.opened.iter().find(|(bound, _)| *bound == local) {
             return Ok(context.clone());
         }
-        let link = Auto::bind(local, udp::Options::from_env()?, shm::Options::from_env()?)?;
+        let link = Auto::bind(local, UdpOptions::from_env()?, ShmOptions::from_env()?)?;
         let progress_mode = ProgressMode::Thread { spin: SPIN, core: None };
         let context =
             Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() })?;
@@ -85,7 +83,7 @@ impl ConnResources {
         let context = device_cache.context(local)?;
         let pd = context.alloc_pd();
         let options = QpOptions {
-            access: QpAccess::REMOTE_WRITE,
+            access: Access::REMOTE_WRITE,
             timeout: TIMEOUT,
             retry_count: 7,
             ..QpOptions::default()

@@ -42,7 +42,7 @@ impl QpSlots {
         let use_window = options.memory == SockMemory::Auto;
         let at = |memory: &Allocation| match options.memory {
             // Threads of this process use host addresses.
-            SockMemory::Threads => Ok(memory.host_bytes()?.address()),
+            SockMemory::Threads => memory.host_bytes().map(|bytes| bytes.address()),
             SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
         };
         let queues = device.alloc_pinned(count * queues_len)?;

@@ -91,7 +91,7 @@ impl SharedArea {
         device_states.write(0, &vec![0; device_states_len as usize])?;
         let at = |memory: &Allocation| match options.memory {
             // Threads of this process use host addresses.
-            SockMemory::Threads => Ok(memory.host_bytes()?.address()),
+            SockMemory::Threads => memory.host_bytes().map(|bytes| bytes.address()),
             SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
         };
         let host_area_addr = match (&host_area, &device_memory) {

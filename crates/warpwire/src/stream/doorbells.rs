@@ -226,7 +226,7 @@ impl CqeTails {
 mod tests {
     use super::*;
     use crate::mem::WordWidth;
-    use crate::mlx5::{Cqe, CqeOutcome, CqeTail, Opcode, Origin, RecvKind, Status};
+    use crate::mlx5::{Cqe, CqeOutcome, CqeTail, Origin, RecvKind, Status, WqeOpcode};
 
     fn cqe(outcome: CqeOutcome, counter: u16) -> Cqe {
         Cqe { outcome, qpn: 0x123, user_index: 0, counter, solicited: true, timestamp: 0 }
@@ -250,9 +250,9 @@ mod tests {
             queue,
             status: Status::Flushed,
             vendor: 0,
-            opcode: Opcode::Nop,
+            opcode: WqeOpcode::Nop,
         });
-        let sent = CqeOutcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 };
+        let sent = CqeOutcome::Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0 };
         received.chain(failed).chain([sent]).collect()
     }
 

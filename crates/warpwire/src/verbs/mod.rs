@@ -69,9 +69,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{DirectStats, EventFd, HcaOptions, ProgressMode, QpTotals, Stats};
+pub use crate::hca::{DirectStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals};
 pub use crate::ibv::{devices, explain_status};
-pub use crate::mlx5::{Atomic, Status};
+pub use crate::mlx5::WqeOpcode;
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
 pub use crate::work::{
     AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, ReceiveRequest, Remote, Sge,
@@ -86,7 +86,9 @@ pub use post::{Batch, SendRequest};
 pub use qp::{Qp, QpOptions};
 pub use queues::{DirectQueues, Poster};
 pub use srq::{Srq, SrqOptions};
-pub use warpwire_proto::qp::{Mtu, PathAttributes, QpAttributes, Service, State};
+pub use warpwire_proto::qp::{
+    Atomic, AtomicWidth, Mtu, PathAttributes, QpAttributes, Service, State, Status,
+};
 
 use crate::error::Result;
 use crate::hca::Hca;
@@ -364,7 +366,7 @@ impl Context {
     }
 
     /// Counters of the software HCA; all zero on hardware, whose counters are in sysfs.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> HcaStats {
         self.0.hca.stats()
     }
 }

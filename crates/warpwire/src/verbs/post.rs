@@ -11,11 +11,11 @@ use super::{Service, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
-    self, AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
-    MAX_SEGMENTS, Opcode, SEGMENT, Scratch, WQEBB_LEN, WqeTooLong,
+    AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
+    MAX_SEGMENTS, SEGMENT, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
 };
 use crate::sync::{Guard, this_thread};
-use crate::work::{Fence, Remote, Sge, WrOp};
+use crate::work::{Fence, Sge, WrOp};
 
 /// A send work request (`ibv_send_wr`): [`work::SendRequest`](crate::work::SendRequest) with this
 /// module's [`AddressHandle`].
@@ -62,19 +62,19 @@ impl SendRequest<'_> {
         qpn: u32,
     ) -> std::result::Result<EncodedWqe<'s>, WqeTooLong> {
         let opcode = match self.op {
-            WrOp::Send => Opcode::Send,
-            WrOp::SendImm(_) => Opcode::SendImm,
-            WrOp::SendInvalidate(_) => Opcode::SendInvalidate,
-            WrOp::Write(_) => Opcode::RdmaWrite,
-            WrOp::WriteImm(..) => Opcode::RdmaWriteImm,
-            WrOp::Read(_) => Opcode::RdmaRead,
-            WrOp::Atomic(_, Atomic::CompareSwap { .. }) => Opcode::CompareSwap,
-            WrOp::Atomic(_, Atomic::FetchAdd { .. }) => Opcode::FetchAdd,
-            WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => Opcode::MaskedCompareSwap,
-            WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => Opcode::MaskedFetchAdd,
-            WrOp::Nop => Opcode::Nop,
-            WrOp::Wait { .. } => Opcode::Wait,
-            WrOp::Dump => Opcode::Dump,
+            WrOp::Send => WqeOpcode::Send,
+            WrOp::SendImm(_) => WqeOpcode::SendImm,
+            WrOp::SendInvalidate(_) => WqeOpcode::SendInvalidate,
+            WrOp::Write(_) => WqeOpcode::RdmaWrite,
+            WrOp::WriteImm(..) => WqeOpcode::RdmaWriteImm,
+            WrOp::Read(_) => WqeOpcode::RdmaRead,
+            WrOp::Atomic(_, Atomic::CompareSwap { .. }) => WqeOpcode::CompareSwap,
+            WrOp::Atomic(_, Atomic::FetchAdd { .. }) => WqeOpcode::FetchAdd,
+            WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => WqeOpcode::MaskedCompareSwap,
+            WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => WqeOpcode::MaskedFetchAdd,
+            WrOp::Nop => WqeOpcode::Nop,
+            WrOp::Wait { .. } => WqeOpcode::Wait,
+            WrOp::Dump => WqeOpcode::Dump,
         };
         let mut entry = Builder::new(scratch, opcode, index, qpn);
         if self.signaled {
@@ -83,11 +83,9 @@ impl SendRequest<'_> {
         if self.solicited {
             entry = entry.solicited();
         }
-        entry = match self.fence {
-            Fence::None => entry,
-            Fence::Reads => entry.fence(mlx5::FenceMode::ReadsAndAtomics),
-            Fence::All => entry.fence(mlx5::FenceMode::Strong),
-        };
+        if self.fence != Fence::None {
+            entry = entry.fence(self.fence.into());
+        }
         entry = match self.op {
             WrOp::SendImm(imm) => entry.imm(imm),
             WrOp::SendInvalidate(key) => entry.invalidate(key),
@@ -238,10 +236,8 @@ impl<'q> SendBatch<'q> {
     /// Locks the queue, after prefetching the target of the first RDMA write.
     #[inline]
     pub(super) fn with(core: &'q Core, requests: &[SendRequest<'_>]) -> Self {
-        if let Some(SendRequest { op: WrOp::Write(Remote { address, rkey }), .. }) =
-            requests.first()
-        {
-            core.prefetch_hint.prefetch(&mlx5::Remote { address: *address, rkey: *rkey });
+        if let Some(SendRequest { op: WrOp::Write(remote), .. }) = requests.first() {
+            core.prefetch_hint.prefetch(remote);
         }
         Self::new(core)
     }
@@ -314,7 +310,7 @@ impl<'q> SendBatch<'q> {
     #[inline]
     fn write(&mut self, fast_path: &mut FastPath<'_>, request: &SendRequest<'_>) -> bool {
         let core = self.core;
-        let WrOp::Write(Remote { address, rkey }) = request.op else { return false };
+        let WrOp::Write(remote) = request.op else { return false };
         let payload = match (request.inline, request.data) {
             (Some(bytes), _) => DataSegment::Inline(bytes),
             (None, &[Sge { address, len, lkey }]) => {
@@ -328,7 +324,6 @@ impl<'q> SendBatch<'q> {
         core.wr_table.send_wr_ids[slot].store(request.id, Ordering::Relaxed);
         core.wr_table.send_wqe_sizes[slot].store(1, Ordering::Relaxed);
         core.wr_table.posted.store(wqe_index + 1, Ordering::Release);
-        let remote = mlx5::Remote { address, rkey };
         let (signaled, prefetch_hint) = (request.signaled, &core.prefetch_hint);
         if !fast_path.write(&FastWrite { wqe_index, remote, payload, signaled, prefetch_hint }) {
             core.wr_table.posted.store(wqe_index, Ordering::Release);
@@ -392,7 +387,7 @@ pub(super) fn overwrite_with_nop<Q: QueueAccess>(
     scratch: &mut Scratch,
     wqebbs: Range<u64>,
 ) {
-    let nop = Builder::new(scratch, Opcode::Nop, wqebbs.start as u16, queues.number());
+    let nop = Builder::new(scratch, WqeOpcode::Nop, wqebbs.start as u16, queues.number());
     let Ok(wqe) = nop.signaled().finish() else { return };
     let mut control = [0; SEGMENT];
     control.copy_from_slice(wqe.bytes());

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use warpwire_proto::Psn;
 use warpwire_proto::qp as protocol;
-use warpwire_proto::{Psn, qp::QpAttributes};
+use warpwire_proto::qp::{Access, QpAttributes};
 
 use super::bootstrap::QpEndpoint;
 use super::direct_verbs::DirectVerbsQp;
@@ -61,7 +62,7 @@ pub struct QpOptions {
     /// Path MTU. Default: the maximum that the link and the peer support.
     pub mtu: Option<Mtu>,
     /// Remote access flags (`qp_access_flags`). Default: all.
-    pub access: protocol::Access,
+    pub access: Access,
     /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
     pub timeout: u8,
     /// Retransmissions without an answer before work fails with
@@ -81,7 +82,7 @@ pub struct QpOptions {
     pub max_rd_atomic: u8,
     /// Tuning of the software HCA's requester: packet window, read chunking, line rate. Ignored by
     /// hardware.
-    pub tuning: protocol::Options,
+    pub tuning: protocol::TransportOptions,
 }
 
 impl Default for QpOptions {
@@ -100,13 +101,13 @@ impl Default for QpOptions {
             memory: None,
             poll_doorbell: false,
             mtu: None,
-            access: protocol::Access::ALL,
+            access: Access::ALL,
             timeout: 14,
             retry_count: 7,
             rnr_retry: 7,
             min_rnr_timer: 1,
             max_rd_atomic: 16,
-            tuning: protocol::Options::default(),
+            tuning: protocol::TransportOptions::default(),
         }
     }
 }

@@ -50,7 +50,7 @@ pub(super) fn fill<Q: QueueAccess>(
         let mut entry = [0; MAX_RECV_SGE * 16];
         let stride = (stride as usize).min(entry.len());
         let (sges, count) = request.sges();
-        let fits = sges.get(..count).and_then(|r| mlx5::Receive::write(&mut entry[..stride], r));
+        let fits = sges.get(..count).and_then(|r| mlx5::ReceiveWqe::write(&mut entry[..stride], r));
         fits.ok_or_else(|| too_many(request, stride / 16))?;
         let slot = next & (entries - 1);
         bytes.write(begin + u64::from(slot) * stride as u64, &entry[..stride])?;

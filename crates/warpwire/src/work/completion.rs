@@ -2,14 +2,14 @@
 
 use std::net::SocketAddr;
 
-use crate::mlx5::{Opcode, Status};
+use crate::mlx5::{Status, WqeOpcode};
 
 /// What completed. A failed completion reports only whether it was a send or a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionKind {
     /// A work request of the send queue. Hardware does not report whether a send or a write carried
     /// immediate data.
-    Send(Opcode),
+    Send(WqeOpcode),
     /// A receive that took a message.
     Receive,
     /// A receive that took a message with immediate data (network byte order).

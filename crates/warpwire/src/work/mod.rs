@@ -17,4 +17,5 @@ mod request;
 
 pub use completion::{Completion, CompletionKind, DatagramSender};
 pub use event::AsyncEvent;
-pub use request::{Destination, Fence, ReceiveRequest, Remote, SendRequest, Sge, WrOp};
+pub use request::{Destination, ReceiveRequest, SendRequest, Sge, WrOp};
+pub use warpwire_proto::qp::{Fence, Remote};

@@ -1,6 +1,6 @@
 //! Work requests.
 
-use crate::mlx5::Atomic;
+use warpwire_proto::qp::{Atomic, Fence, Remote};
 
 /// A scatter-gather entry: a range of registered memory. Laid out as libibverbs' `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,27 +12,6 @@ pub struct Sge {
     pub len: u32,
     /// The local key of the registration.
     pub lkey: u32,
-}
-
-/// An address in the peer's registered memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Remote {
-    /// The address, in the address space of the registration (iova).
-    pub address: u64,
-    /// The remote key of the registration.
-    pub rkey: u32,
-}
-
-/// Which earlier work of the send queue must have completed before this work starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Fence {
-    /// None: it starts in queue order.
-    #[default]
-    None,
-    /// All earlier reads and atomics.
-    Reads,
-    /// All earlier work. libibverbs has no such fence.
-    All,
 }
 
 /// The operation of a send work request.

@@ -1,7 +1,7 @@
 //! Every operation, at lengths from 0 to 1 MiB.
 
 use warpwire::ibv::{CompletionKind, Fence, QpOptions, SendRequest, WrOp};
-use warpwire::mlx5::{Atomic, Opcode};
+use warpwire::mlx5::{Atomic, WqeOpcode};
 
 use crate::ibv::testbed::Testbed;
 use testkit::cases;
@@ -35,7 +35,7 @@ fn writes() {
         testbed.a.fill(from, len, n);
         let range = [testbed.a.mr.sge(from, len as u32)];
         testbed.a.post(SendRequest::new(n, WrOp::Write(testbed.there(to))).with(&range));
-        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(Opcode::RdmaWrite));
+        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(WqeOpcode::RdmaWrite));
         testbed.b.check(to, len, n);
     });
 }
@@ -46,7 +46,7 @@ fn reads() {
         testbed.b.fill(from, len, n);
         let range = [testbed.a.mr.sge(to, len as u32)];
         testbed.a.post(SendRequest::new(n, WrOp::Read(testbed.there(from))).with(&range));
-        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(Opcode::RdmaRead));
+        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(WqeOpcode::RdmaRead));
         testbed.a.check(to, len, n);
     });
 }
@@ -59,7 +59,7 @@ fn sends() {
         let range = [testbed.a.mr.sge(from, len as u32)];
         let data = if len == 0 { &range[..0] } else { &range[..] };
         testbed.a.post(SendRequest::new(n, WrOp::Send).with(data));
-        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(Opcode::Send));
+        assert_eq!(testbed.a.done(n).kind, CompletionKind::Send(WqeOpcode::Send));
         let received = testbed.b.done(n + 100);
         assert_eq!((received.kind, received.len as usize), (CompletionKind::Receive, len));
         assert_eq!((received.qpn, received.sender), (testbed.b.qp.number(), None));
@@ -100,13 +100,17 @@ fn atomics() {
     };
     there.store_u64(128, u64::MAX).unwrap();
     let added = act(1, Atomic::FetchAdd { add: 8 });
-    assert_eq!(added, (CompletionKind::Send(Opcode::FetchAdd), u64::MAX, 7));
+    assert_eq!(added, (CompletionKind::Send(WqeOpcode::FetchAdd), u64::MAX, 7));
     let swapped = act(2, Atomic::CompareSwap { compare: 7, swap: 0x0102_0304_0506_0708 });
-    assert_eq!(swapped, (CompletionKind::Send(Opcode::CompareSwap), 7, 0x0102_0304_0506_0708));
+    assert_eq!(swapped, (CompletionKind::Send(WqeOpcode::CompareSwap), 7, 0x0102_0304_0506_0708));
     let kept = act(3, Atomic::CompareSwap { compare: 7, swap: 9 });
     assert_eq!(
         kept,
-        (CompletionKind::Send(Opcode::CompareSwap), 0x0102_0304_0506_0708, 0x0102_0304_0506_0708)
+        (
+            CompletionKind::Send(WqeOpcode::CompareSwap),
+            0x0102_0304_0506_0708,
+            0x0102_0304_0506_0708
+        )
     );
 }
 

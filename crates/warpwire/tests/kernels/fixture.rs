@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Hub, Link, Shm, shm};
+use warpwire::link::{Hub, Link, Shm, ShmOptions};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, Stream, cuda};
 use warpwire::stream::kernel::Kernels;
@@ -40,7 +40,7 @@ impl TestLink {
                 Box::new(hub.endpoint(address).unwrap()) as Box<dyn Link>
             }
             Self::Shm => {
-                let options = shm::Options { control_poll_interval: 1, ..shm::Options::default() };
+                let options = ShmOptions { control_poll_interval: 1, ..ShmOptions::default() };
                 Box::new(Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap())
             }
         })

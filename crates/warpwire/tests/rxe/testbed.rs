@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::time::Instant;
 
 use warpwire::link::fault::{FaultPlan, Partition};
-use warpwire::link::{Capture, FaultInjector, Link, Tap, Udp, udp};
+use warpwire::link::{Capture, FaultInjector, Link, Tap, Udp, UdpOptions, udp};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
     Access, Completion, Context, Cq, Mr, Mtu, Pd, Qp, QpEndpoint, QpOptions, ReceiveRequest,
@@ -261,7 +261,7 @@ impl Testbed {
 fn udp_link(address: SocketAddr) -> Udp {
     let start = Instant::now();
     loop {
-        match Udp::bind(address, udp::Options::default()) {
+        match Udp::bind(address, UdpOptions::default()) {
             Ok(link) => return link,
             Err(why) if start.elapsed() > test_timeout() => panic!("{why}"),
             Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),

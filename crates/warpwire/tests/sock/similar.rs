@@ -163,7 +163,7 @@ fn ties_and_a_large_k(testbed: &Testbed) {
     let vectors = [1.0, 2.0, 1.0, 0.0, 2.0, -1.0];
     let server = testbed.similar(&host, &vectors, 1, small());
     let stream = client(&server);
-    let ids = |found: Vec<warpwire_apps::similarity::Match>| -> Vec<u32> {
+    let ids = |found: Vec<warpwire_apps::similarity::SearchHit>| -> Vec<u32> {
         found.into_iter().map(|one| one.id).collect()
     };
     assert_eq!(ids(ask(&stream, 100, &[1.0]).unwrap()), [1, 4, 0, 2, 3, 5]);

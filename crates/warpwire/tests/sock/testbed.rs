@@ -15,7 +15,7 @@ use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
 use warpwire::sock::{SockHost, SockMemory, SockOptions};
 use warpwire_apps::kv::{KvOptions, KvServer};
 use warpwire_apps::similarity::{
-    KernelClient, Match, Queries, SimilarOptions, SimilarServer, ask_from_thread,
+    KernelClient, Queries, SearchHit, SimilarOptions, SimilarServer, ask_from_thread,
 };
 
 use crate::ptx;
@@ -176,7 +176,7 @@ pub enum Asker<'a> {
 }
 
 impl Asker<'_> {
-    pub fn ask(&self, asked: &Queries<'_>) -> warpwire::Result<Vec<Vec<Match>>> {
+    pub fn ask(&self, asked: &Queries<'_>) -> warpwire::Result<Vec<Vec<SearchHit>>> {
         match self {
             Self::Kernel(client) => client.ask(asked),
             Self::Thread(host) => {

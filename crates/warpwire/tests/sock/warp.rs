@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Auto, shm, udp};
+use warpwire::link::{Auto, ShmOptions, UdpOptions};
 use warpwire::mr::HostMemory;
 use warpwire::sock::device::SockOption;
 use warpwire::sock::warp::{FIN, Handshake, Hello, READ_CLOSED, RemoteAddr};
@@ -425,7 +425,7 @@ impl RawPeer {
     fn with(name: SocketAddr, options: HcaOptions) -> Self {
         let tcp = TcpStream::connect(name).unwrap();
         let any = SocketAddr::new(name.ip(), 0);
-        let link = Auto::bind(any, udp::Options::default(), shm::Options::default()).unwrap();
+        let link = Auto::bind(any, UdpOptions::default(), ShmOptions::default()).unwrap();
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Hub, Link, Shm, shm};
+use warpwire::link::{Hub, Link, Shm, ShmOptions};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Backend, Device, Stream, Word, cuda};
 use warpwire::stream::{CqMemory, DoorbellMode, StreamQp, StreamQpOptions};
@@ -72,7 +72,7 @@ impl Fixture {
 
     pub fn links(&self) -> [Box<dyn Link>; 2] {
         if self.variant.shm {
-            let options = shm::Options { control_poll_interval: 1, ..shm::Options::default() };
+            let options = ShmOptions { control_poll_interval: 1, ..ShmOptions::default() };
             let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
             return [Box::new(shm()), Box::new(shm())];
         }

@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::link::{Link, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mr::HostMemory;
 use warpwire::stream::{StreamQp, StreamQpOptions};
 use warpwire::verbs::bootstrap::Bootstrap;
@@ -19,8 +19,8 @@ cases!(Fixture; ONCE: a_killed_peer_releases_all_streams);
 fn link(name: &str) -> Box<dyn Link> {
     let any_port = "127.0.0.1:0".parse().unwrap();
     match name {
-        "shm" => Box::new(Shm::bind(any_port, shm::Options::default()).unwrap()),
-        _ => Box::new(Udp::bind(any_port, udp::Options::default()).unwrap()),
+        "shm" => Box::new(Shm::bind(any_port, ShmOptions::default()).unwrap()),
+        _ => Box::new(Udp::bind(any_port, UdpOptions::default()).unwrap()),
     }
 }
 

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use warpwire::link::Link;
-use warpwire::mlx5::{AddressVector, Builder, DoorbellRecord, Opcode, Scratch};
+use warpwire::mlx5::{AddressVector, Builder, DoorbellRecord, Scratch, WqeOpcode};
 use warpwire::verbs::{
     AddressHandle, AsyncEvent, Atomic, Completion, CompletionKind, DatagramSender, GRH_LEN, Grh,
     Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest, Service, Sge,
@@ -664,7 +664,7 @@ fn wqes_without_an_address_handle(fixture: &Fixture) {
     let mut entry = |peer: &str, index: u16| {
         let to = AddressVector::new(peer.parse().unwrap(), ud_pair.b.qp.number(), QKEY);
         let number = ud_pair.a.qp.number();
-        let entry = Builder::new(&mut scratch, Opcode::Send, index, number).signaled();
+        let entry = Builder::new(&mut scratch, WqeOpcode::Send, index, number).signaled();
         entry.address(&to).inline(b"by hand").finish().unwrap().bytes().to_vec()
     };
     ud_pair.receive(1, 0, 64);

@@ -11,7 +11,6 @@ use warpwire::verbs::{
     Access, Atomic, Completion, Fence, Mr, QpAttributes, QpOptions, ReceiveRequest, Remote,
     SendRequest, State, Status, WrOp,
 };
-use warpwire_proto::qp::Access as QpAccess;
 
 use crate::verbs::fixture::{
     Endpoint, Fixture, Kind, QpPair, TestBuffer, TestLink, Testbed, connect, same, short_timeouts,
@@ -244,7 +243,7 @@ type InvalidOp = fn(&TransferTest, &TestBuffer, &TestBuffer) -> WrOp;
 
 /// All kinds of invalid operations on a connection that uses direct access.
 fn direct_failures_have_the_protocols_statuses(fixture: &Fixture) {
-    let read_only = QpAccess::REMOTE_READ;
+    let read_only = Access::REMOTE_READ;
     let trials: [(QpOptions, InvalidOp, Status); 9] = [
         (
             short_timeouts(),

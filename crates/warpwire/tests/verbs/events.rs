@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use warpwire::mlx5::{Builder, Doorbell, DoorbellRecord, Opcode, Scratch};
+use warpwire::mlx5::{Builder, Doorbell, DoorbellRecord, Scratch, WqeOpcode};
 use warpwire::verbs::{
     Completion, Cq, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest, State,
     Status, WrOp,
@@ -42,7 +42,7 @@ fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
         std::thread::sleep(Duration::from_millis(rest));
         test_qp.sends.arm(false).unwrap();
         let number = test_qp.qp.number();
-        let entry = Builder::new(&mut scratch, Opcode::Nop, block, number).signaled();
+        let entry = Builder::new(&mut scratch, WqeOpcode::Nop, block, number).signaled();
         bytes.write(layout.send + u64::from(block) * 64, entry.finish().unwrap().bytes()).unwrap();
         let dbrec = u32::from_ne_bytes(DoorbellRecord::word(block + 1));
         bytes.store_u32(layout.dbrec + DoorbellRecord::SEND as u64, dbrec).unwrap();

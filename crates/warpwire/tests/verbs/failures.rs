@@ -7,7 +7,6 @@ use warpwire::verbs::{
     Access, AsyncEvent, Atomic, Completion, CompletionKind, Mtu, QpOptions, ReceiveRequest, Remote,
     SendRequest, Sge, State, Status, WrOp,
 };
-use warpwire_proto::qp::Access as QpAccess;
 
 use crate::verbs::fixture::{
     Endpoint, Fixture, KINDS, Kind, QpPair, SHORT_WAIT, TestBuffer, TestQp, Testbed, connect, same,
@@ -220,9 +219,9 @@ fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
 fn flags_of_the_queue_pair(fixture: &Fixture) {
     let remote_of = |trial: &Trial| trial.far.mr.remote(0);
     let all = [
-        (QpAccess::REMOTE_READ | QpAccess::REMOTE_ATOMIC, 0),
-        (QpAccess::REMOTE_WRITE | QpAccess::REMOTE_ATOMIC, 1),
-        (QpAccess::REMOTE_WRITE | QpAccess::REMOTE_READ, 2),
+        (Access::REMOTE_READ | Access::REMOTE_ATOMIC, 0),
+        (Access::REMOTE_WRITE | Access::REMOTE_ATOMIC, 1),
+        (Access::REMOTE_WRITE | Access::REMOTE_READ, 2),
     ];
     for (access, forbidden) in all {
         let trial = Trial::with(

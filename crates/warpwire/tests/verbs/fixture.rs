@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 pub use testkit::{Rng, assert_same as same};
 use warpwire::hca::HcaOptions;
 use warpwire::link::fault::FaultPlan;
-use warpwire::link::{Auto, Capture, FaultInjector, Hub, Link, Shm, Tap, Udp, shm, udp};
+use warpwire::link::{
+    Auto, Capture, FaultInjector, Hub, Link, Shm, ShmOptions, Tap, Udp, UdpOptions,
+};
 use warpwire::mem::sim::{Sim, SimConfig, SimControl};
 use warpwire::mem::{Allocation, Device};
 use warpwire::mr::{HostMemory, MemorySource};
@@ -165,7 +167,7 @@ fn soft_peer(progress_mode: ProgressMode) -> Context {
     // There is one such port, and the previous context's thread may not have closed it yet.
     let start = Instant::now();
     let link = loop {
-        match Udp::bind(address, udp::Options::default()) {
+        match Udp::bind(address, UdpOptions::default()) {
             Err(_) if start.elapsed() < test_timeout() / 4 => {
                 std::thread::sleep(Duration::from_millis(5))
             }
@@ -208,7 +210,7 @@ pub fn enter_netns() {
 }
 
 fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
-    Ok(Box::new(Udp::bind(address.parse().unwrap(), udp::Options::default())?))
+    Ok(Box::new(Udp::bind(address.parse().unwrap(), UdpOptions::default())?))
 }
 
 fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
@@ -217,13 +219,13 @@ fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
 
 fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
     let address = address.parse().unwrap();
-    Ok(Box::new(Auto::bind(address, udp::Options::default(), prompt_control())?))
+    Ok(Box::new(Auto::bind(address, UdpOptions::default(), prompt_control())?))
 }
 
 /// Peers learn of each other's exports within a few steps, so that most operations of a case run
 /// without packets where that is possible.
-fn prompt_control() -> shm::Options {
-    shm::Options { control_poll_interval: 1, ..shm::Options::default() }
+fn prompt_control() -> ShmOptions {
+    ShmOptions { control_poll_interval: 1, ..ShmOptions::default() }
 }
 
 /// Kinds of memory, by access path.

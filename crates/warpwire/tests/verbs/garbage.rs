@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::mlx5::{Atomic, AtomicWidth, Builder, DoorbellRecord, Opcode, Scratch};
+use warpwire::mlx5::{Atomic, AtomicWidth, Builder, DoorbellRecord, Scratch, WqeOpcode};
 use warpwire::verbs::{
     Completion, Qp, QpAttributes, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
 };
@@ -145,17 +145,17 @@ fn valid_wqe(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, index:
     };
     let remote = far.remote(64);
     match rng.below(8) {
-        0 => build(scratch, Opcode::Send, &|b| data(b)),
-        1 => build(scratch, Opcode::SendInvalidate, &|b| data(b.invalidate(far.rkey() ^ 1))),
-        2 => build(scratch, Opcode::RdmaWrite, &|b| data(b.remote(remote.address, remote.rkey))),
-        3 => build(scratch, Opcode::RdmaWriteImm, &|b| {
+        0 => build(scratch, WqeOpcode::Send, &|b| data(b)),
+        1 => build(scratch, WqeOpcode::SendInvalidate, &|b| data(b.invalidate(far.rkey() ^ 1))),
+        2 => build(scratch, WqeOpcode::RdmaWrite, &|b| data(b.remote(remote.address, remote.rkey))),
+        3 => build(scratch, WqeOpcode::RdmaWriteImm, &|b| {
             data(b.imm([1; 4]).remote(remote.address, remote.rkey))
         }),
-        4 => build(scratch, Opcode::RdmaRead, &|b| data(b.remote(remote.address, remote.rkey))),
-        5 => build(scratch, Opcode::FetchAdd, &|b| {
+        4 => build(scratch, WqeOpcode::RdmaRead, &|b| data(b.remote(remote.address, remote.rkey))),
+        5 => build(scratch, WqeOpcode::FetchAdd, &|b| {
             data(b.remote(remote.address, remote.rkey).atomic(&Atomic::FetchAdd { add: 1 }))
         }),
-        6 => build(scratch, Opcode::MaskedCompareSwap, &|b| {
+        6 => build(scratch, WqeOpcode::MaskedCompareSwap, &|b| {
             let width = AtomicWidth::Eight;
             let op = Atomic::MaskedCompareSwap {
                 width,
@@ -166,7 +166,7 @@ fn valid_wqe(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, index:
             };
             data(b.remote(remote.address, remote.rkey).atomic(&op))
         }),
-        _ => build(scratch, Opcode::RdmaWrite, &|b| {
+        _ => build(scratch, WqeOpcode::RdmaWrite, &|b| {
             let b = b.remote(remote.address, remote.rkey).inline(&[7; 90]);
             b.finish().ok().map(|i| i.bytes().to_vec())
         }),

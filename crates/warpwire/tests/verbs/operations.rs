@@ -87,7 +87,7 @@ fn writes_arrive(fixture: &Fixture) {
             let done = transfer.send(
                 SendRequest::new(n as u64, WrOp::Write(transfer.far.mr.remote(to))).with(&range),
             );
-            assert_eq!(done.kind, CompletionKind::Send(warpwire::mlx5::Opcode::RdmaWrite));
+            assert_eq!(done.kind, CompletionKind::Send(warpwire::mlx5::WqeOpcode::RdmaWrite));
             expect(&transfer.far, to, &wanted, &format!("{len} bytes written, {kind:?}"));
         }
     }

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
-use warpwire::link::shm::{self, exports};
-use warpwire::link::{Link, LinkKind, Shm};
+use warpwire::link::shm::exports;
+use warpwire::link::{Link, LinkKind, Shm, ShmOptions};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
     Access, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp, QpAttributes, QpEndpoint, QpOptions,
@@ -328,7 +328,7 @@ impl SelfConnection {
 /// In the child process: begins an access to rows 0 and 1 of the owner's export table, prints
 /// `inside`, and ends the access at the next line of its stdin.
 fn begin_access(owner: SocketAddr) {
-    let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+    let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
     link.install_exports(&exports::ExportTable::new(Box::new(|_| None)).unwrap()).unwrap();
     let flow = link.open(owner, 0).unwrap();
     let peer = link.direct_peer(flow).unwrap();
@@ -352,7 +352,7 @@ fn begin_access(owner: SocketAddr) {
 /// or not, and no longer.
 fn revocation_waits_for_a_live_importer(_: &Fixture) {
     for killed in [true, false] {
-        let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+        let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
         let table = exports::ExportTable::new(Box::new(|_| None)).unwrap();
         link.install_exports(&table).unwrap();
         for row in 0..3 {

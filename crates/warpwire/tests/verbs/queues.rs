@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use warpwire::error::Kind as ErrorKind;
 use warpwire::hca::QueueMemory;
-use warpwire::mlx5::{self, Builder, Doorbell, DoorbellRecord, Opcode, Scratch};
+use warpwire::mlx5::{self, Builder, Doorbell, DoorbellRecord, Scratch, WqeOpcode};
 use warpwire::verbs::{
     AsyncEvent, Completion, Cq, CqOptions, ProgressMode, Qp, QpAttributes, QpOptions,
     ReceiveRequest, Remote, SendRequest, SrqOptions, State, Status, WrOp,
@@ -535,7 +535,7 @@ fn wqes_of_other_writers(fixture: &Fixture) {
     let mut scratch = Scratch::default();
     for index in 0..60u16 {
         let value = u64::from(index) + 1000;
-        let entry = Builder::new(&mut scratch, Opcode::RdmaWrite, index, qp.number());
+        let entry = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, index, qp.number());
         let entry =
             entry.signaled().remote(address, rkey).inline(&value.to_ne_bytes()).finish().unwrap();
         let (doorbell, next) = (entry.doorbell(), Doorbell::next(qp.number(), index + 1));
@@ -574,7 +574,7 @@ fn only_the_first_error(fixture: &Fixture) {
     let (memory, layout) = qp.queues();
     let mut scratch = Scratch::default();
     for index in 0..4u16 {
-        let entry = Builder::new(&mut scratch, Opcode::RdmaWrite, index, qp.number());
+        let entry = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, index, qp.number());
         let mut bytes = entry.remote(0, 0).inline(b"x").finish().unwrap().bytes().to_vec();
         bytes[11] |= 1 << 2; // completion mode: first error only
         put(qp, index, 1 << 15, &bytes);

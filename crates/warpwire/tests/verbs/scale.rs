@@ -3,7 +3,7 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use warpwire::link::{Link, MIN_PACKET, Udp, udp};
+use warpwire::link::{Link, MIN_PACKET, Udp, UdpOptions};
 use warpwire::verbs::{
     Completion, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
 };
@@ -161,7 +161,7 @@ fn strangers_are_dropped(fixture: &Fixture) {
     };
     // With an invalid ICRC (the socket), and with a valid one (the link).
     let socket = UdpSocket::bind((target.ip(), 0)).unwrap();
-    let mut link = Udp::bind((target.ip(), 0).into(), udp::Options::default()).unwrap();
+    let mut link = Udp::bind((target.ip(), 0).into(), UdpOptions::default()).unwrap();
     let flow = link.open(target, 0).unwrap();
     let mut valid = 0;
     for n in 0..200 {

@@ -3,12 +3,11 @@
 
 use std::time::Duration;
 
-use warpwire::link::{Hub, loopback};
+use warpwire::link::{Hub, LoopbackOptions};
 use warpwire::verbs::{
     Access, AsyncEvent, CqOptions, Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest,
     SendRequest, SrqOptions, State, Status, WrOp,
 };
-use warpwire_proto::qp::Access as QpAccess;
 
 use crate::verbs::fixture::{Fixture, Testbed, same};
 use testkit::cases;
@@ -140,7 +139,7 @@ fn a_refused_reset_changes_nothing(fixture: &Fixture) {
 }
 
 fn an_mtu_beyond_the_link(_: &Fixture) {
-    let hub = Hub::with(loopback::Options { max_packet: 1200, ..loopback::Options::default() });
+    let hub = Hub::with(LoopbackOptions { max_packet: 1200, ..LoopbackOptions::default() });
     let end = |at: &str| hub.endpoint(at.parse().unwrap()).unwrap();
     let testbed = Testbed::over(end("10.0.0.1:4791"), end("10.0.0.2:4791"), ProgressMode::Manual);
     assert_eq!(testbed.a.context.max_mtu().bytes(), 1024);
@@ -322,7 +321,7 @@ fn access_can_change(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join_with(
         QpOptions::default(),
-        QpOptions { access: QpAccess::NONE, ..QpOptions::default() },
+        QpOptions { access: Access::NONE, ..QpOptions::default() },
     );
     let far = fixture.memory(
         &testbed.b,
@@ -331,7 +330,7 @@ fn access_can_change(fixture: &Fixture) {
         Access::LOCAL_WRITE | Access::REMOTE_WRITE,
     );
     let allow =
-        QpAttributes { access: Some(QpAccess::REMOTE_WRITE), ..QpAttributes::new(State::Rts) };
+        QpAttributes { access: Some(Access::REMOTE_WRITE), ..QpAttributes::new(State::Rts) };
     conn.b.qp.modify(&allow).unwrap();
     conn.a
         .qp

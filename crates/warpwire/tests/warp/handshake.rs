@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::link::{Link, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mr::HostMemory;
 use warpwire::sock::warp::{FIN, Handshake, Hello, NetOptions, RemoteAddr, WarpStream};
 use warpwire::verbs::{Access, Context, Cq, Mr, Qp, QpOptions, Remote, SendRequest, WrOp};
@@ -157,9 +157,9 @@ impl RawPeer {
         let listener = testbed.listen();
         let any = "127.0.0.1:0".parse().unwrap();
         let link: Box<dyn Link> = match testbed.test_link {
-            TestLink::Shm => Box::new(Shm::bind(any, shm::Options::default()).unwrap()),
+            TestLink::Shm => Box::new(Shm::bind(any, ShmOptions::default()).unwrap()),
             TestLink::Udp | TestLink::ByAddress => {
-                Box::new(Udp::bind(any, udp::Options::default()).unwrap())
+                Box::new(Udp::bind(any, UdpOptions::default()).unwrap())
             }
         };
         let context = Context::open(link).unwrap();

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::link::{Link, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::sock::warp::{Net, NetOptions, WarpListener, WarpStream};
 use warpwire::verbs::Context;
 
@@ -26,8 +26,8 @@ impl TestLink {
     pub fn net(self, options: NetOptions) -> Net {
         let any = "127.0.0.1:0".parse().unwrap();
         let link: Box<dyn Link> = match self {
-            Self::Udp => Box::new(Udp::bind(any, udp::Options::default()).unwrap()),
-            Self::Shm => Box::new(Shm::bind(any, shm::Options::default()).unwrap()),
+            Self::Udp => Box::new(Udp::bind(any, UdpOptions::default()).unwrap()),
+            Self::Shm => Box::new(Shm::bind(any, ShmOptions::default()).unwrap()),
             Self::ByAddress => return Net::new(options).unwrap(),
         };
         Net::over(&Context::open(link).unwrap(), options).unwrap()

@@ -102,7 +102,7 @@ impl Engine {
             let Some(next) = ud.peek_transmit() else { break TxOutcome::Done };
             let Some(to) = qp_memory.address(next.id).and_then(|to| destinations.find(to.peer()))
             else {
-                ud.fail_transmit(Status::LocalOperation);
+                ud.fail_transmit(Status::LocalQpOperation);
                 continue;
             };
             let packet_len = wire_len(&next);

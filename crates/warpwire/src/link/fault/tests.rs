@@ -1,8 +1,8 @@
 //! Each fault occurs at about its configured rate, and no other effect occurs.
 
 use super::*;
+use crate::link::UdpOptions;
 use crate::link::tests::fill;
-use crate::link::udp::Options;
 use crate::link::{Hub, Loopback, Udp};
 
 const COUNT: u32 = 20_000;
@@ -158,7 +158,7 @@ fn corruption_is_detected_by_the_receiver() {
 #[test]
 fn corruption_is_detected_on_a_socket_too() {
     for options in ["", "gso=off", "gro=off", "gso=off,gro=off"] {
-        let options: Options = options.parse().unwrap();
+        let options: UdpOptions = options.parse().unwrap();
         let bind = || Udp::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
         let clock = Clock::manual();
         let plan = "dir=out,corrupt=2%,cut=2%,loss=1%,seed=5".parse().unwrap();

@@ -15,7 +15,7 @@ use super::exports::{self, ExportTable, ImporterSlot};
 use super::handshake::{self, HelloResult, RingHello};
 use super::ring::{Reader, RingItem};
 use super::sys::{ControlPage, ReadOnlyMapping};
-use super::{Options, RejectCounters};
+use super::{RejectCounters, ShmOptions};
 use crate::link::{Counters, Frame, MIN_PACKET, SimdCrc32};
 
 /// Maximum number of packets per receive.
@@ -100,7 +100,7 @@ impl Incoming {
         poll: &OwnedFd,
         listener: OwnedFd,
         local: SocketAddr,
-        options: &Options,
+        options: &ShmOptions,
     ) -> rustix::io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll_add(poll, &listener, EventFlags::IN)?;

@@ -46,7 +46,7 @@ use rustix::io::Errno;
 use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-pub use options::{ENV_VAR, Options};
+pub use options::{ENV_VAR, ShmOptions};
 
 use super::flows::{FlowId, Flows};
 use super::{
@@ -82,9 +82,9 @@ const MAX_ICRC_PACKET: usize = 65_507;
 /// A link between processes of one machine.
 ///
 /// ```
-/// use warpwire::link::{Link, Shm, shm::Options};
-/// let mut alice = Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
-/// let mut bob = Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// use warpwire::link::{Link, Shm, ShmOptions};
+/// let mut alice = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default())?;
+/// let mut bob = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;
 /// alice.reserve(to_bob, 24).unwrap()[12..17].copy_from_slice(b"hello");
 /// alice.commit();
@@ -102,7 +102,7 @@ pub struct Shm {
     /// The UDP port of the same number, bound as long as the link exists, if the link chose the
     /// number.
     _port: Option<OwnedFd>,
-    options: Options,
+    options: ShmOptions,
     /// An epoll instance over the listener, all connections, and the eventfd of the receiving side.
     poll: OwnedFd,
     flows: Flows<Flow>,
@@ -203,14 +203,14 @@ impl Shm {
     ///
     /// # Errors
     /// `Busy` if another link has the address.
-    pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
+    pub fn bind(address: SocketAddr, options: ShmOptions) -> Result<Self> {
         let failed = |source: io::Error| bind_error(address, &source);
         let (listener, local, port) = listen(address).map_err(failed)?;
         Self::listening(listener, local, options, Namespace::Shm, port)
     }
 
     /// Listens under the address of a UDP socket that the caller owns.
-    pub(super) fn bind_with_udp(address: SocketAddr, options: Options) -> Result<Self> {
+    pub(super) fn bind_with_udp(address: SocketAddr, options: ShmOptions) -> Result<Self> {
         let listener = handshake::listen(address, Namespace::Auto)
             .map_err(|source| bind_error(address, &source))?;
         Self::listening(listener, address, options, Namespace::Auto, None)
@@ -219,7 +219,7 @@ impl Shm {
     fn listening(
         listener: OwnedFd,
         local: SocketAddr,
-        options: Options,
+        options: ShmOptions,
         namespace: Namespace,
         port: Option<OwnedFd>,
     ) -> Result<Self> {

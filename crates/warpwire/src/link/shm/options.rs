@@ -10,23 +10,23 @@ use crate::error::{Error, Kind, Result};
 use crate::link::MIN_PACKET;
 use crate::units;
 
-/// The environment variable that [`Options::from_env`] reads.
+/// The environment variable that [`ShmOptions::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_SHM";
 
-/// Upper limit of [`Options::max_packet`]: 1 MiB.
+/// Upper limit of [`ShmOptions::max_packet`]: 1 MiB.
 const MAX_PACKET_LEN: usize = 1 << 20;
 
 /// Sizes of the rings and packets of a shared-memory link.
 ///
 /// ```
-/// use warpwire::link::shm::Options;
-/// let options: Options = "ring=4MiB,max_packet=4140".parse()?;
+/// use warpwire::link::ShmOptions;
+/// let options: ShmOptions = "ring=4MiB,max_packet=4140".parse()?;
 /// assert_eq!((options.ring, options.max_packet), (4 << 20, 4140));
-/// assert!("ring=much".parse::<Options>().is_err());
+/// assert!("ring=much".parse::<ShmOptions>().is_err());
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct ShmOptions {
     /// Size of a ring in bytes, one per peer and direction; 4 KiB to 64 MiB, default 1 MiB. Rounded
     /// up to a power of two that holds at least four packets of the maximum length.
     pub ring: usize,
@@ -39,7 +39,7 @@ pub struct Options {
     pub control_poll_interval: u32,
 }
 
-impl Default for Options {
+impl Default for ShmOptions {
     /// Packets of 64 KiB of payload, and rings that fit into the second-level cache beside other
     /// data.
     fn default() -> Self {
@@ -51,11 +51,11 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl ShmOptions {
     /// The default options, as modified by `WARPWIRE_SHM` if it is set.
     ///
     /// # Errors
-    /// If the variable cannot be parsed as [`Options`].
+    /// If the variable cannot be parsed as [`ShmOptions`].
     pub fn from_env() -> Result<Self> {
         let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
         text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
@@ -70,14 +70,15 @@ impl Options {
     }
 }
 
-impl FromStr for Options {
+impl FromStr for ShmOptions {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
         let mut options = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             let (key, value) = part.split_once('=').unwrap_or((part, ""));
-            let value = || Ok(usize::try_from(units::parse_bytes(value)?).unwrap_or(usize::MAX));
+            let value =
+                || units::parse_bytes(value).map(|len| usize::try_from(len).unwrap_or(usize::MAX));
             match key {
                 "ring" => match value()? {
                     ring if SIZES.contains(&ring) => options.ring = ring,
@@ -98,7 +99,7 @@ impl FromStr for Options {
     }
 }
 
-impl fmt::Display for Options {
+impl fmt::Display for ShmOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -121,10 +122,11 @@ mod tests {
 
     #[test]
     fn display_and_from_str_round_trip() {
-        for options in
-            [Options::default(), Options { ring: 5000, max_packet: 100, control_poll_interval: 7 }]
-        {
-            assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
+        for options in [
+            ShmOptions::default(),
+            ShmOptions { ring: 5000, max_packet: 100, control_poll_interval: 7 },
+        ] {
+            assert_eq!(options.to_string().parse::<ShmOptions>().unwrap(), options);
         }
         for text in [
             "ring=1",
@@ -135,14 +137,14 @@ mod tests {
             "depth=3",
             "ring",
         ] {
-            assert!(text.parse::<Options>().is_err(), "{text}");
+            assert!(text.parse::<ShmOptions>().is_err(), "{text}");
         }
     }
 
     #[test]
     fn rounded_options_hold_four_packets() {
         for (ring, max_packet) in [(0, 0), (1, 5000), (usize::MAX, usize::MAX), (70_000, 65_000)] {
-            let rounded = Options { ring, max_packet, control_poll_interval: 0 }.rounded();
+            let rounded = ShmOptions { ring, max_packet, control_poll_interval: 0 }.rounded();
             assert!(rounded.ring.is_power_of_two() && SIZES.contains(&rounded.ring));
             assert!(rounded.ring >= 4 * ring::stride(rounded.max_packet));
             assert_eq!(rounded.rounded(), rounded);

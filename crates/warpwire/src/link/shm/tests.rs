@@ -14,7 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::link::tests::{fill, receive, send};
-use crate::link::{Auto, Udp, udp};
+use crate::link::{Auto, Udp, UdpOptions};
 
 /// The role of the process that a test starts, and the address of the test that started it.
 const ROLE: &str = "WARPWIRE_TEST_SHM_ROLE";
@@ -23,7 +23,7 @@ const PEER: &str = "WARPWIRE_TEST_SHM_PEER";
 const OTHER: &str = "link::shm::tests::other_process";
 
 fn bind() -> Shm {
-    Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default()).unwrap()
+    Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap()
 }
 
 /// This program in another role.
@@ -229,7 +229,7 @@ fn packets_to_a_killed_receiver_are_counted_and_its_successor_is_found() {
     let error = link.open(address, 0).unwrap_err();
     assert_eq!(error.kind(), &ErrorKind::Unavailable, "{error}");
     // Another process binds the address: the same flow reaches it.
-    let mut successor = Shm::bind(address, Options::default()).unwrap();
+    let mut successor = Shm::bind(address, ShmOptions::default()).unwrap();
     let lost = link.counters().drops.no_peer;
     wait_until("the successor is found", || {
         send(&mut link, flow, 64, 7);
@@ -327,8 +327,10 @@ fn ring_contents_that_change_while_being_read_are_handled() {
         });
         let deadline = Instant::now() + Duration::from_millis(500);
         while Instant::now() < deadline {
-            link.receive(&mut |frame| assert!(frame.bytes.len() <= Options::default().max_packet))
-                .unwrap();
+            link.receive(&mut |frame| {
+                assert!(frame.bytes.len() <= ShmOptions::default().max_packet)
+            })
+            .unwrap();
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
@@ -503,13 +505,13 @@ fn no_system_calls_unless_a_receiver_sleeps() {
 #[test]
 fn names_are_exclusive_and_released() {
     let one = bind();
-    let error = Shm::bind(one.local(), Options::default()).err().unwrap();
+    let error = Shm::bind(one.local(), ShmOptions::default()).err().unwrap();
     assert_eq!(error.kind(), &ErrorKind::Busy, "{error}");
     let address = one.local();
     drop(one);
-    Shm::bind(address, Options::default()).unwrap();
+    Shm::bind(address, ShmOptions::default()).unwrap();
     // A link on the unspecified address is found under every address.
-    let mut wide = Shm::bind("0.0.0.0:0".parse().unwrap(), Options::default()).unwrap();
+    let mut wide = Shm::bind("0.0.0.0:0".parse().unwrap(), ShmOptions::default()).unwrap();
     let mut reach = wide.local();
     // An address that no other test uses.
     reach.set_ip("127.9.9.9".parse().unwrap());
@@ -546,7 +548,7 @@ fn packets_longer_than_the_receiver_accepts_are_counted() {
 
 fn bind_auto() -> Auto {
     let any = "127.0.0.1:0".parse().unwrap();
-    Auto::bind(any, udp::Options::default(), Options::default()).unwrap()
+    Auto::bind(any, UdpOptions::default(), ShmOptions::default()).unwrap()
 }
 
 /// A peer that refuses shared memory is reached by UDP, from the first packet that it gets on;
@@ -554,7 +556,7 @@ fn bind_auto() -> Auto {
 #[test]
 fn a_flow_that_is_refused_moves_to_udp() {
     let (mut one, mut kept) = (bind_auto(), bind_auto());
-    let mut peer = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+    let mut peer = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
     let listener = handshake::listen(peer.local(), Namespace::Auto);
     let listener = listener.unwrap();
     let flows = [one.open(peer.local(), 7).unwrap(), one.open(peer.local(), 8).unwrap()];

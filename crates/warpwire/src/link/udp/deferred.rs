@@ -189,7 +189,7 @@ fn is_same(message: &Received, before: &Received) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::udp::Options;
+    use crate::link::UdpOptions;
     use crate::link::{Corruption, FlowId, Link, MAX_ROCE_PACKET};
     use crate::mem::Allocation;
     use crate::mem::sim::{Sim, SimConfig};
@@ -198,7 +198,7 @@ mod tests {
 
     /// Two links, a flow from the first to the second, and long packets expected there.
     fn links(address: &str) -> Option<(Udp, Udp, FlowId)> {
-        let bind = || Udp::bind(address.parse().unwrap(), Options::default());
+        let bind = || Udp::bind(address.parse().unwrap(), UdpOptions::default());
         let (Ok(mut one), Ok(mut two)) = (bind(), bind()) else {
             println!("skipped: {address} does not belong to this machine");
             return None;

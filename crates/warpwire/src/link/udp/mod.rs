@@ -30,7 +30,7 @@ use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::ip::ECN_CAPABLE;
 
-pub use options::{ENV_VAR, LOOPBACK_MAX_PACKET, Options};
+pub use options::{ENV_VAR, LOOPBACK_MAX_PACKET, UdpOptions};
 
 use super::flows::{FlowId, Flows};
 use super::{
@@ -61,9 +61,9 @@ const IPV6_AND_UDP: usize = 48;
 /// A UDP socket that carries RoCEv2.
 ///
 /// ```
-/// use warpwire::link::{Link, Udp, udp::Options};
-/// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
-/// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// use warpwire::link::{Link, Udp, UdpOptions};
+/// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default())?;
+/// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;
 /// alice.reserve(to_bob, 24).unwrap()[..20].fill(7);
 /// alice.commit();
@@ -111,7 +111,7 @@ struct Incoming {
 
 /// The requested options, and what the kernel granted.
 struct SocketSetup {
-    options: Options,
+    options: UdpOptions,
     gso: io::Result<()>,
     gro: io::Result<()>,
     no_checksum: io::Result<()>,
@@ -129,7 +129,7 @@ impl Udp {
     ///
     /// # Errors
     /// If the address does not belong to this machine or is in use, with advice.
-    pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
+    pub fn bind(address: SocketAddr, options: UdpOptions) -> Result<Self> {
         let failed = |source: io::Error| bind_error(address, &source);
         let socket = sys::socket(address).map_err(failed)?;
         let fd = socket.as_fd();
@@ -431,7 +431,11 @@ impl Route {
 }
 
 /// Sets the socket options that the wire format requires, and the offloads.
-fn configure(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result<SocketSetup> {
+fn configure(
+    fd: BorrowedFd<'_>,
+    local: SocketAddr,
+    options: UdpOptions,
+) -> io::Result<SocketSetup> {
     const ON: i32 = 1;
     let ecn = i32::from(ECN_CAPABLE);
     if local.is_ipv4() {

@@ -10,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::link::{MAX_ROCE_PACKET, MIN_PACKET};
 use crate::units;
 
-/// The environment variable that [`Options::from_env`] reads.
+/// The environment variable that [`UdpOptions::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_UDP";
 
 /// The default maximum packet length on a loopback address: 60 KiB of payload. No wire limits it
@@ -27,15 +27,15 @@ pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 /// not used, and the link's path reports it.
 ///
 /// ```
-/// use warpwire::link::udp::Options;
-/// let options: Options = "gso=off,buffer=4MiB".parse()?;
+/// use warpwire::link::UdpOptions;
+/// let options: UdpOptions = "gso=off,buffer=4MiB".parse()?;
 /// assert!(!options.gso && options.gro);
 /// assert_eq!(options.buffer, 4 << 20);
-/// assert!("gso=perhaps".parse::<Options>().is_err());
+/// assert!("gso=perhaps".parse::<UdpOptions>().is_err());
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct UdpOptions {
     /// Generic segmentation offload (`UDP_SEGMENT`): runs of equal packets to one peer pass the
     /// stack as one. Default on.
     pub gso: bool,
@@ -58,7 +58,7 @@ pub struct Options {
     pub max_packet: Option<usize>,
 }
 
-impl Default for Options {
+impl Default for UdpOptions {
     fn default() -> Self {
         Self {
             gso: true,
@@ -72,7 +72,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl UdpOptions {
     /// The maximum packet length of a link with this address.
     pub(super) fn max_packet_on(&self, local: IpAddr) -> usize {
         let usual = if local.is_loopback() { LOOPBACK_MAX_PACKET } else { MAX_ROCE_PACKET };
@@ -82,14 +82,14 @@ impl Options {
     /// The default options, as modified by `WARPWIRE_UDP` if it is set.
     ///
     /// # Errors
-    /// If the variable cannot be parsed as [`Options`].
+    /// If the variable cannot be parsed as [`UdpOptions`].
     pub fn from_env() -> Result<Self> {
         let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
         text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
     }
 }
 
-impl FromStr for Options {
+impl FromStr for UdpOptions {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -129,7 +129,7 @@ impl FromStr for Options {
     }
 }
 
-impl fmt::Display for Options {
+impl fmt::Display for UdpOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = |on: bool| if on { "on" } else { "off" };
         let Self { gso, gro, mmsg, no_checksum, always_icrc, buffer, max_packet } = *self;
@@ -163,30 +163,30 @@ mod tests {
 
     #[test]
     fn display_and_from_str_round_trip() {
-        let odd = Options {
+        let odd = UdpOptions {
             gso: false,
             mmsg: false,
             always_icrc: true,
             buffer: 5000,
             max_packet: Some(100),
-            ..Options::default()
+            ..UdpOptions::default()
         };
-        for options in [Options::default(), odd] {
-            assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
+        for options in [UdpOptions::default(), odd] {
+            assert_eq!(options.to_string().parse::<UdpOptions>().unwrap(), options);
         }
-        assert_eq!("".parse::<Options>().unwrap(), Options::default());
+        assert_eq!("".parse::<UdpOptions>().unwrap(), UdpOptions::default());
         assert_eq!(
-            "max_packet=100,max_packet=auto".parse::<Options>().unwrap(),
-            Options::default()
+            "max_packet=100,max_packet=auto".parse::<UdpOptions>().unwrap(),
+            UdpOptions::default()
         );
     }
 
     #[test]
     fn invalid_options_are_rejected_with_an_example() {
         for text in ["gso=maybe", "tso=on", "max_packet=15", "max_packet=65508"] {
-            let error = text.parse::<Options>().unwrap_err();
+            let error = text.parse::<UdpOptions>().unwrap_err();
             assert!(error.advice().is_some_and(|advice| advice.contains("gso=off")), "{error}");
         }
-        assert!("buffer=much".parse::<Options>().is_err());
+        assert!("buffer=much".parse::<UdpOptions>().is_err());
     }
 }

@@ -77,7 +77,7 @@ mod tests {
 
     use super::*;
     use crate::link::tests::{receive, send};
-    use crate::link::udp::{Options, Udp};
+    use crate::link::udp::{Udp, UdpOptions};
     use crate::link::{Corruption, FlowId, Flushed, Link, MAX_ROCE_PACKET};
     use crate::mem::Allocation;
     use crate::mem::sim::{Sim, SimConfig};
@@ -86,7 +86,7 @@ mod tests {
 
     /// Two links, and a flow from the first to the second.
     fn links(address: &str) -> Option<(Udp, Udp, FlowId)> {
-        let bind = || Udp::bind(address.parse().unwrap(), Options::default());
+        let bind = || Udp::bind(address.parse().unwrap(), UdpOptions::default());
         let (Ok(mut one), Ok(two)) = (bind(), bind()) else {
             println!("skipped: {address} does not belong to this machine");
             return None;
@@ -234,7 +234,7 @@ mod tests {
         let memory = memory();
         let slice = memory.host_bytes().unwrap().slice(0, 20_000).unwrap();
         let here = "127.0.0.1:0".parse().unwrap();
-        let mut two = Udp::bind(here, Options::default()).unwrap();
+        let mut two = Udp::bind(here, UdpOptions::default()).unwrap();
         for (options, forced) in [("always_icrc=on", false), ("", true)] {
             let mut one = Udp::bind(here, options.parse().unwrap()).unwrap();
             let flow = one.open(two.local(), 0).unwrap();

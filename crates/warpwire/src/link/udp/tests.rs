@@ -13,7 +13,7 @@ use super::*;
 use crate::link::MAX_ROCE_PACKET;
 use crate::link::tests::{fill, receive, send};
 
-fn bind(address: &str, options: Options) -> Udp {
+fn bind(address: &str, options: UdpOptions) -> Udp {
     Udp::bind(address.parse().unwrap(), options).unwrap()
 }
 
@@ -110,7 +110,7 @@ const SIZES: [usize; 8] = [4, 100, 100, 100, 60, 1024, 1024, 0];
 /// Sends single packets and runs, and returns them as captured on the wire.
 fn exchange(address: &str, options: &str) -> (Udp, Vec<Vec<u8>>) {
     let mut one = bind(address, options.parse().unwrap());
-    let two = bind(address, Options::default());
+    let two = bind(address, UdpOptions::default());
     let sniffer = sys::sniffer(one.local().port(), two.local().port()).unwrap();
     let flow = one.open(two.local(), 0).unwrap();
     for (number, payload) in SIZES.into_iter().enumerate() {
@@ -180,7 +180,7 @@ proptest! {
     fn random_bytes_never_pass_nor_panic(
         packets in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 1..20),
     ) {
-        let mut link = bind("127.0.0.1:0", Options::default());
+        let mut link = bind("127.0.0.1:0", UdpOptions::default());
         let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
         for packet in &packets {
             stranger.send_to(packet, link.local()).unwrap();
@@ -225,7 +225,7 @@ fn a_link_on_the_wildcard_address_reports_the_destination() {
         if !addresses().contains(&one) {
             continue;
         }
-        let options = Options { max_packet: Some(1000), ..Options::default() };
+        let options = UdpOptions { max_packet: Some(1000), ..UdpOptions::default() };
         let mut wide = bind(any, options);
         assert!(wide.path().why.contains("every address"));
         let mut narrow = bind(one, options);
@@ -253,8 +253,8 @@ fn a_link_on_the_wildcard_address_reports_the_destination() {
 
 #[test]
 fn runs_that_a_route_rejects_are_sent_packet_by_packet() {
-    let mut one = bind("127.0.0.1:0", Options::default());
-    let mut two = bind("127.0.0.1:0", Options::default());
+    let mut one = bind("127.0.0.1:0", UdpOptions::default());
+    let mut two = bind("127.0.0.1:0", UdpOptions::default());
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..10 {
         send(&mut one, flow, 100, number);
@@ -273,7 +273,7 @@ fn runs_that_a_route_rejects_are_sent_packet_by_packet() {
 #[test]
 fn a_route_without_segmentation_disables_it() {
     let mut counters = Counters::default();
-    let mut one = bind("127.0.0.1:0", Options::default());
+    let mut one = bind("127.0.0.1:0", UdpOptions::default());
     let flow = one.open("127.0.0.1:9".parse().unwrap(), 0).unwrap();
     for number in 0..3 {
         send(&mut one, flow, 100, number);
@@ -293,8 +293,8 @@ fn a_route_without_segmentation_disables_it() {
 
 #[test]
 fn a_batch_is_one_call() {
-    let mut one = bind("127.0.0.1:0", Options::default());
-    let mut two = bind("127.0.0.1:0", Options::default());
+    let mut one = bind("127.0.0.1:0", UdpOptions::default());
+    let mut two = bind("127.0.0.1:0", UdpOptions::default());
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..40 {
         send(&mut one, flow, MAX_ROCE_PACKET - (number as usize % 2), number);
@@ -315,7 +315,7 @@ fn a_batch_is_one_call() {
 
 #[test]
 fn a_full_socket_buffer_is_counted() {
-    let mut one = bind("127.0.0.1:0", Options::default());
+    let mut one = bind("127.0.0.1:0", UdpOptions::default());
     let mut two = bind("127.0.0.1:0", "buffer=4096,gro=off".parse().unwrap());
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..64 {
@@ -332,12 +332,12 @@ fn a_full_socket_buffer_is_counted() {
 
 #[test]
 fn bind_and_open_errors_name_the_cause() {
-    let taken = bind("127.0.0.1:0", Options::default());
+    let taken = bind("127.0.0.1:0", UdpOptions::default());
     for (address, why) in [
         (taken.local().to_string(), "another port"),
         ("192.0.2.77:0".to_owned(), "address of this machine"),
     ] {
-        let error = Udp::bind(address.parse().unwrap(), Options::default()).err().unwrap();
+        let error = Udp::bind(address.parse().unwrap(), UdpOptions::default()).err().unwrap();
         assert!(error.advice().is_some_and(|advice| advice.contains(why)), "{error}");
     }
     let mut link = taken;

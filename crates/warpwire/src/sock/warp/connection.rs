@@ -91,7 +91,7 @@ impl LocalResources {
             max_recv_sge: 1,
             max_inline_data: 8,
             signal_all: false,
-            access: warpwire_proto::qp::Access::REMOTE_WRITE,
+            access: Access::REMOTE_WRITE,
             // 268 ms: a busy machine may delay ACKs.
             timeout: 16,
             max_rd_atomic: 1,

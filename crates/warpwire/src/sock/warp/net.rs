@@ -15,7 +15,7 @@ use super::listener::WarpListener;
 use super::service::{Command, CommandQueue, Service};
 use super::stream::WarpStream;
 use crate::error::{Error, Kind, Result};
-use crate::link::{Auto, shm, udp};
+use crate::link::{Auto, ShmOptions, UdpOptions};
 use crate::verbs::{Context, EventFd};
 
 /// Sizes, limits and timeouts of the sockets of a [`Net`].
@@ -72,10 +72,10 @@ impl NetOptions {
 ///
 /// ```
 /// use std::io::{Read, Write};
-/// use warpwire::link::{Udp, udp};
+/// use warpwire::link::{Udp, UdpOptions};
 /// use warpwire::sock::warp::{Net, NetOptions};
 /// use warpwire::verbs::Context;
-/// let link = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default())?;
+/// let link = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default())?;
 /// let context = Context::open(link)?;
 /// let net = Net::over(&context, NetOptions::default())?;
 /// let listener = net.listen("127.0.0.1:0")?;
@@ -206,7 +206,7 @@ impl Inner {
         if let Some(context) = map.get(&local) {
             return Ok(context.clone());
         }
-        let (udp, shm) = (udp::Options::from_env()?, shm::Options::from_env()?);
+        let (udp, shm) = (UdpOptions::from_env()?, ShmOptions::from_env()?);
         let context = Context::open(Auto::bind((local, 0).into(), udp, shm)?)?;
         map.insert(local, context.clone());
         Ok(context)

@@ -11,8 +11,8 @@ use super::status::KernelStatus;
 use crate::mem::sim::{Block, KernelFault};
 use crate::mem::{Condition, DeviceAddr, WordWidth};
 use crate::mlx5::{
-    Atomic, Builder, CqeTail, Doorbell, DoorbellRecord, Opcode, Receive, Scratch, Status,
-    WQEBB_LEN, owner_bit,
+    Atomic, Builder, CqeSyndrome, CqeTail, Doorbell, DoorbellRecord, ReceiveWqe, Scratch, Status,
+    WQEBB_LEN, WqeOpcode, owner_bit,
 };
 use crate::verbs::Remote;
 
@@ -228,7 +228,7 @@ impl<'b> DeviceQp<'b> {
         };
         let stride = u64::from(self.constants.receive_stride);
         let mut entry = vec![0; stride as usize];
-        if Receive::write(&mut entry, &[(len, into.lkey, into.address)]).is_none() {
+        if ReceiveWqe::write(&mut entry, &[(len, into.lkey, into.address)]).is_none() {
             return Err(KernelFault::new("a receive does not fit into its entry"));
         }
         let at = self.constants.receive_queue + (number & (queue.depth - 1)) * stride;
@@ -429,7 +429,7 @@ fn refused(status: KernelStatus) -> DeviceTicket {
 
 /// The status of a recorded failure.
 fn cause(failure: u64) -> KernelStatus {
-    KernelStatus::Failed(Status::from_syndrome(failure as u8))
+    KernelStatus::Failed(CqeSyndrome(failure as u8).into())
 }
 
 /// Polls `ask` until it returns a value or an error, or until the timeout.
@@ -512,7 +512,7 @@ impl DeviceQueue<'_> {
             return Ok(None);
         }
         Ok(Some(match tail.is_error() {
-            true => KernelStatus::Failed(Status::from_syndrome(self.cqe(number, 52)?[3])),
+            true => KernelStatus::Failed(CqeSyndrome(self.cqe(number, 52)?[3]).into()),
             false => KernelStatus::Ok,
         }))
     }
@@ -553,7 +553,8 @@ impl DeviceQueue<'_> {
                 at += 1;
             }
             if let Some(KernelStatus::Failed(status)) = found {
-                return self.atomic_min(queue::FAILURE, at << 8 | u64::from(status.syndrome()));
+                return self
+                    .atomic_min(queue::FAILURE, at << 8 | u64::from(CqeSyndrome::from(status).0));
             }
         }
         self.atomic_min(queue::FAILURE, number << 8 | 0xff)
@@ -701,13 +702,13 @@ impl Work<'_> {
         qpn: u32,
     ) -> std::result::Result<crate::mlx5::EncodedWqe<'s>, crate::mlx5::WqeTooLong> {
         let opcode = match self {
-            Self::Write(..) | Self::Inline(..) => Opcode::RdmaWrite,
-            Self::WriteImm(..) => Opcode::RdmaWriteImm,
-            Self::Read(..) => Opcode::RdmaRead,
-            Self::Send(..) => Opcode::Send,
-            Self::SendImm(..) => Opcode::SendImm,
-            Self::Add(..) => Opcode::FetchAdd,
-            Self::Swap(..) => Opcode::CompareSwap,
+            Self::Write(..) | Self::Inline(..) => WqeOpcode::RdmaWrite,
+            Self::WriteImm(..) => WqeOpcode::RdmaWriteImm,
+            Self::Read(..) => WqeOpcode::RdmaRead,
+            Self::Send(..) => WqeOpcode::Send,
+            Self::SendImm(..) => WqeOpcode::SendImm,
+            Self::Add(..) => WqeOpcode::FetchAdd,
+            Self::Swap(..) => WqeOpcode::CompareSwap,
         };
         let entry = Builder::new(scratch, opcode, index, qpn).signaled();
         let entry = match *self {

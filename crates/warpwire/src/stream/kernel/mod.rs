@@ -74,7 +74,7 @@ pub use status::KernelStatus;
 
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Device, DeviceAddr, Launch};
-use crate::mlx5::{MAX_SEND_WQEBBS, Status};
+use crate::mlx5::{CqeSyndrome, MAX_SEND_WQEBBS, Status};
 use crate::mr::HostMemory;
 use crate::verbs::{
     Access, Context, Cq, CqOptions, Mr, Pd, ProgressMode, Qp, QpEndpoint, QpOptions, Service, State,
@@ -333,7 +333,7 @@ impl KernelQp {
         };
         let failure = |queue: u64| match word(queue + queue::FAILURE) {
             NO_FAILURE => None,
-            failure => Some((failure >> 8, Status::from_syndrome(failure as u8))),
+            failure => Some((failure >> 8, CqeSyndrome(failure as u8).into())),
         };
         let closed = word(SEND + queue::CLOSED) as u32 as i32;
         Ok(Progress {

@@ -3,7 +3,7 @@
 
 use crate::error::Result;
 use crate::hca::{QpLayout, QueueMemory};
-use crate::mlx5::{self, CqeTail, Status, WQEBB_LEN, owner_bit};
+use crate::mlx5::{self, CqeSyndrome, CqeTail, Status, WQEBB_LEN, owner_bit};
 use crate::verbs::{Context, Cq, CqOptions, Pd, Qp, QpOptions};
 
 use super::layout::{self, Constants};
@@ -135,7 +135,7 @@ impl PreallocQp {
             let tail = CqeTail::parse(bytes.load_u32(at + 60).ok()?.to_ne_bytes());
             let is_error = tail.code != 0xf && tail.is_error();
             let [.., syndrome] = bytes.load_u32(at + 52).ok()?.to_ne_bytes();
-            is_error.then(|| Status::from_syndrome(syndrome))
+            is_error.then(|| CqeSyndrome(syndrome).into())
         });
         // Prefer the cause: flushed work follows the work that failed.
         failures.min_by_key(|status| *status == Status::Flushed)

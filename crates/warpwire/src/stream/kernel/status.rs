@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::mlx5::Status;
+use crate::mlx5::{CqeSyndrome, Status};
 
 /// The result of a kernel's operation or wait.
 ///
@@ -56,7 +56,7 @@ impl KernelStatus {
         match TABLE.iter().find(|(known, ..)| *known == code) {
             Some((_, status, _)) => *status,
             None => {
-                Self::Failed(Status::from_syndrome(u8::try_from(-i64::from(code)).unwrap_or(0xff)))
+                Self::Failed(CqeSyndrome(u8::try_from(-i64::from(code)).unwrap_or(0xff)).into())
             }
         }
     }
@@ -64,7 +64,7 @@ impl KernelStatus {
     /// The code that kernels use for it: 0 success, 1 and 2 not complete, negative on failure.
     pub fn code(self) -> i32 {
         match self {
-            Self::Failed(status) => -i32::from(status.syndrome()),
+            Self::Failed(status) => -i32::from(CqeSyndrome::from(status).0),
             other => TABLE.iter().find(|(_, known, _)| *known == other).map_or(0, |row| row.0),
         }
     }
@@ -102,7 +102,7 @@ mod tests {
         }
         for syndrome in 1..=0xff_u8 {
             let status = KernelStatus::from_code(-i32::from(syndrome));
-            assert_eq!(status, KernelStatus::Failed(Status::from_syndrome(syndrome)));
+            assert_eq!(status, KernelStatus::Failed(CqeSyndrome(syndrome).into()));
             assert!(status.is_failure() && !status.is_ok());
             assert_eq!(KernelStatus::from_code(status.code()), status);
         }

@@ -1,14 +1,14 @@
-//! Access rights of registered memory.
+//! Access rights of registered memory and of queue pairs.
 
-use std::fmt;
-use std::ops::{BitOr, BitOrAssign};
+use alloc::vec::Vec;
+use core::fmt;
+use core::ops::{BitOr, BitOrAssign};
 
-use crate::error::{Error, Kind, Result};
-
-/// A set of access rights to registered memory. Local reads need none.
+/// A set of access rights to registered memory; local reads need none. Of a queue pair only the
+/// remote rights count: what its peer may do.
 ///
 /// ```
-/// use warpwire::mr::Access;
+/// use warpwire_proto::qp::Access;
 /// let rights = Access::LOCAL_WRITE | Access::REMOTE_READ;
 /// assert!(rights.contains(Access::REMOTE_READ) && !rights.contains(Access::REMOTE_WRITE));
 /// assert_eq!(rights.to_string(), "local-write remote-read");
@@ -62,13 +62,13 @@ impl Access {
     }
 
     /// The bits, as exchanged with local peers; the same in every build of this version.
-    pub(crate) const fn bits(self) -> u8 {
+    pub const fn bits(self) -> u8 {
         self.0
     }
 
-    /// A set from bits; unknown ones, and on-demand, are dropped.
-    pub(crate) const fn from_bits(bits: u8) -> Self {
-        Self(bits & 0b11_1111)
+    /// A set from bits; unknown ones are dropped.
+    pub const fn from_bits_truncate(bits: u8) -> Self {
+        Self(bits & 0b111_1111)
     }
 
     /// Whether the set contains any remote right.
@@ -77,15 +77,13 @@ impl Access {
         self.0 & Self::REMOTE.0 != 0
     }
 
-    /// Rejects the sets that verbs rejects: remote write and remote atomic need local write.
-    pub fn check(self) -> Result<()> {
-        let writes = self.0 & (Self::REMOTE_WRITE.0 | Self::REMOTE_ATOMIC.0) != 0;
-        if !writes || self.contains(Self::LOCAL_WRITE) {
-            return Ok(());
+    /// Rejects the sets that memory cannot be registered with: remote write and remote atomic need
+    /// local write.
+    pub const fn check(self) -> Result<(), AccessError> {
+        match self.intersects(Self(Self::REMOTE_WRITE.0 | Self::REMOTE_ATOMIC.0)) {
+            true if !self.contains(Self::LOCAL_WRITE) => Err(AccessError(self)),
+            _ => Ok(()),
         }
-        Err(Error::new(Kind::InvalidArgument, format!("register memory for {self}"))
-            .why("remote-write and remote-atomic need local-write as well")
-            .fix("add local-write"))
     }
 }
 
@@ -105,9 +103,12 @@ impl BitOrAssign for Access {
 
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 {
+            return f.pad("local-read");
+        }
         let set = Self::NAMES.iter().filter(|(right, _)| self.contains(*right));
         let names: Vec<_> = set.map(|(_, name)| *name).collect();
-        f.pad(&if names.is_empty() { "local-read".to_owned() } else { names.join(" ") })
+        f.pad(&names.join(" "))
     }
 }
 
@@ -116,3 +117,15 @@ impl fmt::Debug for Access {
         write!(f, "Access({self})")
     }
 }
+
+/// A set that [`Access::check`] rejects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AccessError(pub Access);
+
+impl fmt::Display for AccessError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad("remote-write and remote-atomic need local-write as well")
+    }
+}
+
+impl core::error::Error for AccessError {}
