@@ -69,8 +69,8 @@ class Guest:
         command = [
             # QEMU is killed when this process ends.
             "setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64",
-            # Emulation, because guests hang under nested KVM. One CPU: with two, rxe can miss that its
-            # packets have left, and then waits for ever (docs/interop.md).
+            # Emulation, because guests hang under nested KVM. One CPU: with two, rxe can miss that
+            # its packets have left, and then waits for ever (docs/interop.md).
             "-accel", "tcg", "-cpu", "max", "-m", "384", "-smp", "1",
             "-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-serial", "stdio", "-no-reboot",
             "-kernel", str(kernel), "-initrd", str(with_files(initrd, files, logs / f"guest{number}.initramfs")),

@@ -234,7 +234,8 @@ def add_program(archive, name, path):
 
 
 def add_provider(archive):
-    """Adds rxe's libibverbs provider and its .driver file, and libgcc_s, which exiting threads load."""
+    """Adds rxe's libibverbs provider and its .driver file, and libgcc_s, which exiting threads
+    load."""
     folders = {library.parent for library in pathlib.Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so")}
     for folder in folders:
         for provider in folder.glob("librxe-rdmav*.so"):
@@ -245,7 +246,8 @@ def add_provider(archive):
 
 
 def add_module(archive, name, modules, order):
-    """Adds a kernel module after its dependencies; a missing one is built in or not in this version."""
+    """Adds a kernel module after its dependencies; a missing one is built in or not in this
+    version."""
     path = modules.get(name)
     if path is None or f"{name}.ko" in order:
         return

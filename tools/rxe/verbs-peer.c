@@ -1,7 +1,8 @@
-// A scripted verbs peer: executes one verb per line of standard input, and answers each with a line.
+// A scripted verbs peer: executes one verb per line of standard input, and answers each with a
+// line.
 //
-// Tests run it on another implementation of RDMA (rxe in a guest) and so control each step of the peer.
-// Every answer begins with "ok", "none" (timeout) or "error". Numbers are written as in C.
+// Tests run it on another implementation of RDMA (rxe in a guest) and so control each step of the
+// peer. Every answer begins with "ok", "none" (timeout) or "error". Numbers are written as in C.
 //
 //   gid HEX                                  -> index of that GID; waits, as the table fills late
 //   memory LEN ACCESS                        -> number, address, lkey, rkey

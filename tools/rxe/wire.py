@@ -110,7 +110,8 @@ def check_with_tshark(path):
     for line in done.stdout.splitlines():
         number, opcode, malformed, protocols = (line.split("\t") + [""] * 4)[:4]
         opcodes[opcode] += 1
-        # tshark guesses the protocol of a payload (it may look like NFS or VLAN); errors there are ignored.
+        # tshark guesses the protocol of a payload (it may look like NFS or VLAN); errors there are
+        # ignored.
         malformed = malformed and protocols.endswith(":infiniband")
         if malformed or not opcode:
             wrong.append(f"{path.name}: packet {number} is {'malformed' if malformed else 'not RoCE'} to tshark")

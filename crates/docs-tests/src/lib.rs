@@ -2,4 +2,6 @@
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, unsafe_code, unused)]
 
+mod blocks;
+
 include!(concat!(env!("OUT_DIR"), "/blocks.rs"));

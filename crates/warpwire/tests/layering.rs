@@ -68,7 +68,7 @@ fn workspace() -> PathBuf {
     PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or(".")).join("../..")
 }
 
-/// Files below a folder with one of these extensions: path and text.
+/// Files below a folder with one of these extensions, "" for none: path and text.
 fn files(folder: &Path, extensions: &[&str]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let Ok(entries) = fs::read_dir(folder) else { return found };
@@ -76,9 +76,9 @@ fn files(folder: &Path, extensions: &[&str]) -> Vec<(String, String)> {
         let path = entry.path();
         if path.is_dir() {
             found.extend(files(&path, extensions));
-        } else if path
-            .extension()
-            .is_some_and(|found| extensions.iter().any(|known| found == *known))
+        } else if extensions
+            .iter()
+            .any(|known| path.extension().map_or(known.is_empty(), |has| has == *known))
         {
             found.push((path.display().to_string(), fs::read_to_string(&path).unwrap()));
         }
@@ -217,56 +217,110 @@ fn files_stay_small() {
     assert!(long.is_empty(), "{long:?} have more than {MAX_FILE_LINES} lines");
 }
 
-/// Lines of comments that exceed the width. Links and quoted output cannot be wrapped.
-fn wide_comments(text: &str) -> Vec<usize> {
-    let is_wide = |line: &&str| line.chars().count() > MAX_COLUMNS;
-    let is_comment = |line: &str| line.starts_with("//") || line.starts_with("* ");
+/// The width of a line without its URLs, which cannot be wrapped.
+fn columns(line: &str) -> usize {
+    let mut parts = line.split("](");
+    let mut width = parts.next().unwrap_or_default().chars().count();
+    for part in parts {
+        let text = part.split_once(')').map_or(part, |(_, text)| text);
+        width += "]()".len() + text.chars().count();
+    }
+    let urls = line.split_whitespace().filter(|word| !word.contains("](")).filter_map(|word| {
+        let scheme = ["https://", "http://"].iter().find_map(|scheme| word.find(scheme))?;
+        Some(word[scheme..].chars().count())
+    });
+    width.saturating_sub(urls.sum())
+}
+
+/// Lines of comments that exceed the width, in languages whose comments begin with these marks.
+fn wide_comments(text: &str, marks: &[&str]) -> Vec<usize> {
     let wide = text.lines().enumerate().filter(|(_, line)| {
-        is_wide(line) && is_comment(line.trim_start()) && !line.contains("://")
+        marks.iter().any(|mark| line.trim_start().starts_with(mark)) && columns(line) > MAX_COLUMNS
     });
     wide.map(|(number, _)| number + 1).collect()
 }
 
-/// Lines of Markdown that exceed the width: prose, not tables, code blocks or links.
+/// The same for scripts and manifests, where the docstrings of Python count too.
+fn wide_script_comments(text: &str) -> Vec<usize> {
+    let (mut wide, mut in_docstring) = (wide_comments(text, &["#"]), false);
+    for (number, line) in text.lines().enumerate() {
+        let quotes = line.matches("\"\"\"").count();
+        if (in_docstring || quotes > 0) && columns(line) > MAX_COLUMNS {
+            wide.push(number + 1);
+        }
+        in_docstring ^= quotes % 2 == 1;
+    }
+    wide
+}
+
+/// Lines of Markdown that exceed the width: prose and tables, not code blocks.
 fn wide_markdown(text: &str) -> Vec<usize> {
     let (mut wide, mut in_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
         in_code ^= line.trim_start().starts_with("```");
-        let can_wrap = !in_code && !line.starts_with('|') && !line.contains("](");
-        if can_wrap && line.chars().count() > MAX_COLUMNS {
+        if !in_code && columns(line) > MAX_COLUMNS {
             wide.push(number + 1);
         }
     }
     wide
 }
 
+/// Scripts, manifests and lists whose comments begin with `#`.
+fn scripts() -> Vec<(String, String)> {
+    let mut found = files(&workspace().join("crates"), &["toml", "py", "sh"]);
+    for folder in ["tools", "bench", ".ci"] {
+        found.extend(files(&workspace().join(folder), &["", "py", "sh", "txt"]));
+    }
+    found.extend(named(&["ci.sh", "Cargo.toml", "fuzz/Cargo.toml", "clippy.toml", "rustfmt.toml"]));
+    found
+}
+
+/// These files of the workspace, if they exist.
+fn named(names: &[&str]) -> Vec<(String, String)> {
+    let read =
+        |name: &&str| Some(((*name).to_owned(), fs::read_to_string(workspace().join(name)).ok()?));
+    names.iter().filter_map(read).collect()
+}
+
 #[test]
 fn comments_and_markdown_fit_the_width() {
     let mut wide = Vec::new();
+    let mut add = |path: &str, lines: Vec<usize>| {
+        wide.extend(lines.into_iter().map(|line| format!("{path}:{line}")));
+    };
     let code = ["rs", "cu", "cuh", "hpp", "cpp", "c", "h"];
-    for folder in ["crates", "include", "fuzz/src"] {
+    for folder in ["crates", "include", "fuzz/src", "tools", "bench"] {
         for (path, text) in files(&workspace().join(folder), &code) {
-            wide.extend(wide_comments(&text).into_iter().map(|line| format!("{path}:{line}")));
+            add(&path, wide_comments(&text, &["//", "/*", "* "]));
         }
     }
-    let mut pages = files(&workspace().join("docs"), &["md"]);
-    for name in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"] {
-        if let Ok(text) = fs::read_to_string(workspace().join(name)) {
-            pages.push((name.to_owned(), text));
-        }
+    for (path, text) in scripts() {
+        add(&path, wide_script_comments(&text));
     }
+    let mut pages = named(&["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]);
+    pages.extend(files(&workspace().join("docs"), &["md"]));
+    pages.extend(files(&workspace().join("crates"), &["md"]));
     for (path, text) in pages {
-        wide.extend(wide_markdown(&text).into_iter().map(|line| format!("{path}:{line}")));
+        add(&path, wide_markdown(&text));
     }
     assert!(wide.is_empty(), "wider than {MAX_COLUMNS} columns: {wide:#?}");
 }
 
 #[test]
 fn the_check_notices_wide_lines() {
-    let long = "x".repeat(MAX_COLUMNS);
-    assert_eq!(wide_comments(&format!("// {long}\nlet y = \"{long}\";\n    /// {long}")), [1, 3]);
-    assert_eq!(wide_comments(&format!("// see https://example.org/{long}")), Vec::<usize>::new());
-    assert_eq!(wide_markdown(&format!("{long}y\n```\n{long}y\n```\n| {long} |\n{long}y")), [1, 6]);
+    let (long, none) = ("x".repeat(MAX_COLUMNS), Vec::<usize>::new());
+    let code = format!("// {long}\nlet y = \"{long}\";\n    /// {long}\n/* {long} */");
+    assert_eq!(wide_comments(&code, &["//", "/*"]), [1, 3, 4]);
+    assert_eq!(wide_comments(&format!("// see https://example.org/{long}"), &["//"]), none);
+    let script = format!("# {long}\ny = \"{long}\"\n\"\"\"{long}\n{long}y\n\"\"\"\ny = {long}");
+    assert_eq!(wide_script_comments(&script), [1, 3, 4]);
+    let page = format!("{long}y\n```\n{long}y\n```\n| {long} |\n{long}y");
+    assert_eq!(wide_markdown(&page), [1, 5, 6]);
+    assert_eq!(
+        wide_markdown(&format!("[a page](https://example.org/{long}), [two](b#{long})")),
+        none
+    );
+    assert_eq!(wide_markdown(&format!("{long}[a page](b.md)\n{long} https://example.org")), [1, 2]);
 }
 
 /// The names of the types and traits that a file declares `pub`; not of aliases.
