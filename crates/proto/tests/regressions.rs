@@ -269,19 +269,3 @@ fn an_untaken_receive_completion_does_not_stop_writes() {
     let write = qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 1, reth(8), 8), &mut h);
     assert_eq!(write, Ok(()), "a WRITE needs no receive completion");
 }
-
-#[test]
-fn a_lost_packet_after_an_rnr_nak_causes_a_nak() {
-    let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
-    let mut h = TestHost { receive: false, ..TestHost::default() };
-    let send = |psn| packet(Opcode::SendOnly, psn, Extension::None, 8);
-    let _ = qp.handle_packet(t(0), &send(0), &mut h);
-    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // RNR NAK
-    h.receive = true;
-    // Packet 1 was in flight, and is dropped silently.
-    let _ = qp.handle_packet(t(1), &send(1), &mut h);
-    assert!(qp.poll_transmit(t(1), &mut h).is_none());
-    // The peer waits and goes back; packet 0 is lost, packet 1 arrives.
-    let _ = qp.handle_packet(t(50), &send(1), &mut h);
-    assert!(qp.poll_transmit(t(50), &mut h).is_some(), "no NAK: the peer must time out");
-}

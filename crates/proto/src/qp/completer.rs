@@ -46,14 +46,20 @@ impl Requester {
             (Opcode::Acknowledge, Extension::Aeth(aeth)) => {
                 self.on_ack(now, headers.psn, aeth.syndrome, stats)
             }
-            (Opcode::AtomicAcknowledge, Extension::AethAtomic(_, value)) => {
-                self.on_atomic_response(now, headers.psn, value, host, stats)
+            (Opcode::AtomicAcknowledge, Extension::AethAtomic(aeth, value)) => {
+                self.on_atomic_response(now, headers.psn, (aeth.syndrome, value), host, stats)
             }
-            _ => self.on_read_response(now, params, headers.psn, rx.payload_len, host, stats),
+            _ => self.on_read_response(now, params, rx, host, stats),
         };
         if self.unacked != before {
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
+            self.last_nak = self.last_nak.filter(|at| at.distance_from(self.unacked) >= 0);
             self.restart_timer(now, params);
+            if let (Accepted, Some((psn, status))) = (&outcome, self.rejection)
+                && self.ack_until(psn)
+            {
+                return Failed(status);
+            }
         }
         outcome
     }
@@ -109,40 +115,41 @@ impl Requester {
             Syndrome::Nak(Nak::Sequence) => {
                 stats.sequence_naks_received += 1;
                 self.ack_until(psn);
-                self.on_sequence_nak()
+                self.on_sequence_nak(psn)
             }
             Syndrome::Nak(nak) => {
-                // Missing responses before it will not arrive any more: the peer has failed.
-                self.ack_until(psn);
-                Failed(match nak {
+                let status = match nak {
                     Nak::InvalidRequest => Status::RemoteInvalidRequest,
                     Nak::RemoteAccess => Status::RemoteAccess,
                     Nak::RemoteOperational => Status::RemoteOperation,
                     Nak::Sequence | Nak::Unknown(_) => Status::BadResponse,
-                })
+                };
+                self.on_rejection(psn, status, stats)
             }
-            Syndrome::Reserved(_) => {
-                self.ack_until(psn);
-                Failed(Status::BadResponse)
-            }
+            Syndrome::Reserved(_) => self.on_rejection(psn, Status::BadResponse, stats),
         }
     }
 
-    /// The peer misses the packet at `unacked`: go back. That costs one retry per PSN; if the NAK
-    /// is repeated (the packet was lost again, or the NAK was duplicated) the timer keeps running,
-    /// so that a packet that never arrives fails in the end.
-    fn on_sequence_nak(&mut self) -> Outcome {
-        if self.next == self.unacked {
-            return Accepted; // already gone back, and nothing sent since
+    /// The peer rejected the request with this PSN. If the response to an earlier read or atomic is
+    /// missing, that one is requested again first (implied NAK), and the rejection is kept: it
+    /// fails the work that it is for, not the one before it.
+    fn on_rejection(&mut self, psn: Psn, status: Status, stats: &mut Stats) -> Outcome {
+        if self.ack_until(psn) {
+            return Failed(status);
         }
-        if self.last_go_back != Some(self.unacked) {
-            self.last_go_back = Some(self.unacked);
-            return self.retry().map_or_else(Failed, |()| Accepted);
+        self.rejection = Some((psn, status));
+        self.on_response_gap(stats)
+    }
+
+    /// The peer misses the packet with this PSN: go back, which costs a retry. Copies of that NAK
+    /// are ignored until there is progress or a timeout: each would send the whole window again.
+    fn on_sequence_nak(&mut self, psn: Psn) -> Outcome {
+        let is_copy = self.last_nak.replace(psn) == Some(psn);
+        // If nothing was sent since going back, the NAK says nothing new.
+        if is_copy || self.next == self.unacked {
+            return Accepted;
         }
-        let deadline = self.deadline;
-        self.go_back();
-        self.deadline = deadline;
-        Accepted
+        self.retry().map_or_else(Failed, |()| Accepted)
     }
 
     /// The peer has no receive, or no resident page, for the packet at `unacked`.
@@ -179,11 +186,11 @@ impl Requester {
         &mut self,
         now: Instant,
         params: &ConnParams,
-        psn: Psn,
-        len: u32,
+        rx: &RxPacket<'_>,
         host: &mut H,
         stats: &mut Stats,
     ) -> Outcome {
+        let (psn, len) = (rx.headers.psn, rx.payload_len);
         if !self.ack_until(psn) {
             return self.on_response_gap(stats);
         }
@@ -193,7 +200,16 @@ impl Requester {
         }
         let index = psn.distance_from(entry.first) as u32;
         let offset = params.mtu.offset(index);
-        if len != (entry.work.len - offset).min(params.mtu.bytes()) {
+        let begins_chunk = index.is_multiple_of(params.read_chunk);
+        let ends_chunk =
+            (index + 1).is_multiple_of(params.read_chunk) || index + 1 == entry.packets;
+        // A NAK has no data: data with a NAK's syndrome is neither.
+        let is_negative =
+            matches!(rx.headers.extension, Extension::Aeth(aeth) if !aeth.syndrome.is_ack());
+        if is_negative
+            || !self.is_in_order(rx.headers.opcode, psn, begins_chunk, ends_chunk)
+            || len != (entry.work.len - offset).min(params.mtu.bytes())
+        {
             return Failed(Status::BadResponse);
         }
         if len > 0 {
@@ -203,17 +219,30 @@ impl Requester {
                 HostStatus::Denied => return Failed(Status::LocalProtection),
             }
         }
-        let ends_chunk =
-            (index + 1).is_multiple_of(params.read_chunk) || index + 1 == entry.packets;
         self.complete_response(psn, ends_chunk);
         Accepted
+    }
+
+    /// Whether a read response may have this opcode at this place in its request. A request that
+    /// resumed in the middle of a chunk is answered from there on, by a "first"; the response to
+    /// the request before it may still arrive too, and continues by a "middle".
+    #[inline]
+    fn is_in_order(&self, opcode: Opcode, psn: Psn, begins: bool, ends: bool) -> bool {
+        let may_begin = begins || self.resumed_at == Some(psn);
+        match opcode {
+            Opcode::ReadResponseFirst => may_begin && !ends,
+            Opcode::ReadResponseMiddle => !begins && !ends,
+            Opcode::ReadResponseLast => !begins && ends,
+            Opcode::ReadResponseOnly => may_begin && ends,
+            _ => false,
+        }
     }
 
     fn on_atomic_response<H: Host>(
         &mut self,
         now: Instant,
         psn: Psn,
-        value: u64,
+        (syndrome, value): (Syndrome, u64),
         host: &mut H,
         stats: &mut Stats,
     ) -> Outcome {
@@ -221,7 +250,7 @@ impl Requester {
             return self.on_response_gap(stats);
         }
         let work = self.entry(self.tail).work;
-        if !matches!(work.op, SendOp::Atomic(..)) {
+        if !matches!(work.op, SendOp::Atomic(..)) || !syndrome.is_ack() {
             return Failed(Status::BadResponse);
         }
         match host.store_result(work.id, value) {

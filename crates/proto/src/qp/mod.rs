@@ -73,7 +73,8 @@ use responder::Responder;
 
 /// Maximum of outstanding reads and atomics, in either direction.
 pub const MAX_QP_RD_ATOM: u8 = 128;
-/// Maximum of packets in a message: PSNs compare on half of the circle.
+/// Maximum of packets in a message of ours: PSNs compare on half of the circle. One less than 2^31
+/// bytes need at the smallest MTU.
 const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
 
 /// Options of a queue pair, fixed when it is created.
@@ -432,7 +433,7 @@ impl RcQp {
         match self.state {
             State::Rtr | State::Rts | State::Sqd => {}
             State::Err => {
-                self.responder.repeat_fatal_nak(rx.headers.psn);
+                self.responder.repeat_fatal_nak(&self.responder_params, rx.headers);
                 return Err(DiscardReason::State);
             }
             State::Reset | State::Init | State::Sqe => return Err(DiscardReason::State),

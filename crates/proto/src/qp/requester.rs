@@ -123,6 +123,13 @@ pub(super) struct Requester {
     pub(super) resume: Instant,
     /// The value of `unacked` at which a missing response already made us go back.
     pub(super) last_go_back: Option<Psn>,
+    /// The PSN of the last sequence-error NAK that made us go back.
+    pub(super) last_nak: Option<Psn>,
+    /// The PSN in the middle of a chunk at which a read was last requested again.
+    pub(super) resumed_at: Option<Psn>,
+    /// A PSN that the peer rejected, with the status for its work, while responses before it are
+    /// missing.
+    pub(super) rejection: Option<(Psn, Status)>,
     /// The failure of the work at `tail`.
     failure: Option<Status>,
 }
@@ -151,6 +158,9 @@ impl Requester {
             deadline: Instant::NEVER,
             resume: Instant::default(),
             last_go_back: None,
+            last_nak: None,
+            resumed_at: None,
+            rejection: None,
             failure: None,
         }
     }
@@ -321,12 +331,16 @@ impl Requester {
             packet.payload = Some(Payload { from, len: segment.len });
         }
         let is_last = index + segment.psn_count == entry.packets;
+        let resumes = awaits_response && !index.is_multiple_of(params.read_chunk);
         headers.solicited = is_last && entry.work.solicited && segment.can_solicit;
         headers.destination_qp = params.destination;
         headers.psn = next;
         self.started = self.started.wrapping_add(u32::from(is_new_message));
         self.current = self.current.wrapping_add(u32::from(is_last));
         self.outstanding_reads += u32::from(awaits_response);
+        if resumes {
+            self.resumed_at = Some(next);
+        }
         stats.resent += u64::from(!is_new);
         self.since_ack_request += 1;
         // Request an ACK at the end of a message, before the window closes, every quarter window in
@@ -380,7 +394,7 @@ impl Requester {
             return Ok(());
         }
         stats.timeouts += 1;
-        self.last_go_back = None;
+        (self.last_go_back, self.last_nak) = (None, None);
         self.retry()
     }
 

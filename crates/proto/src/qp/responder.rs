@@ -12,7 +12,7 @@ use super::host::{Host, HostStatus, Receive, Remote, Target};
 use super::requester::MAX_MESSAGE_LEN;
 use super::resource::{RdAtomicOp, Resource, ResourceRing};
 use super::work::{QpEvent, ReceiveCompletion, ReceiveKind, Status};
-use super::{MAX_MESSAGE_PACKETS, Mtu, RxPacket, Stats};
+use super::{Mtu, RxPacket, Stats};
 use crate::psn::Psn;
 use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Nak, Opcode};
@@ -117,8 +117,8 @@ pub(super) struct Responder {
     message: Message,
     /// A receive taken for a packet that then had to be refused with an RNR NAK.
     pending_receive: Option<Receive>,
-    /// Set once a NAK was sent for the missing `expected`: the last PSN beyond it that arrived.
-    gap_reported: Option<Psn>,
+    /// A NAK was sent for `expected`, or is due: requests beyond it are ignored until it arrives.
+    pub(super) nak_sent: bool,
     /// The last PSN of a send or write that was executed. An ACK carries this PSN and no later one:
     /// reads and atomics are acknowledged only by their responses.
     pub(super) acknowledged: Psn,
@@ -142,7 +142,7 @@ impl Responder {
             completed: 0,
             message: Message::None,
             pending_receive: None,
-            gap_reported: None,
+            nak_sent: false,
             acknowledged: Psn::new(0),
             reply: Reply::None,
             resource: ResourceRing::new(0),
@@ -202,7 +202,7 @@ impl Responder {
         }
         match self.execute(params, rx, host) {
             Ok(()) => {
-                self.gap_reported = None;
+                self.nak_sent = false;
                 self.fault_streak = 0;
                 Outcome::Accepted
             }
@@ -212,7 +212,7 @@ impl Responder {
                 self.fault_streak =
                     if not_resident { self.fault_streak.saturating_add(1) } else { 0 };
                 self.reply = Reply::NotReady;
-                self.gap_reported = Some(psn);
+                self.nak_sent = true;
                 stats.rnr_sent += 1;
                 Outcome::Dropped(DiscardReason::Busy)
             }
@@ -234,29 +234,37 @@ impl Responder {
     }
 
     /// Repeats the NAK for a request that arrives after the failure: the first one may have been
-    /// lost.
+    /// lost. Reads and atomics that were executed before the failure are answered again first.
     ///
     /// The failed PSN may belong to data that the peer already has, if a late duplicate of its
     /// request restarted the response. The peer would ignore a NAK for that PSN; so the NAK is sent
     /// for the requested PSN, or for the first one that was not executed, so that nothing is
     /// acknowledged that was not done.
-    pub(super) fn repeat_fatal_nak(&mut self, requested: Psn) {
+    pub(super) fn repeat_fatal_nak(&mut self, params: &ConnParams, headers: &Headers) {
         if let Some((nak, psn)) = self.fatal {
+            let requested = headers.psn;
+            if requested.distance_from(self.expected) < 0 {
+                self.on_duplicate(params, headers);
+            }
             let first =
                 if requested.distance_from(self.expected) > 0 { self.expected } else { requested };
-            let psn = if first.distance_from(psn) > 0 { first } else { psn };
-            self.reply = Reply::Fatal(nak, psn);
+            let repeated = if first.distance_from(psn) > 0 { first } else { psn };
+            // Several requests may arrive before the NAK is sent: the first of them is answered,
+            // because the peer misses it.
+            let is_later = |due: Psn| due != psn && repeated.distance_from(due) > 0;
+            if !matches!(self.reply, Reply::Fatal(_, due) if is_later(due)) {
+                self.reply = Reply::Fatal(nak, repeated);
+            }
         }
     }
 
-    /// Handles a request beyond a missing one. A NAK is sent once, and again after the peer has
-    /// gone back and the PSN is still missing, which shows in a PSN that is not beyond the last
-    /// one.
+    /// Handles a request beyond a missing one: one NAK, until the missing request arrives. If the
+    /// NAK is lost, the peer's timer expires.
     fn on_gap(&mut self, psn: Psn) {
-        if self.gap_reported.is_none_or(|highest| psn.distance_from(highest) <= 0) {
+        if !self.nak_sent {
+            self.nak_sent = true;
             self.reply = Reply::Sequence(psn);
         }
-        self.gap_reported = Some(psn);
     }
 
     /// Handles a request that was executed before: answered again, never executed again.
@@ -491,12 +499,11 @@ impl Responder {
         payload_len: u32,
         host: &mut H,
     ) -> Result<(), Reject> {
-        let packets = params.mtu.packets(reth.len.min(MAX_MESSAGE_LEN));
-        let valid =
-            payload_len == 0 && reth.len <= MAX_MESSAGE_LEN && packets <= MAX_MESSAGE_PACKETS;
+        let valid = payload_len == 0 && reth.len <= MAX_MESSAGE_LEN;
         if !valid || !self.resource.has_room() {
             return Err(Reject::invalid());
         }
+        let packets = params.mtu.packets(reth.len);
         let at = Remote { address: reth.address, rkey: reth.rkey };
         if reth.len > 0 {
             check_host(host.may_access(Access::REMOTE_READ, at, reth.len), Reject::access)?;

@@ -131,6 +131,7 @@ impl Responder {
             }
             Reply::Sequence(_) => {
                 stats.sequence_naks_sent += 1;
+                self.nak_sent = true;
                 (Syndrome::Nak(Nak::Sequence), self.expected)
             }
             Reply::Fatal(nak, psn) => (Syndrome::Nak(nak), psn),

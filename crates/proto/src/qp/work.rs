@@ -223,7 +223,8 @@ pub enum PostError {
     Full,
     /// The queue pair accepts no work in this state.
     State(super::State),
-    /// Longer than 2^31 bytes, an atomic of another width, or a datagram longer than the MTU.
+    /// Longer than 2^31 bytes or 2^23 - 1 packets, an atomic of another width, or a datagram longer
+    /// than the MTU.
     Length(u32),
 }
 

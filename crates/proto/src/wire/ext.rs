@@ -183,6 +183,11 @@ impl Syndrome {
     /// ACK without credits: what this implementation sends.
     pub const ACK: Self = Self::Ack(31);
 
+    /// Whether it is an ACK, of any credit count.
+    pub const fn is_ack(self) -> bool {
+        matches!(self, Self::Ack(_))
+    }
+
     /// Parses the byte on the wire.
     pub const fn from_byte(byte: u8) -> Self {
         let code = byte & 0x1f;

@@ -1,6 +1,7 @@
 //! Directed tests of the queue pair: two of them, a scripted host, packets delivered by hand. Each
 //! test's name says what must happen; the invariants are numbered in `warpwire_proto::qp`.
 
+mod bad_answers;
 mod congestion;
 mod datagram;
 mod duplicates;

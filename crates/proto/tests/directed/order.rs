@@ -52,20 +52,6 @@ fn with_first_ack_request() -> impl FnMut(&Transmit) -> Transmit {
 }
 
 #[test]
-fn another_nak_is_sent_when_the_retransmitted_packet_is_lost_again() {
-    let (mut pair, packets) = ten_packets();
-    assert_eq!(pair.deliver(B, &packets[3]), Err(DiscardReason::Gap));
-    assert_eq!(pair.send_all(B).len(), 1);
-    assert_eq!(pair.deliver(B, &packets[4]), Err(DiscardReason::Gap));
-    assert_eq!(pair.send_all(B), [], "a second NAK for the same gap");
-    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
-    let again = pair.send_all(B);
-    assert_eq!((psn(&again[0]), syndrome(&again[0])), (0x100, SEQUENCE));
-    assert_eq!(pair.deliver(B, &packets[2]), Err(DiscardReason::Gap));
-    assert_eq!(pair.send_all(B), []);
-}
-
-#[test]
 fn a_gap_that_closes_before_the_nak_is_sent_is_acknowledged() {
     let (mut pair, packets) = ten_packets();
     assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
@@ -73,11 +59,12 @@ fn a_gap_that_closes_before_the_nak_is_sent_is_acknowledged() {
     let responses = pair.send_all(B);
     // The first packet has arrived, the second was discarded and is still missing.
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
-    assert_eq!(pair.deliver(B, &packets[2]), Err(DiscardReason::Gap));
     assert_eq!(pair.deliver(B, &packets[1]), Ok(()));
+    assert_eq!(pair.deliver(B, &packets[3]), Err(DiscardReason::Gap));
     assert_eq!(pair.deliver(B, &packets[2]), Ok(()));
+    assert_eq!(pair.deliver(B, &packets[3]), Ok(()));
     let responses = pair.send_all(B);
-    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x102, Syndrome::ACK));
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x103, Syndrome::ACK));
 }
 
 #[test]
@@ -92,7 +79,7 @@ fn a_new_gap_causes_a_new_nak() {
 }
 
 #[test]
-fn no_sequence_nak_follows_an_rnr_nak_immediately() {
+fn no_sequence_nak_follows_an_rnr_nak() {
     let mut pair = Pair::new();
     pair.post(A, 0, SendOp::Send, 10);
     pair.post(A, 1, SendOp::Send, 10);
@@ -102,13 +89,13 @@ fn no_sequence_nak_follows_an_rnr_nak_immediately() {
     let responses = pair.send_all(B);
     assert_eq!(responses.len(), 1);
     assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x100, Syndrome::RnrNak(5)));
-    // Its retransmission shows that the peer went back, and that the first packet was lost.
-    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
-    let responses = pair.send_all(B);
-    assert_eq!(
-        (psn(&responses[0]), syndrome(&responses[0])),
-        (0x100, Syndrome::Nak(Nak::Sequence))
-    );
+    // All that follows is ignored until the first packet comes again.
+    for _ in 0..2 {
+        assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
+        assert_eq!(pair.send_all(B), []);
+    }
+    assert_eq!(pair.deliver(B, &packets[0]), Err(DiscardReason::Busy));
+    assert_eq!(syndrome(&pair.send_all(B)[0]), Syndrome::RnrNak(5));
 }
 
 #[test]

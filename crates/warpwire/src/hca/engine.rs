@@ -26,15 +26,13 @@ use super::direct::QUANTUM;
 use super::direct_peer::DirectPeers;
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::event::{AsyncEvent, AsyncEventQueue};
-use super::host::{HostView, PacketPayload};
+use super::host::HostView;
 use super::protocol::Protocol;
 use super::qpc::{QpContext, RecvSource, TakeOutcome};
 use super::ring::{SharedReceiveQueue, WQE_ARRIVAL_TIMEOUT};
 use super::stats::{DropReason, Totals};
 use crate::error::Result;
-use crate::link::{
-    Deferred, ExportTable, FlowId, Frame, Link, MIN_ZERO_COPY, PendingPayload, ReceivedPacket,
-};
+use crate::link::{ExportTable, Frame, Link};
 use crate::mr::{AccessDenied, Registry};
 use datagram::Destinations;
 
@@ -54,7 +52,23 @@ pub(super) struct Engine {
     /// In manual mode ACKs are sent in the step that received the request: no other thread makes a
     /// next step.
     acks_immediately: bool,
+    clock: Clock,
     pub(super) core: Core,
+}
+
+/// Time since the device was opened.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock(std::time::Instant);
+
+impl Clock {
+    pub(super) fn start() -> Self {
+        Self(std::time::Instant::now())
+    }
+
+    #[inline]
+    pub(super) fn now(self) -> Instant {
+        Instant::from_nanos(self.0.elapsed().as_nanos() as u64)
+    }
 }
 
 /// All but the link, whose buffers are borrowed while the rest works on them.
@@ -135,6 +149,7 @@ impl Engine {
         async_events: Arc<AsyncEventQueue>,
         doorbell_bitmap: Arc<DoorbellBitmap>,
         acks_immediately: bool,
+        clock: Clock,
         export_table: std::result::Result<Arc<ExportTable>, &'static str>,
     ) -> Self {
         let core = Core {
@@ -163,7 +178,7 @@ impl Engine {
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
         };
-        Self { link, acks_immediately, core }
+        Self { link, acks_immediately, clock, core }
     }
 
     pub(super) fn link(&self) -> &dyn Link {
@@ -180,14 +195,18 @@ impl Engine {
         core.last_step = now;
         let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
         core.poll_doorbells(now);
+        let copied = core.totals.direct_operations != direct;
+        // Copying to a peer's memory takes time. A deadline counts from when its packet is sent.
+        let now = if copied { self.clock.now() } else { now };
         let mut sent = self.transmit(now)?;
-        let core = &mut self.core;
-        let received = self.link.receive_deferred(&mut |arrival| match arrival {
-            ReceivedPacket::Read(frame) => core.on_packet(now, &frame, None),
-            ReceivedPacket::Deferred(Deferred { head, len, pending_payload }) => {
-                core.on_packet(now, &head, Some((pending_payload, len)))
-            }
+        let Self { link, core, clock, .. } = self;
+        // A wait that a packet asks for begins when the packet has been read, which may be long
+        // after the step began. One reading of the clock per batch.
+        let mut read_at = None;
+        let received = link.receive(&mut |frame| {
+            core.on_packet(*read_at.get_or_insert_with(|| clock.now()), &frame);
         })?;
+        let now = read_at.unwrap_or(now);
         // Flush write-behind before ACKs: only placed data may be acknowledged.
         core.flush_staged();
         // Timers last: after a pause, responses that wait in the link are handled before they count
@@ -272,19 +291,12 @@ impl Engine {
                     break TxOutcome::Done;
                 }
             }
-            let mut view = HostView { qp_memory, registry, srqs, payload: PacketPayload::NONE };
+            let mut view = HostView { qp_memory, registry, srqs, payload: &[] };
             if !qp.transmit_into(now, &mut view, &mut packet) {
                 break TxOutcome::Done;
             }
             let len = packet.payload.map_or(0, |payload| payload.len as usize);
             let wire_len = packet.headers.wire_len(len);
-            if len >= MIN_ZERO_COPY
-                && send_zero_copy(&mut *self.link, flow, qp_memory, registry, &packet).is_some()
-            {
-                count += 1;
-                bytes += wire_len;
-                continue;
-            }
             let Ok(slot) = self.link.reserve(flow, wire_len) else {
                 totals.count_drop(DropReason::TooLong);
                 continue;
@@ -332,25 +344,6 @@ enum TxOutcome {
 /// of the full MTU needs no padding.
 pub(super) const MAX_PACKET_OVERHEAD: usize = BTH_LEN + 20 + ICRC_LEN;
 
-/// Sends a packet without copying its payload (zero-copy), if that is one contiguous range of host
-/// memory and the link supports it.
-#[inline(never)]
-fn send_zero_copy(
-    link: &mut dyn Link,
-    flow: FlowId,
-    qp_memory: &super::qpc::QpMemory,
-    registry: &Registry,
-    packet: &Transmit,
-) -> Option<()> {
-    let Payload { from, len } = packet.payload?;
-    // The span is held while the link sends: the memory stays valid.
-    let span = qp_memory.single_span(registry, from, len)?;
-    let bytes = span.host_bytes()?;
-    let slot = link.reserve(flow, packet.headers.wire_len(len as usize)).ok()?;
-    let headers = packet.headers.emit(slot, len as usize)?;
-    link.commit_zero_copy(headers, &bytes).then_some(())
-}
-
 fn gather(
     qp_memory: &mut super::qpc::QpMemory,
     registry: &Registry,
@@ -366,14 +359,8 @@ fn gather(
 }
 
 impl Core {
-    /// Handles a packet; with `pending_payload`, `frame` has only its beginning and the link still
-    /// holds the rest, `usize` bytes in total.
-    fn on_packet(
-        &mut self,
-        now: Instant,
-        frame: &Frame<'_>,
-        pending_payload: Option<(&mut dyn PendingPayload, usize)>,
-    ) {
+    /// Handles a packet that was read at `now`.
+    fn on_packet(&mut self, now: Instant, frame: &Frame<'_>) {
         let transport = match Transport::new_checked(frame.bytes) {
             Ok(transport) => transport,
             Err(_) => return self.totals.count_drop(DropReason::Malformed),
@@ -387,34 +374,15 @@ impl Core {
             return totals.count_drop(DropReason::NoQueuePair);
         };
         let QpContext { qp: Protocol::Connected(qp), qp_memory, .. } = &mut **qpc else {
-            let Some((pending_payload, _)) = pending_payload else {
-                return self.on_datagram(now, index, &transport, frame);
-            };
-            // Datagrams need the whole packet, as the GRH is placed before the payload: read the
-            // rest first.
-            if let Some(bytes) = pending_payload.read() {
-                self.on_packet(now, &Frame { bytes, ..*frame }, None);
-            }
-            return;
+            return self.on_datagram(now, index, &transport, frame);
         };
         if !qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
             return totals.count_drop(DropReason::WrongPeer);
         }
         totals.packets_received += 1;
-        let headers = transport.headers();
-        let payload = transport.payload();
-        let (payload, payload_len) = match pending_payload {
-            None => (PacketPayload::Bytes(payload), payload.len()),
-            Some((pending_payload, len)) => {
-                let unread = len.saturating_sub(frame.bytes.len());
-                (
-                    PacketPayload::Deferred { pending_payload, headers: headers.len() },
-                    payload.len() + unread,
-                )
-            }
-        };
-        let rx =
-            RxPacket { headers: &headers, payload_len: payload_len as u32, marked: frame.marked };
+        let (headers, payload) = (transport.headers(), transport.payload());
+        let payload_len = payload.len() as u32;
+        let rx = RxPacket { headers: &headers, payload_len, marked: frame.marked };
         let mut view = HostView { qp_memory, registry, srqs, payload };
         // Discarded packets are counted by the queue pair.
         let _ = qp.handle_packet(now, &rx, &mut view);

@@ -5,7 +5,6 @@ use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Sour
 
 use super::qpc::QpMemory;
 use super::ring::SharedReceiveQueue;
-use crate::link::PendingPayload;
 use crate::mr::{AccessDenied, Registry};
 
 /// What a queue pair sees of the engine.
@@ -13,23 +12,8 @@ pub(super) struct HostView<'a> {
     pub qp_memory: &'a mut QpMemory,
     pub registry: &'a Registry,
     pub srqs: &'a mut [Option<SharedReceiveQueue>],
-    /// The payload of the received packet.
-    pub payload: PacketPayload<'a>,
-}
-
-/// A packet's payload.
-pub(super) enum PacketPayload<'a> {
-    Bytes(&'a [u8]),
-    /// The link still holds it, after `headers` bytes of headers.
-    Deferred {
-        pending_payload: &'a mut dyn PendingPayload,
-        headers: usize,
-    },
-}
-
-impl PacketPayload<'_> {
-    /// For transmitted packets, and received ones without payload.
-    pub(super) const NONE: Self = Self::Bytes(&[]);
+    /// The payload of the received packet; empty while one is transmitted.
+    pub payload: &'a [u8],
 }
 
 impl HostView<'_> {
@@ -72,33 +56,6 @@ impl HostView<'_> {
             Target::Grh { .. } => Err(AccessDenied::Range),
         }
     }
-
-    /// Lets the link read the payload directly into its target, if that is one contiguous range of
-    /// host memory; otherwise copies it.
-    #[inline(never)]
-    fn place_deferred(&mut self, to: Target, len: u32) -> HostStatus {
-        let payload = std::mem::replace(&mut self.payload, PacketPayload::NONE);
-        let PacketPayload::Deferred { pending_payload, headers } = payload else {
-            return HostStatus::Denied;
-        };
-        // The span is held while the link reads into it: the memory stays valid.
-        let span = self.qp_memory.target_span(self.registry, to, len);
-        if let Some(bytes) = span.as_ref().and_then(|span| span.host_bytes()) {
-            // A damaged packet counts as lost, but the protocol has already begun to handle it: the
-            // peer is asked to send it again.
-            return if pending_payload.read_into(headers, &bytes) {
-                HostStatus::Ready
-            } else {
-                HostStatus::Retry
-            };
-        }
-        drop(span);
-        let Some(packet) = pending_payload.read() else { return HostStatus::Retry };
-        let end = headers + len as usize;
-        let outcome = packet.get(headers..end).ok_or(AccessDenied::Range);
-        let outcome = outcome.and_then(|payload| self.put(to, payload));
-        self.verdict(outcome)
-    }
 }
 
 impl Host for HostView<'_> {
@@ -112,10 +69,7 @@ impl Host for HostView<'_> {
     }
 
     fn place(&mut self, to: Target, len: u32) -> HostStatus {
-        let PacketPayload::Bytes(payload) = self.payload else {
-            return self.place_deferred(to, len);
-        };
-        let Some(payload) = payload.get(..len as usize) else { return HostStatus::Denied };
+        let Some(payload) = self.payload.get(..len as usize) else { return HostStatus::Denied };
         let outcome = self.put(to, payload);
         self.verdict(outcome)
     }

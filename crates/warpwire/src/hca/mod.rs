@@ -48,7 +48,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant as Clock};
+use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, QpAttributes, State};
@@ -68,7 +68,7 @@ use crate::link::{self, Link};
 use crate::mr::Registry;
 use crate::sync::BiasedMutex;
 use doorbell_bitmap::DoorbellBitmap;
-use engine::Engine;
+use engine::{Clock, Engine};
 use event::AsyncEventQueue;
 use progress_mode::Waker;
 use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
@@ -113,7 +113,7 @@ struct HcaInner {
     async_events: Arc<AsyncEventQueue>,
     doorbell_bitmap: Arc<DoorbellBitmap>,
     waker: Arc<Waker>,
-    start: Clock,
+    clock: Clock,
     path: link::LinkPath,
     max_packet: usize,
     polled_doorbells: std::sync::atomic::AtomicU32,
@@ -154,7 +154,7 @@ impl HcaInner {
     }
 
     fn now(&self) -> Instant {
-        Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
+        self.clock.now()
     }
 
     fn step(&self) -> Result<StepSummary> {
@@ -201,12 +201,14 @@ impl Hca {
         let async_events = Arc::new(AsyncEventQueue::new()?);
         let doorbell_bitmap = Arc::new(DoorbellBitmap::new());
         let manual_progress = options.progress_mode == ProgressMode::Manual;
+        let clock = Clock::start();
         let engine = Engine::new(
             Box::new(link),
             registry.clone(),
             async_events.clone(),
             doorbell_bitmap.clone(),
             manual_progress,
+            clock,
             export_table,
         );
         let has_direct_peers = engine.core.has_direct_peers.clone();
@@ -220,7 +222,7 @@ impl Hca {
             async_events,
             doorbell_bitmap,
             waker: Arc::new(Waker::new()?),
-            start: Clock::now(),
+            clock,
             path,
             max_packet,
             polled_doorbells: 0.into(),

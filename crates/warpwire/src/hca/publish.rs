@@ -169,7 +169,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
     DeviceStats {
         number,
         link: hca.path().to_string(),
-        seconds: hca.0.start.elapsed().as_secs_f64(),
+        seconds: hca.0.now().as_nanos() as f64 / 1e9,
         queue_pairs: stats.queue_pairs,
         pairs: stats.pairs,
         direct: stats.direct,

@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use warpwire_proto::qp::{self, SendOp, SendWr as WireWork};
+use warpwire_proto::qp::{self, PostError, SendOp, SendWr as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
@@ -297,11 +297,13 @@ impl QpContext {
 
     fn begin(&mut self, work: WireWork) {
         let Self { qp, qp_memory, .. } = self;
-        if qp.post(work, || qp_memory.address(work.id)).is_err() {
-            // A length beyond the maximum, or a state that accepts no work: the same error for the
-            // user.
-            let bad = SendOp::Bad(Status::LocalQpOperation);
-            let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
+        if let Err(refused) = qp.post(work, || qp_memory.address(work.id)) {
+            let status = match refused {
+                PostError::Length(_) => Status::LocalLength,
+                // The queue is never full here; in a wrong state all work is flushed.
+                PostError::Full | PostError::State(_) => Status::LocalQpOperation,
+            };
+            let _ = qp.post(WireWork { op: SendOp::Bad(status), len: 0, ..work }, || None);
         }
     }
 }
@@ -470,47 +472,6 @@ impl QpMemory {
         })
     }
 
-    /// The memory of a packet's payload, if it is one range and accessible.
-    pub(super) fn single_span<'a>(
-        &self,
-        registry: &'a Registry,
-        from: qp::Source,
-        len: u32,
-    ) -> Option<Span<'a>> {
-        let (key, need, address) = match from {
-            qp::Source::SendWr { id, offset } => {
-                let data = self.wr_state(id).single_sge?;
-                (data.lkey, Access::NONE, data.address.wrapping_add(u64::from(offset)))
-            }
-            qp::Source::Remote { at, .. } => (at.rkey, Access::REMOTE_READ, at.address),
-        };
-        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
-    }
-
-    /// The memory that a packet's payload is placed in, if it is one range and accessible.
-    pub(super) fn target_span<'a>(
-        &self,
-        registry: &'a Registry,
-        to: qp::Target,
-        len: u32,
-    ) -> Option<Span<'a>> {
-        let (key, need, address) = match to {
-            qp::Target::Remote(at) => (at.rkey, Access::REMOTE_WRITE, at.address),
-            qp::Target::Response { id, offset } => {
-                let data = self.wr_state(id).single_sge?;
-                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
-            }
-            qp::Target::Receive { id, offset } => {
-                let data = self.single_sge_receive(id)?;
-                // A payload that does not fit is rejected on the regular path.
-                data.len.checked_sub(offset)?.checked_sub(len)?;
-                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
-            }
-            qp::Target::Grh { .. } => return None,
-        };
-        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
-    }
-
     /// Copies the data of a read response to `into`; the request has `remaining` bytes from there
     /// on.
     pub(super) fn gather_read_response(
@@ -632,13 +593,6 @@ impl QpMemory {
         let taken =
             self.active_receives.iter().flatten().find(|taken| u64::from(taken.counter) == id)?;
         mlx5::ReceiveWqe::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
-    }
-
-    /// The memory of a receive in use, if it is a single segment.
-    fn single_sge_receive(&self, id: u64) -> Option<Data> {
-        let receive = self.active_receive(id)?;
-        let mut data_segments = receive.segments();
-        data_segments.next().filter(|_| data_segments.next().is_none())
     }
 
     /// Copies data of a message into its receive.

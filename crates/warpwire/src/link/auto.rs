@@ -21,11 +21,10 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::flows::{FlowId, Flows};
 use super::{
-    Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkKind, LinkPath, ReceivedPacket,
-    ReserveError, Shm, ShmOptions, ShmPeer, Udp, UdpOptions, check_peer, udp,
+    Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkKind, LinkPath, ReserveError, Shm,
+    ShmOptions, ShmPeer, Udp, UdpOptions, check_peer, udp,
 };
 use crate::error::{Error, Result};
-use crate::mem::SharedBytes;
 
 /// Maximum number of calls of `receive` between two polls of the UDP socket while packets arrive
 /// through shared memory: each poll costs a system call.
@@ -271,14 +270,6 @@ impl Link for Auto {
     }
 
     #[inline]
-    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
-        match (self.last, &mut self.shm) {
-            (Transport::Shm, Ok(shm)) => shm.commit_zero_copy(headers, payload),
-            _ => self.udp.commit_zero_copy(headers, payload),
-        }
-    }
-
-    #[inline]
     fn flush(&mut self) -> Result<Flushed> {
         if self.shm.as_ref().is_ok_and(Shm::has_lost_peers) {
             self.leave_refused();
@@ -299,17 +290,6 @@ impl Link for Auto {
             return Ok(delivered);
         }
         let more = self.udp.receive(take)?;
-        Ok(delivered + self.polled_udp(more))
-    }
-
-    #[inline]
-    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
-        let (delivered, polls_udp) =
-            self.receive_shm(&mut |frame| take(ReceivedPacket::Read(frame)))?;
-        if !polls_udp {
-            return Ok(delivered);
-        }
-        let more = self.udp.receive_deferred(take)?;
         Ok(delivered + self.polled_udp(more))
     }
 

@@ -73,16 +73,11 @@ pub use shm::{Shm, ShmOptions};
 pub use udp::{Udp, UdpOptions};
 
 use crate::error::{Error, Kind as ErrorKind, Result};
-use crate::mem::SharedBytes;
 
 /// The minimum packet length: a BTH and an ICRC.
 pub const MIN_PACKET: usize = BTH_LEN + ICRC_LEN;
 /// The maximum RoCEv2 packet length: 4096 bytes of payload behind the longest headers.
 pub const MAX_ROCE_PACKET: usize = MAX_HEADERS_LEN + 4096 + ICRC_LEN;
-
-/// Minimum payload length for a zero-copy send. Below it a copy is cheaper: a zero-copy packet
-/// needs a system call of its own.
-pub const MIN_ZERO_COPY: usize = 16 << 10;
 
 /// A packet transport.
 ///
@@ -152,22 +147,6 @@ pub trait Link: Send {
     /// detect the corruption.
     fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>>;
 
-    /// Sends the reserved packet zero-copy, after all packets committed before. The caller has
-    /// filled the headers, which end where the payload would begin, and the pad; the payload is
-    /// sent from the caller's memory. Worth it for long payloads ([`MIN_ZERO_COPY`]). The link no
-    /// longer uses the memory once this returns.
-    ///
-    /// `false` is not a failure, and is what most links return: the packet is still reserved. Copy
-    /// in the payload and [`commit`](Link::commit) it, which also queues the packet if the network
-    /// is busy.
-    ///
-    /// The payload is read once: if it is modified concurrently, a mixture of old and new bytes is
-    /// sent, as with a copy.
-    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
-        let _ = (headers, payload);
-        false
-    }
-
     /// Sends the committed packets. Packets that cannot be sent yet are kept, and
     /// [`Flushed::waiting`] counts them; packets that can never be sent are dropped and counted.
     ///
@@ -183,16 +162,6 @@ pub trait Link: Send {
     /// If the link has failed permanently.
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize>;
 
-    /// As [`receive`](Link::receive), but the payload of a long packet may stay in the socket until
-    /// the caller asks for it: a caller that knows the destination has it placed there directly,
-    /// which saves a copy. Most links deliver complete packets only.
-    ///
-    /// # Errors
-    /// If the link has failed permanently.
-    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
-        self.receive(&mut |frame| take(ReceivedPacket::Read(frame)))
-    }
-
     /// A file descriptor that is readable when packets are ready to be received. Call this again
     /// before each wait: the loopback and shared-memory links signal only after it was called.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
@@ -203,8 +172,8 @@ pub trait Link: Send {
         None
     }
 
-    /// Makes a link append ICRCs that it otherwise omits because its packets stay in memory or on
-    /// this machine. [`FaultInjector`] calls this.
+    /// Makes a link append ICRCs that it otherwise omits because its packets stay in memory.
+    /// [`FaultInjector`] calls this.
     fn force_icrc(&mut self) {}
 
     /// Lets peers on this machine access exported memory directly, bypassing the link, and prepares
@@ -273,20 +242,12 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).commit_corrupted(corruption)
     }
 
-    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
-        (**self).commit_zero_copy(headers, payload)
-    }
-
     fn flush(&mut self) -> Result<Flushed> {
         (**self).flush()
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         (**self).receive(take)
-    }
-
-    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
-        (**self).receive_deferred(take)
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -330,63 +291,8 @@ pub struct Frame<'a> {
     pub marked: bool,
     /// The IPv4 identification covered by the ICRC: known to the sender, inferred by the receiver.
     pub identification: u16,
-    /// Whether the last four bytes are an ICRC. Packets that stay in memory or on this machine may
-    /// omit it.
+    /// Whether the last four bytes are an ICRC. Packets that stay in memory may omit it.
     pub has_icrc: bool,
-}
-
-/// A packet from [`Link::receive_deferred`].
-///
-/// ```
-/// use warpwire::link::{ReceivedPacket, Link, Udp, UdpOptions};
-/// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
-/// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
-/// let to_bob = alice.open(bob.local(), 0)?;
-/// for _ in 0..2 {
-///     alice.reserve(to_bob, 20_000).unwrap().fill(7);
-///     alice.commit();
-///     alice.flush()?;
-/// }
-/// let mut lengths = Vec::new();
-/// while lengths.len() < 2 {
-///     bob.receive_deferred(&mut |arrival| match arrival {
-///         ReceivedPacket::Read(frame) => lengths.push(frame.bytes.len()),
-///         ReceivedPacket::Deferred(packet) => {
-///             lengths.extend(packet.pending_payload.read().map(<[u8]>::len));
-///         }
-///     })?;
-/// }
-/// assert_eq!(lengths, [20_000, 20_000]);
-/// # Ok::<(), warpwire::Error>(())
-/// ```
-pub enum ReceivedPacket<'a> {
-    /// A complete packet.
-    Read(Frame<'a>),
-    /// The head of a packet whose payload has not been read yet.
-    Deferred(Deferred<'a>),
-}
-
-/// A packet of which only the head has been read. It is discarded when the callback returns.
-pub struct Deferred<'a> {
-    /// The part of the packet that has been read: all of its headers, and possibly some payload.
-    pub head: Frame<'a>,
-    /// The total length, from the BTH through the ICRC.
-    pub len: usize,
-    /// Access to the payload.
-    pub pending_payload: &'a mut dyn PendingPayload,
-}
-
-/// A received packet whose payload is still in the socket. Consume it once, by one of these
-/// methods.
-pub trait PendingPayload {
-    /// Reads the whole packet, as [`Link::receive`] would have delivered it. `None` if the packet
-    /// was invalid: it has been dropped and counted.
-    fn read(&mut self) -> Option<&[u8]>;
-
-    /// Reads the payload, which follows `headers` bytes and is as long as `into`, into `into`; the
-    /// last bytes become visible last. On `false` the packet was invalid and has been dropped and
-    /// counted, and the content of `into` is unspecified.
-    fn read_into(&mut self, headers: usize, into: &SharedBytes<'_>) -> bool;
 }
 
 /// Why a packet could not be reserved.
@@ -507,10 +413,6 @@ pub struct Counters {
     pub received_bytes: u64,
     /// Received packets that the kernel had coalesced with others (GRO).
     pub coalesced: u64,
-    /// Packets sent zero-copy: the kernel read the payload from the caller's memory.
-    pub zero_copy_sent: u64,
-    /// Packets received whose payload the kernel copied straight to its destination.
-    pub direct_placed: u64,
     /// System calls that moved packets, in both directions.
     pub calls: u64,
     /// Packets lost in this link, by cause.
@@ -546,8 +448,6 @@ impl std::ops::Add for Counters {
             received: self.received + other.received,
             received_bytes: self.received_bytes + other.received_bytes,
             coalesced: self.coalesced + other.coalesced,
-            zero_copy_sent: self.zero_copy_sent + other.zero_copy_sent,
-            direct_placed: self.direct_placed + other.direct_placed,
             calls: self.calls + other.calls,
             drops: Drops {
                 icrc: self.drops.icrc + other.drops.icrc,

@@ -347,20 +347,16 @@ impl Context {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
     }
 
-    /// The maximum path MTU of this device's link or port: at most 4096 bytes if packets leave this
-    /// machine, up to 64 KiB on local links (shared memory, loopback).
+    /// The maximum path MTU of this device's link or port: at most 4096 bytes on a network, up to 64
+    /// KiB in memory (shared memory, and the loopback link of one process).
     pub fn max_mtu(&self) -> Mtu {
         if let Some(hardware) = &self.0.hardware {
             return hardware.max_mtu;
         }
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.max_payload();
-        let is_local = match self.path().kind {
-            link::LinkKind::Shm | link::LinkKind::Loopback => true,
-            link::LinkKind::Udp | link::LinkKind::Auto => self.path().local.ip().is_loopback(),
-            link::LinkKind::Hardware => false,
-        };
+        let in_memory = matches!(self.path().kind, link::LinkKind::Shm | link::LinkKind::Loopback);
         let jumbo = [16 << 10, 32 << 10, 60 << 10, 64 << 10].into_iter();
-        let jumbo = jumbo.filter_map(Mtu::new).filter(|_| is_local);
+        let jumbo = jumbo.filter_map(Mtu::new).filter(|_| in_memory);
         let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(jumbo).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }

@@ -12,6 +12,7 @@ mod events;
 mod failures;
 pub mod fixture;
 mod garbage;
+mod long_payloads;
 mod mixtures;
 mod operations;
 mod peer_process;
@@ -21,7 +22,7 @@ mod refusals;
 mod scale;
 mod staged;
 mod states;
-mod zero_copy;
+mod timing;
 
 use testkit::{Case, Collector, Effort, Suite};
 
@@ -32,7 +33,7 @@ pub const SUITE: Suite = Suite { name: "verbs", env: &[], collect, role };
 /// Cases that run over every link.
 const EVERYWHERE: &[&[Case<Fixture>]] = &[
     operations::CASES,
-    zero_copy::CASES,
+    long_payloads::CASES,
     direct::CASES,
     failures::CASES,
     queues::CASES,
@@ -51,6 +52,7 @@ const ONCE: &[&[Case<Fixture>]] = &[
     queues::ONCE,
     events::ONCE,
     states::ONCE,
+    timing::ONCE,
     scale::ONCE,
     chaos::ONCE,
     mixtures::ONCE,

@@ -11,7 +11,7 @@ use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
 use super::{BUDGET, BUDGET_BYTES, Core, Engine, TxOutcome, gather};
 use crate::error::{Error, Kind, Result};
-use crate::hca::host::{HostView, PacketPayload};
+use crate::hca::host::HostView;
 use crate::hca::protocol::{DatagramHostView, Protocol};
 use crate::hca::qpc::QpContext;
 use crate::hca::stats::DropReason;
@@ -115,7 +115,7 @@ impl Engine {
                     Ok(slot)
                 }
             };
-            let view = HostView { qp_memory, registry, srqs, payload: PacketPayload::NONE };
+            let view = HostView { qp_memory, registry, srqs, payload: &[] };
             let Some(packet) = ud.poll_transmit(&mut DatagramHostView { view, frame: None }) else {
                 break TxOutcome::Done;
             };
@@ -173,7 +173,7 @@ impl Core {
         let payload_len = payload.len() as u32;
         let rx = RxPacket { headers: &headers, payload_len, marked: frame.marked };
         datagrams.from = frame.from;
-        let view = HostView { qp_memory, registry, srqs, payload: PacketPayload::Bytes(payload) };
+        let view = HostView { qp_memory, registry, srqs, payload };
         let mut view = DatagramHostView { view, frame: Some(frame) };
         // Discarded packets are counted by the queue pair.
         let _ = datagrams.ud.handle_packet(&rx, &mut view);

@@ -16,7 +16,6 @@ use std::net::{IpAddr, SocketAddr};
 use warpwire_proto::wire::icrc::{IcrcPrefix, IpIdSolver};
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::loopback;
 use crate::link::SimdCrc32;
 
 /// Exclusive limit of small identifications: Linux segments a buffer into at most this many
@@ -43,14 +42,10 @@ struct SenderState {
     large_ids: u8,
     /// No valid packet has been received yet.
     is_new: bool,
-    /// The last long packet had no ICRC.
-    without_icrc: bool,
 }
 
 pub(super) struct IcrcChecker {
     port: u16,
-    /// The link is bound to a loopback address: all senders are on this machine.
-    is_loopback: bool,
     senders: Vec<Option<SenderState>>,
     lengths: Vec<IpIdSolver>,
 }
@@ -60,45 +55,9 @@ impl IcrcChecker {
     pub(super) fn new(local: SocketAddr) -> Self {
         Self {
             port: local.port(),
-            is_loopback: local.ip().is_loopback(),
             senders: vec![None; SENDERS],
             lengths: (0..LENGTHS).map(IpIdSolver::new).collect(),
         }
-    }
-
-    /// Whether the packet is one from this machine that omits the ICRC: see `loopback.rs`.
-    #[inline]
-    pub(super) fn is_without_icrc(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
-        let len = packet.len();
-        loopback::exceeds_roce(len)
-            && self.is_loopback
-            && self.has_header_checksum(from, to, len, packet, packet)
-    }
-
-    /// Whether a long packet from this machine with this head and tail has a valid header checksum
-    /// in place of an ICRC.
-    pub(super) fn has_header_checksum(
-        &mut self,
-        from: SocketAddr,
-        to: IpAddr,
-        len: usize,
-        head: &[u8],
-        tail: &[u8],
-    ) -> bool {
-        let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
-        let sum = loopback::header_checksum(&mut sender.icrc_prefix, len, head);
-        sender.without_icrc = from.ip().is_loopback() && sum.is_some() && sum == carried(tail);
-        sender.without_icrc
-    }
-
-    /// Predicts from the sender's last long packet whether one of this length omits the ICRC,
-    /// before its end has been read.
-    #[inline]
-    pub(super) fn likely_without_icrc(&self, from: SocketAddr, to: IpAddr, len: usize) -> bool {
-        let known = self.senders.get(slot_of(from)).and_then(Option::as_ref);
-        let of_sender =
-            |known: &SenderState| known.without_icrc && known.from == from && known.to == to;
-        loopback::exceeds_roce(len) && self.is_loopback && known.is_some_and(of_sender)
     }
 
     /// The identification for which the packet's ICRC is valid; `None` if there is none.
@@ -162,7 +121,6 @@ fn sender(
             step: 0,
             large_ids: 0,
             is_new: true,
-            without_icrc: false,
         });
     }
     slot.as_mut()
@@ -293,48 +251,5 @@ mod tests {
         for len in 0..16 {
             assert_eq!(checker.check(from(), to(), &[0; 16][..len]), None);
         }
-    }
-
-    #[test]
-    fn a_header_checksum_is_valid_only_for_long_loopback_packets() {
-        let loopback: SocketAddr = "127.0.0.1:4791".parse().unwrap();
-        let with_checksum = |from: SocketAddr, to: SocketAddr, len: usize| {
-            let mut packet = vec![0x5a; len];
-            let (head, tail) = packet.split_at_mut(12);
-            loopback::write_header_checksum(&mut IcrcPrefix::new(from, to), len, head, tail)
-                .unwrap();
-            packet
-        };
-        let mut checker = IcrcChecker::new(loopback);
-        let long = with_checksum(loopback, loopback, 5000);
-        assert!(checker.is_without_icrc(loopback, loopback.ip(), &long));
-        assert_eq!(checker.check(loopback, loopback.ip(), &long), None, "it is not an ICRC");
-        for at in (0..12).chain([4996, 4999]).filter(|at| *at != 4) {
-            let mut corrupted = long.clone();
-            corrupted[at] ^= 1;
-            assert!(!checker.is_without_icrc(loopback, loopback.ip(), &corrupted), "byte {at}");
-        }
-        assert!(!checker.is_without_icrc(loopback, loopback.ip(), &long[..4996]), "truncated");
-        assert!(
-            !checker.is_without_icrc("127.0.0.2:4791".parse().unwrap(), loopback.ip(), &long),
-            "another sender"
-        );
-        assert!(
-            !checker.is_without_icrc(
-                loopback,
-                loopback.ip(),
-                &with_checksum(loopback, loopback, 1000)
-            ),
-            "a short packet"
-        );
-        assert!(
-            !checker.is_without_icrc(from(), loopback.ip(), &with_checksum(from(), loopback, 5000)),
-            "not a loopback sender"
-        );
-        let mut outside = IcrcChecker::new(here());
-        assert!(
-            !outside.is_without_icrc(from(), to(), &with_checksum(from(), here(), 5000)),
-            "not a loopback link"
-        );
     }
 }

@@ -13,11 +13,8 @@
 //! recomputed and it is sent packet by packet.
 
 mod check;
-mod deferred;
-mod loopback;
 mod options;
 mod send;
-mod send_zero_copy;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -30,16 +27,14 @@ use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::ip::ECN_CAPABLE;
 
-pub use options::{ENV_VAR, LOOPBACK_MAX_PACKET, UdpOptions};
+pub use options::{ENV_VAR, UdpOptions};
 
 use super::flows::{FlowId, Flows};
 use super::{
-    Corruption, Counters, Flushed, Frame, Link, LinkKind, LinkPath, MIN_PACKET, ReceivedPacket,
-    ReserveError,
+    Corruption, Counters, Flushed, Frame, Link, LinkKind, LinkPath, MIN_PACKET, ReserveError,
 };
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::host::System;
-use crate::mem::SharedBytes;
 use crate::units;
 use check::IcrcChecker;
 use send::{Flow, TxBatch};
@@ -104,9 +99,6 @@ struct Incoming {
     calls: CallMode,
     /// Successive calls that returned messages; more may be queued.
     busy_calls: u8,
-    /// Number of following packets that may be long, and are peeked at so that their payload can be
-    /// deferred.
-    expect_long: u8,
 }
 
 /// The requested options, and what the kernel granted.
@@ -143,9 +135,8 @@ impl Udp {
         let headers = if local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
         let carried = setup.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
         let carried = carried.saturating_sub(headers).max(MIN_PACKET);
-        let max_packet = options.max_packet_on(local.ip()).min(carried);
+        let max_packet = options.max_packet_or_default().min(carried);
         let calls = if options.mmsg { CallMode::Batched } else { CallMode::Single };
-        let omit_icrc = local.ip().is_loopback() && !options.always_icrc;
         // One byte more than the maximum packet, so that longer ones are detected.
         let (count, size) = match setup.gro {
             Ok(()) => (MESSAGES.0, MAX_GRO_LEN),
@@ -153,7 +144,7 @@ impl Udp {
         };
         Ok(Self {
             max_packet,
-            batch: TxBatch::new(max_packet, setup.gso.is_ok(), omit_icrc, calls),
+            batch: TxBatch::new(max_packet, setup.gso.is_ok(), calls),
             flows: Flows::new(),
             incoming: Incoming {
                 headers: Headers::new(count),
@@ -161,7 +152,6 @@ impl Udp {
                 size,
                 calls,
                 busy_calls: 0,
-                expect_long: 0,
             },
             checker: IcrcChecker::new(local),
             counters: Counters::default(),
@@ -220,13 +210,8 @@ impl Udp {
                 counters.drops.short += 1;
             } else if packet.len() > self.max_packet {
                 counters.drops.long += 1;
-            } else if let Some((identification, has_icrc)) =
-                verify(checker, message.from, to, packet)
-            {
+            } else if let Some(identification) = checker.check(message.from, to, packet) {
                 delivered += 1;
-                if !has_icrc {
-                    incoming.expect_long = deferred::LONG_LOOKAHEAD;
-                }
                 counters.received += 1;
                 counters.received_bytes += packet.len() as u64;
                 counters.coalesced += u64::from(segment < bytes.len());
@@ -236,7 +221,7 @@ impl Udp {
                     bytes: packet,
                     marked: message.is_marked(),
                     identification,
-                    has_icrc,
+                    has_icrc: true,
                 });
             } else {
                 counters.drops.icrc += 1;
@@ -276,27 +261,9 @@ impl Udp {
     }
 }
 
-/// Verifies a packet. Returns its identification, and whether it has an ICRC; `None` if it is
-/// invalid.
-#[inline]
-fn verify(
-    checker: &mut IcrcChecker,
-    from: SocketAddr,
-    to: IpAddr,
-    packet: &[u8],
-) -> Option<(u16, bool)> {
-    if checker.is_without_icrc(from, to, packet) {
-        return Some((0, false));
-    }
-    checker.check(from, to, packet).map(|identification| (identification, true))
-}
-
 impl Link for Udp {
     fn path(&self) -> LinkPath {
-        let mut why = self.setup.describe(&self.offloads(), self.local, self.max_packet);
-        if self.batch.omit_icrc && loopback::exceeds_roce(self.max_packet) {
-            why += "; long packets without ICRC (they never leave this machine)";
-        }
+        let why = self.setup.describe(&self.offloads(), self.local, self.max_packet);
         LinkPath { kind: LinkKind::Udp, local: self.local, why }
     }
 
@@ -362,13 +329,6 @@ impl Link for Udp {
         self.batch.commit(flow, corruption)
     }
 
-    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
-        let Some(flow) = self.batch.reserved().and_then(|id| self.flows.get_mut(id)) else {
-            return false;
-        };
-        self.batch.send_zero_copy(flow, self.socket.as_fd(), &mut self.counters, headers, payload)
-    }
-
     fn flush(&mut self) -> Result<Flushed> {
         Ok(self.batch.flush(self.socket.as_fd(), &mut self.counters))
     }
@@ -379,20 +339,8 @@ impl Link for Udp {
         self.receive_with(if busy_calls < BATCH_AFTER { CallMode::Single } else { calls }, take)
     }
 
-    #[inline]
-    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
-        if self.incoming.expect_long > 0 {
-            return self.receive_one_by_one(take);
-        }
-        self.receive(&mut |frame| take(ReceivedPacket::Read(frame)))
-    }
-
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.socket.as_fd())
-    }
-
-    fn force_icrc(&mut self) {
-        self.batch.omit_icrc = false;
     }
 
     /// Reads the number of packets lost to a full socket buffer from the kernel here, not per

@@ -1,10 +1,7 @@
 //! Options of the UDP link, set by the program or by `WARPWIRE_UDP`.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::str::FromStr;
-
-use warpwire_proto::wire::packet::{ICRC_LEN, MAX_HEADERS_LEN};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{MAX_ROCE_PACKET, MIN_PACKET};
@@ -12,16 +9,6 @@ use crate::units;
 
 /// The environment variable that [`UdpOptions::from_env`] reads.
 pub const ENV_VAR: &str = "WARPWIRE_UDP";
-
-/// The default maximum packet length on a loopback address: 60 KiB of payload. No wire limits it
-/// there, and the cost is per packet. A peer with a smaller maximum gets smaller packets.
-///
-/// IP allows 4 KiB more, but the kernel stores a packet in at most 17 fragments, each a single page
-/// when memory is fragmented: whole pages of payload fit even then.
-pub const LOOPBACK_MAX_PACKET: usize = MAX_HEADERS_LEN + (60 << 10) + ICRC_LEN;
-
-/// The maximum UDP payload over IPv4, in bytes.
-pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 
 /// Features that a UDP link may use. A feature that is allowed here but missing in the kernel is
 /// not used, and the link's path reports it.
@@ -46,15 +33,11 @@ pub struct UdpOptions {
     /// No UDP checksum on packets sent: the ICRC covers more. The kernel does not combine this with
     /// segmentation. Default on.
     pub no_checksum: bool,
-    /// Append an ICRC to every packet, even to those that exceed RoCE's maximum and never leave
-    /// this machine. Default off.
-    pub always_icrc: bool,
     /// Size of the socket's send and receive buffers, in bytes each; default 8 MiB.
     pub buffer: usize,
     /// The maximum packet length in bytes, from the BTH through the ICRC; limited by the
-    /// interface's MTU. `None`, the default, means RoCEv2's maximum ([`MAX_ROCE_PACKET`]), or
-    /// [`LOOPBACK_MAX_PACKET`] on a loopback address, which only processes of this machine can
-    /// reach.
+    /// interface's MTU. `None`, the default, means RoCEv2's maximum ([`MAX_ROCE_PACKET`]), which
+    /// none may exceed.
     pub max_packet: Option<usize>,
 }
 
@@ -65,7 +48,6 @@ impl Default for UdpOptions {
             gro: true,
             mmsg: true,
             no_checksum: true,
-            always_icrc: false,
             buffer: 8 << 20,
             max_packet: None,
         }
@@ -73,10 +55,8 @@ impl Default for UdpOptions {
 }
 
 impl UdpOptions {
-    /// The maximum packet length of a link with this address.
-    pub(super) fn max_packet_on(&self, local: IpAddr) -> usize {
-        let usual = if local.is_loopback() { LOOPBACK_MAX_PACKET } else { MAX_ROCE_PACKET };
-        self.max_packet.unwrap_or(usual).clamp(MIN_PACKET, MAX_UDP_PAYLOAD)
+    pub(super) fn max_packet_or_default(&self) -> usize {
+        self.max_packet.unwrap_or(MAX_ROCE_PACKET).clamp(MIN_PACKET, MAX_ROCE_PACKET)
     }
 
     /// The default options, as modified by `WARPWIRE_UDP` if it is set.
@@ -101,7 +81,6 @@ impl FromStr for UdpOptions {
                 "gro" => &mut options.gro,
                 "mmsg" => &mut options.mmsg,
                 "nocheck" => &mut options.no_checksum,
-                "always_icrc" => &mut options.always_icrc,
                 "buffer" => {
                     options.buffer = units::parse_bytes(value)?.clamp(4096, 1 << 30) as usize;
                     continue;
@@ -112,8 +91,8 @@ impl FromStr for UdpOptions {
                 }
                 "max_packet" => {
                     options.max_packet = match units::parse_bytes(value)? as usize {
-                        max_packet @ MIN_PACKET..=MAX_UDP_PAYLOAD => Some(max_packet),
-                        _ => return Err(malformed(part, "it must be between 16 and 65507")),
+                        max_packet @ MIN_PACKET..=MAX_ROCE_PACKET => Some(max_packet),
+                        _ => return Err(malformed(part, "it must be between 16 and 4156")),
                     };
                     continue;
                 }
@@ -132,13 +111,9 @@ impl FromStr for UdpOptions {
 impl fmt::Display for UdpOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = |on: bool| if on { "on" } else { "off" };
-        let Self { gso, gro, mmsg, no_checksum, always_icrc, buffer, max_packet } = *self;
+        let Self { gso, gro, mmsg, no_checksum, buffer, max_packet } = *self;
         let (gso, gro, mmsg, nocheck) = (word(gso), word(gro), word(mmsg), word(no_checksum));
-        write!(
-            f,
-            "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},always_icrc={},",
-            word(always_icrc)
-        )?;
+        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},")?;
         write!(f, "buffer={buffer},max_packet=")?;
         match max_packet {
             Some(max_packet) => write!(f, "{max_packet}"),
@@ -152,8 +127,8 @@ fn malformed(part: &str, why: &'static str) -> Error {
     Error::new(Kind::Malformed, format!("parse {part:?} as an option of the UDP link"))
         .why(why)
         .fix(
-            "use gso=off, gro=off, mmsg=off, nocheck=off, always_icrc=on, buffer=4MiB or max_packet=1064, \
-             separated by commas",
+            "use gso=off, gro=off, mmsg=off, nocheck=off, buffer=4MiB or max_packet=1064, separated \
+             by commas",
         )
 }
 
@@ -166,7 +141,6 @@ mod tests {
         let odd = UdpOptions {
             gso: false,
             mmsg: false,
-            always_icrc: true,
             buffer: 5000,
             max_packet: Some(100),
             ..UdpOptions::default()
@@ -183,7 +157,7 @@ mod tests {
 
     #[test]
     fn invalid_options_are_rejected_with_an_example() {
-        for text in ["gso=maybe", "tso=on", "max_packet=15", "max_packet=65508"] {
+        for text in ["gso=maybe", "tso=on", "max_packet=15", "max_packet=4157", "always_icrc=on"] {
             let error = text.parse::<UdpOptions>().unwrap_err();
             assert!(error.advice().is_some_and(|advice| advice.contains("gso=off")), "{error}");
         }

@@ -10,9 +10,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
 use warpwire_proto::wire::icrc::IcrcPrefix;
-use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
+use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::loopback;
 use super::sys::{CallMode, Headers, Outgoing, SockAddr};
 use crate::link::flows::FlowId;
 use crate::link::{Corruption, Counters, Flushed, Frame, SimdCrc32};
@@ -50,24 +49,22 @@ struct GsoRun {
 }
 
 pub(super) struct TxBatch {
-    pub(super) buffer: Box<[u8]>,
+    buffer: Box<[u8]>,
     /// Offset of the next packet in the buffer.
-    pub(super) end: usize,
+    end: usize,
     packets: usize,
     runs: Vec<GsoRun>,
     /// Number of runs that have been sent.
     sent: usize,
     headers: Headers,
-    pub(super) reserved: Option<(FlowId, usize)>,
+    reserved: Option<(FlowId, usize)>,
     /// Whether runs may have more than one packet.
     pub gso: bool,
-    /// Long packets omit the ICRC: they never leave this machine.
-    pub omit_icrc: bool,
     pub calls: CallMode,
 }
 
 impl TxBatch {
-    pub(super) fn new(max_packet: usize, gso: bool, omit_icrc: bool, calls: CallMode) -> Self {
+    pub(super) fn new(max_packet: usize, gso: bool, calls: CallMode) -> Self {
         Self {
             buffer: vec![0; PACKETS * max_packet].into_boxed_slice(),
             end: 0,
@@ -77,7 +74,6 @@ impl TxBatch {
             headers: Headers::new(PACKETS),
             reserved: None,
             gso,
-            omit_icrc,
             calls,
         }
     }
@@ -115,13 +111,7 @@ impl TxBatch {
         let number = run.as_ref().map_or(0, |run| run.packets as u16);
 
         let packet = self.buffer.get_mut(self.end..self.end + len)?;
-        let has_icrc = !(self.omit_icrc && loopback::exceeds_roce(len));
-        if has_icrc {
-            append_icrc(packet, &mut flow.icrc_prefix, number);
-        } else {
-            let (head, tail) = packet.split_at_mut_checked(BTH_LEN)?;
-            loopback::write_header_checksum(&mut flow.icrc_prefix, len, head, tail)?;
-        }
+        append_icrc(packet, &mut flow.icrc_prefix, number);
         let kept = corruption.apply(packet);
         let start = self.end;
         self.end += kept;
@@ -150,7 +140,7 @@ impl TxBatch {
             bytes: self.buffer.get(start..self.end)?,
             marked: false,
             identification: if flow.to.is_ipv4() { number } else { 0 },
-            has_icrc,
+            has_icrc: true,
         })
     }
 
@@ -159,19 +149,13 @@ impl TxBatch {
         self.reserved = None;
         let flushed = self.send_runs(socket, counters);
         if flushed.waiting == 0 {
-            self.clear();
+            self.runs.clear();
+            (self.sent, self.end, self.packets) = (0, 0, 0);
         }
         flushed
     }
 
-    /// Empties the batch; no packet may be waiting.
-    pub(super) fn clear(&mut self) {
-        self.runs.clear();
-        (self.sent, self.end, self.packets) = (0, 0, 0);
-    }
-
-    /// Sends what the kernel accepts, and leaves the buffer as it is, with a reserved packet.
-    pub(super) fn send_runs(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
+    fn send_runs(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
         let mut flushed = Flushed::default();
         while self.sent < self.runs.len() {
             let buffer = &self.buffer;
@@ -241,8 +225,7 @@ impl TxBatch {
             for number in 0..run.packets {
                 let end = (start + run.segment).min(run.end);
                 let Some(packet) = self.buffer.get_mut(start..end) else { continue };
-                // Injected corruption is preserved: only a valid ICRC is recomputed. So is a header
-                // checksum, which does not cover the identification.
+                // Injected corruption is preserved: only a valid ICRC is recomputed.
                 if icrc_of(packet) == icrc_prefix.icrc::<SimdCrc32>(number as u16, packet) {
                     append_icrc(packet, &mut icrc_prefix, 0);
                 }

@@ -15,8 +15,6 @@ use std::ptr;
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
 use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
-use crate::mem::SharedBytes;
-
 /// Bytes for the control messages of one packet or run: segment size, traffic class, address, and
 /// what the kernel may add unrequested.
 const CONTROL: usize = 128;
@@ -228,51 +226,6 @@ pub(super) struct Outgoing<'a> {
     pub source: Option<IpAddr>,
 }
 
-/// A packet in three parts; the payload may be modified concurrently.
-pub(super) struct PacketParts<'a> {
-    pub to: &'a SockAddr,
-    /// The source address, if the socket has several.
-    pub source: Option<IpAddr>,
-    pub head: &'a [u8],
-    pub payload: &'a SharedBytes<'a>,
-    pub tail: &'a [u8],
-}
-
-/// Sends one packet by scatter-gather.
-pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &PacketParts<'_>) -> io::Result<()> {
-    let PacketParts { to, source, head, payload, tail } = *parts;
-    let slice =
-        |bytes: &[u8]| iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    // The view is of mapped memory, so its length fits into a `usize`.
-    let middle =
-        iovec { iov_base: payload.base().as_ptr().cast(), iov_len: payload.len() as usize };
-    let mut slices = [slice(head), middle, slice(tail)];
-    let mut control = Control([0; CONTROL]);
-    // SAFETY: all zeros are a valid header: no name, no buffers, no control bytes.
-    let mut header: libc::msghdr = unsafe { zeroed() };
-    header.msg_name = (&raw const to.storage).cast_mut().cast();
-    header.msg_namelen = to.len;
-    header.msg_iov = slices.as_mut_ptr();
-    header.msg_iovlen = slices.len();
-    header.msg_controllen =
-        write_cmsgs(&mut control, &Outgoing { to, bytes: head, segment: 0, source });
-    header.msg_control = control.0.as_mut_ptr().cast();
-    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the header points to parts that the borrows keep alive, each with its length. The
-    // kernel only reads them, and tolerates concurrent modification of the payload: it does not
-    // rely on user memory being stable.
-    let sent =
-        unsafe { libc::syscall(libc::SYS_sendmsg, socket.as_raw_fd(), &raw const header, flags) };
-    check_len(sent).map(drop)
-}
-
-/// Discards the next message.
-pub(super) fn discard(socket: BorrowedFd<'_>) {
-    let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-    // SAFETY: the buffer length is 0, so nothing is written.
-    let _ = unsafe { libc::recv(socket.as_raw_fd(), ptr::null_mut(), 0, flags) };
-}
-
 /// Whether a system call carries one message or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CallMode {
@@ -393,62 +346,6 @@ impl Headers {
             name.len = message.msg_hdr.msg_namelen;
         }
         Ok(received)
-    }
-
-    /// Peeks at the next message, which stays in the socket; fails if there is none. Its metadata
-    /// becomes that of message 0, with the full length of the message even if `head` is shorter.
-    pub(super) fn peek(&mut self, socket: BorrowedFd<'_>, head: &mut [u8]) -> io::Result<()> {
-        let slices = &mut [iovec { iov_base: head.as_mut_ptr().cast(), iov_len: head.len() }];
-        // SAFETY: the slice is that of `head`, which is borrowed mutably.
-        unsafe { self.receive_one(socket, slices, libc::MSG_PEEK | libc::MSG_TRUNC) }
-    }
-
-    /// Receives one message into three parts by scatter-gather. Its metadata becomes that of
-    /// message 0.
-    pub(super) fn receive_parts(
-        &mut self,
-        socket: BorrowedFd<'_>,
-        head: &mut [u8],
-        middle: &SharedBytes<'_>,
-        tail: &mut [u8],
-    ) -> io::Result<()> {
-        let slice =
-            |bytes: &mut [u8]| iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        let shared =
-            iovec { iov_base: middle.base().as_ptr().cast(), iov_len: middle.len() as usize };
-        let slices = &mut [slice(head), shared, slice(tail)];
-        // SAFETY: two slices belong to bytes that are borrowed mutably. The middle one is memory
-        // that the view keeps mapped and that may be accessed concurrently: the kernel does not
-        // rely on exclusive access to user memory.
-        unsafe { self.receive_one(socket, slices, 0) }
-    }
-
-    /// # Safety
-    /// The slices are valid for writes during this call, and no references into them exist.
-    unsafe fn receive_one(
-        &mut self,
-        socket: BorrowedFd<'_>,
-        slices: &mut [iovec],
-        flags: c_int,
-    ) -> io::Result<()> {
-        let first = (self.messages.first_mut(), self.names.first_mut(), self.controls.first_mut());
-        let (Some(message), Some(name), Some(control)) = first else {
-            return Err(io::Error::other("no message header is allocated"));
-        };
-        let header = &mut message.msg_hdr;
-        header.msg_name = (&raw mut name.storage).cast();
-        header.msg_namelen = size_of::<sockaddr_storage>() as u32;
-        header.msg_iov = slices.as_mut_ptr();
-        header.msg_iovlen = slices.len();
-        header.msg_control = control.0.as_mut_ptr().cast();
-        header.msg_controllen = CONTROL;
-        header.msg_flags = 0;
-        let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
-        // SAFETY: the header points to parts of `self` and to the slices, each with its length.
-        let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, &raw mut *header, flags) };
-        message.msg_len = check_len(len)?;
-        name.len = message.msg_hdr.msg_namelen;
-        Ok(())
     }
 
     /// Metadata of message `at` of the last receive; `None` if its sender has no IP address.
