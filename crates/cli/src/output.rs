@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use warpwire::Error;
+use warpwire::verbs::PostError;
 
 /// True if `stream` is a terminal and `NO_COLOR` is unset or empty.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
@@ -53,6 +54,12 @@ pub(crate) enum Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self::Runtime(error.to_string())
+    }
+}
+
+impl From<PostError> for Failure {
+    fn from(error: PostError) -> Self {
+        Error::from(error).into()
     }
 }
 

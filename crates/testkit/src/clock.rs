@@ -1,6 +1,6 @@
 //! Deadlines for tests on machines of any speed and load.
 
-use std::sync::{OnceLock, mpsc};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Set for child processes, so that they do not measure again.
@@ -23,44 +23,6 @@ fn slowdown() -> f64 {
 /// The variable that passes the measured factor to a child process.
 pub(crate) fn inherit() -> (&'static str, String) {
     (ENV_VAR, slowdown().to_string())
-}
-
-/// The current wake-up latency of a thread that spins for a moment and then sleeps: the lower
-/// quartile of 40 rounds. A test of wake-up times compares with it, and skips the comparison if it
-/// is long: then other processes occupy the cores.
-pub fn wakeup_time() -> Duration {
-    const ROUNDS: usize = 40;
-    // The scheduler deprioritizes threads that used the CPU; polling before sleeping reproduces
-    // that.
-    let wait = |from: &mpsc::Receiver<()>| {
-        let start = Instant::now();
-        loop {
-            match from.try_recv() {
-                Err(mpsc::TryRecvError::Empty) if start.elapsed() < Duration::from_micros(50) => {}
-                Err(mpsc::TryRecvError::Empty) => return from.recv().is_ok(),
-                result => return result.is_ok(),
-            }
-        }
-    };
-    let ((to, from), (back, from_echo)) = (mpsc::channel::<()>(), mpsc::channel());
-    let echo_thread = std::thread::spawn(move || {
-        while wait(&from) {
-            std::thread::sleep(Duration::from_micros(200));
-            let _ = back.send(());
-        }
-    });
-    let mut times: Vec<Duration> = (0..ROUNDS)
-        .map(|_| {
-            let start = Instant::now();
-            to.send(()).unwrap();
-            wait(&from_echo);
-            start.elapsed().saturating_sub(Duration::from_micros(200))
-        })
-        .collect();
-    drop(to);
-    echo_thread.join().unwrap();
-    times.sort_unstable();
-    times[ROUNDS / 4]
 }
 
 fn measure() -> f64 {

@@ -24,7 +24,7 @@ mod requirement;
 mod suite;
 
 pub use alloc::CountingAllocator;
-pub use clock::{deadline, until, wakeup_time};
+pub use clock::{deadline, until};
 pub use effort::Effort;
 pub use process::{Process, Role};
 pub use ptx::ptx;

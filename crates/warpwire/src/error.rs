@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use warpwire_proto::qp::AccessError;
 
-/// The result of every fallible call in this crate.
-pub type Result<T> = std::result::Result<T, Error>;
+/// The result of fallible calls in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The cause of an [`Error`], for programs to match on.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -13,13 +13,14 @@ use warpwire::link::{Hub, Link, Shm, ShmOptions};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AddressHandle, Atomic, AttachMode, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp,
-    QpOptions, ReceiveRequest, SendRequest, Service, Srq, SrqOptions, WrOp,
+    Access, AddressHandle, Atomic, AttachMode, Completion, Context, Cq, Mr, Pd, PostError,
+    ProgressMode, Qp, QpOptions, ReceiveRequest, SendRequest, Service, Srq, SrqOptions, WrOp,
 };
 
 pub const SUITE: Suite = Suite { name: "allocations", env: &[], collect, role: |_| {} };
 
-cases!(CASES: the_data_path_does_not_allocate, the_protocol_does_not_allocate, the_counter_counts);
+cases!(CASES: the_data_path_does_not_allocate, the_protocol_does_not_allocate,
+    full_queues_do_not_allocate, the_counter_counts);
 
 fn collect(suite: &mut Collector) {
     suite.run_serially();
@@ -265,6 +266,29 @@ fn the_protocol_does_not_allocate() {
         pump.run(op, len_of(op, packets, 1024), 10_000);
         assert_eq!(CountingAllocator::thread_allocations() - before, 0, "{name}");
     }
+}
+
+/// A program that posts until a full queue has room pays for no error text.
+fn full_queues_do_not_allocate() {
+    let hub = Hub::new();
+    let end = |at: &str| -> Box<dyn Link> { Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) };
+    let pair = Pair::new(MemKind::Handle, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
+    let (nop, receive) = (SendRequest::new(1, WrOp::Nop), ReceiveRequest { id: 1, data: &[] });
+    while pair.own[0].post_send(&[nop]).is_ok() {}
+    while pair.own[1].post_receive(&[receive]).is_ok() {}
+    while pair.srq.post_receive(&[receive]).is_ok() {}
+    let before = CountingAllocator::thread_allocations();
+    for _ in 0..1000 {
+        assert_eq!(pair.own[0].post_send(&[nop]), Err(PostError::Full));
+        assert_eq!(pair.own[0].batch().and_then(|mut b| b.push(&nop)), Err(PostError::Full));
+        assert_eq!(pair.own[1].post_receive(&[receive]), Err(PostError::Full));
+        assert_eq!(pair.srq.post_receive(&[receive]), Err(PostError::Full));
+    }
+    assert_eq!(CountingAllocator::thread_allocations() - before, 0);
+    // As an error of the library it has a text, which is allocated.
+    let error = warpwire::Error::from(pair.own[0].post_send(&[nop]).unwrap_err());
+    assert!(CountingAllocator::thread_allocations() > before);
+    assert!(error.to_string().contains("poll completions first"), "{error}");
 }
 
 fn the_counter_counts() {

@@ -6,12 +6,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use warpwire::error::Kind;
 use warpwire::ibv::{self, DirectQp};
 use warpwire::link::Hub;
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Atomic, Context, DirectQueues, Poster, QpOptions, Remote, SendRequest, Sge, WrOp,
+    Access, Atomic, Context, DirectQueues, PostError, Poster, QpOptions, Remote, SendRequest, Sge,
+    WrOp,
 };
 
 const NUMBER: u32 = 0x123;
@@ -91,13 +91,11 @@ fn a_full_queue_is_busy() {
     for index in 0..u64::from(WQEBBS) {
         assert_eq!(poster.push(&request).unwrap(), index);
     }
-    assert_eq!(poster.push(&request).unwrap_err().kind(), &Kind::Busy);
+    assert_eq!(poster.push(&request), Err(PostError::Full));
     poster.free_up_to(2);
     assert_eq!(poster.push(&request).unwrap(), u64::from(WQEBBS));
-    assert_eq!(
-        poster.push(&SendRequest::new(1, WrOp::Send).inline(&[0; 2000])).unwrap_err().kind(),
-        &Kind::InvalidArgument
-    );
+    let long = poster.push(&SendRequest::new(1, WrOp::Send).inline(&[0; 2000]));
+    assert!(matches!(long, Err(PostError::InlineTooLong { len: 2000, .. })), "{long:?}");
 }
 
 #[test]

@@ -59,8 +59,8 @@ pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};
 pub use work::{
-    Fence, PostError, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion,
-    SendOp, SendWr, Status,
+    Fence, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendOp,
+    SendQueueError, SendWr, Status,
 };
 
 use crate::psn::Psn;
@@ -342,14 +342,14 @@ impl RcQp {
     }
 
     /// Posts work. It starts in queue order and completes with an [`ProtocolEvent::Sent`].
-    pub fn post(&mut self, work: SendWr) -> Result<(), PostError> {
+    pub fn post(&mut self, work: SendWr) -> Result<(), SendQueueError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Err) {
-            return Err(PostError::State(self.state));
+            return Err(SendQueueError::State(self.state));
         }
         if work.len > requester::MAX_MESSAGE_LEN
             || self.requester_params.mtu.packets(work.len) > MAX_MESSAGE_PACKETS
         {
-            return Err(PostError::Length(work.len));
+            return Err(SendQueueError::Length(work.len));
         }
         self.requester.post(work, self.options.send_depth)
     }

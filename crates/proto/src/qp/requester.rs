@@ -19,7 +19,7 @@ use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
-use super::work::{Fence, PostError, SendCompletion, SendOp, SendWr, Status};
+use super::work::{Fence, SendCompletion, SendOp, SendQueueError, SendWr, Status};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -209,16 +209,16 @@ impl Requester {
         self.posted.wrapping_sub(self.reported)
     }
 
-    pub(super) fn post(&mut self, work: SendWr, depth: u32) -> Result<(), PostError> {
+    pub(super) fn post(&mut self, work: SendWr, depth: u32) -> Result<(), SendQueueError> {
         let valid_len = match work.op {
             SendOp::Atomic(_, atomic) => work.len == atomic.width().bytes(),
             _ => work.len <= MAX_MESSAGE_LEN,
         };
         if !valid_len {
-            return Err(PostError::Length(work.len));
+            return Err(SendQueueError::Length(work.len));
         }
         if self.outstanding() >= depth {
-            return Err(PostError::Full);
+            return Err(SendQueueError::Full);
         }
         *self.entry_mut(self.posted) = Entry { work, ..Entry::EMPTY };
         self.posted = self.posted.wrapping_add(1);

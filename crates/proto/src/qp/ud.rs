@@ -11,7 +11,7 @@ use alloc::collections::VecDeque;
 use super::attr::{ModifyError, Mtu, QpAttributes, Service, State};
 use super::host::{Host, HostStatus, Receive, Source, Target};
 use super::work::{
-    PostError, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, Status,
+    ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendQueueError, Status,
 };
 use super::{DiscardReason, Payload, RxPacket, Stats, Transmit};
 use crate::psn::Psn;
@@ -159,25 +159,25 @@ impl Ud {
     }
 
     /// Posts a datagram.
-    pub fn post(&mut self, datagram: Datagram) -> Result<(), PostError> {
+    pub fn post(&mut self, datagram: Datagram) -> Result<(), SendQueueError> {
         if datagram.len > self.mtu.bytes() {
-            return Err(PostError::Length(datagram.len));
+            return Err(SendQueueError::Length(datagram.len));
         }
         self.enqueue(UdWr::Datagram(datagram))
     }
 
     /// Posts work without a packet. It completes in queue order with this status; a failure moves
     /// the send queue to `SQE`.
-    pub fn post_local(&mut self, work: SendCompletion) -> Result<(), PostError> {
+    pub fn post_local(&mut self, work: SendCompletion) -> Result<(), SendQueueError> {
         self.enqueue(UdWr::Local(work))
     }
 
-    fn enqueue(&mut self, work: UdWr) -> Result<(), PostError> {
+    fn enqueue(&mut self, work: UdWr) -> Result<(), SendQueueError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
-            return Err(PostError::State(self.state));
+            return Err(SendQueueError::State(self.state));
         }
         if self.posted.len() + self.completed.len() >= self.depth {
-            return Err(PostError::Full);
+            return Err(SendQueueError::Full);
         }
         self.posted.push_back(work);
         if matches!(self.state, State::Sqe | State::Err) {

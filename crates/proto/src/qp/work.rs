@@ -218,7 +218,7 @@ pub enum ProtocolEvent {
 
 /// Why work was not posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PostError {
+pub enum SendQueueError {
     /// The queue is full: poll completions, then retry.
     Full,
     /// The queue pair accepts no work in this state.
@@ -228,7 +228,7 @@ pub enum PostError {
     Length(u32),
 }
 
-impl core::fmt::Display for PostError {
+impl core::fmt::Display for SendQueueError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::Full => f.write_str("the send queue is full; poll completions first"),
@@ -238,4 +238,4 @@ impl core::fmt::Display for PostError {
     }
 }
 
-impl core::error::Error for PostError {}
+impl core::error::Error for SendQueueError {}

@@ -3,8 +3,8 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
 use warpwire_proto::qp::{
-    Datagram, DiscardReason, GRH_LEN, Mtu, PostError, ProtocolEvent, QpAttributes, QpEvent,
-    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, State, Status, Target, Transmit, Ud,
+    Datagram, DiscardReason, GRH_LEN, Mtu, ProtocolEvent, QpAttributes, QpEvent, ReceiveCompletion,
+    ReceiveKind, RxPacket, SendCompletion, SendQueueError, State, Status, Target, Transmit, Ud,
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
 
@@ -236,7 +236,7 @@ fn states_that_take_no_datagrams_drop_them() {
     failed.modify(&QpAttributes::new(State::Err)).unwrap();
     assert_eq!(deliver(&mut failed, &packet, &mut host), Err(DiscardReason::State));
     assert_eq!(failed.stats().dropped(DiscardReason::State), 1);
-    assert_eq!(new.post(datagram(0, 1)), Err(PostError::State(State::Reset)));
+    assert_eq!(new.post(datagram(0, 1)), Err(SendQueueError::State(State::Reset)));
 }
 
 #[test]
@@ -298,12 +298,16 @@ fn failing_flushes_queued_work_and_the_taken_receive() {
 fn the_queue_holds_its_depth_and_no_datagram_longer_than_the_mtu() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 2), ScriptedHost::default());
     let footprint = ud.footprint();
-    assert_eq!(ud.post(datagram(0, MTU + 1)), Err(PostError::Length(MTU + 1)));
+    assert_eq!(ud.post(datagram(0, MTU + 1)), Err(SendQueueError::Length(MTU + 1)));
     ud.post(datagram(0, MTU)).unwrap();
     ud.post(datagram(1, 0)).unwrap();
-    assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full));
+    assert_eq!(ud.post(datagram(2, 0)), Err(SendQueueError::Full));
     assert!(ud.poll_transmit(&mut host).is_some());
-    assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full), "the completion is still untaken");
+    assert_eq!(
+        ud.post(datagram(2, 0)),
+        Err(SendQueueError::Full),
+        "the completion is still untaken"
+    );
     assert_eq!(completions(&mut ud).len(), 1);
     assert_eq!(ud.post(datagram(2, 0)), Ok(()));
     assert_eq!(ud.footprint(), footprint);
@@ -393,8 +397,8 @@ fn invalid_work_and_unroutable_datagrams_stop_the_send_queue() {
 fn local_work_counts_towards_the_depth_and_needs_a_state_that_takes_work() {
     let mut ud = ud_in_rts(9, QKEY, 1);
     ud.post_local(local(0, Status::Success)).unwrap();
-    assert_eq!(ud.post_local(local(1, Status::Success)), Err(PostError::Full));
+    assert_eq!(ud.post_local(local(1, Status::Success)), Err(SendQueueError::Full));
     let mut new = Ud::new(9, Mtu::new(MTU).unwrap(), 1);
     let refused = new.post_local(local(0, Status::Success));
-    assert_eq!(refused, Err(PostError::State(State::Reset)));
+    assert_eq!(refused, Err(SendQueueError::State(State::Reset)));
 }

@@ -2,8 +2,8 @@
 
 use warpwire_proto::qp::HostStatus::Denied;
 use warpwire_proto::qp::{
-    Access, DiscardReason, HostStatus, PostError, QpAttributes, QpEvent, ReceiveKind, Remote,
-    SendOp, SendWr, State, Status, Target,
+    Access, DiscardReason, HostStatus, QpAttributes, QpEvent, ReceiveKind, Remote, SendOp,
+    SendQueueError, SendWr, State, Status, Target,
 };
 use warpwire_proto::wire::{Aeth, Extension, Nak, Opcode, Syndrome};
 
@@ -63,7 +63,7 @@ fn work_of_invalid_length_is_rejected() {
         (SendOp::Atomic(REMOTE_ADDR, ADD), 16),
         (SendOp::Read(REMOTE_ADDR), 1 << 31), // 2^23 packets of 256: half of the PSN space
     ] {
-        assert_eq!(qp.post(SendWr::new(0, op, len)), Err(PostError::Length(len)));
+        assert_eq!(qp.post(SendWr::new(0, op, len)), Err(SendQueueError::Length(len)));
     }
     assert_eq!(qp.outstanding(), 0);
 }

@@ -1,8 +1,8 @@
 //! Life cycle of a queue pair: draining, reset, and packets in states that accept none.
 
 use warpwire_proto::qp::{
-    Access, DiscardReason, PostError, QpAttributes, QpEvent, RcQp, RxPacket, SendOp, SendWr, State,
-    Status, TransportOptions,
+    Access, DiscardReason, QpAttributes, QpEvent, RcQp, RxPacket, SendOp, SendQueueError, SendWr,
+    State, Status, TransportOptions,
 };
 use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
@@ -214,7 +214,7 @@ fn work_is_taken_when_sending_is_possible_and_flushed_after_failure() {
         (State::Err, true),
     ] {
         let mut qp = only_in(state);
-        let wanted = if taken { Ok(()) } else { Err(PostError::State(state)) };
+        let wanted = if taken { Ok(()) } else { Err(SendQueueError::State(state)) };
         assert_eq!(qp.post(SendWr::new(0, SendOp::Send, 1)), wanted);
         assert_eq!(qp.poll_event().is_some(), state == State::Err);
     }

@@ -1,6 +1,6 @@
 //! What is sent, and when: window, ACK requests, fences, split reads.
 
-use warpwire_proto::qp::{Fence, PostError, SendOp, SendWr, TransportOptions};
+use warpwire_proto::qp::{Fence, SendOp, SendQueueError, SendWr, TransportOptions};
 use warpwire_proto::wire::{Extension, Opcode, Syndrome};
 
 use crate::directed::pair::{
@@ -200,13 +200,13 @@ fn the_queue_holds_its_depth_and_frees_slots_when_completions_are_taken() {
         let mut pair = Pair::with(with_options(options));
         (0..u64::from(depth)).for_each(|id| pair.post(A, id, SendOp::Send, 1));
         let one_more = SendWr::new(99, SendOp::Send, 1);
-        assert_eq!(pair.endpoints[A].qp.post(one_more), Err(PostError::Full));
+        assert_eq!(pair.endpoints[A].qp.post(one_more), Err(SendQueueError::Full));
         pair.send_all(A);
         pair.endpoints[A].ignore_events = true;
         pair.inject_ack(0x100, Syndrome::ACK).unwrap();
         assert_eq!(
             pair.endpoints[A].qp.post(one_more),
-            Err(PostError::Full),
+            Err(SendQueueError::Full),
             "its completion is still untaken"
         );
         pair.endpoints[A].drain_events();

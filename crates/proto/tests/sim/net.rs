@@ -7,9 +7,8 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, Mtu, PathAttributes, PostError, ProtocolEvent, QpAttributes, QpEvent, RcQp,
-    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, SendOp, State, Status,
-    TransportOptions,
+    Access, Mtu, PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RcQp, ReceiveCompletion,
+    ReceiveKind, RxPacket, SendCompletion, SendOp, SendQueueError, State, Status, TransportOptions,
 };
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
@@ -265,7 +264,7 @@ impl Network {
         while let Some(planned) = app.plan.get(app.posted) {
             match qp.post(planned.work) {
                 Ok(()) => app.posted += 1,
-                Err(PostError::Full) => break,
+                Err(SendQueueError::Full) => break,
                 Err(other) => panic!("{other}: {planned:?}"),
             }
         }

@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    self, Datagram, GRH_LEN, Host, HostStatus, Mtu, PostError, ProtocolEvent, QpAttributes, RcQp,
-    Receive, Remote, SendCompletion, SendOp, SendWr, Service, Source, State, Target, Ud,
+    self, Datagram, GRH_LEN, Host, HostStatus, Mtu, ProtocolEvent, QpAttributes, RcQp, Receive,
+    Remote, SendCompletion, SendOp, SendQueueError, SendWr, Service, Source, State, Target, Ud,
 };
 use warpwire_proto::wire::ip::{ECN_MARKED, IpRepr, UDP_LEN, mapped};
 
@@ -131,7 +131,7 @@ impl Protocol {
         &mut self,
         work: SendWr,
         to: impl FnOnce() -> Option<AddressVector>,
-    ) -> Result<(), PostError> {
+    ) -> Result<(), SendQueueError> {
         match self {
             Self::Connected(qp) => qp.post(work),
             Self::Datagram(datagrams) => datagrams.post(work, to()),
@@ -152,7 +152,7 @@ impl Protocol {
 }
 
 impl Datagrams {
-    fn post(&mut self, work: SendWr, to: Option<AddressVector>) -> Result<(), PostError> {
+    fn post(&mut self, work: SendWr, to: Option<AddressVector>) -> Result<(), SendQueueError> {
         let SendWr { id, op, len, signaled, solicited, .. } = work;
         let local = |status| SendCompletion { id, status, signaled };
         let (to, imm) = match (op, to) {
@@ -165,7 +165,7 @@ impl Datagrams {
         let AddressVector { qpn: destination, qkey, .. } = to;
         let datagram = Datagram { id, destination, qkey, len, imm, signaled, solicited };
         match self.ud.post(datagram) {
-            Err(PostError::Length(_)) => self.ud.post_local(local(qp::Status::LocalLength)),
+            Err(SendQueueError::Length(_)) => self.ud.post_local(local(qp::Status::LocalLength)),
             other => other,
         }
     }

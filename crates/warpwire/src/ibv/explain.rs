@@ -54,10 +54,6 @@ pub enum Attempt<'a> {
     Modify(State),
     /// Create an address handle.
     CreateAddress,
-    /// Post a send.
-    PostSend,
-    /// Post a receive.
-    PostReceive,
     /// Poll completions.
     Poll,
     /// Create an event channel, arm a queue, or take an event.
@@ -86,8 +82,6 @@ impl Attempt<'_> {
             Self::QueryQp => "query a queue pair".into(),
             Self::Modify(to) => format!("move a queue pair to {to}").into(),
             Self::CreateAddress => "create an address handle".into(),
-            Self::PostSend => "post a send".into(),
-            Self::PostReceive => "post a receive".into(),
             Self::Poll => "poll completions".into(),
             Self::Events => "use events".into(),
         }
@@ -150,7 +144,6 @@ pub fn explain(errno: i32, attempt: Attempt<'_>) -> Explanation {
             format!("{name} has no port {port}"),
             "ports count from 1; `warpwire devices` lists them",
         )),
-        Attempt::PostSend | Attempt::PostReceive => posting(errno),
         Attempt::CreateCq(_) | Attempt::CreateSrq | Attempt::CreateQp => creating(errno),
         _ => None,
     };
@@ -301,23 +294,6 @@ fn unreachable_peer(errno: i32) -> Option<Explanation> {
     }
 }
 
-fn posting(errno: i32) -> Option<Explanation> {
-    match errno {
-        libc::ENOMEM | libc::ENOSPC => Some(Explanation::new(
-            Kind::Busy,
-            "the queue is full",
-            "poll completions first, or create a deeper queue",
-        )),
-        libc::EINVAL => Some(Explanation::new(
-            Kind::InvalidArgument,
-            "the device rejects the request: wrong state or opcode, or too many scatter-gather \
-             entries or inline bytes",
-            "connect the queue pair first; check the options that it was created with",
-        )),
-        _ => None,
-    }
-}
-
 fn creating(errno: i32) -> Option<Explanation> {
     match errno {
         libc::EINVAL => Some(Explanation::new(
@@ -457,8 +433,6 @@ mod tests {
             (libc::ENETUNREACH, Attempt::CreateAddress, ["no route", "GID"]),
             (libc::EINVAL, Attempt::CreateAddress, ["GID index", "warpwire devices -v"]),
             (libc::EINVAL, Attempt::Modify(State::Rts), ["transition to RTS", "in order"]),
-            (libc::ENOMEM, Attempt::PostSend, ["queue is full", "poll completions"]),
-            (libc::EINVAL, Attempt::PostReceive, ["rejects the request", "connect"]),
             (libc::EINVAL, Attempt::CreateQp, ["exceeds the limits", "devices -v"]),
             (libc::EINVAL, Attempt::QueryPort("mlx5_0", 3), ["no port 3", "count from 1"]),
             (libc::EIO, Attempt::QueryQp, ["Input/output error", "dmesg"]),

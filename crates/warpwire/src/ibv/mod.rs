@@ -67,7 +67,7 @@ pub use memory::{Mr, Pd};
 pub use mlx5dv::{DirectCq, DirectQp, MappedRange};
 #[doc(hidden)]
 pub use mlx5dv::{recorded_cq, recorded_qp};
-pub use post::{PostError, SendRequest};
+pub use post::{PartialPost, SendRequest};
 pub use qp::{Batch, IbvEndpoint, Qp, QpOptions};
 pub use srq::Srq;
 

@@ -4,14 +4,13 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::address::{AddressHandle, AhInner, AsAddressHandle};
-use super::explain::{Attempt, explain, last_errno};
+use super::explain::last_errno;
 use super::memory::Pd;
 use super::staging::StagingTable;
 use super::sys;
 use super::wr_ids::{CHUNK, WrIdAllocator};
-use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
-use crate::work::{self, Fence, ReceiveRequest, Remote, Sge, WrOp};
+use crate::work::{self, Fence, PostError, PostResult, ReceiveRequest, Remote, Sge, WrOp};
 use warpwire_proto::qp::Service;
 
 /// A send work request: [`work::SendRequest`] with this module's [`AddressHandle`].
@@ -25,20 +24,20 @@ pub type SendRequest<'a> = work::SendRequest<'a, AddressHandle>;
 
 /// Only some of the requests were posted.
 #[derive(Clone, Debug)]
-pub struct PostError {
+pub struct PartialPost {
     /// Number of requests, from the first, that were posted and will complete.
     pub posted: usize,
-    /// Why the next one was not posted; [`Kind::Busy`] if the queue is full.
-    pub error: Error,
+    /// Why the next one was not posted.
+    pub error: PostError,
 }
 
-impl std::fmt::Display for PostError {
+impl std::fmt::Display for PartialPost {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} ({} earlier requests were posted)", self.error, self.posted)
     }
 }
 
-impl std::error::Error for PostError {}
+impl std::error::Error for PartialPost {}
 
 /// Limits of a queue pair, as the provider granted them.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +63,7 @@ impl SendQueue<'_> {
         &self,
         allocator: &mut impl WrIdAllocator,
         requests: &[work::SendRequest<'_, A>],
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let mut done = 0;
         for chunk in requests.chunks(CHUNK) {
             let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
@@ -81,10 +80,10 @@ impl SendQueue<'_> {
             // SAFETY: `good` entries were written; the requests borrow what they point to.
             let posted = unsafe { self.post_chain(entries.as_mut_ptr().cast(), good) };
             allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
-            posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
+            posted.map_err(|error| PartialPost { posted: done + error.posted, ..error })?;
             done += good;
             if let Some(error) = refused {
-                return Err(PostError { posted: done, error });
+                return Err(PartialPost { posted: done, error });
             }
         }
         Ok(())
@@ -95,9 +94,9 @@ impl SendQueue<'_> {
         &self,
         room: usize,
         requests: &[work::SendRequest<'_, A>],
-    ) -> Result<()> {
+    ) -> PostResult {
         if requests.len() > room {
-            return Err(full());
+            return Err(PostError::Full);
         }
         requests.iter().try_for_each(|request| {
             let (mut entry, mut inline_sge) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
@@ -113,7 +112,7 @@ impl SendQueue<'_> {
         &self,
         first: *mut sys::SendWr,
         count: usize,
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         if count == 0 {
             return Ok(());
         }
@@ -138,7 +137,7 @@ impl SendQueue<'_> {
         let before = (0..count).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
         let before = before.unwrap_or(0);
         entries()[before..].iter().for_each(|entry| staging_table.cancel(entry.wr_id));
-        Err(failed(before, code, Attempt::PostSend))
+        Err(failed(before, code))
     }
 
     #[inline]
@@ -148,9 +147,9 @@ impl SendQueue<'_> {
         entry: &mut sys::SendWr,
         inline_sge: &mut MaybeUninit<Sge>,
         allocator: &mut impl WrIdAllocator,
-    ) -> Result<()> {
+    ) -> PostResult {
         if allocator.room() == 0 {
-            return Err(full());
+            return Err(PostError::Full);
         }
         self.translate(request, entry, inline_sge)?;
         entry.wr_id = allocator.assign(request.id);
@@ -164,7 +163,7 @@ impl SendQueue<'_> {
         request: &work::SendRequest<'_, A>,
         entry: &mut sys::SendWr,
         inline_sge: &mut MaybeUninit<Sge>,
-    ) -> Result<()> {
+    ) -> PostResult {
         let flags = [
             (request.fence == Fence::Reads, sys::SEND_FENCE),
             (request.signaled, sys::SEND_SIGNALED),
@@ -174,14 +173,14 @@ impl SendQueue<'_> {
         entry.send_flags =
             flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
         if request.fence == Fence::All {
-            return Err(unsupported(
-                "fence for all earlier work",
-                "poll for its completion instead",
+            return Err(PostError::Unsupported(
+                "libibverbs has no fence for all earlier work; poll for its completion instead",
             ));
         }
         match request.inline {
             Some(bytes) if bytes.len() > self.caps.max_inline_data as usize => {
-                return Err(too_long_inline(bytes.len(), self.caps));
+                let max = self.caps.max_inline_data;
+                return Err(PostError::InlineTooLong { len: bytes.len() as u32, max });
             }
             Some(bytes) => {
                 let whole =
@@ -206,7 +205,7 @@ impl SendQueue<'_> {
         &self,
         request: &work::SendRequest<'_, A>,
         entry: &mut sys::SendWr,
-    ) -> Result<()> {
+    ) -> PostResult {
         let plain = matches!(request.op, WrOp::Send | WrOp::SendImm(_));
         let context = self.pd.0.context.raw.ptr();
         let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == context;
@@ -237,7 +236,7 @@ impl SendQueue<'_> {
 unsafe fn stage(
     staging_table: &StagingTable,
     entries: &[sys::SendWr],
-) -> std::result::Result<(), PostError> {
+) -> std::result::Result<(), PartialPost> {
     for (index, entry) in entries.iter().enumerate() {
         let has_sges = entry.num_sge > 0 && entry.send_flags & sys::SEND_INLINE == 0;
         let sges: &[Sge] = match has_sges {
@@ -247,7 +246,9 @@ unsafe fn stage(
         };
         if let Err(error) = staging_table.prepare(entry.wr_id, entry.opcode, sges) {
             entries[..=index].iter().for_each(|entry| staging_table.cancel(entry.wr_id));
-            return Err(PostError { posted: 0, error: error.during("post work on staged memory") });
+            tracing::warn!(%error, "cannot stage the memory of a work request");
+            let text = "its staged memory cannot be copied; the log says why";
+            return Err(PartialPost { posted: 0, error: PostError::Invalid(text) });
         }
     }
     Ok(())
@@ -255,7 +256,7 @@ unsafe fn stage(
 
 /// Sets opcode and remote address.
 #[inline]
-fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
+fn operation(op: WrOp, entry: &mut sys::SendWr) -> PostResult {
     let rdma =
         |at: Remote| sys::WrTarget { rdma: sys::Rdma { remote_addr: at.address, rkey: at.rkey } };
     match op {
@@ -277,8 +278,10 @@ fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
                 }
                 Atomic::FetchAdd { add } => (sys::WR_ATOMIC_FETCH_AND_ADD, add, 0),
                 _ => {
-                    let fix = "use plain 8-byte atomics, or the software HCA";
-                    return Err(unsupported("masked or 4-byte atomics", fix));
+                    return Err(PostError::Unsupported(
+                        "libibverbs has no masked or 4-byte atomics; use plain 8-byte atomics, or \
+                         the software HCA",
+                    ));
                 }
             };
             let target =
@@ -291,10 +294,14 @@ fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
             (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
         }
         WrOp::Wait { .. } => {
-            return Err(unsupported("WAIT operation", "poll for the completion instead"));
+            return Err(PostError::Unsupported(
+                "libibverbs has no WAIT operation; poll for the completion instead",
+            ));
         }
         WrOp::Dump => {
-            return Err(unsupported("DUMP operation", "use an RDMA read instead"));
+            return Err(PostError::Unsupported(
+                "libibverbs has no DUMP operation; use an RDMA read instead",
+            ));
         }
     }
     Ok(())
@@ -338,7 +345,7 @@ impl PendingBatch {
         send_queue: &SendQueue<'_>,
         allocator: &mut impl WrIdAllocator,
         request: &work::SendRequest<'_, A>,
-    ) -> Result<()> {
+    ) -> PostResult {
         let (mut entry, mut inline_sge) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
         send_queue.write(request, &mut entry, &mut inline_sge, allocator)?;
         let first = self.sges.len();
@@ -364,7 +371,7 @@ impl PendingBatch {
         &mut self,
         send_queue: &SendQueue<'_>,
         allocator: &mut impl WrIdAllocator,
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let bytes = self.bytes.as_ptr() as u64;
         let sges = self.sges.as_mut_ptr();
         for entry in &mut self.entries {
@@ -395,7 +402,7 @@ pub(super) fn receive(
     sges: u32,
     (allocator, staging_table): (&mut impl WrIdAllocator, &StagingTable),
     post: impl Fn(*mut sys::RecvWr, *mut *mut sys::RecvWr) -> i32,
-) -> std::result::Result<(), PostError> {
+) -> std::result::Result<(), PartialPost> {
     let mut done = 0;
     for chunk in requests.chunks(CHUNK) {
         let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
@@ -432,14 +439,14 @@ pub(super) fn receive(
                 // SAFETY: these entries were written.
                 let refused = (before..good).map(|index| unsafe { (*first.add(index)).wr_id });
                 refused.for_each(|number| staging_table.cancel(number));
-                posted = Err(failed(before, code, Attempt::PostReceive));
+                posted = Err(failed(before, code));
             }
         }
         allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
-        posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
+        posted.map_err(|error| PartialPost { posted: done + error.posted, ..error })?;
         done += good;
         if let Some(error) = refused {
-            return Err(PostError { posted: done, error });
+            return Err(PartialPost { posted: done, error });
         }
     }
     Ok(())
@@ -450,66 +457,49 @@ pub(super) fn check_receives(
     requests: &[ReceiveRequest<'_>],
     sges: u32,
     room: usize,
-) -> Result<()> {
+) -> PostResult {
     if requests.len() > room {
-        return Err(full_receives());
+        return Err(PostError::Full);
     }
     requests.iter().try_for_each(|request| fits(request, sges, 1))
 }
 
 #[inline]
-fn fits(request: &ReceiveRequest<'_>, sges: u32, room: usize) -> Result<()> {
+fn fits(request: &ReceiveRequest<'_>, sges: u32, room: usize) -> PostResult {
     match (request.data.len(), room) {
-        (_, 0) => Err(full_receives()),
+        (_, 0) => Err(PostError::Full),
         (count, _) if count > sges as usize => Err(too_many_sges(count, sges)),
         _ => Ok(()),
     }
 }
 
 #[cold]
-fn full() -> Error {
-    explain(libc::ENOMEM, Attempt::PostSend).into_error(Attempt::PostSend)
-}
-
-#[cold]
-fn full_receives() -> Error {
-    explain(libc::ENOMEM, Attempt::PostReceive).into_error(Attempt::PostReceive)
-}
-
-#[cold]
-fn unsupported(what: &str, fix: &'static str) -> Error {
-    Error::new(Kind::Unsupported, "post a send").why(format!("libibverbs has no {what}")).fix(fix)
-}
-
-#[cold]
-fn failed(posted: usize, code: i32, attempt: Attempt<'_>) -> PostError {
-    let errno = if code == -1 { last_errno() } else { code.saturating_abs() };
-    PostError { posted, error: explain(errno, attempt).into_error(attempt) }
-}
-
-#[cold]
-fn too_long_inline(len: usize, caps: &QpCaps) -> Error {
-    Error::new(Kind::InvalidArgument, "post a send")
-        .why(format!("{len} inline bytes; the queue pair allows {}", caps.max_inline_data))
-        .fix("use registered memory, or create the queue pair with a larger inline size")
-}
-
-#[cold]
-fn too_many_sges(count: usize, max: u32) -> Error {
-    Error::new(Kind::InvalidArgument, "post a request")
-        .why(format!("it has {count} scatter-gather entries; the maximum is {max}"))
-        .fix("create the queue with a larger maximum")
-}
-
-#[cold]
-fn wrong_service(service: Service, addressed: bool, plain: bool) -> Error {
-    let (why, fix) = match (service, addressed, plain) {
-        (Service::Rc, ..) => {
-            ("only sends of UD queue pairs have a destination", "omit the destination")
-        }
-        (_, false, _) => ("a UD send needs a destination", "set it with SendRequest::to"),
-        (_, _, false) => ("a UD queue pair supports sends only", "use a connected queue pair"),
-        _ => ("the address handle belongs to another context", "create one from this context"),
+fn failed(posted: usize, code: i32) -> PartialPost {
+    let error = match if code == -1 { last_errno() } else { code.saturating_abs() } {
+        libc::ENOMEM | libc::ENOSPC => PostError::Full,
+        libc::EINVAL => PostError::Invalid(
+            "the device rejects the request: wrong state or opcode, or too many scatter-gather \
+             entries or inline bytes; connect the queue pair first, check the options that it was \
+             created with",
+        ),
+        errno => PostError::Device(errno),
     };
-    Error::new(Kind::InvalidArgument, "post a send").why(why).fix(fix)
+    PartialPost { posted, error }
+}
+
+#[cold]
+fn too_many_sges(count: usize, max: u32) -> PostError {
+    PostError::TooManySge { count: count as u32, max }
+}
+
+#[cold]
+fn wrong_service(service: Service, addressed: bool, plain: bool) -> PostError {
+    match (service, addressed, plain) {
+        (Service::Rc, ..) => PostError::SURPLUS_DESTINATION,
+        (_, false, _) => PostError::NO_DESTINATION,
+        (_, _, false) => {
+            PostError::Invalid("a UD queue pair supports sends only; use a connected queue pair")
+        }
+        _ => PostError::FOREIGN_HANDLE,
+    }
 }

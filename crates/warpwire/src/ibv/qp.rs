@@ -15,13 +15,13 @@ use super::explain::Attempt;
 use super::library::{Raw, call, create, created, destroy};
 use super::memory::Pd;
 use super::mlx5dv::mlx5dv_create_qp;
-use super::post::{self, PendingBatch, PostError, QpCaps, SendQueue};
+use super::post::{self, PartialPost, PendingBatch, QpCaps, SendQueue};
 use super::srq::Srq;
 use super::wr_ids::{QueueEntry, RingAllocator, WrIdAllocator};
 use super::{Context, sys};
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Status;
-use crate::work::{self, Completion, CompletionKind, ReceiveRequest};
+use crate::work::{self, Completion, CompletionKind, PostError, PostResult, ReceiveRequest};
 
 /// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
 #[derive(Clone, Debug)]
@@ -454,13 +454,12 @@ impl Qp {
     /// Posts requests in order (`ibv_post_send`). Allocates nothing.
     ///
     /// # Errors
-    /// [`PostError::posted`] requests were posted before the failure; [`Kind::Busy`] if the queue
-    /// is full.
+    /// [`PartialPost::posted`] requests were posted before the failure.
     #[inline]
     pub fn post_send<A: AsAddressHandle>(
         &self,
         requests: &[work::SendRequest<'_, A>],
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let inner = &*self.0;
         inner.send_queue().send(&mut inner.queue_entry.alloc_send(), requests)
     }
@@ -468,12 +467,12 @@ impl Qp {
     /// Posts all requests or none, unless the device rejects a request that passed all checks.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the queue has no room for all of them.
+    /// [`PostError::Full`] if the queue has no room for all of them.
     #[inline]
     pub fn post_all<A: AsAddressHandle>(
         &self,
         requests: &[work::SendRequest<'_, A>],
-    ) -> Result<()> {
+    ) -> PostResult {
         let inner = &*self.0;
         let (send_queue, mut allocator) = (inner.send_queue(), inner.queue_entry.alloc_send());
         // A single request is posted or not: nothing to check.
@@ -494,15 +493,15 @@ impl Qp {
     /// Posts receives in order (`ibv_post_recv`). Allocates nothing.
     ///
     /// # Errors
-    /// [`PostError::posted`] receives were posted before the failure.
+    /// [`PartialPost::posted`] receives were posted before the failure.
     #[inline]
     pub fn post_receive(
         &self,
         requests: &[ReceiveRequest<'_>],
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let inner = &*self.0;
         if inner.options.srq.is_some() {
-            return Err(PostError { posted: 0, error: must_post_to_srq() });
+            return Err(PartialPost { posted: 0, error: PostError::USES_SRQ });
         }
         self.receive(requests, &mut inner.queue_entry.alloc_receive())
     }
@@ -510,11 +509,11 @@ impl Qp {
     /// Posts all receives or none.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the queue has no room for all of them.
-    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    /// [`PostError::Full`] if the queue has no room for all of them.
+    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<(), PostError> {
         let inner = &*self.0;
         if inner.options.srq.is_some() {
-            return Err(must_post_to_srq());
+            return Err(PostError::USES_SRQ);
         }
         let mut allocator = inner.queue_entry.alloc_receive();
         post::check_receives(requests, inner.caps.max_recv_sge, allocator.room())?;
@@ -525,7 +524,7 @@ impl Qp {
         &self,
         requests: &[ReceiveRequest<'_>],
         allocator: &mut impl WrIdAllocator,
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let inner = &*self.0;
         let staging_table = &inner.pd.0.context.staging_table;
         post::receive(
@@ -560,17 +559,17 @@ impl Batch<'_> {
     /// Adds a request. The scatter-gather list and inline data are copied.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the queue is full: post the batch and poll completions.
-    pub fn push<A: AsAddressHandle>(&mut self, request: &work::SendRequest<'_, A>) -> Result<()> {
+    /// [`PostError::Full`] if the queue is full: post the batch and poll completions.
+    pub fn push<A: AsAddressHandle>(&mut self, request: &work::SendRequest<'_, A>) -> PostResult {
         self.pending_batch.push(&self.inner.send_queue(), &mut self.allocator, request)
     }
 
     /// Posts all requests.
     ///
     /// # Errors
-    /// [`PostError::posted`] requests were posted, if the device rejects one that passed all
+    /// [`PartialPost::posted`] requests were posted, if the device rejects one that passed all
     /// checks.
-    pub fn post(mut self) -> std::result::Result<(), PostError> {
+    pub fn post(mut self) -> std::result::Result<(), PartialPost> {
         self.pending_batch.post(&self.inner.send_queue(), &mut self.allocator)
     }
 
@@ -592,13 +591,6 @@ impl Batch<'_> {
         });
         self.inner.cqs[0].push_backlog(completed);
     }
-}
-
-#[cold]
-fn must_post_to_srq() -> Error {
-    Error::new(Kind::InvalidArgument, "post a receive")
-        .why("the queue pair uses an SRQ")
-        .fix("post it to the SRQ")
 }
 
 /// Converts a change to `ibv_qp_attr` and its attribute mask.

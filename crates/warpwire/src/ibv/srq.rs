@@ -6,11 +6,11 @@ use super::cq::unsupported;
 use super::explain::Attempt;
 use super::library::{Raw, call, create, destroy};
 use super::memory::{Pd, PdInner};
-use super::post::{PostError, check_receives, receive};
+use super::post::{PartialPost, check_receives, receive};
 use super::sys;
 use super::wr_ids::{QueueEntry, WrIdAllocator};
 use crate::error::Result;
-use crate::work::ReceiveRequest;
+use crate::work::{PostResult, ReceiveRequest};
 
 /// A shared receive queue (`ibv_srq`). Clones refer to the same queue; it is destroyed when the
 /// last clone and the last queue pair that uses it are dropped.
@@ -82,12 +82,12 @@ impl Srq {
     /// Posts receives in order (`ibv_post_srq_recv`).
     ///
     /// # Errors
-    /// [`PostError::posted`] receives were posted before the failure.
+    /// [`PartialPost::posted`] receives were posted before the failure.
     #[inline]
     pub fn post_receive(
         &self,
         requests: &[ReceiveRequest<'_>],
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let shared = &*self.0;
         self.post(requests, &mut shared.queue_entry.alloc_srq())
     }
@@ -95,8 +95,8 @@ impl Srq {
     /// Posts all receives or none.
     ///
     /// # Errors
-    /// [`Kind::Busy`](crate::error::Kind::Busy) if the queue has no room for all of them.
-    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    /// [`PostError::Full`](crate::work::PostError::Full) if the queue has no room for all of them.
+    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> PostResult {
         let mut allocator = self.0.queue_entry.alloc_srq();
         check_receives(requests, self.0.max_sge, allocator.room())?;
         self.post(requests, &mut allocator).map_err(|refused| refused.error)
@@ -106,7 +106,7 @@ impl Srq {
         &self,
         requests: &[ReceiveRequest<'_>],
         allocator: &mut impl WrIdAllocator,
-    ) -> std::result::Result<(), PostError> {
+    ) -> std::result::Result<(), PartialPost> {
         let shared = &*self.0;
         let staging_table = &shared.pd.context.staging_table;
         receive(requests, shared.max_sge, (allocator, staging_table), |first, bad| {

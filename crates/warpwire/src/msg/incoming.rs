@@ -206,7 +206,8 @@ impl State {
         let at = self.area.slot_at(rank, slot);
         let data = [self.area.slots_mr.sge(at, self.area.slot as u32)];
         let Some(qp) = &self.peers[rank].qp else { return Ok(()) };
-        qp.post_receive(&[ReceiveRequest { id: id_of(RECEIVE, rank, slot), data: &data }])
+        qp.post_receive(&[ReceiveRequest { id: id_of(RECEIVE, rank, slot), data: &data }])?;
+        Ok(())
     }
 }
 

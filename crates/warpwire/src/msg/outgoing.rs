@@ -161,10 +161,10 @@ impl State {
         data[1..=body.len()].copy_from_slice(body);
         let id = id_of(HEADER_SENT, rank, header_slot);
         let request = SendRequest::new(id, WrOp::Send).with(&data[..=body.len()]);
-        match &self.peers[rank].qp {
-            Some(qp) => qp.post_send(&[request]),
-            None => Ok(()),
+        if let Some(qp) = &self.peers[rank].qp {
+            qp.post_send(&[request])?;
         }
+        Ok(())
     }
 
     /// Posts pieces of a transfer; true once all are posted.
@@ -234,14 +234,15 @@ impl State {
         match word_update {
             WordUpdate::Write(bytes, len) => {
                 let bytes = &bytes[..usize::from(len)];
-                qp.post_send(&[SendRequest::new(id, WrOp::Write(at)).inline(bytes)])
+                qp.post_send(&[SendRequest::new(id, WrOp::Write(at)).inline(bytes)])?;
             }
             WordUpdate::Atomic(atomic) => {
-                let width = atomic.width().bytes() as u32;
+                let width = atomic.width().bytes();
                 let before = [self.area.headers_mr.sge(self.area.headers.len() - 64, width)];
-                qp.post_send(&[SendRequest::new(id, WrOp::Atomic(at, atomic)).with(&before)])
+                qp.post_send(&[SendRequest::new(id, WrOp::Atomic(at, atomic)).with(&before)])?;
             }
         }
+        Ok(())
     }
 
     /// Writes a word of a peer's table immediately, ahead of messages that wait for credits. False

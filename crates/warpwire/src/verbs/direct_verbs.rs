@@ -17,11 +17,11 @@ use super::post::{SendRequest, SendState, overwrite_with_nop, ring_doorbell, wri
 use super::queues::DirectQueues;
 use super::receive;
 use super::wr_table::WrTable;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind};
 use crate::hca::{CQE_LEN, QueueMemory};
 use crate::ibv::DirectCq;
 use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, Queue, owner_bit};
-use crate::work::{Completion, ReceiveRequest};
+use crate::work::{Completion, PostError, PostResult, ReceiveRequest};
 
 /// A queue pair driven with direct verbs.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl DirectVerbsQp {
         overwrite_with_nop(&self.queues, &mut self.send.lock().scratch, wqebbs);
     }
 
-    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> PostResult {
         let _only = self.receive.lock();
         receive::fill(&self.queues, &self.wr_table, requests)
     }
@@ -86,11 +86,9 @@ pub(super) struct DirectVerbsBatch<'q> {
 }
 
 impl DirectVerbsBatch<'_> {
-    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> PostResult {
         if request.destination.is_some() {
-            return Err(Error::new(Kind::Unsupported, "write a work queue entry")
-                .why("direct verbs cannot build the address vector of a UD message")
-                .fix("use a connected queue pair"));
+            return Err(PostError::DIRECT_UD);
         }
         let Self { direct_qp, state, next } = self;
         let used = *next - direct_qp.wr_table.freed.load(Ordering::Acquire);

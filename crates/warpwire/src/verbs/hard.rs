@@ -8,12 +8,12 @@ use warpwire_proto::qp::{Mtu, QpAttributes, State};
 use super::bootstrap::QpEndpoint;
 use super::direct_verbs::{DirectVerbsBatch, DirectVerbsQp};
 use super::hardware::{Hardware, LocalPort};
-use super::post::{SendRequest, not_in_rts};
+use super::post::SendRequest;
 use super::queues::DirectQueues;
 use super::{Context, Cq, Pd, QpOptions, Srq};
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
-use crate::work::ReceiveRequest;
+use crate::work::{PostError, PostResult, ReceiveRequest};
 use crate::{ibv, link};
 
 /// A hardware queue pair.
@@ -153,14 +153,12 @@ impl Hard {
 
     /// Checks that sends may be posted: providers accept work in any state and then ignore it.
     #[inline]
-    pub(super) fn check_state(&self) -> Result<()> {
+    pub(super) fn check_state(&self) -> PostResult {
         if self.accepts_posts.load(Ordering::Relaxed) {
             return Ok(());
         }
-        match self.qp.state()? {
-            state @ (State::Reset | State::Init | State::Rtr) => {
-                Err(not_in_rts(self.qp.number(), state))
-            }
+        match self.qp.state().map_err(|error| PostError::device(&error))? {
+            state @ (State::Reset | State::Init | State::Rtr) => Err(PostError::NotReady(state)),
             _ => {
                 self.accepts_posts.store(true, Ordering::Relaxed);
                 Ok(())
@@ -170,7 +168,7 @@ impl Hard {
 
     /// Posts all requests or none.
     #[inline]
-    pub(super) fn post(&self, requests: &[SendRequest<'_>]) -> Result<()> {
+    pub(super) fn post(&self, requests: &[SendRequest<'_>]) -> PostResult {
         if requests.is_empty() {
             return Ok(());
         }
@@ -184,7 +182,7 @@ impl Hard {
 
     /// Posts all receives or none.
     #[inline]
-    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> PostResult {
         match &self.direct_verbs {
             Some(direct_qp) => direct_qp.post_receive(requests),
             None => self.qp.post_all_receives(requests),
@@ -237,7 +235,7 @@ enum HardBatchKind<'q> {
 }
 
 impl HardBatch<'_> {
-    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> PostResult {
         self.hard.check_state()?;
         match &mut self.batch {
             HardBatchKind::Provider(batch) => batch.push(request),

@@ -74,8 +74,8 @@ pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::WqeOpcode;
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
 pub use crate::work::{
-    AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, ReceiveRequest, Remote, Sge,
-    WrOp,
+    AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, PostError, ReceiveRequest,
+    Remote, Sge, WrOp,
 };
 pub use bootstrap::QpEndpoint;
 pub use cq::{Cq, CqOptions};

@@ -8,14 +8,13 @@ use super::hard::{Hard, HardBatch};
 use super::qp::Core;
 use super::queues::{QueueAccess, mmio_flush_writes};
 use super::{Service, State};
-use crate::error::{Error, Kind, Result};
 use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
     AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
     MAX_SEGMENTS, SEGMENT, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
 };
 use crate::sync::{Guard, this_thread};
-use crate::work::{Fence, Sge, WrOp};
+use crate::work::{Fence, PostError, PostResult, Sge, WrOp};
 
 /// A send work request (`ibv_send_wr`): [`work::SendRequest`](crate::work::SendRequest) with this
 /// module's [`AddressHandle`].
@@ -45,13 +44,15 @@ impl SendRequest<'_> {
 
     /// Checks that the destination matches the service: the device expects an address vector in
     /// messages of UD queue pairs, and nowhere else.
-    fn check(&self, core: &Core) -> Result<()> {
+    fn check(&self, core: &Core) -> PostResult {
         let is_message = matches!(self.op, WrOp::Send | WrOp::SendImm(_));
         let needs = core.service == Service::Ud && is_message;
         match self.destination {
             Some(to) if needs && to.handle.belongs_to(&core.hca) => Ok(()),
             None if !needs => Ok(()),
-            wrong => Err(wrong_destination(core, wrong.is_some() && needs, needs)),
+            Some(_) if needs => Err(PostError::FOREIGN_HANDLE),
+            None => Err(PostError::NO_DESTINATION),
+            Some(_) => Err(PostError::SURPLUS_DESTINATION),
         }
     }
 
@@ -126,7 +127,7 @@ impl std::fmt::Debug for SendState {
 /// [`Batch::post`]; dropping the batch discards them.
 ///
 /// A batch holds the lock of the send queue: other threads that post to the queue pair wait. The
-/// thread that holds the batch gets [`Kind::Busy`] if it posts to the queue pair in another way.
+/// thread that holds the batch gets [`PostError::BatchHeld`] if it posts to the queue pair in another way.
 #[must_use = "nothing happens until the batch is posted"]
 pub struct Batch<'q> {
     // Dropped, and its lock released, before the holder is forgotten.
@@ -140,13 +141,13 @@ pub(super) struct BatchThread(AtomicU64);
 
 impl BatchThread {
     /// # Errors
-    /// [`Kind::Busy`] if the calling thread has a batch: it would wait for itself.
+    /// [`PostError::BatchHeld`] if the calling thread has a batch: it would wait for itself.
     #[inline]
-    pub(super) fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> PostResult {
         // Relaxed: only the thread's own store matters.
         match self.0.load(Ordering::Relaxed) {
             0 => Ok(()),
-            thread if thread == this_thread() => Err(has_batch()),
+            thread if thread == this_thread() => Err(PostError::BatchHeld),
             _ => Ok(()),
         }
     }
@@ -161,13 +162,6 @@ impl Drop for BatchHolder<'_> {
         let thread = this_thread();
         let _ = self.0.0.compare_exchange(thread, 0, Ordering::Relaxed, Ordering::Relaxed);
     }
-}
-
-#[cold]
-fn has_batch() -> Error {
-    Error::new(Kind::Busy, "post a send")
-        .why("this thread holds a batch of the queue pair")
-        .fix("post or drop the batch first, or push to it")
 }
 
 enum Backend<'q> {
@@ -203,11 +197,11 @@ impl<'q> Batch<'q> {
     /// Adds a request. Inline data is copied; other buffers must stay valid until the completion.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the send queue is full: post the batch and poll completions.
-    /// [`Kind::InvalidArgument`] if the queue pair is not yet in `RTS`, or the request is malformed
-    /// or does not fit the service. The batch keeps its earlier requests.
+    /// [`PostError::Full`] if the send queue is full: post the batch and poll completions.
+    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`; other variants if the request
+    /// is malformed or does not fit the service. The batch keeps its earlier requests.
     #[inline]
-    pub fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    pub fn push(&mut self, request: &SendRequest<'_>) -> Result<(), PostError> {
         match &mut self.backend {
             Backend::Soft(batch) => batch.push(request),
             Backend::Hard(batch) => batch.push(request),
@@ -250,13 +244,13 @@ impl<'q> SendBatch<'q> {
     }
 
     #[inline]
-    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> PostResult {
         let core = self.core;
         if !core.accepts_posts.load(Ordering::Relaxed) {
             // The engine knows the state. If the QP has failed, posted work is flushed.
-            match core.hca.qp_state(core.number)? {
+            match core.hca.qp_state(core.number).map_err(|error| PostError::device(&error))? {
                 state @ (State::Reset | State::Init | State::Rtr) => {
-                    return Err(not_in_rts(core.number, state));
+                    return Err(PostError::NotReady(state));
                 }
                 _ => core.accepts_posts.store(true, Ordering::Relaxed),
             }
@@ -363,21 +357,22 @@ pub(super) fn write_wqe<Q: QueueAccess>(
     scratch: &mut Scratch,
     request: &SendRequest<'_>,
     (at, used): (u64, u64),
-) -> Result<u64> {
+) -> PostResult<u64> {
     let wqe = request.wqe(scratch, at as u16, queues.number());
     let wqe = wqe.map_err(|WqeTooLong| too_long(request))?;
     let (wqebbs, room) = (u64::from(wqe.wqebbs()), u64::from(queues.wqebbs()));
     if used + wqebbs > room {
-        return Err(full(queues.number()));
+        return Err(PostError::Full);
     }
     let slot = at & (room - 1);
     let (bytes, begin) = queues.send();
     let until_wrap = ((room - slot) as usize * WQEBB_LEN).min(wqe.bytes().len());
     let (head, tail) = wqe.bytes().split_at(until_wrap);
-    bytes.write(begin + slot * WQEBB_LEN as u64, head)?;
+    let mut written = bytes.write(begin + slot * WQEBB_LEN as u64, head);
     if !tail.is_empty() {
-        bytes.write(begin, tail)?;
+        written = written.and_then(|()| bytes.write(begin, tail));
     }
+    written.map_err(|error| PostError::device(&error))?;
     Ok(wqebbs)
 }
 
@@ -421,46 +416,15 @@ pub(super) fn ring_doorbell<Q: QueueAccess>(queues: &Q, next: u64) {
 }
 
 #[cold]
-fn full(number: u32) -> Error {
-    Error::new(Kind::Busy, "post a send")
-        .on(format!("queue pair {number:#x}"))
-        .why("the send queue is full")
-        .fix("poll completions first, or increase send_depth")
-}
-
-#[cold]
-fn wrong_destination(core: &Core, wrong_context: bool, needed: bool) -> Error {
-    let (why, fix) = match (wrong_context, needed) {
-        (true, _) => {
-            ("the address handle belongs to another context", "create one from this context")
+fn too_long(request: &SendRequest<'_>) -> PostError {
+    match request.inline {
+        Some(bytes) => {
+            let max = ((MAX_SEGMENTS - 2) * SEGMENT) as u32;
+            PostError::InlineTooLong { len: bytes.len() as u32, max }
         }
-        (_, true) => ("a UD send needs a destination", "set it with SendRequest::to"),
-        _ => ("only sends of UD queue pairs have a destination", "omit the destination"),
-    };
-    Error::new(Kind::InvalidArgument, "post a send")
-        .on(format!("queue pair {:#x}", core.number))
-        .why(why)
-        .fix(fix)
-}
-
-#[cold]
-pub(super) fn not_in_rts(number: u32, state: State) -> Error {
-    Error::new(Kind::InvalidArgument, "post a send")
-        .on(format!("queue pair {number:#x}"))
-        .why(format!("it is in {state}, and sends may be posted from RTS on"))
-        .fix("call connect first, or activate_ud for a UD queue pair")
-}
-
-#[cold]
-fn too_long(request: &SendRequest<'_>) -> Error {
-    let why = match request.inline {
-        Some(bytes) => format!("{} inline bytes do not fit into a WQE", bytes.len()),
         None => {
-            format!(
-                "{} scatter-gather entries do not fit into a WQE, or one is 2 GiB long",
-                request.data.len()
-            )
+            let max = MAX_SEGMENTS as u32 - 2;
+            PostError::TooManySge { count: request.data.len() as u32, max }
         }
-    };
-    Error::new(Kind::InvalidArgument, "post a send").why(why).fix("split it into several requests")
+    }
 }

@@ -18,8 +18,13 @@ use crate::error::{Error, Kind, Result};
 use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
+<<<<<<< HEAD
 use crate::sync::{BiasedMutex, random_u64};
 use crate::work::ReceiveRequest;
+=======
+use crate::sync::BiasedMutex;
+use crate::work::{PostError, ReceiveRequest};
+>>>>>>> api
 
 /// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
 #[derive(Clone, Debug)]
@@ -540,7 +545,7 @@ impl Qp {
     }
 
     /// Checks that hardware accepts sends; the software HCA checks when it is posted to.
-    pub(super) fn check_hardware_state(&self) -> Result<()> {
+    pub(super) fn check_hardware_state(&self) -> Result<(), PostError> {
         match &self.0.backend {
             Backend::Soft(_) => Ok(()),
             Backend::Hard(hard) => hard.check_state(),
@@ -551,8 +556,8 @@ impl Qp {
     /// queue until it is posted or dropped; see [`Batch`] for what that means.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the calling thread has a batch of this queue pair.
-    pub fn batch(&self) -> Result<Batch<'_>> {
+    /// [`PostError::BatchHeld`] if the calling thread has a batch of this queue pair.
+    pub fn batch(&self) -> Result<Batch<'_>, PostError> {
         let thread = &self.0.batch_thread;
         thread.check()?;
         Ok(match &self.0.backend {
@@ -569,10 +574,11 @@ impl Qp {
     /// is mapped may have been executed when it returns (fast path).
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the send queue has no room for all: poll completions first; or if the
-    /// calling thread holds a [`Batch`] of this queue pair. [`Kind::InvalidArgument`] if the queue
-    /// pair is not yet in `RTS`, or a request is malformed or does not fit the service.
-    pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<()> {
+    /// [`PostError::Full`] if the send queue has no room for all: poll completions first.
+    /// [`PostError::BatchHeld`] if the calling thread holds a [`Batch`] of this queue pair.
+    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`. Other variants if a request is
+    /// malformed or does not fit the service.
+    pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.0.batch_thread.check()?;
         let core = match &self.0.backend {
             Backend::Soft(soft) => &soft.core,
@@ -591,16 +597,15 @@ impl Qp {
     /// must stay valid until the completion.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the receive queue is full. [`Kind::InvalidArgument`] if a receive has too
-    /// many scatter-gather entries, or the queue pair uses an SRQ.
-    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    /// [`PostError::Full`] if the receive queue is full. [`PostError::TooManySge`] if a receive has
+    /// too many scatter-gather entries; [`PostError::Invalid`] if the queue pair uses an SRQ.
+    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<(), PostError> {
         let core = match &self.0.backend {
             Backend::Soft(soft) => &soft.core,
             Backend::Hard(hard) => return hard.post_receive(requests),
         };
         if core.srq.is_some() {
-            let error = Error::new(Kind::InvalidArgument, "post a receive");
-            return Err(error.why("the queue pair uses an SRQ").fix("post it to the SRQ"));
+            return Err(PostError::USES_SRQ);
         }
         super::receive::post(core, requests)
     }

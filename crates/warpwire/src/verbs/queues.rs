@@ -3,11 +3,12 @@
 #![allow(unsafe_code)]
 
 use super::post::{SendRequest, ring_doorbell, write_wqe};
-use crate::error::{Error, Kind, Result};
+use crate::error::Result;
 use crate::hca::QueueMemory;
 use crate::ibv::{DirectQp, MappedRange};
 use crate::mem::SharedBytes;
 use crate::mlx5::Scratch;
+use crate::work::PostError;
 
 /// Memory of a queue pair's queues, on any device.
 pub(super) trait QueueAccess {
@@ -161,13 +162,12 @@ impl Poster {
     /// carry. The device sees it after [`ring`](Self::ring).
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the queue is full, [`Kind::InvalidArgument`] if the WQE would be too long,
-    /// [`Kind::Unsupported`] if the request has a destination (UD).
-    pub fn push(&mut self, request: &SendRequest<'_>) -> Result<u64> {
+    /// [`PostError::Full`] if the queue is full, [`PostError::TooManySge`] or
+    /// [`PostError::InlineTooLong`] if the WQE would be too long, [`PostError::Unsupported`] if the
+    /// request has a destination (UD).
+    pub fn push(&mut self, request: &SendRequest<'_>) -> Result<u64, PostError> {
         if request.destination.is_some() {
-            return Err(Error::new(Kind::Unsupported, "write a work queue entry")
-                .why("direct verbs cannot build the address vector of a UD message")
-                .fix("use Qp::post_send for UD messages"));
+            return Err(PostError::DIRECT_UD);
         }
         let used = self.next - self.freed;
         let wqe_index = self.next;

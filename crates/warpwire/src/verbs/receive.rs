@@ -5,9 +5,8 @@ use std::sync::atomic::Ordering;
 use super::qp::Core;
 use super::queues::QueueAccess;
 use super::wr_table::WrTable;
-use crate::error::{Error, Kind, Result};
 use crate::mlx5::{self, DoorbellRecord};
-use crate::work::ReceiveRequest;
+use crate::work::{PostError, PostResult, ReceiveRequest};
 
 /// Maximum number of scatter-gather entries of a receive.
 pub(super) const MAX_RECV_SGE: usize = 16;
@@ -24,7 +23,7 @@ impl ReceiveRequest<'_> {
 }
 
 /// Posts all receives to a queue pair's own queue, or none.
-pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> PostResult {
     let _only = core.receive.lock();
     fill(core, &core.wr_table, requests)?;
     // A failed queue pair flushes them; a working one reads the queue when a message arrives.
@@ -37,12 +36,12 @@ pub(super) fn fill<Q: QueueAccess>(
     queues: &Q,
     wr_table: &WrTable,
     requests: &[ReceiveRequest<'_>],
-) -> Result<()> {
+) -> PostResult {
     let posted = wr_table.receives_posted.load(Ordering::Relaxed);
     let entries = wr_table.recv_wr_ids.len() as u32;
     let waiting = posted.wrapping_sub(wr_table.receives_completed.load(Ordering::Acquire));
     if waiting as usize + requests.len() > entries as usize {
-        return Err(full(queues.number()));
+        return Err(PostError::Full);
     }
     let (bytes, begin, stride) = queues.receive();
     let mut next = posted;
@@ -53,31 +52,19 @@ pub(super) fn fill<Q: QueueAccess>(
         let fits = sges.get(..count).and_then(|r| mlx5::ReceiveWqe::write(&mut entry[..stride], r));
         fits.ok_or_else(|| too_many(request, stride / 16))?;
         let slot = next & (entries - 1);
-        bytes.write(begin + u64::from(slot) * stride as u64, &entry[..stride])?;
+        let written = bytes.write(begin + u64::from(slot) * stride as u64, &entry[..stride]);
+        written.map_err(|error| PostError::device(&error))?;
         wr_table.recv_wr_ids[slot as usize].store(request.id, Ordering::Relaxed);
         next = next.wrapping_add(1);
     }
     wr_table.receives_posted.store(next, Ordering::Release);
     let word = u32::from_ne_bytes(DoorbellRecord::word(next as u16));
     let (dbrec, at) = queues.dbrec();
-    dbrec.store_u32(at + DoorbellRecord::RECEIVE as u64, word)
+    let rung = dbrec.store_u32(at + DoorbellRecord::RECEIVE as u64, word);
+    rung.map_err(|error| PostError::device(&error))
 }
 
 #[cold]
-pub(super) fn full(number: u32) -> Error {
-    Error::new(Kind::Busy, "post a receive")
-        .on(format!("queue {number:#x}"))
-        .why("the receive queue is full")
-        .fix("poll completions first, or create a deeper queue")
-}
-
-#[cold]
-pub(super) fn too_many(request: &ReceiveRequest<'_>, max: usize) -> Error {
-    let why = format!(
-        "it has {} scatter-gather entries; the maximum is {max}, each below 2 GiB",
-        request.data.len()
-    );
-    Error::new(Kind::InvalidArgument, "post a receive")
-        .why(why)
-        .fix("create the queue with a larger maximum")
+pub(super) fn too_many(request: &ReceiveRequest<'_>, max: usize) -> PostError {
+    PostError::TooManySge { count: request.data.len() as u32, max: max as u32 }
 }

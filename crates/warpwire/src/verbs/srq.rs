@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::receive::{MAX_RECV_SGE, full, too_many};
+use super::receive::{MAX_RECV_SGE, too_many};
 use super::{Context, Device, Pd};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
 use crate::ibv;
 use crate::mlx5::{DoorbellRecord, SEGMENT, SrqEntry};
-use crate::work::ReceiveRequest;
+use crate::work::{PostError, ReceiveRequest};
 
 /// Attributes of a new shared receive queue.
 #[derive(Clone, Copy, Debug)]
@@ -128,16 +128,16 @@ impl Srq {
     /// completion.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if the queue is full; [`Kind::InvalidArgument`] if a receive has too many
+    /// [`PostError::Full`] if the queue is full; [`PostError::TooManySge`] if a receive has too many
     /// scatter-gather entries.
-    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<(), PostError> {
         let shared = match &self.0 {
             Backend::Soft(shared) => &**shared,
             Backend::Hard(srq) => return srq.post_all_receives(requests),
         };
         let mut slots = shared.state.lock();
         if slots.free.len() < requests.len() {
-            return Err(full(shared.number));
+            return Err(PostError::Full);
         }
         let stride = shared.stride as usize;
         let bytes = shared.memory.bytes();
@@ -149,7 +149,8 @@ impl Srq {
             let (sges, count) = request.sges();
             let fits = sges.get(..count).and_then(|r| SrqEntry::write(entry, next, r));
             fits.ok_or_else(|| too_many(request, stride / SEGMENT - 1))?;
-            bytes.write(u64::from(slot) * stride as u64, entry)?;
+            let written = bytes.write(u64::from(slot) * stride as u64, entry);
+            written.map_err(|error| PostError::device(&error))?;
             slots.wr_ids[usize::from(slot)] = request.id;
             (slot, used) = (next, used + 1);
         }
@@ -157,7 +158,7 @@ impl Srq {
         slots.next = slot;
         slots.posted = slots.posted.wrapping_add(used as u32);
         let word = u32::from_ne_bytes(DoorbellRecord::word(slots.posted as u16));
-        bytes.store_u32(shared.dbrec, word)
+        bytes.store_u32(shared.dbrec, word).map_err(|error| PostError::device(&error))
     }
 
     /// The libibverbs queue; `None` for the software HCA.

@@ -13,9 +13,12 @@
 
 mod completion;
 mod event;
+mod post_error;
 mod request;
 
 pub use completion::{Completion, CompletionKind, DatagramSender};
 pub use event::AsyncEvent;
+pub use post_error::PostError;
+pub(crate) use post_error::PostResult;
 pub use request::{Destination, ReceiveRequest, SendRequest, Sge, WrOp};
 pub use warpwire_proto::qp::{Fence, Remote};

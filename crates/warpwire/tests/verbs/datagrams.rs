@@ -7,8 +7,8 @@ use warpwire::link::Link;
 use warpwire::mlx5::{AddressVector, Builder, DoorbellRecord, Scratch, WqeOpcode};
 use warpwire::verbs::{
     AddressHandle, AsyncEvent, Atomic, Completion, CompletionKind, DatagramSender, GRH_LEN, Grh,
-    Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest, Service, Sge,
-    SrqOptions, State, Status, WrOp,
+    Mtu, PostError, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest, Service,
+    Sge, SrqOptions, State, Status, WrOp,
 };
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode as WireOpcode};
@@ -594,16 +594,18 @@ fn invalid_requests(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let conn = ud_pair.testbed.join(QpOptions::default());
     let text = |refused: warpwire::Result<()>| refused.unwrap_err().to_string();
-    let why = text(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]));
+    let posted = |refused: Result<(), PostError>| text(refused.map_err(Into::into));
+    let why = posted(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]));
     assert!(why.contains("needs a destination"), "{why}");
-    let why = text(conn.a.qp.post_send(&[ud_pair.request(1)]));
+    let why = posted(conn.a.qp.post_send(&[ud_pair.request(1)]));
     assert!(why.contains("omit the destination"), "{why}");
     let write = SendRequest { op: WrOp::Write(ud_pair.far.mr.remote(0)), ..ud_pair.request(1) };
-    let why = text(ud_pair.a.qp.post_send(&[write]));
+    let why = posted(ud_pair.a.qp.post_send(&[write]));
     assert!(why.contains("omit the destination"), "{why}");
     let foreign =
         ud_pair.testbed.b.context.create_address_handle(address(&ud_pair.testbed.a)).unwrap();
-    let why = text(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&foreign, 17, 1)]));
+    let why =
+        posted(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&foreign, 17, 1)]));
     assert!(why.contains("another context"), "{why}");
     let why = text(
         ud_pair.testbed.test_qp(&ud_pair.testbed.a, options()).qp.connect(&ud_pair.b.qp.endpoint()),

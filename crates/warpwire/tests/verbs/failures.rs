@@ -383,13 +383,15 @@ fn receiver_not_ready(fixture: &Fixture) {
     // `rnr_retry` 7 retries forever, until a receive is posted.
     let retrying = Trial::new(fixture, QpOptions { rnr_retry: 7, ..short_timeouts() });
     retrying.post(SendRequest::new(3, WrOp::Send).inline(b"hello"));
+    let rnr_sent = || retrying.conn.b.qp.stats().map_or(u64::MAX, |stats| stats.rnr_sent);
     retrying.testbed.poll_for(Duration::from_millis(10));
+    testkit::until("the receiver has sent three RNR NAKs", || {
+        retrying.testbed.poll_for(Duration::from_millis(1));
+        rnr_sent() > 2
+    });
     retrying.receive(4, &[retrying.far.mr.sge(0, 5)]);
     retrying.testbed.done(&retrying.conn.a.sends, 3);
     retrying.testbed.done(&retrying.conn.b.receives, 4);
-    if let Ok(stats) = retrying.conn.b.qp.stats() {
-        assert!(stats.rnr_sent > 2);
-    }
     same(&retrying.far.read(0, 5), b"hello", "a message after RNR NAKs");
 }
 

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use warpwire::error::Kind as ErrorKind;
 use warpwire::verbs::{
-    Atomic, Completion, Mtu, ProgressMode, QpOptions, ReceiveRequest, SendRequest, Status, WrOp,
+    Atomic, Completion, Mtu, PostError, ProgressMode, QpOptions, ReceiveRequest, SendRequest,
+    Status, WrOp,
 };
 
 use crate::verbs::fixture::{Fixture, Kind, connect, same, test_timeout};
@@ -155,7 +155,7 @@ fn threads_share_a_queue_pair(fixture: &Fixture) {
                         let data = [near.mr.sge(n * 8, 8)];
                         let request = SendRequest::new(n * EACH + turn, add).with(&data);
                         while let Err(why) = conn.a.qp.post_send(&[request]) {
-                            assert_eq!(why.kind(), &ErrorKind::Busy);
+                            assert_eq!(why, PostError::Full);
                             poll();
                         }
                     }

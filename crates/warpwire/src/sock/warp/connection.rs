@@ -378,7 +378,8 @@ impl Connection {
         self.posted.fetch_add(1, Ordering::AcqRel);
         self.resources.qp.post_send(requests).inspect_err(|_| {
             self.posted.fetch_sub(1, Ordering::AcqRel);
-        })
+        })?;
+        Ok(())
     }
 
     fn in_flight(&self) -> u64 {
