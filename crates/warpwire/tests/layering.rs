@@ -39,6 +39,7 @@ const UNSAFE_FILES: &[&str] = &[
     "verbs/queues.rs",
     "sync/biased.rs",
     "sync/primitives.rs",
+    "sync/thread.rs",
     "verbs/mod.rs",
 ];
 

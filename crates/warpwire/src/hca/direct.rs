@@ -27,7 +27,8 @@ use warpwire_proto::qp::{self, QpAttributes, SendWr as WireWork, State};
 
 use super::complete;
 use super::direct_peer::DirectPeers;
-use super::engine::{Core, Engine, qpn_to_index};
+use super::engine::{Core, Engine};
+use super::numbers::qpn_to_index;
 use super::qpc::QpContext;
 use crate::link::ExportTable;
 use crate::link::shm::exports::RowContent;

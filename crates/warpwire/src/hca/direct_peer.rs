@@ -8,7 +8,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, SendWr as WireWork, State, WrOp};
 
 use super::direct::{DirectState, FIRST_KEY_ROW, FastWrite, address_words, row_of};
-use super::engine::qpn_to_index;
+use super::numbers::qpn_to_index;
 use super::qpc::{QpContext, QpMemory, from_wire};
 use super::stats::IndirectReason;
 use crate::link::ShmPeer;

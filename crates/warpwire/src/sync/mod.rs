@@ -13,6 +13,7 @@ mod biased;
 mod biased_tests;
 mod primitives;
 pub(crate) mod revocation;
+pub(crate) mod thread;
 
 pub(crate) use backoff::{Backoff, pause};
 pub(crate) use biased::{BiasedMutex, Guard};

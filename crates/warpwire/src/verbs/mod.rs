@@ -69,7 +69,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{DirectStats, EventFd, HcaOptions, ProgressMode, QpTotals, Stats};
+pub use crate::hca::{DirectStats, EventFd, HcaOptions, ProgressMode, QpTotals, QpnSlot, Stats};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::{Atomic, Status};
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
