@@ -177,7 +177,10 @@ impl Bench {
         let hub = Arc::new(Hub::new());
         let open = |host: u8, progress_mode| {
             let address = ([10, 0, 0, host], 4791).into();
-            Context::open_with(hub.endpoint(address)?, HcaOptions { progress_mode, direct: false })
+            Context::open_with(
+                hub.endpoint(address)?,
+                HcaOptions { progress_mode, direct: false, ..HcaOptions::default() },
+            )
         };
         let spin = ProgressMode::Thread { spin: Duration::from_millis(5), core: None };
         let (ours, theirs) = (open(1, ProgressMode::Manual)?, open(2, spin)?);

@@ -40,6 +40,7 @@ const UNSAFE_FILES: &[&str] = &[
     "verbs/queues.rs",
     "sync/biased.rs",
     "sync/primitives.rs",
+    "sync/thread.rs",
     "verbs/mod.rs",
 ];
 

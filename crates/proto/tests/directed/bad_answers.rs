@@ -4,7 +4,8 @@
 use core::time::Duration;
 
 use warpwire_proto::qp::{
-    DiscardReason, HostStatus, PostError, QpEvent, SendOp, SendWr, State, Status, TransportOptions,
+    DiscardReason, HostStatus, QpEvent, SendOp, SendQueueError, SendWr, State, Status,
+    TransportOptions,
 };
 use warpwire_proto::wire::ext::Reth;
 use warpwire_proto::wire::{Aeth, Extension, Nak, Opcode, Syndrome};
@@ -315,7 +316,7 @@ fn the_longest_message_at_the_smallest_mtu_is_refused_when_posted() {
     let longest = 1_u32 << 31;
     for op in [SendOp::Send, SendOp::Write(REMOTE_ADDR), SendOp::Read(REMOTE_ADDR)] {
         let qp = &mut pair.endpoints[A].qp;
-        assert_eq!(qp.post(SendWr::new(0, op, longest)), Err(PostError::Length(longest)));
+        assert_eq!(qp.post(SendWr::new(0, op, longest)), Err(SendQueueError::Length(longest)));
         assert_eq!(qp.post(SendWr::new(0, op, longest - 256)), Ok(()));
     }
     let mut pair = Pair::with(ConnParams { mtu: 512, ..ConnParams::default() });

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::event::EventFd;
 use super::memory::QueueMemory;
+use crate::error::Result;
 use crate::mem::copy::store_fence;
-use crate::mlx5::{CqArm, Cqe, Sent, owner_bit};
+use crate::mlx5::{CqArm, Cqe, CqeTail, Sent, owner_bit};
 use crate::sync::asymmetric_fence;
 
 /// Size of a CQE in bytes.
@@ -50,20 +51,44 @@ impl CompletionRing {
         Self { spec, produced: 0, consumed: 0, last_armed: 0, overrun: false }
     }
 
+    /// Continues in new memory of `entries` empty CQEs, a larger power of two, with the doorbell
+    /// record behind them. CQEs from `consumed` on and the doorbell record are copied.
+    pub(super) fn resize(
+        &mut self,
+        memory: QueueMemory,
+        entries: u32,
+        consumed: u64,
+    ) -> Result<()> {
+        let (old, new) = (self.spec.memory.bytes(), memory.bytes());
+        let dbrec = u64::from(entries) * CQE_LEN;
+        new.store_u64(dbrec, old.load_u64(self.spec.dbrec)?)?;
+        let first = consumed.max(self.produced.saturating_sub(u64::from(self.spec.entries)));
+        for number in first..self.produced {
+            let [from, to] = [self.spec.entries, entries].map(u64::from);
+            let Some(mut line) = old.load_line((number & (from - 1)) * CQE_LEN) else { continue };
+            let [a, b, c, d, tail @ ..] = line[7].to_ne_bytes();
+            let [e, f, g, h] = CqeTail::with_owner(tail, owner_bit(number, to));
+            line[7] = u64::from_ne_bytes([a, b, c, d, e, f, g, h]);
+            new.store_line((number & (to - 1)) * CQE_LEN, &line);
+        }
+        self.spec = CqSpec { memory, entries, dbrec, ..self.spec.clone() };
+        Ok(())
+    }
+
     /// CQEs written so far; the index of the last one is one less.
     pub(super) fn produced(&self) -> u64 {
         self.produced
     }
 
     /// Writes a CQE.
-    pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
+    pub(super) fn push(&mut self, cqe: &Cqe) -> std::result::Result<(), Overrun> {
         let is_error = matches!(cqe.outcome, crate::mlx5::CqeOutcome::Failed { .. });
         self.write(cqe.solicited || is_error, |owner| cqe.encode_words(owner))
     }
 
     /// Writes the CQE of send work that has succeeded.
     #[inline]
-    pub(super) fn push_sent(&mut self, sent: &Sent) -> Result<(), Overrun> {
+    pub(super) fn push_sent(&mut self, sent: &Sent) -> std::result::Result<(), Overrun> {
         self.write(false, |owner| sent.encode_words(owner))
     }
 
@@ -73,7 +98,7 @@ impl CompletionRing {
         &mut self,
         solicited: bool,
         encode: impl FnOnce(bool) -> [u64; 8],
-    ) -> Result<(), Overrun> {
+    ) -> std::result::Result<(), Overrun> {
         let entries = u64::from(self.spec.entries);
         if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
             // Reported once: the queue accepts no more.

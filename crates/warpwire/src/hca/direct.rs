@@ -28,7 +28,8 @@ use warpwire_proto::qp::{self, QpAttributes, SendWr as WireWork, State};
 
 use super::complete;
 use super::direct_peer::DirectPeers;
-use super::engine::{Core, Engine, qpn_to_index};
+use super::engine::{Core, Engine};
+use super::numbers::qp_row;
 use super::qpc::QpContext;
 use crate::link::ExportTable;
 use crate::link::shm::exports::RowContent;
@@ -190,7 +191,7 @@ impl QpContext {
     /// Updates the row of the queue pair: open while the queue pair accepts requests.
     pub(super) fn publish(&mut self, export_table: Option<&Arc<ExportTable>>) {
         let Some(export_table) = export_table else { return };
-        let row = qpn_to_index(self.qp.number()) as usize;
+        let row = qp_row(self.qp.number()) as usize;
         let accepts = matches!(self.qp.state(), State::Rts | State::Sqd);
         let connection = self.qp.connection().filter(|_| accepts);
         let content =
@@ -216,7 +217,7 @@ impl QpContext {
     /// Closes the row for good.
     pub(super) fn unpublish(&mut self, export_table: Option<&Arc<ExportTable>>) {
         if let (Some(export_table), Some(_)) = (export_table, self.direct.published.take()) {
-            export_table.close(qpn_to_index(self.qp.number()) as usize);
+            export_table.close(qp_row(self.qp.number()) as usize);
         }
     }
 }
@@ -259,7 +260,7 @@ impl Core {
         if !is_next || waits || qp.state() != State::Rts {
             return false;
         }
-        let row = qpn_to_index(qp.destination());
+        let row = qp_row(qp.destination());
         if !direct_peers.try_write(direct, row, write, len, qp_memory.pd, registry) {
             return false;
         }

@@ -8,7 +8,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Atomic, SendOp, SendWr as WireWork, State};
 
 use super::direct::{DirectState, FIRST_KEY_ROW, FastWrite, address_words, row_of};
-use super::engine::qpn_to_index;
+use super::numbers::qp_row;
 use super::qpc::{QpContext, QpMemory};
 use super::stats::IndirectReason;
 use crate::link::ShmPeer;
@@ -245,9 +245,9 @@ impl DirectPeer {
         }
         let QpContext { qp, qp_memory, direct, .. } = qpc;
         let qp = qp.connection().ok_or(IndirectReason::QpNotReady)?;
-        let qp_row = qpn_to_index(qp.destination());
-        if direct.generation == 0 || direct.generation != self.peer.generation(qp_row) {
-            self.validate_remote_qp(qp, direct, qp_row)?;
+        let row = qp_row(qp.destination());
+        if direct.generation == 0 || direct.generation != self.peer.generation(row) {
+            self.validate_remote_qp(qp, direct, row)?;
         }
         if direct.remote_access & u64::from(need.bits()) == 0
             || need != Access::REMOTE_WRITE && direct.max_rd_atomic == 0
@@ -278,7 +278,7 @@ impl DirectPeer {
             return Ok(DirectOutcome::OutOfBudget);
         }
         let step = (len - direct.done).min(*budget);
-        let rows = [qp_row, FIRST_KEY_ROW + (remote.rkey >> 8)];
+        let rows = [row, FIRST_KEY_ROW + (remote.rkey >> 8)];
         let generations = [direct.generation, known.generation];
         let Some(guard) = self.peer.begin_access(rows, generations, step.into()) else {
             if self.peer.generation(rows[1]) != generations[1] {

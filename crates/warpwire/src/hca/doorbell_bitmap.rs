@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::engine::MAX_QPS;
+use super::numbers::MAX_QPS;
 
 /// A bit per queue pair. A poster sets it after it rang the doorbell; the engine takes all bits
 /// that are set.

@@ -27,6 +27,7 @@ use super::direct_peer::DirectPeers;
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::event::{AsyncEvent, AsyncEventQueue};
 use super::host::HostView;
+use super::numbers::{Generation, Numbering};
 use super::protocol::Protocol;
 use super::qpc::{QpContext, RecvSource, TakeOutcome};
 use super::ring::{SharedReceiveQueue, WQE_ARRIVAL_TIMEOUT};
@@ -49,8 +50,8 @@ const RETRY_DELAY: Duration = Duration::from_micros(20);
 /// All state that a step needs.
 pub(super) struct Engine {
     pub(super) link: Box<dyn Link>,
-    /// In manual mode ACKs are sent in the step that received the request: no other thread makes a
-    /// next step.
+    /// ACKs are sent in the step that received the request: always in manual mode, where no other
+    /// thread makes a next step.
     acks_immediately: bool,
     clock: Clock,
     pub(super) core: Core,
@@ -77,9 +78,10 @@ pub(super) struct Core {
     pub qpcs: Vec<Option<Box<QpContext>>>,
     /// Slots that are free again, oldest first.
     free: VecDeque<u32>,
-    /// How often each slot was used, modulo 256: part of the QP number, so that late packets do not
-    /// reach a slot's next queue pair.
-    generations: Vec<u8>,
+    /// How often each slot was used: part of ordinary QP numbers, so that late packets do not reach
+    /// a slot's next queue pair.
+    generations: Vec<Generation>,
+    numbering: Numbering,
     pub cqs: Vec<Option<CompletionRing>>,
     pub srqs: Vec<Option<SharedReceiveQueue>>,
     srq_limits: Vec<Option<u32>>,
@@ -115,13 +117,6 @@ pub(super) struct Core {
     pub totals: Totals,
 }
 
-/// The first QP number: InfiniBand reserves the lower ones.
-const FIRST_QPN: u32 = 0x10;
-/// A slot is reused only if at least this many are free.
-const MIN_FREE_SLOTS: usize = 256;
-/// Queue pairs of one engine, at most.
-pub(super) const MAX_QPS: u32 = 1 << 16;
-
 /// What a step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepSummary {
@@ -142,13 +137,20 @@ impl StepSummary {
     }
 }
 
+/// What distinguishes one engine from another.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EngineOptions {
+    pub acks_immediately: bool,
+    pub numbering: Numbering,
+}
+
 impl Engine {
     pub(super) fn new(
         link: Box<dyn Link>,
         registry: Registry,
         async_events: Arc<AsyncEventQueue>,
         doorbell_bitmap: Arc<DoorbellBitmap>,
-        acks_immediately: bool,
+        options: EngineOptions,
         clock: Clock,
         export_table: std::result::Result<Arc<ExportTable>, &'static str>,
     ) -> Self {
@@ -157,6 +159,7 @@ impl Engine {
             qpcs: Vec::new(),
             free: VecDeque::new(),
             generations: Vec::new(),
+            numbering: options.numbering,
             cqs: Vec::new(),
             srqs: Vec::new(),
             srq_limits: Vec::new(),
@@ -178,7 +181,7 @@ impl Engine {
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
         };
-        Self { link, acks_immediately, clock, core }
+        Self { link, acks_immediately: options.acks_immediately, clock, core }
     }
 
     pub(super) fn link(&self) -> &dyn Link {
@@ -673,12 +676,11 @@ impl Core {
     }
 
     /// A slot for a new queue pair. Used slots are taken last, oldest first, and only if several
-    /// are free: a slot's QP number repeats after 256 queue pairs, and late packets must not reach
-    /// any of them.
+    /// are free: QP numbers repeat, and late packets must not reach the next user of a number.
     fn alloc_slot(&mut self) -> Option<u32> {
         let made = self.qpcs.len();
-        let is_full = made as u32 >= MAX_QPS - FIRST_QPN;
-        if self.free.len() >= MIN_FREE_SLOTS || is_full {
+        let is_full = made as u32 >= self.numbering.max_qps();
+        if self.free.len() >= self.numbering.min_free() || is_full {
             return self.free.pop_front();
         }
         self.qpcs.push(None);
@@ -686,21 +688,15 @@ impl Core {
     }
 
     fn lookup_qpn(&self, number: u32) -> Option<u32> {
-        let index = (number & (MAX_QPS - 1)).checked_sub(FIRST_QPN)?;
+        let index = self.numbering.index(number);
         let generation = *self.generations.get(index as usize)?;
-        (u32::from(generation) == number >> 16).then_some(index)
+        (self.numbering.number(index, generation) == number).then_some(index)
     }
 
     pub(super) fn qpn_of(&self, index: u32) -> u32 {
-        let generation = self.generations.get(index as usize).copied().unwrap_or(0);
-        u32::from(generation) << 16 | (index + FIRST_QPN)
+        let generation = self.generations.get(index as usize);
+        generation.map_or(0, |generation| self.numbering.number(index, *generation))
     }
-}
-
-/// The slot index of a QP number; any number gives one.
-#[inline]
-pub(super) fn qpn_to_index(number: u32) -> u32 {
-    (number & (MAX_QPS - 1)).wrapping_sub(FIRST_QPN)
 }
 
 /// Whether a packet from `from` is the peer's. A peer on port 4791 may send from any port: NICs,

@@ -36,6 +36,7 @@ mod engine;
 mod event;
 mod host;
 mod memory;
+mod numbers;
 mod progress_mode;
 mod protocol;
 pub mod publish;
@@ -58,6 +59,7 @@ pub use direct::{FastPath, FastWrite, PrefetchHint};
 pub use engine::StepSummary;
 pub use event::{AsyncEvent, EventFd};
 pub use memory::QueueMemory;
+pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;
 pub use qpc::QpSpec;
 pub use ring::QpLayout;
@@ -68,8 +70,9 @@ use crate::link::{self, Link};
 use crate::mr::Registry;
 use crate::sync::BiasedMutex;
 use doorbell_bitmap::DoorbellBitmap;
-use engine::{Clock, Engine};
+use engine::{Clock, Engine, EngineOptions};
 use event::AsyncEventQueue;
+use numbers::{Numbering, qp_row};
 use progress_mode::Waker;
 use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
 
@@ -82,11 +85,23 @@ pub struct HcaOptions {
     /// this device theirs (direct access). Links that wrap others, such as fault injection, disable
     /// it. Default: true.
     pub direct: bool,
+    /// Whether ACKs are sent in the step that received the request, as a NIC sends them, so before
+    /// a thread that polls sees the completion. Default: false: the next step sends them, together
+    /// with a reply that the program has posted by then.
+    pub immediate_acks: bool,
+    /// A slot that all numbers of queue pairs carry, for devices that share an IP address. The
+    /// device then has at most 4080 queue pairs. Default: none, and at most 65 520.
+    pub qpn_slot: Option<QpnSlot>,
 }
 
 impl Default for HcaOptions {
     fn default() -> Self {
-        Self { progress_mode: ProgressMode::default(), direct: true }
+        Self {
+            progress_mode: ProgressMode::default(),
+            direct: true,
+            immediate_acks: false,
+            qpn_slot: None,
+        }
     }
 }
 
@@ -121,6 +136,7 @@ struct HcaInner {
     has_direct_peers: Arc<AtomicBool>,
     /// Our memory that peers may access directly.
     export_table: Option<Arc<link::ExportTable>>,
+    numbering: Numbering,
     has_thread: bool,
     progress_mode: ProgressMode,
 }
@@ -147,7 +163,7 @@ impl HcaInner {
     /// engine's lock.
     fn drain_peer(&self, qpn: u32) {
         if let Some(export_table) = &self.export_table
-            && !export_table.wait_until_unused(engine::qpn_to_index(qpn) as usize, DRAIN_LIMIT)
+            && !export_table.wait_until_unused(qp_row(qpn) as usize, DRAIN_LIMIT)
         {
             tracing::debug!(qpn, "a peer that does not run is still accessing memory");
         }
@@ -202,12 +218,17 @@ impl Hca {
         let doorbell_bitmap = Arc::new(DoorbellBitmap::new());
         let manual_progress = options.progress_mode == ProgressMode::Manual;
         let clock = Clock::start();
+        let numbering = Numbering::random(options.qpn_slot);
+        let engine_options = EngineOptions {
+            acks_immediately: options.immediate_acks || manual_progress,
+            numbering,
+        };
         let engine = Engine::new(
             Box::new(link),
             registry.clone(),
             async_events.clone(),
             doorbell_bitmap.clone(),
-            manual_progress,
+            engine_options,
             clock,
             export_table,
         );
@@ -228,6 +249,7 @@ impl Hca {
             polled_doorbells: 0.into(),
             has_direct_peers,
             export_table,
+            numbering,
             has_thread: options.progress_mode != ProgressMode::Manual,
             progress_mode: options.progress_mode,
         });
@@ -240,7 +262,11 @@ impl Hca {
     pub(crate) fn placeholder() -> Result<Self> {
         let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
         let link = link::Hub::new().endpoint(unspecified)?;
-        let options = HcaOptions { progress_mode: ProgressMode::Manual, direct: false };
+        let options = HcaOptions {
+            progress_mode: ProgressMode::Manual,
+            direct: false,
+            ..HcaOptions::default()
+        };
         Ok(Self(Self::start(link, options)?))
     }
 
@@ -306,6 +332,27 @@ impl Hca {
         self.0.engine.lock().add_cq(spec)
     }
 
+    /// Continues a completion queue in larger memory: `entries` CQEs, a power of two, all empty, and
+    /// the doorbell record behind them. CQEs from number `consumed` on are copied. The caller holds
+    /// off the queue's readers.
+    ///
+    /// # Errors
+    /// If the queue does not exist, or the memory is too small.
+    pub(crate) fn resize_cq(
+        &self,
+        cqn: u32,
+        memory: QueueMemory,
+        entries: u32,
+        consumed: u64,
+    ) -> Result<()> {
+        check_power_of_two(entries, "completion queue entries")?;
+        check_fits(&memory, u64::from(entries) * CQE_LEN + 8, "the completion queue")?;
+        match self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
+            Some(Some(cq)) => cq.resize(memory, entries, consumed),
+            _ => Err(invalid("the completion queue", "one that exists")),
+        }
+    }
+
     /// Destroys a completion queue; further completions for it are dropped.
     pub fn destroy_cq(&self, cqn: u32) {
         if let Some(slot) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
@@ -331,6 +378,11 @@ impl Hca {
     /// disarms.
     pub fn arm_srq(&self, srqn: u32, limit: u32) {
         self.0.engine.lock().set_limit(srqn, limit);
+    }
+
+    /// The limit that a shared receive queue is armed with; 0 if it is not armed.
+    pub fn srq_limit(&self, srqn: u32) -> u32 {
+        self.0.engine.lock().limit(srqn)
     }
 
     /// Destroys a shared receive queue.
@@ -394,14 +446,16 @@ impl Hca {
         self.0.engine.lock().close_destination(peer);
     }
 
-    /// Destroys a queue pair: once this returns, nothing of it is sent, received or completed.
+    /// Destroys a queue pair, after its pending ACKs were sent: once this returns, nothing of it is
+    /// sent, received or completed.
     pub fn destroy_qp(&self, qpn: u32) {
+        let now = self.0.now();
         {
             let mut engine = self.0.engine.lock();
             if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
                 self.0.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
             }
-            engine.remove_qp(qpn);
+            engine.remove_qp(qpn, now);
         }
         self.0.drain_peer(qpn);
     }
@@ -441,7 +495,7 @@ impl Hca {
             return None;
         }
         let engine = self.0.engine.try_lock()?;
-        Some(FastPath { engine, index: engine::qpn_to_index(qpn), budget: direct::QUANTUM })
+        Some(FastPath { engine, index: self.0.numbering.index(qpn), budget: direct::QUANTUM })
     }
 
     /// To be called by a poller before it blocks on a completion: the fallback thread takes over
@@ -454,7 +508,7 @@ impl Hca {
     /// on queue pairs with [`QpSpec::poll_doorbell`].
     #[inline]
     pub fn ring(&self, qpn: u32) {
-        let index = engine::qpn_to_index(qpn);
+        let index = self.0.numbering.index(qpn);
         // Where a peer's memory is mapped, the poster executes most work itself if no other thread
         // is running the engine. It drains leftovers of earlier posts too: the inline fast path
         // requires an empty send queue.

@@ -141,8 +141,8 @@ pub(super) fn start(shared: &Arc<HcaInner>, progress_mode: ProgressMode) -> Resu
         }
         thread.run();
     };
-    let started = std::thread::Builder::new().name("warpwire-hca".to_owned()).spawn(run);
-    started.map(drop).map_err(|why| Error::os("start the engine's thread", &why))
+    let started = crate::sync::thread::spawn("warpwire-hca", run);
+    started.map_err(|why| Error::os("start the engine's thread", &why))
 }
 
 /// Pins the calling thread to a CPU. Failure is only logged: the engine works without.

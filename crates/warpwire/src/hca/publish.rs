@@ -123,8 +123,8 @@ fn start() -> Result<()> {
             }
         }
     };
-    let started = std::thread::Builder::new().name("warpwire-stat".to_owned()).spawn(run);
-    started.map(drop).map_err(|why| Error::os("start the counter thread", &why))
+    let started = crate::sync::thread::spawn("warpwire-stat", run);
+    started.map_err(|why| Error::os("start the counter thread", &why))
 }
 
 /// Replies if the client has the same user or is root.

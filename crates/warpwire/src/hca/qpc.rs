@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use warpwire_proto::qp::{self, PostError, SendOp, SendWr as WireWork};
+use warpwire_proto::qp::{self, SendOp, SendQueueError, SendWr as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
@@ -299,9 +299,9 @@ impl QpContext {
         let Self { qp, qp_memory, .. } = self;
         if let Err(refused) = qp.post(work, || qp_memory.address(work.id)) {
             let status = match refused {
-                PostError::Length(_) => Status::LocalLength,
+                SendQueueError::Length(_) => Status::LocalLength,
                 // The queue is never full here; in a wrong state all work is flushed.
-                PostError::Full | PostError::State(_) => Status::LocalQpOperation,
+                SendQueueError::Full | SendQueueError::State(_) => Status::LocalQpOperation,
             };
             let _ = qp.post(WireWork { op: SendOp::Bad(status), len: 0, ..work }, || None);
         }

@@ -480,6 +480,11 @@ impl CqeTail {
         [high, low, signature, code::NO_PACKET << 4 | own & 1]
     }
 
+    /// The same tail with this [`owner_bit`], for a CQE that moves to a queue of another length.
+    pub const fn with_owner([high, low, signature, own]: [u8; 4], owner: bool) -> [u8; 4] {
+        [high, low, signature, own & !1 | owner as u8]
+    }
+
     /// Whether it is an error CQE.
     pub const fn is_error(&self) -> bool {
         matches!(self.code, code::REQUESTER_ERROR | code::RESPONDER_ERROR)

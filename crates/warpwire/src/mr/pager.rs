@@ -12,7 +12,7 @@ pub(super) fn submit(job: impl FnOnce() + Send + 'static) {
     let jobs = JOBS.get_or_init(|| {
         let (jobs, queue) = channel::<Job>();
         let work = move || queue.into_iter().for_each(|job| job());
-        let thread = std::thread::Builder::new().name("warpwire-pager".into()).spawn(work);
+        let thread = crate::sync::thread::spawn("warpwire-pager", work);
         thread
             .inspect_err(
                 |error| tracing::warn!(%error, "no pager thread: page faults are resolved inline"),

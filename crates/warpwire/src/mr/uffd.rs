@@ -128,8 +128,7 @@ impl UffdMonitor {
             }
             read();
         };
-        let thread =
-            std::thread::Builder::new().name("warpwire-unmaps".into()).spawn(wait_and_read);
+        let thread = crate::sync::thread::spawn("warpwire-unmaps", wait_and_read);
         thread.map_err(|error| failure(&error))?;
         Ok(monitor)
     }

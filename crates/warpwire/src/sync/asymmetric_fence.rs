@@ -57,7 +57,7 @@ impl Registration {
         self.started.call_once(|| {
             is_first = true;
             // A process with a single thread needs no grace period.
-            let start = || std::thread::Builder::new().spawn(|| self.register_now());
+            let start = || super::thread::spawn("warpwire-fence", || self.register_now());
             if is_single_threaded() || start().is_err() {
                 self.register_now();
             }

@@ -15,6 +15,7 @@ mod biased_tests;
 mod primitives;
 mod random;
 pub(crate) mod revocation;
+pub(crate) mod thread;
 
 pub(crate) use backoff::{Backoff, pause};
 pub(crate) use biased::{BiasedMutex, Guard};

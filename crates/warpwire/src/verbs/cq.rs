@@ -1,8 +1,8 @@
 //! Completion queues: polling, completion events, and the two backends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -79,14 +79,43 @@ enum Backend {
 struct Soft {
     device: Arc<Device>,
     number: u32,
-    memory: QueueMemory,
-    entries: u32,
+    first: Ring,
+    /// The rings that replaced it, each at least twice as large; earlier ones are kept, because
+    /// [`Cq::memory`] lends them.
+    larger: [OnceLock<Ring>; 22],
+    /// How many of `larger` exist; changed under the reader's lock.
+    resized: AtomicUsize,
+    /// Its memory belongs to this library, and only `poll` reads it.
+    resizable: bool,
     /// Entries may be overwritten before they are read.
     ignores_overrun: bool,
     /// Entries are released by [`Cq::release`] only.
     manual_release: bool,
     signal: Arc<EventFd>,
     reader: BiasedMutex<Reader>,
+}
+
+/// The entries of a queue, and the doorbell record behind them.
+#[derive(Debug)]
+struct Ring {
+    memory: QueueMemory,
+    entries: u32,
+}
+
+impl Ring {
+    /// All entries empty.
+    fn new(memory: QueueMemory, entries: u32) -> Result<Self> {
+        let ring = Self { memory, entries };
+        let bytes = ring.memory.bytes();
+        bytes.fill(0, ring.dbrec(), &[EMPTY])?;
+        bytes.fill(ring.dbrec(), 64, &[0])?;
+        ring.memory.flush_stores();
+        Ok(ring)
+    }
+
+    fn dbrec(&self) -> u64 {
+        u64::from(self.entries) * CQE_LEN
+    }
 }
 
 #[derive(Debug)]
@@ -126,20 +155,17 @@ impl Cq {
             })));
         }
         let entries = options.entries.next_power_of_two();
+        let has_memory = options.memory.is_some();
         let memory = match options.memory {
             Some(memory) => memory,
             None => QueueMemory::host(Self::required_memory(entries))?,
         };
-        let dbrec = u64::from(entries) * CQE_LEN;
-        let bytes = memory.bytes();
-        bytes.fill(0, dbrec, &[EMPTY])?;
-        bytes.fill(dbrec, 64, &[0])?;
-        memory.flush_stores();
+        let first = Ring::new(memory, entries)?;
         let signal = Arc::new(EventFd::new()?);
         let number = context.0.hca.create_cq(CqSpec {
-            memory: memory.clone(),
+            memory: first.memory.clone(),
             entries,
-            dbrec,
+            dbrec: first.dbrec(),
             collapsed: options.collapsed,
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
@@ -151,8 +177,10 @@ impl Cq {
         let soft = Soft {
             device,
             number,
-            memory,
-            entries,
+            first,
+            larger: Default::default(),
+            resized: AtomicUsize::new(0),
+            resizable: !(has_memory || ignores_overrun || manual_release),
             ignores_overrun,
             manual_release,
             signal,
@@ -173,7 +201,7 @@ impl Cq {
     /// the queue uses direct verbs ([`CqOptions::manual_release`]).
     pub fn memory(&self) -> &QueueMemory {
         match &self.0.backend {
-            Backend::Soft(soft) => &soft.memory,
+            Backend::Soft(soft) => &soft.ring().memory,
             Backend::Hard(hard) => {
                 hard.direct_verbs.as_ref().map_or(&hard.no_memory, |queue| &queue.entries)
             }
@@ -273,8 +301,34 @@ impl Cq {
     /// may have allocated more.
     pub fn entries(&self) -> u32 {
         match &self.0.backend {
-            Backend::Soft(soft) => soft.entries,
+            Backend::Soft(soft) => soft.ring().entries,
             Backend::Hard(hard) => hard.entries,
+        }
+    }
+
+    /// Grows the queue to at least `entries` entries (`ibv_resize_cq`); completions that were not
+    /// polled stay in it. A queue that is large enough is left as it is: queues do not shrink.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if `entries` is not 1 to 4194304. [`Kind::Unsupported`] on
+    /// hardware, and on queues with memory of the caller's, `collapsed`, `ignore_overrun` or
+    /// `manual_release`: streams and kernels may be reading their entries.
+    pub fn resize(&self, entries: u32) -> Result<()> {
+        let what = "resize a completion queue";
+        if entries == 0 || entries > 1 << 22 {
+            let why = format!("{entries} entries are out of range");
+            return Err(Error::new(Kind::InvalidArgument, what)
+                .why(why)
+                .fix("ask for 1 to 4194304"));
+        }
+        match &self.0.backend {
+            Backend::Soft(soft) if soft.resizable => soft.resize(entries.next_power_of_two()),
+            Backend::Soft(_) => Err(Error::new(Kind::Unsupported, what)
+                .why("its options let a stream or a kernel read the entries")
+                .fix("create a larger queue")),
+            Backend::Hard(_) => Err(Error::new(Kind::Unsupported, what)
+                .why("the queue belongs to an RDMA device")
+                .fix("create a larger queue")),
         }
     }
 
@@ -407,21 +461,47 @@ impl Soft {
         true
     }
 
+    /// The entries in use. They change under the reader's lock, and only if the queue is resizable.
+    #[inline]
+    fn ring(&self) -> &Ring {
+        match self.resized.load(Ordering::Acquire) {
+            0 => &self.first,
+            count => self.larger.get(count - 1).and_then(OnceLock::get).unwrap_or(&self.first),
+        }
+    }
+
+    fn resize(&self, entries: u32) -> Result<()> {
+        let reader = self.reader.lock();
+        if entries <= self.ring().entries {
+            return Ok(());
+        }
+        let memory = QueueMemory::host(Cq::required_memory(entries))?;
+        let larger = Ring::new(memory.clone(), entries)?;
+        // From here on the device writes to the new entries.
+        self.device.hca.resize_cq(self.number, memory, entries, reader.consumed)?;
+        let count = self.resized.load(Ordering::Relaxed);
+        if self.larger.get(count).is_some_and(|slot| slot.set(larger).is_ok()) {
+            self.resized.store(count + 1, Ordering::Release);
+        }
+        Ok(())
+    }
+
     /// Writes the consumer index to the doorbell record: earlier entries may be overwritten.
     fn update_consumer_index(&self, count: u64) {
         let word = u32::from_ne_bytes(CqArm::consumed_word(count as u32));
+        let ring = self.ring();
         // Earlier stores first: the device may write an entry as soon as it sees the new index.
-        self.memory.flush_stores();
-        let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
-        self.memory.flush_stores();
+        ring.memory.flush_stores();
+        let _ = ring.memory.bytes().store_u32(ring.dbrec(), word);
+        ring.memory.flush_stores();
     }
 
     /// Takes completions that have been written, without a step of the engine.
     fn take(&self, into: &mut [Completion]) -> usize {
         let shared = self;
         let mut reader = shared.reader.lock();
-        let bytes = shared.memory.bytes();
-        let entries = u64::from(shared.entries);
+        let ring = shared.ring();
+        let (bytes, entries) = (ring.memory.bytes(), u64::from(ring.entries));
         let (before, mut count) = (reader.consumed, 0);
         while count < into.len() {
             let at = (reader.consumed & (entries - 1)) * CQE_LEN;
@@ -449,17 +529,19 @@ impl Soft {
 
     fn peek(&self, offset: u64) -> Option<Cqe> {
         let number = self.reader.lock().consumed + offset;
+        let ring = self.ring();
         let mut entry = [0; CQE_LEN as usize];
-        if offset >= u64::from(self.entries) || !self.has_cqe(number) {
+        if offset >= u64::from(ring.entries) || !self.has_cqe(number) {
             return None;
         }
-        let slot = (number & (u64::from(self.entries) - 1)) * CQE_LEN;
-        self.memory.bytes().read(slot, &mut entry).ok()?;
+        let slot = (number & (u64::from(ring.entries) - 1)) * CQE_LEN;
+        ring.memory.bytes().read(slot, &mut entry).ok()?;
         Cqe::parse(&entry).ok()
     }
 
     fn has_cqe(&self, number: u64) -> bool {
-        let (bytes, entries) = (self.memory.bytes(), u64::from(self.entries));
+        let ring = self.ring();
+        let (bytes, entries) = (ring.memory.bytes(), u64::from(ring.entries));
         let at = (number & (entries - 1)) * CQE_LEN;
         let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
         CqeTail::parse(tail).is_owned(owner_bit(number, entries))
@@ -473,7 +555,8 @@ impl Soft {
             return;
         }
         let mut reader = shared.reader.lock();
-        let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
+        let ring = shared.ring();
+        let (bytes, entries) = (ring.memory.bytes(), u64::from(ring.entries));
         for number in reader.consumed..reader.consumed + entries {
             let at = (number & (entries - 1)) * CQE_LEN;
             let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
@@ -506,8 +589,8 @@ impl Soft {
         let reader = shared.reader.lock();
         let consumer = reader.consumed as u32 & 0xff_ffff;
         let arm = CqArm { sequence: reader.sequence, solicited_only, consumer };
-        let entries = u64::from(shared.entries);
-        let bytes = shared.memory.bytes();
+        let ring = shared.ring();
+        let (bytes, entries) = (ring.memory.bytes(), u64::from(ring.entries));
         bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
         // Either the device sees the arming, or the load below sees its completion.
         asymmetric_fence::heavy();

@@ -69,7 +69,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{DirectStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals};
+pub use crate::hca::{DirectStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals, QpnSlot};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::WqeOpcode;
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};

@@ -18,13 +18,8 @@ use crate::error::{Error, Kind, Result};
 use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
-<<<<<<< HEAD
 use crate::sync::{BiasedMutex, random_u64};
-use crate::work::ReceiveRequest;
-=======
-use crate::sync::BiasedMutex;
 use crate::work::{PostError, ReceiveRequest};
->>>>>>> api
 
 /// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
 #[derive(Clone, Debug)]

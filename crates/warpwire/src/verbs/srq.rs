@@ -124,6 +124,15 @@ impl Srq {
         }
     }
 
+    /// The limit that is armed: 0 if none is, or the event has been generated since. On hardware
+    /// always 0.
+    pub fn limit(&self) -> u32 {
+        match &self.0 {
+            Backend::Soft(shared) => shared.device.hca.srq_limit(shared.number),
+            Backend::Hard(_) => 0,
+        }
+    }
+
     /// Posts all receives, or none (`ibv_post_srq_recv`). Buffers must stay valid until the
     /// completion.
     ///

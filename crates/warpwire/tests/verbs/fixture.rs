@@ -90,7 +90,8 @@ impl TestLink {
 
     /// Options for devices on this link.
     pub fn options(self, progress_mode: ProgressMode) -> HcaOptions {
-        HcaOptions { progress_mode, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
+        let direct = !matches!(self, Self::ShmPackets | Self::AutoPackets);
+        HcaOptions { progress_mode, direct, ..HcaOptions::default() }
     }
 
     /// Two links that reach each other.

@@ -6,6 +6,7 @@ use warpwire_proto::qp::{QpAttributes, State};
 use super::{Engine, MAX_PACKET_OVERHEAD};
 use crate::error::{Error, Kind, Result};
 use crate::hca::cq::CompletionRing;
+use crate::hca::numbers::Generation;
 use crate::hca::qpc::QpContext;
 use crate::hca::ring::SharedReceiveQueue;
 use crate::hca::{CqSpec, QpSpec};
@@ -14,15 +15,15 @@ impl Engine {
     pub(in crate::hca) fn add_qp(&mut self, spec: QpSpec) -> Result<u32> {
         let core = &mut self.core;
         let index = core.alloc_slot();
+        let max = core.numbering.max_qps();
         let full = || {
             Error::new(Kind::OutOfMemory, "create a queue pair")
-                .why("the device has its maximum of 65 520")
+                .why(format!("the device has its maximum of {max}"))
                 .fix("destroy those that are no longer needed, or open another context")
         };
         let index = index.ok_or_else(full)?;
-        core.generations.resize(core.qpcs.len(), 0);
-        let generation = &mut core.generations[index as usize];
-        *generation = generation.wrapping_add(1);
+        core.generations.resize_with(core.qpcs.len(), Generation::random);
+        core.generations[index as usize].advance();
         let number = core.qpn_of(index);
         let poll_doorbell = spec.poll_doorbell;
         core.qpcs[index as usize] = Some(Box::new(QpContext::new(number, spec)));
@@ -36,8 +37,9 @@ impl Engine {
         Ok(number)
     }
 
-    pub(in crate::hca) fn remove_qp(&mut self, number: u32) {
+    pub(in crate::hca) fn remove_qp(&mut self, number: u32, now: Instant) {
         let Some(index) = self.core.lookup_qpn(number) else { return };
+        self.send_acks(now, index);
         let core = &mut self.core;
         let Some(mut qpc) = core.qpcs.get_mut(index as usize).and_then(Option::take) else {
             return;
@@ -56,6 +58,17 @@ impl Engine {
         core.active.retain(|active| *active != index);
     }
 
+    /// Sends what a queue pair still owes its peer before it stops: a program that has polled its
+    /// last receive may end the queue pair, and the sender must not take that for a failure.
+    fn send_acks(&mut self, now: Instant, index: u32) {
+        let is_active = |qpc: &Option<Box<QpContext>>| qpc.as_ref().is_some_and(|qpc| qpc.active);
+        if self.core.qpcs.get(index as usize).is_some_and(is_active) {
+            self.transmit_one(now, index);
+            // If the link has failed, so have its queue pairs.
+            let _ = self.link.flush();
+        }
+    }
+
     pub(in crate::hca) fn modify(
         &mut self,
         number: u32,
@@ -63,6 +76,9 @@ impl Engine {
         now: Instant,
     ) -> Result<()> {
         let index = self.qp_index(number)?;
+        if matches!(change.to, State::Reset | State::Err) {
+            self.send_acks(now, index);
+        }
         let core = &mut self.core;
         let Some(Some(qpc)) = core.qpcs.get_mut(index as usize) else {
             return Err(no_such_qp(number));
@@ -142,6 +158,10 @@ impl Engine {
         self.core.srq_limits.resize(self.core.srqs.len(), None);
         self.core.srq_limits[number as usize] = None;
         Ok(number)
+    }
+
+    pub(in crate::hca) fn limit(&self, srqn: u32) -> u32 {
+        self.core.srq_limits.get(srqn as usize).copied().flatten().unwrap_or(0)
     }
 
     pub(in crate::hca) fn set_limit(&mut self, srqn: u32, limit: u32) {

@@ -135,7 +135,7 @@ impl DeferredFree {
                 }
             }
         };
-        let started = std::thread::Builder::new().name("warpwire reaper".into()).spawn(reap);
+        let started = crate::sync::thread::spawn("warpwire-reaper", reap);
         if let Err(error) = started {
             self.reaper_runs.store(false, Ordering::Release);
             tracing::warn!(%error, "no reaper thread: dropped CUDA objects are destroyed later");
