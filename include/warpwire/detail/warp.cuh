@@ -152,12 +152,16 @@ WARPWIRE_CALL void post_sent(const Table &table, const SocketRef &ref, u32 qp_sl
     end_post(ref, post, count);
 }
 
-// Posts a counter: the bytes sent, or those consumed.
-WARPWIRE_CALL void post_counter(const Table &table, const SocketRef &ref, u32 qp_slot, bool sent, u64 value) {
+// Posts the bytes sent, with FIN, or else those consumed. What may change until the entry is
+// reserved, such as flags, is loaded afterwards.
+WARPWIRE_CALL void post_counter(const Table &table, const SocketRef &ref, u32 qp_slot, bool fin, u64 consumed) {
     PostReservation post = begin_post(table, ref, qp_slot, 1);
     if (!post.qp_slot) return;
+    u64 value = consumed;
+    if (fin) value = load_gpu(&ref.device_state->sent) | kFin;
+    else if (load_gpu(&ref.device_state->flags) & kFlagShutReceive) value |= kReadClosed;
     const PeerInfo &peer = post.peer;
-    write_word(post, post.first, sent ? peer.received : peer.taken, sent ? peer.received_key : peer.taken_key, value);
+    write_word(post, post.first, fin ? peer.received : peer.taken, fin ? peer.received_key : peer.taken_key, value);
     end_post(ref, post, 1);
 }
 
@@ -165,15 +169,13 @@ WARPWIRE_CALL void post_counter(const Table &table, const SocketRef &ref, u32 qp
 WARPWIRE_CALL void post_fin(const Table &table, const SocketRef &ref) {
     if (load_gpu(&ref.device_state->flags) & kFlagFin) return;
     change_flags(ref.device_state, 0, kFlagFin);
-    u64 sent = load_gpu(&ref.device_state->sent);
-    post_counter(table, ref, load_gpu(&ref.device_state->qp_slot), true, sent | kFin);
+    post_counter(table, ref, load_gpu(&ref.device_state->qp_slot), true, 0);
 }
 
 // Posts the consumed count to the peer. The caller holds the lock for receiving.
 WARPWIRE_CALL void report(const Table &table, const SocketRef &ref, u32 qp_slot, u64 consumed) {
     store_gpu_relaxed(&ref.device_state->reported, consumed);
-    u64 read_closed = load_gpu(&ref.device_state->flags) & kFlagShutReceive ? kReadClosed : 0;
-    post_counter(table, ref, qp_slot, false, consumed | read_closed);
+    post_counter(table, ref, qp_slot, false, consumed);
 }
 
 // Posts FIN after groups that are copying have finished. Does not wait for a reserved span.
