@@ -9,8 +9,8 @@
 //! -->
 //! ```
 //!
-//! A block that is ```` ```rust,no_run ```` is only compiled; its test prints `skipped: why`. A block
-//! of unknown kind, or one that does not end, fails the build.
+//! A block that is ```` ```rust,no_run ```` is only compiled; its test prints `skipped: why`. A
+//! block of unknown kind, or one that does not end, fails the build.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};

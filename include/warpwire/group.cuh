@@ -8,10 +8,15 @@
 #define WARPWIRE_FN __device__ inline
 // Too long to be inlined at every use.
 #define WARPWIRE_CALL __device__ __noinline__ inline
+// Before a loop that is not worth its unrolled size.
+#define WARPWIRE_NO_UNROLL _Pragma("unroll 1")
 #else
 #define WARPWIRE_CUDA 0
 #define WARPWIRE_FN inline
 #define WARPWIRE_CALL inline
+#define WARPWIRE_NO_UNROLL
+#include <string.h>
+
 #include <chrono>
 #include <thread>
 #endif

@@ -176,7 +176,7 @@ namespace sock {
 template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family family, SocketKind kind, Group group = Group()) {
     i64 made = 0;
     if (group.rank() == 0) {
-        made = detail::request_host(table, detail::kSocket, 0, static_cast<u64>(family) | static_cast<u64>(kind) << 8, 0, no_address(), nullptr);
+        made = detail::request_host(table, detail::kSocket, 0, static_cast<u64>(family) | static_cast<u64>(kind) << 8, 0, nullptr, nullptr);
         if (made >= 0) detail::init_device_state(table, static_cast<int>(made));
     }
     return detail::broadcast(group, made);
@@ -184,12 +184,12 @@ template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family
 
 // Binds to a local address; with port 0 the system chooses one (see local_name).
 template <class Group = Block> WARPWIRE_FN int bind(const Table &table, int socket, Address address, Group group = Group()) {
-    return detail::request_for(table, detail::kBind, socket, 0, 0, address, nullptr, group);
+    return detail::request_for(table, detail::kBind, socket, 0, &address, nullptr, group);
 }
 
 // Up to `backlog` connections, clamped to 1 to 4096, wait for accept.
 template <class Group = Block> WARPWIRE_FN int listen(const Table &table, int socket, u32 backlog, Group group = Group()) {
-    return detail::request_for(table, detail::kListen, socket, backlog, 0, no_address(), nullptr, group);
+    return detail::request_for(table, detail::kListen, socket, backlog, nullptr, nullptr, group);
 }
 
 // Accepts a connection; blocks until there is one. `from`, if given, is set to the peer's address.
@@ -241,16 +241,16 @@ template <class Group = Block> WARPWIRE_FN i64 get(const Table &table, int socke
 }
 
 template <class Group = Block> WARPWIRE_FN int local_name(const Table &table, int socket, Address *name, Group group = Group()) {
-    return detail::request_for(table, detail::kLocalName, socket, 0, 0, no_address(), name, group);
+    return detail::request_for(table, detail::kLocalName, socket, 0, nullptr, name, group);
 }
 template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int socket, Address *name, Group group = Group()) {
-    return detail::request_for(table, detail::kPeerName, socket, 0, 0, no_address(), name, group);
+    return detail::request_for(table, detail::kPeerName, socket, 0, nullptr, name, group);
 }
 
 // -------------------------------------------------------------------------------------------------
 // Send and receive
 
-template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
+template <class Group = Block> WARPWIRE_CALL i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
     u64 done = 0;
     detail::SocketRef ref = detail::find(table, socket);
     group.sync();  // so that what any thread of the group wrote is sent
@@ -289,7 +289,7 @@ WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 l
 // Receives available bytes; blocks until there are some. 0 at the end. `from`, if given, is set to
 // the sender of a datagram.
 template <class Group = Block>
-WARPWIRE_FN i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
+WARPWIRE_CALL i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
     detail::SocketRef ref = detail::find(table, socket);
     detail::RingCopy ring_copy = detail::RingCopy();
     detail::HeldRing held;
@@ -350,7 +350,7 @@ template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int so
 // returns the number of entries with events. Events that were not requested do not end the wait.
 // The list must be in memory that all threads of the group can access.
 template <class Group = Block>
-WARPWIRE_FN int poll(const Table &table, PollEntry *list, u32 count, u64 timeout, Group group = Group()) {
+WARPWIRE_CALL int poll(const Table &table, PollEntry *list, u32 count, u64 timeout, Group group = Group()) {
     detail::Waiter waiter(timeout);
     for (;;) {
         bool mine = false;

@@ -1,5 +1,7 @@
-//! Server kernels: the control words shared by kernel and host, waiting for the listener, and code
-//! that all workers share. serving.cuh is the equivalent for CUDA.
+//! Server kernels: their argument blocks, the control words shared by kernel and host, waiting for
+//! the listener, and the loop of a worker. serving.cuh is the equivalent for CUDA.
+
+mod worker;
 
 use std::net::SocketAddr;
 use std::thread::JoinHandle;
@@ -7,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::mem::sim::Block;
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Stream};
 use warpwire::sock::SockHost;
 use warpwire::sock::device::{self, Family, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
+
+pub(crate) use worker::{Connection, Service, WorkerSetup, serve};
 
 /// Byte offsets of the control words: the host's stop request, the kernel's listener (plus one),
 /// and the errno if it failed. Other control words belong to the program.
@@ -22,6 +26,9 @@ pub(super) const FAILED: u64 = 16;
 /// words.
 pub(super) const NAME: u64 = 24;
 pub(super) const CONTROL_LEN: u64 = 48;
+/// Size of a connection's state without its buffers, and of its poll list entry, as in serving.cuh.
+pub(super) const CONNECTION: u64 = 32;
+pub(super) const POLLED: u64 = 8;
 
 /// How long a kernel may take to start, and to stop.
 pub(super) const KERNEL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -195,29 +202,42 @@ pub(super) fn check_numbers(what: &'static str, workers: u32, clients: u32) -> R
     Ok(())
 }
 
-/// Encodes a setup block: words, then the address.
-pub(super) fn setup_bytes<const WORDS: usize>(
-    words: [&mut u64; WORDS],
-    address: &[u8; ADDRESS_LEN],
-) -> Vec<u8> {
-    let mut bytes: Vec<u8> = words.into_iter().flat_map(|word| word.to_le_bytes()).collect();
-    bytes.extend(address);
-    bytes
-}
+/// A kernel's argument block: words in the order of its struct in the `.cu` file, then the address.
+macro_rules! setup {
+    ($(#[$about:meta])* struct $name:ident { $($word:ident),* $(,)? }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, Default)]
+        struct $name {
+            $($word: u64,)*
+            address: [u8; warpwire::sock::layout::ADDRESS_LEN],
+        }
 
-/// Reads what [`setup_bytes`] encoded.
-pub(super) fn read_setup<const WORDS: usize>(
-    block: &Block<'_>,
-    at: DeviceAddr,
-    words: [&mut u64; WORDS],
-) -> std::result::Result<[u8; ADDRESS_LEN], KernelFault> {
-    for (number, word) in words.into_iter().enumerate() {
-        *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
-    }
-    let mut address = [0; ADDRESS_LEN];
-    block.read(DeviceAddr::new(at.raw() + WORDS as u64 * 8), &mut address)?;
-    Ok(address)
+        impl $name {
+            const LEN: u64 = size_of::<Self>() as u64;
+
+            fn bytes(self) -> Vec<u8> {
+                let mut bytes = Vec::new();
+                $(bytes.extend(self.$word.to_le_bytes());)*
+                bytes.extend(self.address);
+                bytes
+            }
+
+            /// Reads the block's first argument.
+            fn read(
+                block: &warpwire::mem::sim::Block<'_>,
+            ) -> std::result::Result<Self, warpwire::mem::sim::KernelFault> {
+                let (mut setup, mut at) = (Self::default(), block.address(0)?.raw());
+                $(
+                    setup.$word = block.load_u64(warpwire::mem::DeviceAddr::new(at))?;
+                    at += 8;
+                )*
+                block.read(warpwire::mem::DeviceAddr::new(at), &mut setup.address)?;
+                Ok(setup)
+            }
+        }
+    };
 }
+pub(crate) use setup;
 
 /// The listener of a server's workers: the first opens it, the others wait for it; `None` if that
 /// failed or the server stops.

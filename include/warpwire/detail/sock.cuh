@@ -173,7 +173,7 @@ WARPWIRE_FN void change_flags(DeviceSocketState *device_state, u32 clear, u32 se
 // -------------------------------------------------------------------------------------------------
 // Requests to the host
 
-WARPWIRE_CALL i64 request_host(const Table &table, RequestOp op, int handle, u64 value, u32 option, Address address, Address *name) {
+WARPWIRE_CALL i64 request_host(const Table &table, RequestOp op, int handle, u64 value, u32 option, const Address *address, Address *name) {
     if (load_system(&reinterpret_cast<const Heartbeat *>(table.heartbeat)->closed)) return -kEconnaborted;
     u64 ticket = fetch_increment(reinterpret_cast<u64 *>(table.ticket));
     u64 slot = ticket % table.slots, lap = ticket / table.slots;
@@ -183,7 +183,7 @@ WARPWIRE_CALL i64 request_host(const Table &table, RequestOp op, int handle, u64
         if (i64 stop = waiter.step(table)) return stop;
     Request *request = reinterpret_cast<Request *>(table.requests) + slot;
     request->op = op, request->handle = handle, request->value = value, request->option = option;
-    request->address = address;
+    request->address = address ? *address : no_address();
     fence_system();
     store_system(&request->number, ticket + 1);
     const Reply *reply = reinterpret_cast<const Reply *>(table.replies) + slot;
@@ -195,6 +195,7 @@ WARPWIRE_CALL i64 request_host(const Table &table, RequestOp op, int handle, u64
         u64 words[3] = {load_system(from), load_system(from + 1), load_system(from + 2)};
         name->family = static_cast<u16>(words[0]), name->port = static_cast<u16>(words[0] >> 16);
         name->scope = static_cast<u32>(words[0] >> 32);
+        WARPWIRE_NO_UNROLL
         for (u32 i = 0; i < 16; i++) name->ip[i] = static_cast<u8>(words[1 + i / 8] >> (i % 8 * 8));
     }
     store_gpu(slot_lap, lap + 1);
@@ -205,11 +206,16 @@ template <class Group> WARPWIRE_FN int broadcast(Group group, i64 mine) {
     return static_cast<int>(static_cast<i64>(group.broadcast(static_cast<u64>(mine))));
 }
 
+// A request about an open socket.
+WARPWIRE_CALL i64 request_thread(const Table &table, RequestOp op, int socket, u64 value, const Address *address, Address *name) {
+    return load_state(find(table, socket)) ? request_host(table, op, socket, value, 0, address, name) : -kEbadf;
+}
+
 template <class Group>
-WARPWIRE_FN int request_for(const Table &table, RequestOp op, int socket, u64 value, u32 option, Address address, Address *name, Group group) {
+WARPWIRE_FN int request_for(const Table &table, RequestOp op, int socket, u64 value, const Address *address, Address *name, Group group) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = load_state(find(table, socket)) ? request_host(table, op, socket, value, option, address, name) : -kEbadf;
+    if (group.rank() == 0) result = request_thread(table, op, socket, value, address, name);
     return broadcast(group, result);
 }
 
@@ -223,10 +229,10 @@ namespace warpwire {
 namespace sock {
 namespace detail {
 
-WARPWIRE_CALL i64 connect_thread(const Table &table, int socket, Address to) {
+WARPWIRE_CALL i64 connect_thread(const Table &table, int socket, const Address &to) {
     SocketRef ref = find(table, socket);
     if (!load_state(ref)) return -kEbadf;
-    i64 result = request_host(table, kConnect, socket, 0, 0, to, nullptr);
+    i64 result = request_host(table, kConnect, socket, 0, 0, &to, nullptr);
     if (result < 0) return result;
     Waiter waiter(wait_limit(ref, &ref.device_state->send_timeout));
     for (;;) {
@@ -241,7 +247,7 @@ WARPWIRE_CALL i64 connect_thread(const Table &table, int socket, Address to) {
 WARPWIRE_CALL i64 shutdown_thread(const Table &table, int socket, ShutdownHow how) {
     SocketRef ref = find(table, socket);
     if (!load_state(ref)) return -kEbadf;
-    i64 result = request_host(table, kShutdown, socket, static_cast<u64>(how), 0, no_address(), nullptr);
+    i64 result = request_host(table, kShutdown, socket, static_cast<u64>(how), 0, nullptr, nullptr);
     if (result < 0) return result;
     if (how != kShutReceive && load_gpu(&ref.device_state->flags) & kFlagWarp) end_sending(table, ref);
     change_flags(ref.device_state, 0, (how != kShutSend ? kFlagShutReceive : 0) | (how != kShutReceive ? kFlagShutSend : 0));
@@ -253,6 +259,7 @@ WARPWIRE_CALL i64 shutdown_thread(const Table &table, int socket, ShutdownHow ho
 WARPWIRE_FN Address bytes_so_far(const SocketRef &ref) {
     Address bytes = no_address();
     u64 sent = load_gpu(&ref.device_state->sent), consumed = load_gpu(&ref.device_state->consumed);
+    WARPWIRE_NO_UNROLL
     for (u32 i = 0; i < 8; i++) bytes.ip[i] = static_cast<u8>(sent >> (8 * i)), bytes.ip[8 + i] = static_cast<u8>(consumed >> (8 * i));
     return bytes;
 }
@@ -271,7 +278,8 @@ WARPWIRE_CALL i64 close_thread(const Table &table, int socket) {
         while (compare_exchange(lock, kUnlocked, kSocketClosed) != kUnlocked)
             if (i64 stop = waiter.step(table)) return stop;
     }
-    return request_host(table, kClose, socket, finish_close(table, ref, state), 0, bytes_so_far(ref), nullptr);
+    Address bytes = bytes_so_far(ref);
+    return request_host(table, kClose, socket, finish_close(table, ref, state), 0, &bytes, nullptr);
 }
 
 WARPWIRE_CALL i64 set_thread(const Table &table, int socket, SockOption option, i64 value) {
@@ -286,7 +294,7 @@ WARPWIRE_CALL i64 set_thread(const Table &table, int socket, SockOption option, 
         store_gpu(option == kSendTimeout ? &ref.device_state->send_timeout : &ref.device_state->receive_timeout, static_cast<u64>(value));
         return 0;
     }
-    return request_host(table, kSetOption, socket, static_cast<u64>(value), option, no_address(), nullptr);
+    return request_host(table, kSetOption, socket, static_cast<u64>(value), option, nullptr, nullptr);
 }
 
 WARPWIRE_CALL i64 get_thread(const Table &table, int socket, SockOption option) {
@@ -295,7 +303,7 @@ WARPWIRE_CALL i64 get_thread(const Table &table, int socket, SockOption option) 
     if (option == kNonBlocking) return load_gpu(&ref.device_state->flags) & kFlagNonBlocking;
     if (option == kSendTimeout) return static_cast<i64>(load_gpu(&ref.device_state->send_timeout));
     if (option == kReceiveTimeout) return static_cast<i64>(load_gpu(&ref.device_state->receive_timeout));
-    return request_host(table, kGetOption, socket, 0, option, no_address(), nullptr);
+    return request_host(table, kGetOption, socket, 0, option, nullptr, nullptr);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -505,8 +513,12 @@ WARPWIRE_CALL i64 lock_readable(const Table &table, const SocketRef &ref, const 
     }
 }
 
+// Records are aligned to their size, so none wraps.
 WARPWIRE_CALL void read_record(const HeldRing &held, Record *into) {
-    copy_out(Thread(), RingCopy{sizeof(Record), held.ring, held.size, held.local_count, 0}, reinterpret_cast<u8 *>(into));
+    const u64 *from = reinterpret_cast<const u64 *>(held.ring + (held.local_count & (held.size - 1)));
+    u64 words[4] = {load_system_relaxed(from), load_system_relaxed(from + 1), load_system_relaxed(from + 2), load_system_relaxed(from + 3)};
+    static_assert(sizeof words == sizeof(Record), "all of it is read");
+    memcpy(into, words, sizeof words);
 }
 
 WARPWIRE_CALL RingCopy begin_receive(const Table &table, const SocketRef &ref, u64 length, Address *from, HeldRing *held) {
@@ -542,20 +554,16 @@ WARPWIRE_CALL i64 accept_thread(const Table &table, int listener, Address *from)
         if (load_system(&ref.host_state->received) != snapshot.consumed)
             locked = lock_ring(ref, &ref.device_state->receive_lock, &ref.device_state->consumed, &ref.host_state->received, &held);
         if (locked < 0) return locked;
-        if (locked) {
+        if (locked && held.remote_count != held.local_count) {
             Record record;
-            bool some = held.remote_count != held.local_count;  // another group may be faster
-            if (some) {
-                read_record(held, &record);
-                publish_consumed_to_host(ref, held.local_count + sizeof(Record));
-            }
+            read_record(held, &record);
+            publish_consumed_to_host(ref, held.local_count + sizeof(Record));
             store_gpu(&ref.device_state->receive_lock, kUnlocked);
-            if (some) {
-                init_device_state(table, static_cast<int>(record.value));
-                if (from) *from = record.address;
-                return record.value;
-            }
+            init_device_state(table, static_cast<int>(record.value));
+            if (from) *from = record.address;
+            return record.value;
         }
+        if (locked) store_gpu(&ref.device_state->receive_lock, kUnlocked);  // another group was faster
         if (i64 stop = waiter.step(table)) return stop;
         snapshot = take_snapshot(ref, &DeviceSocketState::receive_timeout);
     }

@@ -36,7 +36,7 @@ WARPWIRE_FN bool is_warp(u64 state) { return (state & (kIsWarp | kListening)) ==
 
 // Requests the host to abort the connection.
 WARPWIRE_CALL i64 give_up(const Table &table, const SocketRef &ref, i64 why) {
-    i64 result = request_host(table, kFail, ref.handle, static_cast<u64>(why), 0, no_address(), nullptr);
+    i64 result = request_host(table, kFail, ref.handle, static_cast<u64>(why), 0, nullptr, nullptr);
     return result == -kEconnaborted ? result : -why;
 }
 
@@ -52,10 +52,13 @@ WARPWIRE_CALL QpSlot *init_qp_slot(const Table &table, const SocketRef &ref, con
     u32 number = load_system(&qp_descriptor->peer.qp_slot);
     QpSlot *qp_slot = reinterpret_cast<QpSlot *>(table.qp_slots) + number;
     u64 *words = reinterpret_cast<u64 *>(qp_slot);
+    WARPWIRE_NO_UNROLL
     for (u32 i = 0; i < 16; i++) words[i] = load_system(&qp_descriptor->constants[i]);
+    WARPWIRE_NO_UNROLL
     for (u32 i = 16; i < sizeof(Qp) / 8; i++) words[i] = 0;
     const u64 *source = reinterpret_cast<const u64 *>(&qp_descriptor->peer);
     u64 *target = reinterpret_cast<u64 *>(&qp_slot->peer);
+    WARPWIRE_NO_UNROLL
     for (u32 i = 0; i < sizeof(PeerInfo) / 8; i++) target[i] = load_system(source + i);
     qp_slot->qp.send.failure = qp_slot->qp.receive.failure = kNoFailure;
     store_gpu(&ref.device_state->qp_slot, number + 1);
@@ -149,24 +152,30 @@ WARPWIRE_CALL void post_sent(const Table &table, const SocketRef &ref, u32 qp_sl
     end_post(ref, post, count);
 }
 
+// Posts the bytes sent, with FIN, or else those consumed. What may change until the entry is
+// reserved, such as flags, is loaded afterwards.
+WARPWIRE_CALL void post_counter(const Table &table, const SocketRef &ref, u32 qp_slot, bool fin, u64 consumed) {
+    PostReservation post = begin_post(table, ref, qp_slot, 1);
+    if (!post.qp_slot) return;
+    u64 value = consumed;
+    if (fin) value = load_gpu(&ref.device_state->sent) | kFin;
+    else if (load_gpu(&ref.device_state->flags) & kFlagShutReceive) value |= kReadClosed;
+    const PeerInfo &peer = post.peer;
+    write_word(post, post.first, fin ? peer.received : peer.taken, fin ? peer.received_key : peer.taken_key, value);
+    end_post(ref, post, 1);
+}
+
 // Posts FIN once.
 WARPWIRE_CALL void post_fin(const Table &table, const SocketRef &ref) {
     if (load_gpu(&ref.device_state->flags) & kFlagFin) return;
     change_flags(ref.device_state, 0, kFlagFin);
-    PostReservation post = begin_post(table, ref, load_gpu(&ref.device_state->qp_slot), 1);
-    if (!post.qp_slot) return;
-    write_word(post, post.first, post.peer.received, post.peer.received_key, load_gpu(&ref.device_state->sent) | kFin);
-    end_post(ref, post, 1);
+    post_counter(table, ref, load_gpu(&ref.device_state->qp_slot), true, 0);
 }
 
 // Posts the consumed count to the peer. The caller holds the lock for receiving.
 WARPWIRE_CALL void report(const Table &table, const SocketRef &ref, u32 qp_slot, u64 consumed) {
     store_gpu_relaxed(&ref.device_state->reported, consumed);
-    PostReservation post = begin_post(table, ref, qp_slot, 1);
-    if (!post.qp_slot) return;
-    u64 read_closed = load_gpu(&ref.device_state->flags) & kFlagShutReceive ? kReadClosed : 0;
-    write_word(post, post.first, post.peer.taken, post.peer.taken_key, consumed | read_closed);
-    end_post(ref, post, 1);
+    post_counter(table, ref, qp_slot, false, consumed);
 }
 
 // Posts FIN after groups that are copying have finished. Does not wait for a reserved span.

@@ -20,7 +20,6 @@ struct Setup {
     u64 table, slots, locks, bucket_mask, slot_size, max_value, connections, connection_size;
     u64 in_size, out_size, per_worker, workers, idle_timeout, control, max_clients, counts;
     Address address;
-    u64 more;
 };
 struct Counts {  // in device memory
     u64 clients, keys, commands, refused, closed;
@@ -28,17 +27,11 @@ struct Counts {  // in device memory
 struct Slot {
     u32 used, hash, key_length, value_length;  // used: kVacant, kText, kNumber
 };
-struct Connection {
-    int socket;
-    u32 in_length, out_at, out_length, closing, unused;
-    u64 since;  // when a partial command or unsent output was first seen
-};
-static_assert(sizeof(Setup) == 160 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
+static_assert(sizeof(Setup) == 152 && sizeof(Slot) == 16, "as in mod.rs");
 
 constexpr u32 kSlotsPerBucket = 16, kMaxKey = 112, kMaxArguments = 64;
 constexpr u32 kVacant = 0, kText = 1, kNumber = 2;
 constexpr i64 kMaxNumber = 999999999999999999;  // largest absolute value that can still be changed
-constexpr u64 kPollTimeout = 50ull * 1000 * 1000;
 
 struct Command {
     u32 count, used;
@@ -46,8 +39,11 @@ struct Command {
 };
 
 WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
-WARPWIRE_FN u8 *in_of(const Setup &, Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
-WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(setup, c) + setup.in_size; }
+WARPWIRE_FN SocketKind kind_of(const Setup &) { return kStream; }
+WARPWIRE_FN FullReply full_reply(const Setup &) {
+    static const char kFull[] = "-ERR max number of clients reached\r\n";
+    return FullReply{kFull, sizeof kFull - 1};
+}
 WARPWIRE_FN u8 *key_of(Slot *slot) { return reinterpret_cast<u8 *>(slot + 1); }
 WARPWIRE_FN u8 *value_of(Slot *slot) { return key_of(slot) + kMaxKey; }
 // The integer of a slot that is kNumber, in place of the text.
@@ -114,11 +110,28 @@ WARPWIRE_CALL int parse(const u8 *bytes, u32 end, u32 max_argument, u32 max_leng
     return kWhole;
 }
 
-WARPWIRE_CALL bool is(const u8 *bytes, u32 length, const char *name) {
-    u32 i = 0;
-    for (; i < length && name[i]; i++)
-        if ((bytes[i] & 0xdf) != name[i]) return false;
-    return i == length && !name[i];
+// In the order of the names below; the first seven take keys.
+enum Name : u32 {
+    kGet, kSet, kDel, kIncr, kDecr, kMget, kExists, kPing, kEcho, kDbsize, kSelect, kClient, kQuit, kCommand, kConfig, kUnknown,
+};
+
+WARPWIRE_CALL u32 name_of(const u8 *bytes, u32 length) {
+    const char *name =
+        "GET\0SET\0DEL\0INCR\0DECR\0MGET\0EXISTS\0PING\0ECHO\0DBSIZE\0SELECT\0CLIENT\0QUIT\0COMMAND\0CONFIG\0";
+    u32 number = 0;
+    for (; number < kUnknown; number++) {
+        u32 i = 0;
+        while (i < length && name[i] && (bytes[i] & 0xdf) == name[i]) i++;
+        if (i == length && !name[i]) break;
+        while (*name++) {
+        }
+    }
+    return number;
+}
+
+// Also where `to` is before `from` and they overlap.
+WARPWIRE_CALL void copy_bytes(u8 *to, const u8 *from, u32 length) {
+    for (u32 i = 0; i < length; i++) to[i] = from[i];
 }
 
 // Appends to the output; rank 0 only.
@@ -136,6 +149,13 @@ struct Writer {
         while (rest);
         if (value < 0) bytes[length++] = '-';
         while (n) bytes[length++] = digits[--n];
+    }
+    // A bulk string.
+    WARPWIRE_CALL void string(const u8 *from, u32 count) {
+        head('$', count);
+        copy_bytes(bytes + length, from, count);
+        length += count;
+        text("\r\n");
     }
     WARPWIRE_CALL void integer(i64 value) { text(":"), decimal(value), text("\r\n"); }
     WARPWIRE_CALL void head(char sort, i64 value) { bytes[length++] = static_cast<u8>(sort), decimal(value), text("\r\n"); }
@@ -216,7 +236,7 @@ WARPWIRE_CALL Slot *slot_of(const Setup &setup, const u8 *key, u32 length, u32 h
 WARPWIRE_CALL void take_slot(const Setup &setup, Slot *slot, const u8 *key, u32 length, u32 hash) {
     if (slot->used) return;
     slot->used = kText, slot->hash = hash, slot->key_length = length;
-    for (u32 i = 0; i < length; i++) key_of(slot)[i] = key[i];
+    copy_bytes(key_of(slot), key, length);
     count(&counts_of(setup)->keys, 1);
 }
 
@@ -226,7 +246,7 @@ WARPWIRE_CALL void set(const Setup &setup, const u8 *key, u32 key_length, const 
     Slot *slot = slot_of(setup, key, key_length, hash, true);
     if (slot) {
         take_slot(setup, slot, key, key_length, hash);
-        for (u32 i = 0; i < length; i++) value_of(slot)[i] = value[i];
+        copy_bytes(value_of(slot), value, length);
         slot->used = kText, slot->value_length = length;
     }
     end_writing(setup, hash);
@@ -241,13 +261,9 @@ WARPWIRE_CALL void get(const Setup &setup, const u8 *key, u32 key_length, Writer
         u8 text[20];
         Writer digits = {text, 0};
         digits.decimal(static_cast<i64>(sock::detail::load_gpu(number_of(slot))));
-        out->head('$', digits.length);
-        for (u32 i = 0; i < digits.length; i++) out->bytes[out->length++] = text[i];
-        out->text("\r\n");
+        out->string(text, digits.length);
     } else if (slot) {
-        out->head('$', slot->value_length);
-        for (u32 i = 0; i < slot->value_length; i++) out->bytes[out->length++] = value_of(slot)[i];
-        out->text("\r\n");
+        out->string(value_of(slot), slot->value_length);
     } else {
         out->text("$-1\r\n");
     }
@@ -329,44 +345,41 @@ WARPWIRE_FN u64 reply_room(const Setup &setup, const Command &command) {
 // Executes a command; rank 0 only. True if the connection is to be closed after it.
 WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &command, Writer *out) {
     if (command.count == 0) return false;
-    const u8 *name = in + command.at[0], *first = in + command.at[1];
-    u32 length = command.length[0], first_length = command.count > 1 ? command.length[1] : 0;
-    auto named = [&](const char *word) { return is(name, length, word); };
-    bool keyed = named("GET") || named("SET") || named("DEL") || named("INCR") || named("DECR") || named("MGET") || named("EXISTS");
-    if (keyed && command.count < (named("SET") ? 3u : 2u)) {
+    const u8 *first = in + command.at[1];
+    u32 name = name_of(in + command.at[0], command.length[0]), first_length = command.count > 1 ? command.length[1] : 0;
+    bool keyed = name <= kExists;
+    if (keyed && command.count < (name == kSet ? 3u : 2u)) {
         out->text("-ERR wrong number of arguments\r\n");
         return false;
     }
-    for (u32 i = 1; keyed && i < command.count && !(named("SET") && i > 1); i++) {
+    for (u32 i = 1; keyed && i < command.count && !(name == kSet && i > 1); i++) {
         if (command.length[i] <= kMaxKey) continue;
         out->text("-ERR the key is too long\r\n");
         return false;
     }
-    if (named("GET")) get(setup, first, first_length, out);
-    else if (named("SET") && command.count > 3) out->text("-ERR syntax error\r\n");
-    else if (named("SET") && command.length[2] > setup.max_value) out->text("-ERR the value is too long\r\n");
-    else if (named("SET")) set(setup, first, first_length, in + command.at[2], command.length[2], out);
-    else if (named("INCR") || named("DECR")) add(setup, first, first_length, named("INCR") ? 1 : -1, out);
-    else if (named("DEL") || named("EXISTS")) {
+    if (name == kGet) get(setup, first, first_length, out);
+    else if (name == kSet && command.count > 3) out->text("-ERR syntax error\r\n");
+    else if (name == kSet && command.length[2] > setup.max_value) out->text("-ERR the value is too long\r\n");
+    else if (name == kSet) set(setup, first, first_length, in + command.at[2], command.length[2], out);
+    else if (name == kIncr || name == kDecr) add(setup, first, first_length, name == kIncr ? 1 : -1, out);
+    else if (name == kDel || name == kExists) {
         i64 found = 0;
         for (u32 i = 1; i < command.count; i++) {
             const u8 *key = in + command.at[i];
-            found += named("DEL") ? drop(setup, key, command.length[i]) : exists(setup, key, command.length[i]);
+            found += name == kDel ? drop(setup, key, command.length[i]) : exists(setup, key, command.length[i]);
         }
         out->integer(found);
-    } else if (named("MGET")) {
+    } else if (name == kMget) {
         out->head('*', command.count - 1);
         for (u32 i = 1; i < command.count; i++) get(setup, in + command.at[i], command.length[i], out);
-    } else if ((named("PING") && command.count > 1) || (named("ECHO") && command.count == 2)) {
-        out->head('$', first_length);
-        for (u32 i = 0; i < first_length; i++) out->bytes[out->length++] = first[i];
-        out->text("\r\n");
-    } else if (named("PING")) out->text("+PONG\r\n");
-    else if (named("DBSIZE")) out->integer(static_cast<i64>(sock::detail::load_gpu(&counts_of(setup)->keys)));
-    else if (named("SELECT") || named("CLIENT") || named("QUIT")) out->text("+OK\r\n");
-    else if (named("COMMAND") || named("CONFIG")) out->text("*0\r\n");
+    } else if ((name == kPing && command.count > 1) || (name == kEcho && command.count == 2)) {
+        out->string(first, first_length);
+    } else if (name == kPing) out->text("+PONG\r\n");
+    else if (name == kDbsize) out->integer(static_cast<i64>(sock::detail::load_gpu(&counts_of(setup)->keys)));
+    else if (name == kSelect || name == kClient || name == kQuit) out->text("+OK\r\n");
+    else if (name == kCommand || name == kConfig) out->text("*0\r\n");
     else out->text("-ERR unknown command\r\n");
-    return named("QUIT");
+    return name == kQuit;
 }
 
 WARPWIRE_CALL const char *error_reply(int parsed) {
@@ -377,7 +390,7 @@ WARPWIRE_CALL const char *error_reply(int parsed) {
 
 // Executes all complete commands; rank 0 only.
 WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
-    u8 *in = in_of(setup, c);
+    u8 *in = in_of(c);
     Command command;
     Writer out = {out_of(setup, c), c->out_length};
     u32 done = 0, max_argument = static_cast<u32>(setup.max_value > kMaxKey ? setup.max_value : kMaxKey);
@@ -404,121 +417,13 @@ WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
         done += command.used;
     }
     if (executed) count(&counts_of(setup)->commands, executed);
-    for (u32 i = done; done && i < c->in_length; i++) in[i - done] = in[i];
+    if (done) copy_bytes(in, in + done, c->in_length - done);
     c->in_length -= done, c->out_length = out.length;
 }
 
-// ------------------------------------------------------------------------------------------------
-// Workers
-
-template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
-
-// Sends the pending output; false if the connection is to be closed.
-template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
-    u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
-    if (at < length) {
-        i64 sent = send(table, c->socket, out_of(setup, c) + at, length - at, group);
-        if (sent < 0 && sent != -kEagain) return false;
-        at += sent > 0 ? static_cast<u32>(sent) : 0;
-    }
-    group.sync();
-    bool empty = at == length;
-    if (group.rank() == 0) c->out_at = empty ? 0 : at, c->out_length = empty ? 0 : length;
-    group.sync();
-    return !(empty && field(group, &c->closing));
-}
-
-// Receives and executes commands; false if the connection is to be closed.
-template <class Group> WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Connection *c, bool readable, Group group) {
-    u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
-    u32 have = field(group, &c->in_length);
-    if (readable && have < setup.in_size && !field(group, &c->out_length)) {
-        i64 count = recv(table, c->socket, in_of(setup, c) + have, setup.in_size - have, group);
-        if (count == 0 || (count < 0 && count != -kEagain)) return false;
-        if (group.rank() == 0 && count > 0) c->in_length = have + static_cast<u32>(count);
-    }
+template <class Group> WARPWIRE_FN void process(const Setup &setup, u32, Connection *c, Group group) {
     if (group.rank() == 0) digest(setup, c);
     group.sync();
-    if (!flush(table, setup, c, group)) return false;
-    bool late = false;
-    if (group.rank() == 0) {
-        bool busy = c->in_length || c->out_length;
-        if (!busy) c->since = 0;
-        else if (!c->since) c->since = now;
-        late = busy && now - c->since > setup.idle_timeout;
-    }
-    return !group.any(late);
-}
-
-// Admits a client, or rejects it if the server is full or this worker has no free slot; 1 if
-// admitted.
-template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
-    static const char kFull[] = "-ERR max number of clients reached\r\n";
-    sock::set(table, socket, kNonBlocking, 1, group);
-    bool welcome = false;
-    if (c && group.rank() == 0) {
-        welcome = count(&counts_of(setup)->clients, 1) < setup.max_clients;
-        if (!welcome) count(&counts_of(setup)->clients, ~0ull);
-    }
-    if (!group.any(welcome)) {
-        u8 text[sizeof kFull];
-        for (u32 i = 0; i < sizeof kFull; i++) text[i] = static_cast<u8>(kFull[i]);
-        if (group.rank() == 0) send(table, socket, text, sizeof kFull - 1, Thread());
-        close(table, socket, group);
-        return 0;
-    }
-    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0};
-    group.sync();
-    return 1;
-}
-
-template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
-    const Table &table = *reinterpret_cast<const Table *>(setup.table);
-    Control *control = reinterpret_cast<Control *>(setup.control);
-    PollEntry *list = reinterpret_cast<PollEntry *>(setup.connections) + worker * (setup.per_worker + 1);
-    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(PollEntry) + 15) / 16 * 16;
-    u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
-    auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
-    int listener = open_listener(table, control, setup.address, kStream, worker, group);
-    if (listener < 0) return;
-    u32 mine = 0;
-    for (;;) {
-        u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
-        if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
-        // Workers with no more than their share of clients accept the next one; if the server is
-        // full, all of them accept, to reject.
-        bool full = clients >= setup.max_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
-        group.sync();
-        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
-        if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
-        i64 found = poll(table, list, mine + takes, takes ? kPollTimeout : kPollTimeout / 10, group);
-        if (found < 0) return;
-        bool arrived = takes && group.broadcast(list[mine].revents) != 0;
-        for (u32 i = mine; i-- > 0;) {
-            u32 events = static_cast<u32>(group.broadcast(list[i].revents));
-            Connection *c = at(i);
-            bool open = events ? converse(table, setup, c, events & ~static_cast<u32>(kOut), group) : true;
-            bool late = false;
-            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.idle_timeout;
-            if (open && !group.any(late)) continue;
-            close(table, c->socket, group);
-            group.sync();
-            if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
-            mine--;
-            if (i != mine) {
-                // Move the last connection, and its list entry, to the free slot.
-                sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
-                if (group.rank() == 0) list[i] = list[mine];
-            }
-            group.sync();
-        }
-        if (!arrived) continue;
-        int socket = accept(table, listener, nullptr, group);
-        if (socket < 0) continue;
-        mine += greet(table, setup, socket, mine < setup.per_worker ? at(mine) : nullptr, group);
-    }
-    for (u32 i = 0; i < mine; i++) close(table, at(i)->socket, group);
-    if (worker == 0) close(table, listener, group);
 }
 
 }  // namespace

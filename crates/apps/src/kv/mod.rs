@@ -21,21 +21,18 @@ use std::time::Duration;
 
 use serde::Serialize;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, KernelFault};
-use warpwire::mem::{DeviceAddr, Program};
+use warpwire::mem::Program;
 use warpwire::sock::SockHost;
-use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
+use warpwire::sock::layout::address_bytes;
 
-use crate::serving::{KERNEL_TIMEOUT, Memory, Server, check_numbers, read_setup, setup_bytes};
+use crate::serving::{CONNECTION, CONTROL_LEN, KERNEL_TIMEOUT, Memory, POLLED, Server};
+use crate::serving::{check_numbers, setup};
 
 const KERNEL: &str = "kv_server";
 /// Threads per block.
 const THREADS: u32 = 64;
 const SLOTS_PER_BUCKET: u64 = 16;
 const MAX_KEY: u64 = 112;
-/// Size of a connection's state without its buffers, and of its poll list entry.
-const CONNECTION: u64 = 32;
-const POLLED: u64 = 8;
 
 /// Byte offsets in a slot, and the values of `USED`.
 mod slot {
@@ -48,11 +45,6 @@ mod slot {
     pub(super) const KEY_LENGTH: u64 = 8;
     pub(super) const VALUE_LENGTH: u64 = 12;
     pub(super) const KEY: u64 = 16;
-}
-
-/// Byte offsets of the control words in pinned memory, shared by host and kernel.
-mod control {
-    pub(super) use crate::serving::{CONTROL_LEN as LEN, STOP};
 }
 
 /// Byte offsets of the counters in device memory.
@@ -114,63 +106,14 @@ impl KvOptions {
     }
 }
 
-/// The kernels' argument block, as in kv.cu.
-#[derive(Clone, Copy, Debug, Default)]
-struct Setup {
-    table: u64,
-    slots: u64,
-    locks: u64,
-    bucket_mask: u64,
-    slot_size: u64,
-    max_value: u64,
-    connections: u64,
-    connection_size: u64,
-    in_size: u64,
-    out_size: u64,
-    per_worker: u64,
-    workers: u64,
-    idle_timeout: u64,
-    control: u64,
-    max_clients: u64,
-    counts: u64,
-    address: [u8; ADDRESS_LEN],
-}
-
-const SETUP_LEN: usize = 160;
-
-impl Setup {
-    fn words(&mut self) -> [&mut u64; 16] {
-        [
-            &mut self.table,
-            &mut self.slots,
-            &mut self.locks,
-            &mut self.bucket_mask,
-            &mut self.slot_size,
-            &mut self.max_value,
-            &mut self.connections,
-            &mut self.connection_size,
-            &mut self.in_size,
-            &mut self.out_size,
-            &mut self.per_worker,
-            &mut self.workers,
-            &mut self.idle_timeout,
-            &mut self.control,
-            &mut self.max_clients,
-            &mut self.counts,
-        ]
-    }
-
-    fn bytes(mut self) -> Vec<u8> {
-        let address = self.address;
-        setup_bytes(self.words(), &address)
-    }
-
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
-        let mut setup = Self::default();
-        setup.address = read_setup(block, at, setup.words())?;
-        Ok(setup)
+setup! {
+    /// The kernels' argument block, as in kv.cu.
+    struct Setup {
+        table, slots, locks, bucket_mask, slot_size, max_value, connections, connection_size,
+        in_size, out_size, per_worker, workers, idle_timeout, control, max_clients, counts,
     }
 }
+const _: () = assert!(Setup::LEN == 152, "as in kv.cu");
 
 /// Counters of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -221,13 +164,13 @@ fn allocate(host: &SockHost, options: &KvOptions) -> Result<Memory> {
     let locks = host.alloc(options.buckets * 4)?;
     let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
     let connections = host.alloc(lists + workers * per_worker * connection_size)?;
-    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
-    let (control, stream) = (host.device().alloc_pinned(control::LEN)?, host.device().stream()?);
+    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(Setup::LEN)?);
+    let (control, stream) = (host.device().alloc_pinned(CONTROL_LEN)?, host.device().stream()?);
     for memory in [&slots, &locks, &counts] {
         stream.fill(&memory.whole()?, 0)?;
     }
     stream.synchronize(KERNEL_TIMEOUT)?;
-    control.write(0, &[0; control::LEN as usize])?;
+    control.write(0, &[0; CONTROL_LEN as usize])?;
     let values = Setup {
         table: host.table(),
         slots: host.address_of(&slots)?,

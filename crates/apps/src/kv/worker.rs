@@ -1,173 +1,39 @@
 //! The workers for the simulated GPU: the equivalent of kv.cu.
 
-use std::time::{Duration, Instant};
-
-use warpwire::mem::DeviceAddr;
 use warpwire::mem::sim::{Block, KernelFault};
-use warpwire::sock::device::{
-    PollEntry, Sock, SockError, SockOption, SockResult, SocketKind, Sockets,
-};
-use warpwire::sock::layout::events;
+use warpwire::sock::device::{SockResult, SocketKind};
 
 use super::resp::{self, MAX_ARGUMENTS, Parsed};
 use super::store::Store;
-use super::{MAX_KEY, Setup, control, counts};
-use crate::serving;
-
-const POLL_TIMEOUT: Duration = Duration::from_millis(50);
-
-struct Connection {
-    socket: Sock,
-    input: Vec<u8>,
-    output: Vec<u8>,
-    closing: bool,
-    /// When a partial command or unsent output was first seen.
-    since: Option<Instant>,
-}
-
-struct Worker<'a> {
-    block: &'a Block<'a>,
-    setup: &'a Setup,
-    sockets: Sockets<'a>,
-    store: Store<'a>,
-    connections: Vec<Connection>,
-}
+use super::{MAX_KEY, Setup, counts};
+use crate::serving::{Connection, Service, WorkerSetup, serve};
 
 /// One worker as a block function.
 pub(super) fn kv_block(block: &Block<'_>) -> Result<(), KernelFault> {
-    let setup = Setup::read(block, block.address(0)?)?;
-    let mut worker = Worker {
-        block,
-        setup: &setup,
-        sockets: Sockets::open(block, DeviceAddr::new(setup.table))?,
-        store: Store { block, setup: &setup },
-        connections: Vec::new(),
+    let setup = Setup::read(block)?;
+    let worker = WorkerSetup {
+        table: setup.table,
+        control: setup.control,
+        address: setup.address,
+        kind: SocketKind::Stream,
+        in_size: setup.in_size,
+        per_worker: setup.per_worker,
+        workers: setup.workers,
+        max_clients: setup.max_clients,
+        idle_timeout: setup.idle_timeout,
+        clients: setup.counts + counts::CLIENTS,
+        closed: setup.counts + counts::CLOSED,
     };
-    match worker.serve() {
-        // A socket error means that the host has stopped; so does the worker.
-        Ok(()) | Err(SockError::Errno(_)) => Ok(()),
-        Err(SockError::KernelFault(fault)) => Err(fault),
-    }
+    serve(block, worker, &Store { block, setup: &setup })
 }
 
-impl Worker<'_> {
-    fn control(&self, word: u64) -> DeviceAddr {
-        DeviceAddr::new(self.setup.control + word)
+impl Service for Store<'_> {
+    fn full_reply(&self) -> Vec<u8> {
+        b"-ERR max number of clients reached\r\n".to_vec()
     }
 
-    fn serve(&mut self) -> SockResult<()> {
-        let Setup { control, address, .. } = self.setup;
-        let listener =
-            serving::listener(self.block, &self.sockets, *control, address, SocketKind::Stream)?;
-        let Some(listener) = listener else { return Ok(()) };
-        while self.block.load_u64(self.control(control::STOP))? == 0 {
-            let (mine, clients) =
-                (self.connections.len() as u64, self.store.counter(counts::CLIENTS)?);
-            // Workers with no more than their share of clients accept the next one; if the server
-            // is full, all of them accept, to reject.
-            let full = clients >= self.setup.max_clients;
-            let accepts =
-                full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
-            let wanted = |connection: &Connection| {
-                let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
-                PollEntry::new(connection.socket, waits)
-            };
-            let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
-            if accepts {
-                list.push(PollEntry::new(listener, events::IN));
-            }
-            self.sockets
-                .poll(&mut list, Some(if accepts { POLL_TIMEOUT } else { POLL_TIMEOUT / 10 }))?;
-            let arrived = accepts && list.pop().is_some_and(|polled| polled.revents != 0);
-            for (index, polled) in list.iter().enumerate().rev() {
-                if !self.handle_events(index, polled.revents)? {
-                    self.close_connection(index)?;
-                }
-            }
-            if arrived {
-                self.accept(listener)?;
-            }
-        }
-        while !self.connections.is_empty() {
-            self.close_connection(0)?;
-        }
-        if self.block.index() == 0 {
-            self.sockets.close(listener)?;
-        }
-        Ok(())
-    }
-
-    fn close_connection(&mut self, index: usize) -> SockResult<()> {
-        let connection = self.connections.swap_remove(index);
-        self.store.count(counts::CLIENTS, u64::MAX)?;
-        self.store.count(counts::CLOSED, 1)?;
-        self.sockets.close(connection.socket)
-    }
-
-    /// Accepts a pending connection, unless another worker was faster; rejects it if the server is
-    /// full or this worker has no free slot.
-    fn accept(&mut self, listener: Sock) -> SockResult<()> {
-        let socket = match self.sockets.accept(listener) {
-            Ok((socket, _)) => socket,
-            Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
-            Err(failure) => return Err(failure),
-        };
-        self.sockets.set(socket, SockOption::NonBlocking, 1)?;
-        let has_slot = (self.connections.len() as u64) < self.setup.per_worker;
-        let before = self.store.count(counts::CLIENTS, 1)?;
-        if !has_slot || before >= self.setup.max_clients {
-            self.store.count(counts::CLIENTS, u64::MAX)?;
-            // The client may have disconnected already.
-            let _ = self.sockets.send(socket, b"-ERR max number of clients reached\r\n");
-            return self.sockets.close(socket);
-        }
-        self.connections.push(Connection {
-            socket,
-            input: Vec::new(),
-            output: Vec::new(),
-            closing: false,
-            since: None,
-        });
-        Ok(())
-    }
-
-    /// Receives and executes commands; false if the connection is to be closed.
-    fn handle_events(&mut self, index: usize, found: u16) -> SockResult<bool> {
-        let setup = self.setup;
-        let connection = &mut self.connections[index];
-        let idle_timeout = Duration::from_nanos(setup.idle_timeout);
-        if found == 0 {
-            return Ok(connection.since.is_none_or(|since| since.elapsed() <= idle_timeout));
-        }
-        let have = connection.input.len();
-        if found & !events::OUT != 0
-            && have < setup.in_size as usize
-            && connection.output.is_empty()
-        {
-            connection.input.resize(setup.in_size as usize, 0);
-            let got = self.sockets.recv(connection.socket, &mut connection.input[have..]);
-            connection.input.truncate(have + *got.as_ref().unwrap_or(&0));
-            match got {
-                Ok(0) => return Ok(false),
-                Ok(_) | Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(SockError::Errno(_)) => return Ok(false),
-                Err(fault) => return Err(fault),
-            }
-        }
-        execute_complete(&self.store, connection)?;
-        if !connection.output.is_empty() {
-            match self.sockets.send(connection.socket, &connection.output) {
-                Ok(sent) => drop(connection.output.drain(..sent)),
-                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(SockError::Errno(_)) => return Ok(false),
-                Err(fault) => return Err(fault),
-            }
-        }
-        let busy = !connection.input.is_empty() || !connection.output.is_empty();
-        connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
-        let late = connection.since.is_some_and(|since| since.elapsed() > idle_timeout);
-        let replied = connection.output.is_empty() && connection.closing;
-        Ok(!late && !replied)
+    fn process(&self, connection: &mut Connection) -> SockResult<()> {
+        execute_complete(self, connection)
     }
 }
 

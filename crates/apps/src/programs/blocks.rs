@@ -20,7 +20,7 @@ struct Actor<'a> {
 
 impl<'a> Actor<'a> {
     fn new(block: &'a Block<'a>) -> Result<Self, KernelFault> {
-        let setup = Setup::read(block, block.address(0)?)?;
+        let setup = Setup::read(block)?;
         let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
         Ok(Self { block, setup, sockets })
     }

@@ -8,13 +8,12 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, KernelFault};
-use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
+use warpwire::mem::{Allocation, Kernel, Launch, MemoryKind, Program, Region, Stream};
 use warpwire::sock::SockHost;
 use warpwire::sock::device::SocketKind as Streams;
-use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
+use warpwire::sock::layout::address_bytes;
 
-use crate::serving::{KERNEL_TIMEOUT, await_listener};
+use crate::serving::{KERNEL_TIMEOUT, await_listener, setup};
 
 const SERVE: &str = "sock_serve";
 const CLIENT: &str = "sock_client";
@@ -64,58 +63,13 @@ mod control {
     pub(super) const LEN: u64 = 80;
 }
 
-/// The kernels' argument block, as in programs.cu.
-#[derive(Clone, Copy, Debug, Default)]
-struct Setup {
-    table: u64,
-    control: u64,
-    buffers: u64,
-    buffer_size: u64,
-    mode: u64,
-    size: u64,
-    rounds: u64,
-    timeout: u64,
-    kind: u64,
-    address: [u8; ADDRESS_LEN],
-}
-
-const SETUP_LEN: usize = 96;
-
-impl Setup {
-    fn words(&mut self) -> [&mut u64; 9] {
-        [
-            &mut self.table,
-            &mut self.control,
-            &mut self.buffers,
-            &mut self.buffer_size,
-            &mut self.mode,
-            &mut self.size,
-            &mut self.rounds,
-            &mut self.timeout,
-            &mut self.kind,
-        ]
-    }
-
-    fn bytes(mut self) -> [u8; SETUP_LEN] {
-        let address = self.address;
-        let mut bytes = [0; SETUP_LEN];
-        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
-            into.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes[72..].copy_from_slice(&address);
-        bytes
-    }
-
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
-        let mut setup = Self::default();
-        let base = at.raw();
-        for (number, word) in setup.words().into_iter().enumerate() {
-            *word = block.load_u64(DeviceAddr::new(base + number as u64 * 8))?;
-        }
-        block.read(DeviceAddr::new(base + 72), &mut setup.address)?;
-        Ok(setup)
+setup! {
+    /// The kernels' argument block, as in programs.cu.
+    struct Setup {
+        table, control, buffers, buffer_size, mode, size, rounds, timeout, kind,
     }
 }
+const _: () = assert!(Setup::LEN == 96, "as in programs.cu");
 
 /// The kernels, loaded onto a device. Load them before launching kernels that run indefinitely:
 /// CUDA may block while loading.
@@ -277,7 +231,7 @@ impl<'a> Session<'a> {
             stream: device.stream()?,
             control,
             buffers: device.alloc_kind(buffers * buffer_size, MemoryKind::Vmm)?,
-            setup: device.alloc_kind(SETUP_LEN as u64, MemoryKind::Vmm)?,
+            setup: device.alloc_kind(Setup::LEN, MemoryKind::Vmm)?,
             buffer_size,
         })
     }

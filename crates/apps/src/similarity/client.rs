@@ -9,15 +9,13 @@ use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch};
 use warpwire::sock::SockHost;
 use warpwire::sock::device::{Family, Sock, SockError, SockOption, SockResult, Sockets};
-use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
+use warpwire::sock::layout::{address_bytes, address_from};
 
 use super::wire::{HEAD, MATCH, SearchHit, query_bytes, take_answer};
 use super::{CLIENT_KERNEL, SocketFamily, program};
-use crate::serving::start;
+use crate::serving::{setup, start};
 
 const THREADS: u32 = 128;
-const WORDS: usize = 9;
-const SETUP_LEN: usize = WORDS * 8 + ADDRESS_LEN;
 /// Offsets at which the kernel stores the number of queries answered, and the errno if it failed.
 const DONE: u64 = 0;
 const FAILED: u64 = 8;
@@ -25,55 +23,13 @@ const RESULT_LEN: u64 = 16;
 /// How long the kernel's start and end may take in addition to its waits.
 const LAUNCH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The kernel's argument block, as in similarity.cu.
-#[derive(Clone, Copy, Debug, Default)]
-struct Setup {
-    table: u64,
-    kind: u64,
-    queries: u64,
-    query_size: u64,
-    answers: u64,
-    answer_size: u64,
-    count: u64,
-    result: u64,
-    timeout: u64,
-    server: [u8; ADDRESS_LEN],
-}
-
-impl Setup {
-    fn words(&mut self) -> [&mut u64; WORDS] {
-        [
-            &mut self.table,
-            &mut self.kind,
-            &mut self.queries,
-            &mut self.query_size,
-            &mut self.answers,
-            &mut self.answer_size,
-            &mut self.count,
-            &mut self.result,
-            &mut self.timeout,
-        ]
-    }
-
-    fn bytes(mut self) -> [u8; SETUP_LEN] {
-        let server = self.server;
-        let mut bytes = [0; SETUP_LEN];
-        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
-            into.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes[WORDS * 8..].copy_from_slice(&server);
-        bytes
-    }
-
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
-        let mut setup = Self::default();
-        for (number, word) in setup.words().into_iter().enumerate() {
-            *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
-        }
-        block.read(DeviceAddr::new(at.raw() + WORDS as u64 * 8), &mut setup.server)?;
-        Ok(setup)
+setup! {
+    /// The kernel's argument block, as in similarity.cu.
+    struct Setup {
+        table, kind, queries, query_size, answers, answer_size, count, result, timeout,
     }
 }
+const _: () = assert!(Setup::LEN == 96, "as in similarity.cu");
 
 /// Memory of a client.
 struct ClientMemory {
@@ -113,7 +69,7 @@ impl ClientMemory {
         let bytes: Vec<u8> = each.flat_map(|one| query_bytes(asked.k, one)).collect();
         let answer_size = (HEAD + asked.k as usize * MATCH) as u64;
         let queries = host.alloc(bytes.len() as u64)?;
-        let (answers, setup) = (host.alloc(count * answer_size)?, host.alloc(SETUP_LEN as u64)?);
+        let (answers, setup) = (host.alloc(count * answer_size)?, host.alloc(Setup::LEN)?);
         let result = host.device().alloc_pinned(RESULT_LEN)?;
         queries.write(0, &bytes)?;
         result.write(0, &[0; RESULT_LEN as usize])?;
@@ -127,7 +83,7 @@ impl ClientMemory {
             count,
             result: host.address_of(&result)?,
             timeout: asked.timeout.as_nanos() as u64,
-            server: address_bytes(Some(asked.server)),
+            address: address_bytes(Some(asked.server)),
         };
         setup.write(0, &values.bytes())?;
         Ok((Self { setup, result, answers, answer_size, _queries: queries }, count))
@@ -224,7 +180,7 @@ pub fn ask_from_thread(
 
 /// The client as a block function, equivalent to similarity.cu.
 pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
-    let setup = Setup::read(block, block.address(0)?)?;
+    let setup = Setup::read(block)?;
     let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
     let mut done = 0;
     let errno = match ask_all(block, &sockets, &setup, &mut done) {
@@ -237,7 +193,7 @@ pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), KernelF
 }
 
 fn ask_all(block: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, done: &mut u64) -> SockResult<()> {
-    let server = address_from(&s.server).ok_or(Errno::AFNOSUPPORT)?;
+    let server = address_from(&s.address).ok_or(Errno::AFNOSUPPORT)?;
     let family = if server.is_ipv6() { Family::V6 } else { Family::V4 };
     let socket = sockets.socket(family, super::kind_of(s.kind))?;
     sockets.set(socket, SockOption::ReceiveTimeout, s.timeout as i64)?;

@@ -26,13 +26,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, KernelFault};
-use warpwire::mem::{Allocation, DeviceAddr, Program};
+use warpwire::mem::{Allocation, Program};
 use warpwire::sock::SockHost;
 use warpwire::sock::device;
-use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
+use warpwire::sock::layout::address_bytes;
 
-use crate::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
+use crate::serving::{CONNECTION, CONTROL_LEN, Memory, POLLED, Server, check_numbers, setup};
 pub use client::{KernelClient, Queries, ask_from_thread};
 pub use wire::{
     HEAD, MAGIC, MATCH, ReplyStatus, SearchHit, ask, query_bytes, random_vectors, search,
@@ -44,9 +43,6 @@ const CLIENT_KERNEL: &str = "similarity_client";
 /// matches.
 const THREADS: u32 = 256;
 const VECTORS_PER_THREAD: u64 = 8;
-/// Size of a connection's state without its buffers, and of its poll list entry.
-const CONNECTION: u64 = 32;
-const POLLED: u64 = 8;
 /// Size of the header before a worker's lists of best matches and candidates.
 const WORKSPACE_HEADER: u64 = 16;
 
@@ -134,66 +130,15 @@ impl SimilarOptions {
     }
 }
 
-/// The kernels' argument block, as in similarity.cu.
-#[derive(Clone, Copy, Debug, Default)]
-struct Setup {
-    table: u64,
-    vectors: u64,
-    vector_count: u64,
-    dimension: u64,
-    max_k: u64,
-    connections: u64,
-    connection_size: u64,
-    in_size: u64,
-    per_worker: u64,
-    workers: u64,
-    idle_timeout: u64,
-    control: u64,
-    max_clients: u64,
-    counts: u64,
-    kind: u64,
-    workspaces: u64,
-    workspace_size: u64,
-    address: [u8; ADDRESS_LEN],
-}
-
-const SETUP_WORDS: usize = 17;
-const SETUP_LEN: usize = SETUP_WORDS * 8 + ADDRESS_LEN;
-
-impl Setup {
-    fn words(&mut self) -> [&mut u64; SETUP_WORDS] {
-        [
-            &mut self.table,
-            &mut self.vectors,
-            &mut self.vector_count,
-            &mut self.dimension,
-            &mut self.max_k,
-            &mut self.connections,
-            &mut self.connection_size,
-            &mut self.in_size,
-            &mut self.per_worker,
-            &mut self.workers,
-            &mut self.idle_timeout,
-            &mut self.control,
-            &mut self.max_clients,
-            &mut self.counts,
-            &mut self.kind,
-            &mut self.workspaces,
-            &mut self.workspace_size,
-        ]
-    }
-
-    fn bytes(mut self) -> Vec<u8> {
-        let address = self.address;
-        setup_bytes(self.words(), &address)
-    }
-
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
-        let mut setup = Self::default();
-        setup.address = read_setup(block, at, setup.words())?;
-        Ok(setup)
+setup! {
+    /// The kernels' argument block, as in similarity.cu.
+    struct Setup {
+        table, vectors, vector_count, dimension, max_k, connections, connection_size, in_size,
+        per_worker, workers, idle_timeout, control, max_clients, counts, kind, workspaces,
+        workspace_size,
     }
 }
+const _: () = assert!(Setup::LEN == 160, "as in similarity.cu");
 
 /// Counters of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -249,7 +194,7 @@ fn allocate(
     let stored = host.alloc(vectors.len() as u64 * 4)?;
     let connections = host.alloc(lists + workers * per_worker * connection_size)?;
     let workspaces = host.alloc(workers * workspace_size)?;
-    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
+    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(Setup::LEN)?);
     let control = host.device().alloc_pinned(CONTROL_LEN)?;
     counts.write(0, &[0; counts::LEN as usize])?;
     control.write(0, &[0; CONTROL_LEN as usize])?;

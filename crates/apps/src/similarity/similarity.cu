@@ -24,11 +24,6 @@ struct Setup {
 struct Counts {  // in device memory
     u64 clients, queries, refused, closed;
 };
-struct Connection {
-    int socket;
-    u32 in_length, out_at, out_length, closing, unused;
-    u64 since;  // when a partial query or an unsent reply was first seen
-};
 struct Match {
     u32 id;
     float score;
@@ -40,17 +35,18 @@ struct Workspace {  // per worker; followed by the best matches, then candidates
     u32 found, kept;
     u64 unused;
 };
-static_assert(sizeof(Setup) == 160 && sizeof(Connection) == 32 && sizeof(Match) == 8 && sizeof(Head) == 16 && sizeof(Workspace) == 16,
-              "as in mod.rs");
+static_assert(sizeof(Setup) == 160 && sizeof(Match) == 8 && sizeof(Head) == 16 && sizeof(Workspace) == 16, "as in mod.rs");
 
 constexpr u32 kMagic = 0x4d495357, kVectorsPerThread = 8;
-constexpr u64 kPollTimeout = 50ull * 1000 * 1000;
 enum Status : u32 { kFound = 0, kNoQuery = 1, kWrongDimension = 2, kWrongCount = 3, kNotFinite = 4, kFull = 5 };
 enum Verdict : u64 { kMore = 0, kWhole = 1, kRefused = 2 };
 
 WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
-WARPWIRE_FN u8 *in_of(Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
-WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(c) + setup.in_size; }
+WARPWIRE_FN SocketKind kind_of(const Setup &setup) { return static_cast<SocketKind>(setup.kind); }
+WARPWIRE_FN FullReply full_reply(const Setup &) {
+    static const Head kReply = {kMagic, kFull, 0, 0};
+    return FullReply{&kReply, sizeof kReply};
+}
 WARPWIRE_FN const float *query_of(Connection *c) { return reinterpret_cast<const float *>(in_of(c) + sizeof(Head)); }
 
 // Fused multiply-add with one rounding, as in worker.rs.
@@ -90,7 +86,7 @@ WARPWIRE_CALL void choose(Workspace *workspace, Match *best, const Match *candid
     workspace->kept = kept, workspace->found = 0;
 }
 
-// Finds the best k matches, leaves them behind the worker's Desk, and returns their number.
+// Finds the best k matches, leaves them behind the worker's Workspace, and returns their number.
 template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Workspace *workspace, const float *query, u32 k, Group group) {
     Match *best = reinterpret_cast<Match *>(workspace + 1);
     u64 count = setup.vector_count, dimension = setup.dimension;
@@ -120,8 +116,6 @@ template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Workspace *w
 // ------------------------------------------------------------------------------------------------
 // Connections
 
-template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
-
 WARPWIRE_CALL void put_head(const Setup &setup, Connection *c, u32 status, u32 count) {
     *reinterpret_cast<Head *>(out_of(setup, c)) = Head{kMagic, status, count, 0};
     c->out_length = static_cast<u32>(sizeof(Head) + count * sizeof(Match));
@@ -150,7 +144,8 @@ WARPWIRE_CALL u64 check_head(const Setup &setup, Connection *c) {
 }
 
 // Replies to a complete query.
-template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Workspace *workspace, Connection *c, Group group) {
+template <class Group> WARPWIRE_CALL void process(const Setup &setup, u32 worker, Connection *c, Group group) {
+    Workspace *workspace = reinterpret_cast<Workspace *>(setup.workspaces + worker * setup.workspace_size);
     u64 verdict = group.broadcast(group.rank() == 0 ? check_head(setup, c) : 0);
     if (verdict != kWhole) return;
     const float *query = query_of(c);
@@ -171,117 +166,6 @@ template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Workspace *
         count(&counts_of(setup)->queries, 1);
     }
     group.sync();
-}
-
-// Sends the pending output; false if the connection is to be closed.
-template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
-    u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
-    if (at < length) {
-        i64 sent = send(table, c->socket, out_of(setup, c) + at, length - at, group);
-        if (sent < 0 && sent != -kEagain) return false;
-        at += sent > 0 ? static_cast<u32>(sent) : 0;
-    }
-    group.sync();
-    bool empty = at == length;
-    if (group.rank() == 0) c->out_at = empty ? 0 : at, c->out_length = empty ? 0 : length;
-    group.sync();
-    return !(empty && field(group, &c->closing));
-}
-
-// Receives and answers a query; false if the connection is to be closed.
-template <class Group>
-WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Workspace *workspace, Connection *c, bool readable, Group group) {
-    u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
-    u32 have = field(group, &c->in_length);
-    if (readable && !field(group, &c->out_length)) {
-        i64 got = recv(table, c->socket, in_of(c) + have, setup.in_size - have, group);
-        if (got == 0 || (got < 0 && got != -kEagain)) return false;
-        if (group.rank() == 0 && got > 0) c->in_length = have + static_cast<u32>(got);
-        group.sync();
-        answer(setup, workspace, c, group);
-    }
-    if (!flush(table, setup, c, group)) return false;
-    bool late = false;
-    if (group.rank() == 0) {
-        bool busy = c->in_length || c->out_length;
-        if (!busy) c->since = 0;
-        else if (!c->since) c->since = now;
-        late = busy && now - c->since > setup.idle_timeout;
-    }
-    return !group.any(late);
-}
-
-// Admits a client, or rejects it if the server is full or this worker has no free slot; 1 if
-// admitted.
-template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
-    sock::set(table, socket, kNonBlocking, 1, group);
-    bool welcome = false;
-    if (c && group.rank() == 0) {
-        welcome = count(&counts_of(setup)->clients, 1) < setup.max_clients;
-        if (!welcome) count(&counts_of(setup)->clients, ~0ull);
-    }
-    if (!group.any(welcome)) {
-        Head full = {kMagic, kFull, 0, 0};
-        if (group.rank() == 0) send(table, socket, &full, sizeof full, Thread());
-        close(table, socket, group);
-        return 0;
-    }
-    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0};
-    group.sync();
-    return 1;
-}
-
-// ------------------------------------------------------------------------------------------------
-// Workers
-
-template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
-    const Table &table = *reinterpret_cast<const Table *>(setup.table);
-    Control *control = reinterpret_cast<Control *>(setup.control);
-    Workspace *workspace = reinterpret_cast<Workspace *>(setup.workspaces + worker * setup.workspace_size);
-    PollEntry *list = reinterpret_cast<PollEntry *>(setup.connections) + worker * (setup.per_worker + 1);
-    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(PollEntry) + 15) / 16 * 16;
-    u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
-    auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
-    int listener = open_listener(table, control, setup.address, static_cast<SocketKind>(setup.kind), worker, group);
-    if (listener < 0) return;
-    u32 mine = 0;
-    for (;;) {
-        u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
-        if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
-        // Workers with no more than their share of clients accept the next one; if the server is
-        // full, all of them accept, to reject.
-        bool full = clients >= setup.max_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
-        group.sync();
-        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
-        if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
-        i64 found = poll(table, list, mine + takes, takes ? kPollTimeout : kPollTimeout / 10, group);
-        if (found < 0) return;
-        bool arrived = takes && group.broadcast(list[mine].revents) != 0;
-        for (u32 i = mine; i-- > 0;) {
-            u32 events = static_cast<u32>(group.broadcast(list[i].revents));
-            Connection *c = at(i);
-            bool open = events ? converse(table, setup, workspace, c, events & ~static_cast<u32>(kOut), group) : true;
-            bool late = false;
-            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.idle_timeout;
-            if (open && !group.any(late)) continue;
-            close(table, c->socket, group);
-            group.sync();
-            if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
-            mine--;
-            if (i != mine) {
-                // Move the last connection, and its list entry, to the free slot.
-                sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
-                if (group.rank() == 0) list[i] = list[mine];
-            }
-            group.sync();
-        }
-        if (!arrived) continue;
-        int socket = accept(table, listener, nullptr, group);
-        if (socket < 0) continue;
-        mine += greet(table, setup, socket, mine < setup.per_worker ? at(mine) : nullptr, group);
-    }
-    for (u32 i = 0; i < mine; i++) close(table, at(i)->socket, group);
-    if (worker == 0) close(table, listener, group);
 }
 
 // ------------------------------------------------------------------------------------------------

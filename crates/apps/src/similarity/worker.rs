@@ -1,169 +1,59 @@
 //! The workers for the simulated GPU: the equivalent of similarity.cu.
 
-use std::time::{Duration, Instant};
-
 use warpwire::mem::DeviceAddr;
 use warpwire::mem::sim::{Block, KernelFault};
-use warpwire::sock::device::{PollEntry, Sock, SockError, SockOption, SockResult, Sockets};
-use warpwire::sock::layout::events;
+use warpwire::sock::device::SockResult;
 
 use super::wire::{Best, HEAD, MATCH, ReplyStatus, SearchHit, check_head, head_bytes};
 use super::{Setup, counts};
-use crate::serving::{self, STOP};
+use crate::serving::{Connection, Service, WorkerSetup, serve};
 
-const POLL_TIMEOUT: Duration = Duration::from_millis(50);
 /// Number of vectors scored together.
 const TILE: usize = 1024;
 
-struct Connection {
-    socket: Sock,
-    input: Vec<u8>,
-    output: Vec<u8>,
-    closing: bool,
-    /// When a partial query or an unsent reply was first seen.
-    since: Option<Instant>,
-}
-
-struct Worker<'a> {
-    block: &'a Block<'a>,
-    setup: &'a Setup,
-    sockets: Sockets<'a>,
-    connections: Vec<Connection>,
-}
-
 /// One worker as a block function.
 pub(super) fn similarity_block(block: &Block<'_>) -> Result<(), KernelFault> {
-    let setup = Setup::read(block, block.address(0)?)?;
-    let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
-    let mut worker = Worker { block, setup: &setup, sockets, connections: Vec::new() };
-    match worker.serve() {
-        // A socket error means that the host has stopped; so does the worker.
-        Ok(()) | Err(SockError::Errno(_)) => Ok(()),
-        Err(SockError::KernelFault(fault)) => Err(fault),
-    }
+    let setup = Setup::read(block)?;
+    let worker = WorkerSetup {
+        table: setup.table,
+        control: setup.control,
+        address: setup.address,
+        kind: super::kind_of(setup.kind),
+        in_size: setup.in_size,
+        per_worker: setup.per_worker,
+        workers: setup.workers,
+        max_clients: setup.max_clients,
+        idle_timeout: setup.idle_timeout,
+        clients: setup.counts + counts::CLIENTS,
+        closed: setup.counts + counts::CLOSED,
+    };
+    serve(block, worker, &Search { block, setup: &setup })
 }
 
-impl Worker<'_> {
-    fn count(&self, counter: u64, by: u64) -> SockResult<u64> {
-        Ok(self.block.fetch_add_u64(DeviceAddr::new(self.setup.counts + counter), by)?)
+/// The vectors as seen by one block.
+struct Search<'a> {
+    block: &'a Block<'a>,
+    setup: &'a Setup,
+}
+
+impl Service for Search<'_> {
+    fn full_reply(&self) -> Vec<u8> {
+        head_bytes(ReplyStatus::Full, 0).to_vec()
     }
 
-    fn serve(&mut self) -> SockResult<()> {
-        let Setup { control, address, .. } = self.setup;
-        let kind = super::kind_of(self.setup.kind);
-        let listener = serving::listener(self.block, &self.sockets, *control, address, kind)?;
-        let Some(listener) = listener else { return Ok(()) };
-        while self.block.load_u64(DeviceAddr::new(control + STOP))? == 0 {
-            let (mine, clients) = (self.connections.len() as u64, self.count(counts::CLIENTS, 0)?);
-            // Workers with no more than their share of clients accept the next one; if the server
-            // is full, all of them accept, to reject.
-            let full = clients >= self.setup.max_clients;
-            let accepts =
-                full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
-            let wanted = |connection: &Connection| {
-                let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
-                PollEntry::new(connection.socket, waits)
-            };
-            let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
-            if accepts {
-                list.push(PollEntry::new(listener, events::IN));
-            }
-            self.sockets
-                .poll(&mut list, Some(if accepts { POLL_TIMEOUT } else { POLL_TIMEOUT / 10 }))?;
-            let arrived = accepts && list.pop().is_some_and(|polled| polled.revents != 0);
-            for (index, polled) in list.iter().enumerate().rev() {
-                if !self.handle_events(index, polled.revents)? {
-                    self.close_connection(index)?;
-                }
-            }
-            if arrived {
-                self.accept(listener)?;
-            }
-        }
-        while !self.connections.is_empty() {
-            self.close_connection(0)?;
-        }
-        if self.block.index() == 0 {
-            self.sockets.close(listener)?;
-        }
-        Ok(())
-    }
-
-    fn close_connection(&mut self, index: usize) -> SockResult<()> {
-        let connection = self.connections.swap_remove(index);
-        self.count(counts::CLIENTS, u64::MAX)?;
-        self.count(counts::CLOSED, 1)?;
-        self.sockets.close(connection.socket)
-    }
-
-    /// Accepts a pending connection, unless another worker was faster; rejects it if the server is
-    /// full.
-    fn accept(&mut self, listener: Sock) -> SockResult<()> {
-        let socket = match self.sockets.accept(listener) {
-            Ok((socket, _)) => socket,
-            Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
-            Err(failure) => return Err(failure),
-        };
-        self.sockets.set(socket, SockOption::NonBlocking, 1)?;
-        let has_slot = (self.connections.len() as u64) < self.setup.per_worker;
-        let before = self.count(counts::CLIENTS, 1)?;
-        if !has_slot || before >= self.setup.max_clients {
-            self.count(counts::CLIENTS, u64::MAX)?;
-            // The client may have disconnected already.
-            let _ = self.sockets.send(socket, &head_bytes(ReplyStatus::Full, 0));
-            return self.sockets.close(socket);
-        }
-        self.connections.push(Connection {
-            socket,
-            input: Vec::new(),
-            output: Vec::new(),
-            closing: false,
-            since: None,
-        });
-        Ok(())
-    }
-
-    /// Receives and answers a query; false if the connection is to be closed.
-    fn handle_events(&mut self, index: usize, found: u16) -> SockResult<bool> {
-        let idle_timeout = Duration::from_nanos(self.setup.idle_timeout);
-        let (worker, size) = (&*self, self.setup.in_size as usize);
-        let connection = &worker.connections[index];
-        if found == 0 {
-            return Ok(connection.since.is_none_or(|since| since.elapsed() <= idle_timeout));
-        }
-        let (socket, have) = (connection.socket, connection.input.len());
-        let mut answer = None;
-        if found & !events::OUT != 0 && connection.output.is_empty() {
-            let mut more = vec![0; size - have];
-            let got = match self.sockets.recv(socket, &mut more) {
-                Ok(0) => return Ok(false),
-                Ok(got) => got,
-                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => 0,
-                Err(SockError::Errno(_)) => return Ok(false),
-                Err(fault) => return Err(fault),
-            };
-            self.connections[index].input.extend(&more[..got]);
-            answer = self.answer(&self.connections[index].input)?;
-        }
-        let connection = &mut self.connections[index];
-        if let Some((bytes, closing)) = answer {
+    fn process(&self, connection: &mut Connection) -> SockResult<()> {
+        if let Some((bytes, closing)) = self.answer(&connection.input)? {
             connection.output.extend(bytes);
             connection.closing = closing;
             connection.input.clear();
         }
-        if !connection.output.is_empty() {
-            match self.sockets.send(connection.socket, &connection.output) {
-                Ok(sent) => drop(connection.output.drain(..sent)),
-                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(SockError::Errno(_)) => return Ok(false),
-                Err(fault) => return Err(fault),
-            }
-        }
-        let busy = !connection.input.is_empty() || !connection.output.is_empty();
-        connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
-        let late = connection.since.is_some_and(|since| since.elapsed() > idle_timeout);
-        let replied = connection.output.is_empty() && connection.closing;
-        Ok(!late && !replied)
+        Ok(())
+    }
+}
+
+impl Search<'_> {
+    fn count(&self, counter: u64, by: u64) -> SockResult<u64> {
+        Ok(self.block.fetch_add_u64(DeviceAddr::new(self.setup.counts + counter), by)?)
     }
 
     /// The reply to the received bytes, and whether to close the connection after it; `None` if the

@@ -178,6 +178,15 @@ impl Peer {
         peer
     }
 
+    /// Starts a peer that writes to the returned memory until its registration ends.
+    fn start_writing(test_link: TestLink) -> (Self, HostMemory, Mr) {
+        let mut peer = Self::start(test_link);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let mr = peer.end.context.register(&peer.end.pd, memory.clone(), Access::ALL).unwrap();
+        peer.write_to(test_link, mr.remote(0));
+        (peer, memory, mr)
+    }
+
     /// Makes the peer write to `at`. Returns once it does so, without packets on direct links.
     fn write_to(&mut self, test_link: TestLink, at: Remote) {
         writeln!(self.process.input, "{} {}", at.rkey, at.address).unwrap();
@@ -201,12 +210,7 @@ fn expect_unwritten(memory: &HostMemory, what: &str) {
 
 fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
     for _ in 0..4 {
-        let mut peer = Peer::start(fixture.test_link);
-        let memory = HostMemory::new(LEN as u64).unwrap();
-        let end = &peer.end;
-        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
-        let at = mr.remote(0);
-        peer.write_to(fixture.test_link, at);
+        let (peer, memory, mr) = Peer::start_writing(fixture.test_link);
         std::thread::sleep(Duration::from_millis(3));
         drop(mr);
         expect_unwritten(&memory, "after deregistration");
@@ -222,12 +226,7 @@ fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
 
 fn a_peer_process_is_killed_during_an_access(fixture: &Fixture) {
     for _ in 0..6 {
-        let mut peer = Peer::start(fixture.test_link);
-        let memory = HostMemory::new(LEN as u64).unwrap();
-        let end = &peer.end;
-        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
-        let at = mr.remote(0);
-        peer.write_to(fixture.test_link, at);
+        let (mut peer, memory, mr) = Peer::start_writing(fixture.test_link);
         peer.process.signal(Signal::KILL);
         let start = Instant::now();
         drop(mr);
@@ -243,12 +242,7 @@ fn a_peer_process_is_killed_during_an_access(fixture: &Fixture) {
 fn a_peer_process_is_stopped_during_an_access(fixture: &Fixture) {
     let mut busy = 0;
     for _ in 0..6 {
-        let mut peer = Peer::start(fixture.test_link);
-        let memory = HostMemory::new(LEN as u64).unwrap();
-        let end = &peer.end;
-        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
-        let at = mr.remote(0);
-        peer.write_to(fixture.test_link, at);
+        let (peer, memory, mr) = Peer::start_writing(fixture.test_link);
         peer.process.signal(Signal::STOP);
         let other = peer.end.connect_to_itself();
         let start = Instant::now();

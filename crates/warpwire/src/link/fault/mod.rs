@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-pub use plan::{ENV_VAR, FaultDirection, FaultPlan, Probability};
+pub use plan::{FaultDirection, FaultPlan, Probability};
 
 use super::flows::FlowId;
 use super::{

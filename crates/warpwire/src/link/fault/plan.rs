@@ -7,9 +7,6 @@ use std::time::Duration;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that [`FaultPlan::from_env`] reads.
-pub const ENV_VAR: &str = "WARPWIRE_FAULT";
-
 /// A probability in units of 2⁻³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Probability(u64);
@@ -104,17 +101,6 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// The plan in `WARPWIRE_FAULT`; `None` if it is not set, or empty.
-    ///
-    /// # Errors
-    /// If the variable cannot be parsed as a plan.
-    pub fn from_env() -> Result<Option<Self>> {
-        let Some(text) = std::env::var_os(ENV_VAR).filter(|text| !text.is_empty()) else {
-            return Ok(None);
-        };
-        text.to_string_lossy().parse().map(Some).map_err(|source: Error| source.on(ENV_VAR))
-    }
-
     /// Whether the plan contains no faults.
     pub fn is_noop(&self) -> bool {
         let chances = [self.loss, self.dup, self.reorder, self.corrupt, self.cut];
