@@ -11,11 +11,13 @@
 //! | [`time`] | the integer clock that callers pass in |
 //! | [`wire`] | RoCEv2 packets: parsing, building, ICRC |
 //! | [`qp`] | the queue pair: reliable connected (RC), and datagram (UD) |
+//! | [`congestion`] | how many packets may be in flight to one peer |
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
+pub mod congestion;
 pub mod psn;
 pub mod qp;
 pub mod time;
