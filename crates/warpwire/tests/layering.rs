@@ -249,7 +249,7 @@ fn comments_and_markdown_fit_the_width() {
         }
     }
     let mut pages = files(&workspace().join("docs"), &["md"]);
-    for name in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"] {
+    for name in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"] {
         if let Ok(text) = fs::read_to_string(workspace().join(name)) {
             pages.push((name.to_owned(), text));
         }
