@@ -10,7 +10,7 @@ use serde::Serialize;
 use warpwire::hca::QpTotals;
 use warpwire::link::Capture;
 use warpwire::link::fault::FaultPlan;
-use warpwire::verbs::bootstrap::{Bootstrap, PingpongHandshake};
+use warpwire::verbs::bootstrap::{Bootstrap, BootstrapListener, PingpongHandshake};
 use warpwire::verbs::{
     Completion, Context, Cq, Mtu, Qp, QpOptions, ReceiveRequest, SendRequest, WrOp,
 };
@@ -186,7 +186,7 @@ fn connect_peer(arguments: &Arguments, reporter: &Reporter) -> Result<Bootstrap,
     let address = listener.local_addr().unwrap_or(address);
     reporter.print(&format!("  waiting for a client on {address}\n"))?;
     reporter.set_status("waiting");
-    Ok(Bootstrap::accept(&listener, timeout)?)
+    Ok(BootstrapListener::new(listener)?.accept_handshake(timeout)?)
 }
 
 impl<'a> Endpoint<'a> {

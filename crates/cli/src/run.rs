@@ -2,9 +2,8 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
@@ -14,6 +13,7 @@ use clap::Args;
 use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use warpwire::host::{make_private_folder, runtime_folder};
 use warpwire::units::parse_duration;
 
 use crate::output::Failure;
@@ -105,21 +105,41 @@ pub(crate) struct Job {
     pub(crate) program: Vec<OsString>,
 }
 
-/// Directory for the address file of rank 0; removed on drop.
-struct TempDir(PathBuf);
+/// The file with the address of rank 0, in the folder of this user; removed on drop. The next
+/// launcher removes those of launchers that were killed.
+struct AddressFile(PathBuf);
 
-impl TempDir {
+impl AddressFile {
     fn new() -> Result<Self, Failure> {
-        let path = std::env::temp_dir().join(format!("warpwire-run-{}", token()?));
-        let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|why| Failure::Runtime(format!("cannot create {}: {why}", path.display())))?;
-        Ok(Self(path))
+        let folder = runtime_folder(std::env::var_os("XDG_RUNTIME_DIR"));
+        make_private_folder(&folder).map_err(|why| {
+            Failure::Runtime(format!("cannot create {}: {why}", folder.display()))
+        })?;
+        remove_stale(&folder);
+        let name = format!("{PREFIX}{}-{}.address", std::process::id(), token()?);
+        Ok(Self(folder.join(name)))
     }
 }
 
-impl Drop for TempDir {
+impl Drop for AddressFile {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Prefix of address files; the launcher's process id follows.
+const PREFIX: &str = "run-";
+
+/// Removes files of launchers that no longer exist.
+fn remove_stale(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let rest = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
+        let launcher = rest.and_then(|rest| rest.split('-').next()?.parse::<i32>().ok());
+        let is_gone = |pid| rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
+        if launcher.and_then(Pid::from_raw).is_some_and(is_gone) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -172,11 +192,11 @@ pub(crate) fn launch(job: &Job) -> Result<ExitCode, Failure> {
             }
         }
     });
-    let temp_dir = TempDir::new()?;
+    let address_file = AddressFile::new()?;
     let token = token()?;
     let mut ranks = Vec::new();
     for rank in 0..job.ranks {
-        let started = start(job, rank, &temp_dir, &token);
+        let started = start(job, rank, &address_file, &token);
         ranks.push(started.map_err(|why| broken(&format!("start rank {rank}"), why))?);
     }
     let outcome = supervise(job, &mut ranks, &signals_rx);
@@ -186,7 +206,7 @@ pub(crate) fn launch(job: &Job) -> Result<ExitCode, Failure> {
     Ok(outcome)
 }
 
-fn start(job: &Job, rank: usize, temp_dir: &TempDir, token: &str) -> std::io::Result<Rank> {
+fn start(job: &Job, rank: usize, file: &AddressFile, token: &str) -> std::io::Result<Rank> {
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["run", "--become-rank-of", &std::process::id().to_string(), "--"])
@@ -195,7 +215,7 @@ fn start(job: &Job, rank: usize, temp_dir: &TempDir, token: &str) -> std::io::Re
         .env("WARPWIRE_SIZE", job.ranks.to_string())
         .env("WARPWIRE_LOCAL_RANK", rank.to_string())
         .env("WARPWIRE_LOCAL_SIZE", job.ranks.to_string())
-        .env("WARPWIRE_MASTER", format!("file:{}", temp_dir.0.join("address").display()))
+        .env("WARPWIRE_MASTER", format!("file:{}", file.0.display()))
         .env("WARPWIRE_TOKEN", token)
         .envs(job.link.as_ref().map(|link| ("WARPWIRE_LINK", link)))
         .stdin(Stdio::null())

@@ -3,7 +3,7 @@
 use std::process::{Output, Stdio};
 
 #[path = "../../doctor/tests/support/mod.rs"]
-mod support;
+pub mod support;
 
 use crate::{stderr, stdout, warpwire};
 use support::Machine;

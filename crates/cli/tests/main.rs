@@ -6,6 +6,7 @@
 mod cli;
 mod copy;
 mod devices;
+mod examples;
 mod ordered;
 mod perf;
 mod pingpong;

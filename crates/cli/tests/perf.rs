@@ -1,6 +1,7 @@
 //! The built command: `warpwire perf` and `warpwire stat`, on the loopback interface.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -200,6 +201,170 @@ fn a_server_takes_sizes_from_its_client() {
     let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "-s", "4K", "-n", "50"]);
     assert!(stdout(&client).contains("\n 4096       50 "), "{}", stderr(&client));
     assert!(child.wait_with_output().unwrap().status.success());
+}
+
+#[test]
+fn every_size_of_every_verb() {
+    for (verb, metric) in
+        [("write", "bw"), ("read", "lat"), ("send", "bw"), ("send", "lat"), ("write", "lat")]
+    {
+        let report = json(&[verb, metric, "-a", "--max", "64K", "-n", "40"]);
+        let rows = report["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 16, "{verb} {metric}");
+        assert!(rows.iter().all(|row| row["verified"] == true), "{verb} {metric}: {report}");
+    }
+}
+
+fn connect(port: &str) -> TcpStream {
+    let stream = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    stream.set_read_timeout(Some(testkit::deadline(Duration::from_secs(10)))).unwrap();
+    stream
+}
+
+/// Sends bytes and returns the answer.
+fn answer_to(port: &str, bytes: &[u8]) -> String {
+    let mut stream = connect(port);
+    stream.write_all(bytes).unwrap();
+    let mut answer = String::new();
+    let _ = stream.read_to_string(&mut answer);
+    answer
+}
+
+/// Sends a blank every 20 ms until the server disconnects.
+fn drip(port: &str) -> std::thread::JoinHandle<()> {
+    let mut stream = connect(port);
+    std::thread::spawn(move || {
+        while stream.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    })
+}
+
+#[test]
+fn strangers_do_not_end_a_server() {
+    let (child, port) = server(&["write", "bw"]);
+    drop(connect(&port)); // a port scan
+    let dripping = drip(&port);
+    assert!(answer_to(&port, b"GET / HTTP/1.1\r\n\r\n").contains("not a warpwire message"));
+    let answer = answer_to(&port, b"{\"warpwire\":9,\"words\":1}\n");
+    assert!(answer.contains("protocol version 9"), "{answer}");
+    assert!(answer_to(&port, b"{\"warpwire\":1,\"words\":\"Go\"}\n").contains("a test"));
+    // Valid numbers whose product is 4 TiB, and queues of gigabytes.
+    for (size, depth) in [(1 << 30, 16), (8, 8192)] {
+        let test = format!(
+            "{{\"warpwire\":1,\"words\":{{\"Test\":{{\"verb\":\"write\",\"metric\":\"bw\",\
+             \"sizes\":[{size}],\"iterations\":1,\"seconds\":null,\"qps\":4096,\
+             \"depth\":{depth},\"verify\":false}}}}}}\n"
+        );
+        let answer = answer_to(&port, test.as_bytes());
+        assert!(answer.contains("--max-memory"), "{answer}");
+    }
+    let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "-s", "4K", "-n", "50"]);
+    assert!(client.status.success(), "{}", stderr(&client));
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("rejected a connection"), "{}", stderr(&output));
+    dripping.join().unwrap();
+}
+
+#[test]
+fn a_server_limits_its_memory() {
+    let (child, port) = server(&["write", "bw", "--max-memory", "1MiB"]);
+    let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "-s", "1MiB"]);
+    assert_eq!(client.status.code(), Some(1));
+    let text = stderr(&client);
+    assert!(text.contains("the server allows 1 MiB") && text.contains("--max-memory"), "{text}");
+    let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "-s", "4K", "-n", "50"]);
+    assert!(client.status.success(), "{}", stderr(&client));
+    assert!(child.wait_with_output().unwrap().status.success());
+}
+
+#[test]
+fn a_dripping_client_does_not_outlast_the_timeout() {
+    let start = Instant::now();
+    let (child, port) = server(&["write", "bw", "--timeout", "1"]);
+    let dripping = drip(&port);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("no peer connected within 1 s"), "{}", stderr(&output));
+    assert!(start.elapsed() < testkit::deadline(Duration::from_secs(5)), "{:?}", start.elapsed());
+    dripping.join().unwrap();
+}
+
+/// A server of which nothing is true: it drips, or sends text with escape sequences.
+#[test]
+fn a_client_believes_no_server() {
+    let serve = |reply: &'static [u8], drips: bool| {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port().to_string();
+        let serving = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(reply).unwrap();
+            while drips && stream.write_all(b" ").is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let start = Instant::now();
+        let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "1"]);
+        assert_eq!(output.status.code(), Some(1));
+        let limit = testkit::deadline(Duration::from_secs(5));
+        assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+        serving.join().unwrap();
+        stderr(&output)
+    };
+    assert!(serve(b"", true).contains("no complete message"));
+    let failed = b"{\"warpwire\":1,\"words\":{\"Failed\":\"a\\u001b[2J\\u0007b\"}}\n";
+    let text = serve(failed, false);
+    assert!(text.contains("failed: a\u{fffd}[2J\u{fffd}b"), "{text:?}");
+    let unknown = b"{\"warpwire\":1,\"words\":{\"\\u001b]0;title\\u0007\":1}}\n";
+    let text = serve(unknown, false);
+    assert!(text.contains("unexpected content") && !text.contains('\u{1b}'), "{text:?}");
+}
+
+/// This process answers in the name of its own number: slowly, and with escape sequences.
+#[test]
+fn stat_believes_no_process() {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixListener};
+    let pid = std::process::id();
+    let name = SocketAddr::from_abstract_name(format!("warpwire-stat-{pid}")).unwrap();
+    let listener = UnixListener::bind_addr(&name).unwrap();
+    let report = format!(
+        "{{\"warpwire\":1,\"pid\":{pid},\"program\":\"\\u001b[2J\\u0007x\",\"devices\":[]}}\n"
+    );
+    let serving = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        while stream.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for text in [report.replace(&pid.to_string(), "1"), report] {
+            listener.accept().unwrap().0.write_all(text.as_bytes()).unwrap();
+        }
+    });
+    let pid = pid.to_string();
+    let stat = || {
+        let start = Instant::now();
+        let output = run(&["stat", &pid, "--once", "--json"]);
+        let limit = testkit::deadline(Duration::from_secs(6));
+        assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+        output
+    };
+    let slow = stat();
+    assert!(stderr(&slow).contains("it does not reply"), "{}", stderr(&slow));
+    let false_number = stat();
+    assert!(stderr(&false_number).contains("it says that it is process 1"));
+    let escapes = stat();
+    assert!(escapes.status.success(), "{}", stderr(&escapes));
+    assert!(!stdout(&escapes).contains('\u{1b}'), "{:?}", stdout(&escapes));
+    serving.join().unwrap();
+    // A name that is not this process's.
+    let other = std::process::Command::new("true").spawn().unwrap();
+    let name = format!("warpwire-stat-{}", other.id());
+    let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+    let output = run(&["stat", &other.id().to_string(), "--once"]);
+    assert!(stderr(&output).contains("listens in its name"), "{}", stderr(&output));
+    drop((listener, other.wait_with_output()));
 }
 
 #[test]

@@ -112,6 +112,21 @@ fn a_peer_with_another_protocol_is_reported() {
 }
 
 #[test]
+fn strangers_do_not_end_a_server() {
+    use std::io::Write;
+    let [near, far] = addresses(6);
+    let (mut child, port, _out) = server(&["-n", "5", "--from", &far]);
+    let connect = || std::net::TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    drop(connect());
+    let mut slow = connect();
+    slow.write_all(b"0000:00").unwrap();
+    connect().write_all(&[b'x'; 100]).unwrap();
+    let client = run(&["127.0.0.1", "-p", &port, "--from", &near, "-n", "5"]);
+    assert!(client.status.success(), "{}", text(&client.stderr));
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
 fn invalid_arguments_are_refused() {
     let cases: [(&[&str], &str); 6] = [
         (&["-s", "0"], "1 byte"),

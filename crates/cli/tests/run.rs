@@ -1,6 +1,7 @@
 //! The built command: `warpwire run` and `warpwire mp`.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -39,6 +40,33 @@ fn ranks_get_their_environment() {
     assert_eq!(lines, ["[0] oops", "[1] oops", "[2] oops"]);
     let raw = run(&["-n", "2", "--raw", "--", "echo", "plain"]);
     assert_eq!(text(&raw.stdout), "plain\nplain\n");
+}
+
+/// A launcher that is killed leaves nothing that the next one does not remove.
+#[test]
+fn a_killed_launcher_leaves_no_files() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
+    let launch = |line: &str| {
+        let mut command = warpwire(&["run", "-n", "2", "--raw", "--", "sh", "-c", line]);
+        command.env("XDG_RUNTIME_DIR", folder.path()).env("TMPDIR", folder.path());
+        command.stdout(Stdio::piped());
+        command
+    };
+    // The ranks write the file as rank 0 would, and wait to be killed with their launcher.
+    let line = "echo x > ${WARPWIRE_MASTER#file:}; echo ready; sleep 60";
+    let mut killed = launch(line).spawn().unwrap();
+    let mut ready = String::new();
+    BufReader::new(killed.stdout.take().unwrap()).read_line(&mut ready).unwrap();
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    let files = || -> Vec<_> {
+        let inside = std::fs::read_dir(folder.path()).unwrap().flatten();
+        inside.flat_map(|entry| std::fs::read_dir(entry.path()).unwrap().flatten()).collect()
+    };
+    assert_eq!(files().len(), 1, "{:?}", files());
+    assert!(launch("true").status().unwrap().success());
+    assert!(files().is_empty(), "{:?}", files());
 }
 
 #[test]

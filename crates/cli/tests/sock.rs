@@ -69,6 +69,34 @@ fn an_echo_kernel_returns_every_byte() {
     assert_eq!(report["messages"], 57);
 }
 
+/// 300 silent connections to a listener of RDMA sockets, with the usual limit of descriptors.
+#[test]
+fn silent_strangers_cost_a_descriptor_each() {
+    let mut command = Command::new("sh");
+    let program = env!("CARGO_BIN_EXE_warpwire");
+    let line =
+        format!("ulimit -n 1024; exec {program} sock serve --family warp --cpu --bind 127.0.0.1:0");
+    let mut child = command.args(["-c", &line]).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut lines = lines.map_while(Result::ok).filter(|line| line.contains("listens at"));
+    let address = lines.next().unwrap().rsplit(' ').next().unwrap().to_owned();
+    let server = Server { child, address };
+    let silent: Vec<_> = (0..300).map(|_| server.connect()).collect();
+    let count = || {
+        let folder = format!("/proc/{}/fd", server.child.id());
+        std::fs::read_dir(folder).unwrap().count()
+    };
+    testkit::until("the connections are accepted", || count() >= 200);
+    for _ in 0..3 {
+        let command = ["connect", &server.address, "--family", "warp", "--cpu", "--send", "hello"];
+        let output = run(&[&command[..], &["--timeout", "5", "--max-bytes", "5"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert_eq!(text(&output.stdout), "hello");
+    }
+    assert!(count() < 400, "{} descriptors for 300 silent connections", count());
+    drop(silent);
+}
+
 #[test]
 fn kernel_and_cpu_sockets_are_measured() {
     let lat = json(&["lat", "-d", "sim:0", "-n", "50", "--json"]);

@@ -8,6 +8,9 @@
 //! page before the allocation and end at most a page behind it; the window covers the part that
 //! exists. If another allocation is in the omitted part, it is ambiguous which of the two the
 //! client means, and the pin is rejected.
+//!
+//! The other way round, clients access more than they pinned: gdrcopy's own `pplat` pins 4 bytes
+//! and copies 8. So a window covers the pinned pages as far as the allocation extends in them.
 #![allow(unsafe_code)]
 
 use warpwire::Error;
@@ -44,8 +47,29 @@ impl Span {
     }
 }
 
+/// Opens a window onto the pages of `wanted`, as far as they belong to the same allocation, or else
+/// as [`open_exact`] does.
+pub(crate) fn open(wanted: Span, pages: Span, simulator: bool) -> Result<(Window, Device), Error> {
+    if wanted != pages
+        && let Ok((device, anchor)) = owner(wanted, simulator)
+        && anchor == wanted.start
+        && borrow(&device, wanted).is_ok()
+    {
+        let found = match borrow(&device, pages) {
+            Ok(_) => pages,
+            Err(_) => mapped_extent(&device, anchor, pages),
+        };
+        let options = WindowOptions::from_env()?;
+        // A window may be impossible although the memory exists: none spans two VMM objects.
+        if let Ok(window) = borrow(&device, found).and_then(|memory| window(&memory, &options)) {
+            return Ok((window, device));
+        }
+    }
+    open_exact(wanted, simulator)
+}
+
 /// Opens a window onto the part of `wanted` that exists; returns the device as well.
-pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Error> {
+fn open_exact(wanted: Span, simulator: bool) -> Result<(Window, Device), Error> {
     let options = WindowOptions::from_env()?;
     let (device, anchor) = owner(wanted, simulator)?;
     let rejection = match borrow(&device, wanted) {
@@ -182,9 +206,22 @@ mod tests {
         for (from, size) in [(0, 1000), (0, 65_536), (-512, 1512), (-65_280, 2 * 65_536), (999, 1)]
         {
             let wanted = Span::new(start.wrapping_add_signed(from), size).unwrap();
-            let (window, _) = open(wanted, true).unwrap();
+            let (window, _) = open_exact(wanted, true).unwrap();
             assert_eq!(window.address().raw(), wanted.start.max(start));
             assert_eq!(window.address().raw() + window.len(), wanted.end.min(start + 1000));
+        }
+    }
+
+    #[test]
+    fn a_window_covers_the_pinned_pages_of_the_allocation() {
+        let (_gpu, memory) = memory(3 * GPU_PAGE + 1000);
+        let (start, end) = (memory.address().raw(), memory.address().raw() + memory.len());
+        for (from, size) in [(0, 4), (8, 4), (GPU_PAGE + 5000, 1), (3 * GPU_PAGE + 990, 10)] {
+            let wanted = Span::new(start + from, size).unwrap();
+            let pages = wanted.pages().unwrap();
+            let (window, _) = open(wanted, pages, true).unwrap();
+            assert_eq!(window.address().raw(), pages.start.max(start));
+            assert_eq!(window.address().raw() + window.len(), pages.end.min(end));
         }
     }
 
@@ -194,7 +231,8 @@ mod tests {
         let start = memory.address().raw();
         for (from, size) in [(0, 1000 + 65_537), (-65_536, 66_000), (1000, 1), (-70_000, 80_000)] {
             let wanted = Span::new(start.wrapping_add_signed(from), size).unwrap();
-            assert_eq!(open(wanted, true).unwrap_err().kind(), &Kind::NotDeviceMemory, "{from}");
+            let error = open(wanted, wanted.pages().unwrap(), true).unwrap_err();
+            assert_eq!(error.kind(), &Kind::NotDeviceMemory, "{from}");
         }
     }
 
@@ -202,6 +240,7 @@ mod tests {
     fn simulated_memory_is_rejected_unless_enabled() {
         let (_gpu, memory) = memory(64);
         let wanted = Span::new(memory.address().raw(), 64).unwrap();
-        assert_eq!(open(wanted, false).unwrap_err().kind(), &Kind::NotDeviceMemory);
+        let error = open(wanted, wanted.pages().unwrap(), false).unwrap_err();
+        assert_eq!(error.kind(), &Kind::NotDeviceMemory);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{MappedRwLockReadGuard, Mutex};
@@ -13,6 +14,10 @@ use crate::extent::{self, Span};
 use crate::log::{self, Level};
 use crate::process::Process;
 use crate::sim;
+
+/// Differences from gdrcopy with its kernel module to remove, separated by commas: `map` (an
+/// address that is not a multiple of 64 KiB cannot be mapped), `fork` (attribute 3 is 0).
+const STRICT_VAR: &str = "WARPWIRE_GDRAPI_STRICT";
 
 /// The object behind `gdr_open`: a set of pins that are released together.
 pub(crate) struct Session {
@@ -81,6 +86,13 @@ fn failed(error: &warpwire::Error) -> errno::Errno {
     errno::of(error)
 }
 
+/// Whether [`STRICT_VAR`] lists this difference from gdrcopy, which is then removed.
+fn strict(what: &str) -> bool {
+    static LIST: OnceLock<String> = OnceLock::new();
+    let list = LIST.get_or_init(|| std::env::var(STRICT_VAR).unwrap_or_default());
+    list.split(',').any(|entry| entry.trim() == what)
+}
+
 /// Opens a session, if device memory can be mapped on this machine.
 pub(crate) fn open() -> Result<u64> {
     let simulator = sim::is_on();
@@ -133,7 +145,7 @@ pub(crate) fn pin(number: u64, address: u64, size: u64, flags: u32) -> Result<u6
     let Some((wanted, pages)) = wanted.zip(pages) else {
         return Err(invalid("the range is empty or exceeds the address space"));
     };
-    let opened = extent::open(wanted, session.simulator);
+    let opened = extent::open(wanted, pages, session.simulator);
     let (window, device) = opened.map_err(|error| failed(&error))?;
     log::line(Level::Info, || format!("pinned {size} bytes at {address:#x}: {window:?}"));
     let mut devices = session.devices.lock();
@@ -174,6 +186,9 @@ pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<u
     }
     if size == 0 || size > pin.pages.len() {
         return Err(invalid("the size to map is zero or exceeds the pinned pages"));
+    }
+    if strict("map") && pin.wanted.start != pin.pages.start {
+        return Err(invalid("the pinned address is not a multiple of 64 KiB (strict mode)"));
     }
     if wanted.is_some_and(|wanted| wanted != pin.window.mapping()) {
         // The same answer as gdrcopy without its kernel module, where the platform determines the
@@ -224,8 +239,9 @@ pub(crate) fn attribute(number: u64, attr: std::ffi::c_uint) -> Result<c_int> {
         // Clients read this as "no gdrdrv behind the library", which is true for every kind of
         // window. NCCL 2.32 then does not query the driver's version, and gdrcopy's own tests skip
         // those that copy the session's structure and pass its descriptor around. Clients that
-        // query the version anyway (NCCL up to 2.30, NVSHMEM) get one.
-        attribute::USING_DMA_BUF_MMAP => Ok(1),
+        // query the version anyway (NCCL up to 2.30, NVSHMEM) get one. The tests of fork are
+        // skipped too, although a child gets neither mappings nor handles here: with 0 they run.
+        attribute::USING_DMA_BUF_MMAP => Ok(c_int::from(!strict("fork"))),
         _ => Err(invalid("unknown attribute")),
     }
 }

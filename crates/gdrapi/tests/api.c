@@ -4,6 +4,7 @@
  *   api sim      on the simulated GPU (needs WARPWIRE_GDRAPI_SIM=1)
  *   api cuda     on the first NVIDIA GPU
  *   api absent   without either: gdr_open returns NULL
+ *   api strict   with WARPWIRE_GDRAPI_STRICT=map,fork, on either
  *   api speed    measures the cost of small copies
  *
  * Exits with 0 and a line with the number of checks, or with 1 at the first failed check.
@@ -466,6 +467,58 @@ static void test_rounding(void) {
     CHECK(gdr_close(g) == 0 && device_free(d) == 0);
 }
 
+/* Clients access more than they pinned: pplat pins 4 bytes of a larger allocation, maps 4, and
+ * copies 8. */
+static void test_pplat(void) {
+    unsigned long memory = device_alloc(4 + GPU_PAGE_OFFSET), other = device_alloc(64);
+    unsigned long d = (memory + GPU_PAGE_OFFSET) & GPU_PAGE_MASK;
+    gdr_t g = gdr_open();
+    gdr_mh_t mh;
+    gdr_info_t info;
+    void *map;
+    uint64_t value = 0x1122334455667788, seen = 0;
+    CHECK(gdr_pin_buffer(g, d, 4, 0, 0, &mh) == 0);
+    CHECK(gdr_map(g, mh, &map, 4) == 0);
+    CHECK(gdr_get_info_v2(g, mh, &info) == 0 && info.va == d && info.mapped_size == GPU_PAGE_SIZE);
+    /* The last page of the allocation may end after 4 bytes. */
+    size_t rest = memory + 4 + GPU_PAGE_OFFSET - d;
+    if (rest >= 8) {
+        CHECK(gdr_copy_to_mapping(mh, map, &value, 8) == 0);
+        CHECK(device_read(d, &seen, 8) == 0 && seen == value);
+        seen = 0;
+        CHECK(gdr_copy_from_mapping(mh, &seen, map, 8) == 0 && seen == value);
+    }
+    /* Whole CPU pages are mapped, and memory that does not exist is not. */
+    size_t mapped = rest < 4096 ? rest : 4096;
+    CHECK(gdr_copy_to_mapping(mh, (char *)map + mapped - 1, &value, 1) == 0);
+    CHECK(gdr_copy_to_mapping(mh, (char *)map + 4096, &value, 1) == EINVAL);
+    CHECK(gdr_copy_to_mapping(mh, (char *)map - 1, &value, 1) == EINVAL);
+    CHECK(gdr_unmap(g, mh, map, 4) == 0 && gdr_unpin_buffer(g, mh) == 0);
+    /* A small allocation by itself ends where it ends, if it shares no page. */
+    CHECK(gdr_pin_buffer(g, other, 4, 0, 0, &mh) == 0 && gdr_map(g, mh, &map, 4) == 0);
+    CHECK(gdr_get_info_v2(g, mh, &info) == 0);
+    char *at = (char *)map + (other - info.va);
+    CHECK(gdr_copy_to_mapping(mh, at, &value, 8) == 0);
+    CHECK(device_read(other, &seen, 8) == 0 && seen == value);
+    CHECK(gdr_close(g) == 0 && device_free(memory) == 0 && device_free(other) == 0);
+}
+
+/* WARPWIRE_GDRAPI_STRICT=map,fork: as gdrcopy with its kernel module. */
+static int run_strict(void) {
+    unsigned long d = device_alloc(3 * GPU_PAGE_SIZE), a = (d + GPU_PAGE_OFFSET) & GPU_PAGE_MASK;
+    gdr_t g = gdr_open();
+    gdr_mh_t aligned, unaligned;
+    void *map = NULL;
+    int value = -1;
+    CHECK(gdr_get_attribute(g, GDR_ATTR_USING_DMA_BUF_MMAP, &value) == 0 && value == 0);
+    CHECK(gdr_pin_buffer(g, a, 8, 0, 0, &aligned) == 0);
+    CHECK(gdr_pin_buffer(g, a + 8, 8, 0, 0, &unaligned) == 0);
+    CHECK(gdr_map(g, unaligned, &map, 8) == EINVAL && map == NULL);
+    CHECK(gdr_map(g, aligned, &map, 8) == 0);
+    CHECK(gdr_close(g) == 0 && device_free(d) == 0);
+    return 0;
+}
+
 /* The page below an allocation, as UCX and libfabric pin it; it is unmapped in the simulator. */
 static void test_rounding_down(void) {
     unsigned long d = device_alloc(1000);
@@ -791,6 +844,8 @@ int main(int argc, char **argv) {
         use_simulator();
     else
         use_cuda();
+    if (strcmp(mode, "strict") == 0)
+        return run_strict();
     if (strcmp(mode, "speed") == 0) {
         measure();
         return 0;
@@ -802,6 +857,7 @@ int main(int argc, char **argv) {
     test_bad_pins();
     test_bad_maps();
     test_rounding();
+    test_pplat();
     if (simulated)
         test_rounding_down();
     else

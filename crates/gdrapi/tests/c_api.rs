@@ -79,7 +79,9 @@ fn program() -> &'static Path {
 fn run(mode: &str) -> Command {
     let mut command = Command::new(program());
     command.arg(mode).env("WARPWIRE_GDRAPI_SIM", "1");
-    command.env_remove("GDRCOPY_ENABLE_LOGGING").env_remove("WARPWIRE_WINDOW");
+    for variable in ["GDRCOPY_ENABLE_LOGGING", "WARPWIRE_WINDOW", "WARPWIRE_GDRAPI_STRICT"] {
+        command.env_remove(variable);
+    }
     command
 }
 
@@ -87,6 +89,15 @@ fn run(mode: &str) -> Command {
 fn every_call_on_the_simulated_gpu() {
     let output_text = ok(&mut run("sim"));
     assert!(output_text.contains("sim: all good"), "{output_text}");
+}
+
+#[test]
+fn strict_mode_behaves_as_the_kernel_module() {
+    ok(run("strict").env("WARPWIRE_GDRAPI_STRICT", "map, fork"));
+    for lenient in ["", "mop,fork", "map"] {
+        let output = run("strict").env("WARPWIRE_GDRAPI_STRICT", lenient).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{lenient:?}");
+    }
 }
 
 #[test]

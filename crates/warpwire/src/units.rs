@@ -1,4 +1,5 @@
-//! Formatting and parsing of sizes, rates and durations: `64KiB`, `2 GiB`, `50us`.
+//! Formatting and parsing of sizes, rates and durations: `64KiB`, `2 GiB`, `50us`; text of peers
+//! for the terminal.
 
 use std::time::Duration;
 
@@ -31,6 +32,31 @@ pub fn bytes(count: u64) -> String {
 pub fn rate(byte_count: u64, elapsed: Duration) -> String {
     let seconds = elapsed.as_secs_f64().max(1e-9);
     format!("{:.2} GB/s", byte_count as f64 / seconds / 1e9)
+}
+
+/// Maximum length of [`printable`] text, in characters.
+const MAX_PRINTABLE: usize = 400;
+
+/// Text from a peer, for a terminal or a log: control characters (which could be escape
+/// sequences), line separators and marks that reorder text become `\u{fffd}`, and long text is cut.
+///
+/// ```
+/// assert_eq!(warpwire::units::printable("a\u{1b}[2Jb"), "a\u{fffd}[2Jb");
+/// assert_eq!(warpwire::units::printable("10.0.0.1: no route"), "10.0.0.1: no route");
+/// ```
+pub fn printable(text: &str) -> String {
+    let is_harmful = |c: char| {
+        let reorders = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}')
+            || matches!(c, '\u{2066}'..='\u{2069}');
+        c.is_control() || reorders || matches!(c, '\u{2028}' | '\u{2029}')
+    };
+    let shown = text.chars().take(MAX_PRINTABLE);
+    let mut shown: String =
+        shown.map(|c| if is_harmful(c) { char::REPLACEMENT_CHARACTER } else { c }).collect();
+    if text.chars().nth(MAX_PRINTABLE).is_some() {
+        shown.push('…');
+    }
+    shown
 }
 
 /// Parses a byte count: a whole number with an optional unit (`B`, `K`, `KiB`, `M`, `MiB`, `G`,

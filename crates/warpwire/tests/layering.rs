@@ -298,7 +298,8 @@ fn comments_and_markdown_fit_the_width() {
     for (path, text) in scripts() {
         add(&path, wide_script_comments(&text));
     }
-    let mut pages = named(&["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]);
+    let roots = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"];
+    let mut pages = named(&roots);
     pages.extend(files(&workspace().join("docs"), &["md"]));
     pages.extend(files(&workspace().join("crates"), &["md"]));
     for (path, text) in pages {

@@ -166,9 +166,19 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
         output::print_json(&Outcome { devices, missing: missing.collect(), stages, verified })?;
     } else {
         output::print(&table::render(&stages))?;
-        output::print(if verified { "\nverified\n" } else { "\nWRONG DATA: see the table\n" })?;
+        output::print(verdict(&stages))?;
     }
     Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The last line: wrong data is worse than stages that could not run.
+fn verdict(stages: &[Stage]) -> &'static str {
+    let is_wrong = |stage: &Stage| !stage.is_ok() && stage.failed.is_none();
+    match (stages.iter().all(Stage::is_ok), stages.iter().any(is_wrong)) {
+        (true, _) => "\nverified\n",
+        (false, true) => "\nWRONG DATA: see the table\n",
+        (false, false) => "\nFAILED: a stage could not run; see the table\n",
+    }
 }
 
 /// The two devices: the requested ones, else the first two of the best backend, or the same one
@@ -207,4 +217,19 @@ fn introduction(found: &Discovery, device_pair: &[Device; 2]) -> String {
         false => format!("using    {} and {}\n\n", first.label(), second.label()),
     };
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_that_could_not_run_has_no_wrong_data() {
+        let stage = || Stage::new("copy", "a", "b", 8);
+        let (right, wrong) = (stage().checked(true), stage().checked(false));
+        let (failed, skipped) = (stage().failed("no /proc"), stage().skipped("no GPU"));
+        assert_eq!(verdict(&[right, skipped]), "\nverified\n");
+        assert!(verdict(&[stage().checked(true), failed]).contains("could not run"));
+        assert!(verdict(&[stage().failed("no /proc"), wrong]).contains("WRONG DATA"));
+    }
 }

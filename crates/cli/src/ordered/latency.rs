@@ -11,7 +11,7 @@ use warpwire::mem::{Backend, Device};
 use warpwire::stream::CqMemory;
 use warpwire::units;
 use warpwire::verbs::Context;
-use warpwire::verbs::bootstrap::Bootstrap;
+use warpwire::verbs::bootstrap::{Bootstrap, BootstrapListener};
 
 use super::endpoint::{Endpoint, INLINE, Job, Plan, Role, engine};
 use super::modes::{MODES, Mode};
@@ -202,7 +202,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         let listener = listen()?;
         let port = listener.local_addr().map_or(0, |address| address.port());
         print(&format!("{port}\n")).map_err(Failure::Runtime)?;
-        let mut bootstrap = Bootstrap::accept(&listener, TIMEOUT)?;
+        let mut bootstrap = accept(listener)?;
         let plan = arguments.plan(None);
         run_all(Role::Pong, &device, arguments, &plan, &mut bootstrap, &mut |_, _| Ok(()))?;
         return Ok(ExitCode::SUCCESS);
@@ -267,6 +267,19 @@ fn listen() -> Result<TcpListener, Failure> {
         .map_err(|why| Failure::Runtime(format!("cannot listen on 127.0.0.1: {why}")))
 }
 
+/// The first message of the other endpoint: connections without it are strangers.
+const FIRST: &str = "async latency";
+
+/// Accepts the other endpoint.
+fn accept(listener: TcpListener) -> Result<Bootstrap, Failure> {
+    let (bootstrap, _) = BootstrapListener::new(listener)?.accept(TIMEOUT, |peer| {
+        let first: String = peer.recv()?;
+        let wrong = || warpwire::Error::new(warpwire::error::Kind::Malformed, "accept a peer");
+        if first == FIRST { Ok(()) } else { Err(wrong().why("it is not the other endpoint")) }
+    })?;
+    Ok(bootstrap)
+}
+
 fn in_one_process(
     arguments: &Arguments,
     device: &Device,
@@ -283,7 +296,7 @@ fn in_one_process(
     let plan = arguments.plan(shared.as_ref());
     std::thread::scope(|scope| {
         let peer = scope.spawn(|| {
-            let mut bootstrap = Bootstrap::accept(&listener, TIMEOUT)?;
+            let mut bootstrap = accept(listener)?;
             run_all(Role::Pong, device, arguments, &plan, &mut bootstrap, &mut |_, _| Ok(()))
         });
         let mine = client(arguments, device, &plan, address.port(), reporter);
@@ -356,6 +369,7 @@ fn client(
     reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
     let mut bootstrap = Bootstrap::connect(("127.0.0.1", port), TIMEOUT)?;
+    bootstrap.send(&FIRST)?;
     run_all(Role::Ping, device, arguments, plan, &mut bootstrap, &mut |row, status| {
         match row {
             Some(row) => reporter.print(&render(row))?,

@@ -150,22 +150,23 @@ impl BwSender<'_> {
     }
 }
 
-/// Posts all receives of this side.
-pub(super) fn post_receives(endpoint: &Endpoint, size: u64) -> Result<(), Failure> {
+/// Posts all receives of this side, once for all sizes.
+pub(super) fn post_receives(endpoint: &Endpoint) -> Result<(), Failure> {
     let count = endpoint.test.receives(endpoint.role);
     for index in 0..endpoint.qps.len() {
-        repost_receives(endpoint, size, index, count)?;
+        repost_receives(endpoint, index, count)?;
     }
     Ok(())
 }
 
-/// Posts `count` receives on one queue pair.
+/// Posts `count` receives on one queue pair. They have room for the largest size: those that one
+/// size leaves unused serve the next.
 pub(super) fn repost_receives(
     endpoint: &Endpoint,
-    size: u64,
     index: usize,
     count: u32,
 ) -> Result<(), Failure> {
+    let size = endpoint.test.max_size();
     let range = [endpoint.incoming.mr.sge(endpoint.offset(index), size as u32)];
     let requests = [ReceiveRequest { id: index as u64, data: &range }; POLL_BATCH];
     let mut left = count as usize;
@@ -178,17 +179,14 @@ pub(super) fn repost_receives(
 }
 
 /// The server's side: receives until the client sends a control message.
-pub(super) fn serve(
-    endpoint: &Endpoint,
-    size: u64,
-    watchdog: &mut Watchdog<'_>,
-) -> Result<(), Failure> {
+pub(super) fn serve(endpoint: &Endpoint, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
     let mut completions = [Completion::EMPTY; POLL_BATCH];
     let mut free = vec![0; endpoint.qps.len()];
     loop {
         let found = endpoint.cq.poll(&mut completions)?;
         if found == 0 && watchdog.poll_idle()? {
-            return Ok(());
+            // The next size starts with all receives posted.
+            return (0..free.len()).try_for_each(|at| repost_receives(endpoint, at, free[at]));
         }
         for completion in &completions[..found] {
             if !completion.is_success() {
@@ -197,7 +195,7 @@ pub(super) fn serve(
             let index = completion.id as usize;
             free[index] += 1;
             if free[index] == POLL_BATCH as u32 {
-                repost_receives(endpoint, size, index, std::mem::take(&mut free[index]))?;
+                repost_receives(endpoint, index, std::mem::take(&mut free[index]))?;
             }
         }
     }

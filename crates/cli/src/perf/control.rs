@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use warpwire::units::printable;
 use warpwire::verbs::bootstrap::Bootstrap;
 use warpwire::verbs::{Context, QpEndpoint};
 
@@ -27,6 +28,19 @@ pub(crate) struct EndpointInfo {
     pub(super) rkey: u32,
     pub(super) address: u64,
     pub(super) mtu: u32,
+}
+
+impl EndpointInfo {
+    /// Frees the text of a peer of control characters.
+    fn into_printable(mut self) -> Self {
+        for text in [&mut self.link, &mut self.memory, &mut self.path, &mut self.registered] {
+            *text = printable(text);
+        }
+        // More reasons than any side has would only scroll the terminal.
+        self.why.truncate(16);
+        self.why.iter_mut().for_each(|text| *text = printable(text));
+        self
+    }
 }
 
 /// Connection data of one side.
@@ -82,17 +96,30 @@ impl ControlChannel {
     }
 
     pub(super) fn recv(&mut self) -> Result<ControlMsg, Failure> {
-        match self.bootstrap.recv()? {
-            ControlMsg::Failed(why) => {
-                Err(Failure::Runtime(format!("{} failed: {why}", self.name)))
-            }
-            msg => Ok(msg),
-        }
+        let msg = self.bootstrap.recv()?;
+        self.accept(msg)
     }
 
     pub(super) fn swap(&mut self, mine: &ControlMsg) -> Result<ControlMsg, Failure> {
-        self.send(mine)?;
-        self.recv()
+        let msg = self.bootstrap.swap(mine)?;
+        self.accept(msg)
+    }
+
+    /// A failure of the peer becomes an error; its text is made fit for a terminal.
+    fn accept(&self, msg: ControlMsg) -> Result<ControlMsg, Failure> {
+        match msg {
+            ControlMsg::Failed(why) => {
+                Err(Failure::Runtime(format!("{} failed: {}", self.name, printable(&why))))
+            }
+            ControlMsg::Ready(ready) => {
+                let info = ready.info.into_printable();
+                Ok(ControlMsg::Ready(Ready { info, ..ready }))
+            }
+            ControlMsg::Verdict(wrong) => {
+                Ok(ControlMsg::Verdict(wrong.map(|wrong| printable(&wrong))))
+            }
+            msg => Ok(msg),
+        }
     }
 
     /// Waits until both sides have called this.

@@ -218,7 +218,8 @@ impl Test {
             (Verb::Send, Metric::Lat, _) => 16,
             (Verb::Send, Metric::Bw, Role::Server) => {
                 // Twice the client's depth, so that no message finds the receive queue empty.
-                (self.depth * 2).max(512).min((1 << 21) / self.qps).clamp(1, 1 << 15)
+                let wanted = self.depth.saturating_mul(2).max(512);
+                wanted.min((1 << 21) / self.qps.max(1)).clamp(1, 1 << 15)
             }
             _ => 0,
         }

@@ -3,6 +3,11 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
+use std::net::TcpStream;
+
+use warpwire::verbs::bootstrap::Bootstrap;
+
+use super::endpoint::Role;
 use super::table::{Figures, Report};
 use super::test::Test;
 use super::{Arguments, MemoryChoice, session};
@@ -12,6 +17,21 @@ use crate::output::{Failure, Reporter};
 struct Server {
     child: Child,
     port: u16,
+}
+
+impl Server {
+    /// Connects to the server, which listens: if it does not, it has died, and retries are in vain.
+    fn connect(&mut self, timeout: std::time::Duration) -> Result<Bootstrap, Failure> {
+        match TcpStream::connect(("127.0.0.1", self.port)) {
+            Ok(stream) => Ok(Bootstrap::from_stream(stream, timeout)?),
+            Err(why) => {
+                let ended = self.child.wait();
+                let ended = ended.map_or_else(|why| why.to_string(), |status| status.to_string());
+                let why = format!("the server died before it accepted ({ended}; {why})");
+                Err(Failure::Runtime(format!("{why}; see its message above")))
+            }
+        }
+    }
 }
 
 impl Drop for Server {
@@ -37,6 +57,8 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
         .args(reg.map(|reg| format!("--reg={}", reg.get_name())))
         .args(arguments.no_direct.then_some("--no-direct"))
+        // The client is this process, whose user chose the sizes.
+        .args(test.memory(Role::Server).map(|bytes| format!("--max-memory={bytes}")))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
     match &arguments.device {
@@ -66,9 +88,9 @@ pub(super) fn client(
     reporter: &Reporter,
 ) -> Result<Report, Failure> {
     let memory = arguments.peer_mem.as_ref().unwrap_or(&arguments.mem);
-    let server = start(&test, memory, arguments)?;
-    let report = session::client(("127.0.0.1", server.port), test, arguments, reporter)?;
-    let mut server = server;
+    let mut server = start(&test, memory, arguments)?;
+    let bootstrap = server.connect(arguments.timeout())?;
+    let report = session::run_client(bootstrap, test, arguments, reporter)?;
     let status = server.child.wait();
     match status {
         Ok(status) if !status.success() => {
@@ -113,4 +135,24 @@ pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Su
         path: report.remote.path,
         verified: row.verified,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_server_that_has_died_is_not_waited_for() {
+        let child = Command::new("false").spawn().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        drop(listener);
+        let start = Instant::now();
+        let failure = Server { child, port }.connect(Duration::from_secs(3600)).unwrap_err();
+        assert!(start.elapsed() < testkit::deadline(Duration::from_secs(10)));
+        let Failure::Runtime(why) = failure else { panic!("{failure:?}") };
+        assert!(why.contains("died before it accepted (exit status: 1"), "{why}");
+    }
 }

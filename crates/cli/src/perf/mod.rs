@@ -142,6 +142,12 @@ pub(crate) struct Arguments {
     #[arg(long)]
     no_verify: bool,
 
+    /// Max memory that a client can make this server allocate [default: a quarter of the memory that
+    /// is available]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["host", "local"],
+        value_parser = memory_size)]
+    max_memory: Option<u64>,
+
     /// Timeout for the peer to connect, and for its silence during the test (there at least 5)
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     timeout: f64,
@@ -205,6 +211,10 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     }
 }
 
+fn memory_size(text: &str) -> Result<u64, String> {
+    units::parse_bytes(text).map_err(|error| error.to_string())
+}
+
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(number),
@@ -226,6 +236,14 @@ fn link(text: &str) -> Result<String, String> {
 }
 
 impl Arguments {
+    /// Bytes that a client can make this server allocate.
+    fn max_memory(&self) -> u64 {
+        /// Where `/proc/meminfo` cannot be read.
+        const UNKNOWN: u64 = 1 << 30;
+        let available = || warpwire::host::System::live().available_memory();
+        self.max_memory.unwrap_or_else(|| available().map_or(UNKNOWN, |bytes| bytes / 4))
+    }
+
     fn timeout(&self) -> Duration {
         Duration::from_secs_f64(self.timeout)
     }

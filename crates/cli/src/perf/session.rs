@@ -3,7 +3,9 @@
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
-use warpwire::verbs::bootstrap::Bootstrap;
+use warpwire::Error;
+use warpwire::error::Kind;
+use warpwire::verbs::bootstrap::{Bootstrap, BootstrapListener};
 
 use super::control::{ControlChannel, ControlMsg, Done};
 use super::endpoint::{Endpoint, Role};
@@ -23,7 +25,16 @@ pub(super) fn client(
 ) -> Result<Report, Failure> {
     reporter.set_status(format!("connecting to {}:{}", host.0, host.1));
     let bootstrap = Bootstrap::connect(host, arguments.timeout())?;
-    run_session(bootstrap, Role::Client, test, arguments, reporter)
+    run_client(bootstrap, test, arguments, reporter)
+}
+
+pub(super) fn run_client(
+    bootstrap: Bootstrap,
+    test: Test,
+    arguments: &Arguments,
+    reporter: &Reporter,
+) -> Result<Report, Failure> {
+    run_session(bootstrap, (Role::Client, test, None), arguments, reporter)
 }
 
 pub(super) fn server(
@@ -43,25 +54,46 @@ pub(super) fn server(
     }
     reporter.print(&format!(" Waiting for a client on {address}\n"))?;
     reporter.set_status("waiting");
-    let bootstrap = Bootstrap::accept(&listener, arguments.timeout()).map_err(|error| {
+    let max_memory = arguments.max_memory();
+    let mut listener = BootstrapListener::new(listener)?;
+    let accepted = listener.accept(arguments.timeout(), |peer| receive_test(peer, max_memory));
+    let (bootstrap, theirs) = accepted.map_err(|error| {
         Failure::Runtime(format!(
             "{error} (client: warpwire perf {} {})",
             test.name(),
             address.ip()
         ))
     })?;
-    run_session(bootstrap, Role::Server, test.clone(), arguments, reporter)
+    run_session(bootstrap, (Role::Server, test.clone(), Some(theirs)), arguments, reporter)
 }
+
+/// The first message of a client: a test that this side can run. A connection that sends anything
+/// else is told why, and dropped.
+fn receive_test(peer: &mut Bootstrap, max_memory: u64) -> warpwire::Result<Test> {
+    let received = peer.recv().and_then(|msg| {
+        match msg {
+            ControlMsg::Test(test) => test.check_for_server(max_memory).map(|()| test),
+            _ => Err("it did not send a test".to_owned()),
+        }
+        .map_err(|why| Error::new(Kind::InvalidArgument, "run a test").why(why))
+    });
+    if let Err(error) = &received {
+        let _ = peer.send(&ControlMsg::Failed(error.reason().to_owned()));
+    }
+    received
+}
+
+/// The role, this side's test, and the peer's if it is known.
+type Negotiation = (Role, Test, Option<Test>);
 
 fn run_session(
     bootstrap: Bootstrap,
-    role: Role,
-    test: Test,
+    negotiation: Negotiation,
     arguments: &Arguments,
     reporter: &Reporter,
 ) -> Result<Report, Failure> {
     let mut peer = ControlChannel::new(bootstrap, arguments.timeout().max(TIMEOUT));
-    let outcome = run_test(&mut peer, role, test, arguments, reporter);
+    let outcome = run_test(&mut peer, negotiation, arguments, reporter);
     if let Err(failure) = &outcome {
         peer.send_failure(failure);
     }
@@ -70,10 +102,17 @@ fn run_session(
 
 /// Exchanges the tests and returns the client's; fails if the server was started for another verb
 /// or metric.
-fn negotiate(peer: &mut ControlChannel, role: Role, mine: Test) -> Result<Test, Failure> {
-    let theirs = match peer.swap(&ControlMsg::Test(mine.clone()))? {
-        ControlMsg::Test(theirs) => theirs,
-        other => return Err(peer.unexpected(&other)),
+fn negotiate(
+    peer: &mut ControlChannel,
+    (role, mine, theirs): Negotiation,
+) -> Result<Test, Failure> {
+    peer.send(&ControlMsg::Test(mine.clone()))?;
+    let theirs = match theirs {
+        Some(theirs) => theirs,
+        None => match peer.recv()? {
+            ControlMsg::Test(theirs) => theirs,
+            other => return Err(peer.unexpected(&other)),
+        },
     };
     if (theirs.verb, theirs.metric) != (mine.verb, mine.metric) {
         return Err(Failure::Runtime(format!(
@@ -90,12 +129,12 @@ fn negotiate(peer: &mut ControlChannel, role: Role, mine: Test) -> Result<Test, 
 
 fn run_test(
     peer: &mut ControlChannel,
-    role: Role,
-    test: Test,
+    negotiation: Negotiation,
     arguments: &Arguments,
     reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    let test = negotiate(peer, role, test)?;
+    let role = negotiation.0;
+    let test = negotiate(peer, negotiation)?;
     reporter.set_status("preparing memory and queue pairs");
     let mut endpoint = Endpoint::new(role, test, peer.local_ip()?, arguments)?;
     let ready = match peer.swap(&ControlMsg::Ready(endpoint.ready()))? {
@@ -105,6 +144,9 @@ fn run_test(
     endpoint.connect(&ready)?;
     reporter.print(&table::head(&endpoint.test, &endpoint.info, &ready.info))?;
     reporter.print(&table::columns(endpoint.test.metric, arguments.report_gbits))?;
+    if endpoint.test.verb == Verb::Send {
+        bw::post_receives(&endpoint)?;
+    }
     let mut rows = Vec::new();
     for size in endpoint.test.sizes.clone() {
         reporter.set_status(format!("{}: {size} bytes", endpoint.test.name()));
@@ -121,9 +163,6 @@ fn run_test(
 
 fn one_size(endpoint: &Endpoint, peer: &mut ControlChannel, size: u64) -> Result<Row, Failure> {
     endpoint.prepare(size)?;
-    if endpoint.test.verb == Verb::Send {
-        bw::post_receives(endpoint, size)?;
-    }
     peer.barrier()?;
     let mut watchdog = peer.watchdog(&endpoint.context);
     let done = match (endpoint.role, endpoint.test.metric) {
@@ -134,7 +173,7 @@ fn one_size(endpoint: &Endpoint, peer: &mut ControlChannel, size: u64) -> Result
                 Metric::Lat if endpoint.test.is_ping_pong() => {
                     lat::serve(endpoint, size, &mut watchdog)?
                 }
-                _ => bw::serve(endpoint, size, &mut watchdog)?,
+                _ => bw::serve(endpoint, &mut watchdog)?,
             }
             recv_done(peer, endpoint)?
         }

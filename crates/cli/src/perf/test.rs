@@ -2,6 +2,9 @@
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use warpwire::units;
+
+use super::endpoint::Role;
 
 /// The operation that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -96,6 +99,21 @@ impl Test {
         self.metric == Metric::Lat && matches!(self.verb, Verb::Write | Verb::Send)
     }
 
+    /// Memory that a side of this test needs, in bytes: buffers, queues, and what the device keeps
+    /// per queue pair. `None` if it exceeds 64 bits.
+    pub(super) fn memory(&self, role: Role) -> Option<u64> {
+        /// A request with an inline payload, its completion, and the device's state of it.
+        const REQUEST: u64 = 512;
+        const RECEIVE: u64 = 256;
+        const PER_QP: u64 = 64 << 10;
+        let (sends, takes) = self.uses(role);
+        let buffers = self.stride().checked_mul(u64::from(sends) + u64::from(takes))?;
+        let requests = u64::from(self.depth.max(64)).checked_mul(REQUEST)?;
+        let receives = u64::from(self.receives(role)).checked_mul(RECEIVE)?;
+        let each = buffers.checked_add(requests)?.checked_add(receives)?.checked_add(PER_QP)?;
+        each.checked_mul(u64::from(self.qps))
+    }
+
     /// Validates a test received from the peer, before memory is allocated for it.
     pub(super) fn check(&self) -> Result<(), String> {
         let fine = !self.sizes.is_empty()
@@ -105,6 +123,20 @@ impl Test {
             && (1..=8192).contains(&self.depth)
             && self.iterations != Some(0);
         if fine { Ok(()) } else { Err("the peer requests an invalid test".to_owned()) }
+    }
+
+    /// As [`check`](Self::check), and that the server's memory does not exceed `max_memory` bytes.
+    pub(super) fn check_for_server(&self, max_memory: u64) -> Result<(), String> {
+        self.check()?;
+        match self.memory(Role::Server) {
+            Some(needed) if needed <= max_memory => Ok(()),
+            needed => Err(format!(
+                "the test needs {} of memory, and the server allows {}; give the client a smaller \
+                 -s, -q or -t, or the server --max-memory",
+                units::bytes(needed.unwrap_or(u64::MAX)),
+                units::bytes(max_memory)
+            )),
+        }
     }
 }
 
@@ -132,6 +164,31 @@ mod tests {
         assert_eq!((test.max_size(), test.stride()), (1 << 30, 1 << 30));
         assert_eq!(Test { iterations: Some(7), ..test.clone() }.iterations(1 << 30), 7);
         assert_eq!(Test { seconds: Some(1.0), ..test }.iterations(2), u64::MAX);
+    }
+
+    #[test]
+    fn memory_is_bounded_before_it_is_allocated() {
+        let modest = Test { sizes: vec![64 << 10], qps: 1, depth: 128, ..test() };
+        let needed = modest.memory(Role::Server).unwrap();
+        assert!((64 << 10..1 << 20).contains(&needed), "{needed}");
+        assert!(modest.check_for_server(needed).is_ok());
+        let error = modest.check_for_server(needed - 1).unwrap_err();
+        assert!(error.contains("--max-memory"), "{error}");
+        // Valid sizes and counts whose product is not: a line of 171 bytes asks for 4 TiB.
+        let large = Test { sizes: vec![1 << 30], qps: 4096, ..test() };
+        assert!(large.check().is_ok() && large.memory(Role::Server) > Some(4 << 40));
+        assert!(large.check_for_server(1 << 40).is_err());
+        let deep = Test { sizes: vec![8], qps: 4096, depth: 8192, ..test() };
+        assert!(deep.check_for_server(4 << 30).is_err());
+        let beyond = Test { sizes: vec![u64::MAX - 64], qps: 4096, ..test() };
+        assert_eq!(beyond.memory(Role::Server), None);
+        assert!(beyond.check_for_server(u64::MAX).is_err());
+        for verb in [Verb::Write, Verb::Read, Verb::Send, Verb::Atomic] {
+            for metric in [Metric::Bw, Metric::Lat] {
+                let test = Test { verb, metric, ..modest.clone() };
+                assert!(test.memory(Role::Server) > Some(64 << 10), "{test:?}");
+            }
+        }
     }
 
     #[test]

@@ -327,30 +327,31 @@ fn unescape(text: &str) -> Result<Vec<u8>, Failure> {
 impl Connect {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let request = unescape(&self.send)?;
-        let found = self.server.to_socket_addrs().map(|mut list| list.next());
-        let server = match found {
-            Ok(Some(server)) => server,
-            Ok(None) => {
-                return Err(Failure::Usage(format!("cannot find {}: no address", self.server)));
+        let found = self.server.to_socket_addrs().map_err(|error| {
+            Failure::Usage(format!("cannot find {}: {error}; write HOST:PORT", self.server))
+        })?;
+        // A name such as localhost has several addresses, and the server perhaps only one.
+        let mut answer = Err(Failure::Usage(format!("cannot find {}: no address", self.server)));
+        for server in found {
+            answer = self.talk(server, &request);
+            if answer.is_ok() {
+                break;
             }
-            Err(error) => {
-                return Err(Failure::Usage(format!(
-                    "cannot find {}: {error}; write HOST:PORT",
-                    self.server
-                )));
-            }
-        };
-        let timeout = Duration::from_secs(self.timeout.max(1));
-        let answer = if self.cpu_flag.cpu {
-            cpu::talk(self.target.family, server, &request, self.max_bytes, timeout)?
-        } else {
-            let (host, _) = self.target.open(SockOptions::default())?;
-            let programs = self.target.programs(&host)?;
-            programs.talk(&host, server, &request, self.max_bytes, timeout)?
-        };
+        }
+        let answer = answer?;
         std::io::stdout()
             .write_all(&answer)
             .map_err(|error| Failure::Runtime(format!("cannot write the reply: {error}")))?;
         Ok(ExitCode::SUCCESS)
+    }
+
+    fn talk(&self, server: SocketAddr, request: &[u8]) -> Result<Vec<u8>, Failure> {
+        let timeout = Duration::from_secs(self.timeout.max(1));
+        if self.cpu_flag.cpu {
+            return cpu::talk(self.target.family, server, request, self.max_bytes, timeout);
+        }
+        let (host, _) = self.target.open(SockOptions::default())?;
+        let programs = self.target.programs(&host)?;
+        Ok(programs.talk(&host, server, request, self.max_bytes, timeout)?)
     }
 }

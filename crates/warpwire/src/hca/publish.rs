@@ -5,6 +5,9 @@
 //! with one line of JSON, a [`ProcessStats`], and closes the connection. Only the same user and
 //! root get a reply. `WARPWIRE_STAT=0` disables it.
 //!
+//! Any process can bind any such name, so a client believes no reply: the kernel says which
+//! process listens (`SO_PEERCRED`), and text is freed of control characters.
+//!
 //! ```
 //! use warpwire::hca::{Hca, HcaOptions, publish};
 //! use warpwire::link::Hub;
@@ -16,17 +19,20 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Once, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use super::{Hca, HcaInner, QpTotals};
 use crate::error::{Error, Kind, Result};
+use crate::host::is_trusted_user;
+use crate::units::printable;
 
 /// Prefix of the socket names.
 const PREFIX: &str = "warpwire-stat-";
@@ -34,9 +40,9 @@ const PREFIX: &str = "warpwire-stat-";
 const ENV_VAR: &str = "WARPWIRE_STAT";
 /// Version of the JSON.
 const VERSION: u32 = 1;
-/// A running process replies within this time.
+/// A running process replies within this time, from the connection to the last byte.
 const TIMEOUT: Duration = Duration::from_secs(2);
-const MAX_REPLY_LEN: u64 = 16 << 20;
+const MAX_REPLY_LEN: usize = 16 << 20;
 
 /// The reply of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -106,13 +112,13 @@ pub(super) fn add(shared: Weak<HcaInner>) {
     });
 }
 
-fn address(pid: u32) -> Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("{PREFIX}{pid}"))
-        .map_err(|why| Error::os("name the counter socket", &why))
+fn name(pid: u32) -> String {
+    format!("{PREFIX}{pid}")
 }
 
 fn start() -> Result<()> {
-    let listener = UnixListener::bind_addr(&address(std::process::id())?)
+    let listener = SocketAddr::from_abstract_name(name(std::process::id()))
+        .and_then(|address| UnixListener::bind_addr(&address))
         .map_err(|why| Error::os("listen on the counter socket", &why))?;
     let run = move || {
         for stream in listener.incoming() {
@@ -129,17 +135,35 @@ fn start() -> Result<()> {
 
 /// Replies if the client has the same user or is root.
 fn serve_client(mut stream: UnixStream) {
-    let own = rustix::process::geteuid();
     let Ok(client) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    if client.uid != own && !client.uid.is_root() {
+    if !is_trusted_user(client.uid.as_raw()) {
         tracing::debug!(uid = client.uid.as_raw(), "query by another user refused");
         return;
     }
-    let _ = stream.set_write_timeout(Some(TIMEOUT));
     if let Ok(mut line) = serde_json::to_vec(&snapshot()) {
         line.push(b'\n');
-        // The client may have disconnected.
-        let _ = stream.write_all(&line);
+        // The client may have disconnected, or read slowly; others wait for this thread.
+        let _ = write_until(&mut stream, &line, Instant::now() + TIMEOUT);
+    }
+}
+
+fn write_until(stream: &mut UnixStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        match stream.write(bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(why) if why.kind() == ErrorKind::Interrupted => {}
+            Err(why) => return Err(why),
+        }
+    }
+    Ok(())
+}
+
+/// The time until the deadline.
+fn left(deadline: Instant) -> io::Result<Duration> {
+    match deadline.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(ErrorKind::TimedOut.into()),
+        left => Ok(left),
     }
 }
 
@@ -184,33 +208,86 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
 ///
 /// # Errors
 /// If there is no such process, it has no device or does not publish, it belongs to another user,
-/// or it does not reply within 2 s.
+/// it does not reply within 2 s, or another process answers in its name.
 pub fn query(pid: u32) -> Result<ProcessStats> {
     let what = || format!("query the counters of process {pid}");
-    let failed = |why: std::io::Error| match why.kind() {
-        std::io::ErrorKind::ConnectionRefused => Error::new(Kind::Unavailable, what())
+    let line = ask(pid, Instant::now() + TIMEOUT).map_err(|why| match why.kind() {
+        ErrorKind::ConnectionRefused => Error::new(Kind::Unavailable, what())
             .why("it has exited, has no open device, or runs with WARPWIRE_STAT=0")
             .fix("list the processes that publish counters with warpwire stat --all"),
-        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
-            Error::new(Kind::Timeout, what())
-                .why("it does not reply")
-                .fix("check whether it is stopped")
-        }
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => Error::new(Kind::Timeout, what())
+            .why("it does not reply")
+            .fix("check whether it is stopped"),
         _ => Error::os(what(), &why),
-    };
-    let stream = UnixStream::connect_addr(&address(pid)?).map_err(failed)?;
-    stream.set_read_timeout(Some(TIMEOUT)).map_err(failed)?;
-    let mut line = Vec::new();
-    BufReader::new(stream.take(MAX_REPLY_LEN)).read_until(b'\n', &mut line).map_err(failed)?;
+    })?;
+    parse_reply(pid, &line)
+}
+
+fn parse_reply(pid: u32, line: &[u8]) -> Result<ProcessStats> {
+    let what = || format!("query the counters of process {pid}");
     if line.is_empty() {
         let error = Error::new(Kind::PermissionDenied, what()).why("it belongs to another user");
         return Err(error.fix("run as that user, or as root"));
     }
-    let report: ProcessStats = serde_json::from_slice(&line).map_err(|why| {
-        let error = Error::new(Kind::Malformed, what()).why(format!("unknown reply format: {why}"));
-        error.fix("use the same version of warpwire in both processes")
+    let malformed = |why: String| Error::new(Kind::Malformed, what()).why(why);
+    let mut report: ProcessStats = serde_json::from_slice(line).map_err(|why| {
+        malformed(format!("unknown reply format: {}", printable(&why.to_string())))
+            .fix("use the same version of warpwire in both processes")
     })?;
+    if report.pid != pid {
+        return Err(malformed(format!("it says that it is process {}", report.pid)));
+    }
+    report.program = printable(&report.program);
+    for device in &mut report.devices {
+        device.link = printable(&device.link);
+        let lost = std::mem::take(&mut device.lost);
+        device.lost = lost.into_iter().map(|(name, count)| (printable(&name), count)).collect();
+    }
     Ok(report)
+}
+
+/// Connects to a process and returns its reply, one line.
+fn ask(pid: u32, deadline: Instant) -> io::Result<Vec<u8>> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // Non-blocking: if the process is stopped and its queue is full, connecting would block.
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name(pid).as_bytes())?)?;
+    check_identity(pid, &rustix::net::sockopt::socket_peercred(&socket)?)?;
+    read_line(socket.into(), deadline)
+}
+
+fn read_line(mut stream: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
+    stream.set_nonblocking(false)?;
+    let (mut line, mut bytes) = (Vec::new(), [0; 4096]);
+    while line.last() != Some(&b'\n') && line.len() < MAX_REPLY_LEN {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match stream.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(count) => line.extend_from_slice(&bytes[..count]),
+            Err(why) if why.kind() == ErrorKind::Interrupted => {}
+            Err(why) => return Err(why),
+        }
+    }
+    Ok(line)
+}
+
+/// Checks that the process which listens is `pid`, and runs as the user of that process.
+fn check_identity(pid: u32, peer: &rustix::net::UCred) -> io::Result<()> {
+    let refused = |why: String| Err(io::Error::new(ErrorKind::PermissionDenied, why));
+    let listener = peer.pid.as_raw_nonzero().get() as u32;
+    if listener != pid {
+        return refused(format!("process {listener} listens in its name"));
+    }
+    // The owner of /proc/PID is root for some processes that are not.
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let owner = uids.and_then(|uids| uids.split_whitespace().nth(1)?.parse::<u32>().ok());
+    match owner {
+        Some(owner) if owner != peer.uid.as_raw() => {
+            refused(format!("user {} listens in the name of user {owner}", peer.uid.as_raw()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The processes in this network namespace that publish counters, of any user.
@@ -263,6 +340,58 @@ mod tests {
         let error = query(u32::MAX).unwrap_err();
         assert!(error.to_string().contains("4294967295"), "{error}");
         assert_eq!(*error.kind(), Kind::Unavailable);
+    }
+
+    /// Listens in the name of a process, and serves connections.
+    fn impostor(pid: u32, serve: fn(UnixStream)) {
+        let address = SocketAddr::from_abstract_name(name(pid)).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        std::thread::spawn(move || listener.incoming().flatten().for_each(serve));
+    }
+
+    #[test]
+    fn another_process_cannot_answer_in_its_name() {
+        let pid = u32::MAX - 1;
+        impostor(pid, |mut stream| {
+            let _ = stream.write_all(b"{\"warpwire\":1}\n");
+        });
+        let error = query(pid).unwrap_err();
+        let own = std::process::id();
+        assert!(error.to_string().contains(&format!("process {own} listens")), "{error}");
+        assert_eq!(error.kind(), &Kind::PermissionDenied);
+    }
+
+    #[test]
+    fn replies_are_complete_in_time_or_refused() {
+        let start = Instant::now();
+        let dripping = |mut stream: UnixStream| {
+            while stream.write_all(b" ").is_ok() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        };
+        let (near, far) = UnixStream::pair().unwrap();
+        std::thread::spawn(move || dripping(far));
+        let error = read_line(near, start + Duration::from_millis(300)).unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock), "{error}");
+        assert!(start.elapsed() < testkit::deadline(Duration::from_secs(10)));
+    }
+
+    #[test]
+    fn replies_are_freed_of_control_characters_and_false_numbers() {
+        let reply = |pid: u32| {
+            let text = "a\u{1b}[2J\u{7}";
+            let mut stats = snapshot();
+            (stats.pid, stats.program) = (pid, text.to_owned());
+            serde_json::to_vec(&stats).unwrap()
+        };
+        let error = parse_reply(7, &reply(8)).unwrap_err();
+        assert!(error.to_string().contains("it says that it is process 8"), "{error}");
+        let program = parse_reply(7, &reply(7)).unwrap().program;
+        assert_eq!(program, "a\u{fffd}[2J\u{fffd}");
+        for wrong in [&b"SSH-2.0\n"[..], b"{\"warpwire\":1,\"pid\":\"\x1b[2J\"}\n"] {
+            let error = parse_reply(7, wrong).unwrap_err().to_string();
+            assert!(!error.contains('\u{1b}'), "{error:?}");
+        }
     }
 
     #[test]

@@ -62,6 +62,17 @@ impl System {
         parse_huge_pages(&self.read("/proc/meminfo")?)
     }
 
+    /// Memory that processes can still get, in bytes: `MemAvailable`, and not more than the limit of
+    /// this container. `None` if `/proc/meminfo` does not have it.
+    pub fn available_memory(&self) -> Option<u64> {
+        let text = self.read("/proc/meminfo")?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        let limit =
+            self.read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok());
+        Some(kilobytes.saturating_mul(1024).min(limit.unwrap_or(u64::MAX)))
+    }
+
     /// `rmem_max` and `wmem_max`: maximum socket buffers of an unprivileged process, in bytes.
     pub fn socket_buffer_limits(&self) -> (Option<u64>, Option<u64>) {
         let limit = |name| self.read(name)?.parse().ok();

@@ -178,7 +178,9 @@ impl<'a> SharedBytes<'a> {
         Ok(())
     }
 
-    /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are not torn.
+    /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are not torn. Below
+    /// 128 bytes the last byte becomes visible last: a reader that sees it in an acquire load sees
+    /// all others.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let into = self.slice(offset, from.len() as u64)?;
         if from.len() >= MIN_WIDE_COPY {
@@ -195,9 +197,11 @@ impl<'a> SharedBytes<'a> {
             && let Ok(from) = <&[u8; CACHE_LINE]>::try_from(from)
         {
             fence(Ordering::Release);
-            for (word, bytes) in line.iter().zip(from.as_chunks::<8>().0) {
+            let [first @ .., last] = line;
+            for (word, bytes) in first.iter().zip(from.as_chunks::<8>().0) {
                 word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
             }
+            last.store(native_word(&from[CACHE_LINE - 8..]), Ordering::Release);
             return Ok(());
         }
         let (head, words, tail) = into.split(from.len());
@@ -205,8 +209,12 @@ impl<'a> SharedBytes<'a> {
         let (from_words, from_tail) = rest.split_at(words.len() * 8);
         fence(Ordering::Release);
         store_bytes(head, from_head);
-        for (word, bytes) in words.iter().zip(from_words.chunks_exact(8)) {
-            word.store(native_word(bytes), Ordering::Relaxed);
+        if let [first @ .., last] = words {
+            let split = from_words.len() - 8;
+            for (word, bytes) in first.iter().zip(from_words[..split].chunks_exact(8)) {
+                word.store(native_word(bytes), Ordering::Relaxed);
+            }
+            last.store(native_word(&from_words[split..]), Ordering::Release);
         }
         store_bytes(tail, from_tail);
         Ok(())
@@ -227,8 +235,7 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// Like [`write`](SharedBytes::write), for the host's own cached memory: the bytes stay in the
-    /// cache for the reader. From 2 KiB on, words may be torn, and the last bytes become visible
-    /// last.
+    /// cache for the reader. From 2 KiB on, words may be torn. The last byte becomes visible last.
     #[inline]
     pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
         if let Ok(value) = <[u8; 8]>::try_from(from)
@@ -392,10 +399,16 @@ fn load_bytes(from: &[AtomicU8], into: &mut [u8]) {
     }
 }
 
+/// Stores bytes, the last one with release ordering.
 fn store_bytes(into: &[AtomicU8], from: &[u8]) {
+    let (Some((last, into)), Some((last_value, from))) = (into.split_last(), from.split_last())
+    else {
+        return;
+    };
     for (byte, value) in into.iter().zip(from) {
         byte.store(*value, Ordering::Relaxed);
     }
+    last.store(*last_value, Ordering::Release);
 }
 
 #[cold]

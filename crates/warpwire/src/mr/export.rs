@@ -166,9 +166,14 @@ pub(super) fn export(key: u32, registration: &Registration) -> Option<MrExport> 
     Some(MrExport { key, pd, access, iova, len, memory, offset })
 }
 
-/// Memory of another process, mapped here.
+/// Memory of another process, mapped here. Not public: views of a read-only mapping must only be
+/// read, which their type does not express.
+///
+/// ```compile_fail
+/// use warpwire::mr::PeerMapping;
+/// ```
 #[derive(Debug)]
-pub struct PeerMapping {
+pub(crate) struct PeerMapping {
     memory: HostMemory,
     writable: bool,
 }
@@ -188,7 +193,8 @@ impl PeerMapping {
         Ok(Self { memory: HostMemory::open_with(file, writable)?, writable })
     }
 
-    /// The bytes; `None` if `writes` and the owner granted read access only.
+    /// The bytes, which may be written only if `writes` was given; `None` if `writes` and the owner
+    /// granted read access only.
     #[inline]
     pub fn bytes(&self, writes: bool) -> Option<SharedBytes<'_>> {
         (self.writable || !writes).then(|| self.memory.bytes())

@@ -177,6 +177,7 @@ impl HostMemory {
     /// The bytes, which peers may change at any time.
     pub fn bytes(&self) -> SharedBytes<'_> {
         // SAFETY: mapped while this value lives, which the lifetime expresses; no references exist.
+        // Writable too: only `PeerMapping` has read-only memory, and it never writes such views.
         unsafe { SharedBytes::new(self.0.base, self.0.len) }
     }
 }

@@ -10,7 +10,6 @@
 //! | [`Span`] | memory resolved from a key, for one copy or one atomic operation |
 //! | [`AccessDenied`] | why a key was not resolved |
 //! | [`MrExport`], [`ExportObserver`] | registrations that local peers map and access directly |
-//! | [`PeerMapping`] | a local peer's memory, mapped here |
 //!
 //! ```
 //! use warpwire::mr::{Access, AccessDenied, HostMemory, Registry};
@@ -88,8 +87,9 @@ pub use client::{InvalidationHandle, PeerClient, PeerPages, Persistence, Release
 pub use custom_memory::CustomMemory;
 pub use denied::AccessDenied;
 pub use dma_buf::DmaBufRange;
+pub(crate) use export::PeerMapping;
 #[doc(hidden)]
-pub use export::{ExportObserver, MrExport, PeerMapping};
+pub use export::{ExportObserver, MrExport};
 pub use host::HostMemory;
 pub use memory::{AccessPath, MemorySource};
 pub use on_demand::OdpStats;

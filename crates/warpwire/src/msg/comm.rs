@@ -13,13 +13,14 @@ use super::entries::Match;
 use super::header::{Channel, MAX_SLICES};
 use super::peer::{Area, CONTROL_RECEIVES, CONTROL_WORK, Peer, USER_WORK};
 use super::rank_info::{Launcher, MAX_RANKS, RankInfo, Rendezvous};
-use super::rendezvous::{BootstrapMsg, Hello, RankLinks, connect_ranks, unexpected};
+use super::rendezvous::{BootstrapMsg, Hello, RankLinks, connect_ranks, secret, unexpected};
 use super::request::{Outcome, Request};
 use super::shared::Shared;
 use super::state::State;
 use super::watch::Watcher;
 use crate::error::{Error, Kind, Result};
 use crate::hca::HcaOptions;
+use crate::host::runtime_folder;
 use crate::link::{Auto, Hub, Link, Shm, ShmOptions, Udp, UdpOptions};
 use crate::mr::HostMemory;
 use crate::units;
@@ -258,10 +259,12 @@ impl Comm {
     pub fn local_with(size: usize, options: &CommOptions) -> Result<Vec<Self>> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("warpwire-local-{}-{number}.address", std::process::id());
-        let rendezvous = Rendezvous::File(std::env::temp_dir().join(name));
+        let name = format!("local-{}-{number}.address", std::process::id());
+        let folder = runtime_folder(std::env::var_os("XDG_RUNTIME_DIR"));
+        let (rendezvous, token) = (Rendezvous::File(folder.join(name)), secret()?);
         let open = |rank: usize| {
-            let (rendezvous, token, launcher) = (rendezvous.clone(), String::new(), Launcher::Run);
+            let (rendezvous, token) = (rendezvous.clone(), token.clone());
+            let launcher = Launcher::Run;
             let rank_info = RankInfo { rank, size, local_rank: rank, rendezvous, token, launcher };
             Self::open(rank_info, options.clone())
         };
@@ -474,7 +477,7 @@ fn connect(
     let mut links = Vec::new();
     for bootstrap in rank_links.links.iter_mut() {
         if let Some(bootstrap) = bootstrap.as_mut() {
-            bootstrap.set_timeout(Duration::from_secs(2))?;
+            bootstrap.set_timeout(Duration::from_secs(2));
         }
         links.push(bootstrap.take().map(Mutex::new));
     }

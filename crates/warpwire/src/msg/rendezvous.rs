@@ -13,17 +13,17 @@ use serde::{Deserialize, Serialize};
 
 use super::rank_info::{RankInfo, Rendezvous};
 use crate::error::{Error, Kind, Result};
+use crate::host::{is_trusted_user, make_private_folder, runtime_folder};
+use crate::units::printable;
 use crate::verbs::QpEndpoint;
-use crate::verbs::bootstrap::Bootstrap;
+use crate::verbs::bootstrap::{Bootstrap, BootstrapListener, connect_any};
 
 /// Version of the bootstrap messages and of message headers.
 pub(super) const VERSION: u32 = 1;
-/// How long a new connection may take to identify its rank.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the rest of a message may take, once its first byte has arrived.
+/// How long a message, or a connection to an address, may take.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Interval between polls.
-const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// How often rank 0 checks whether ranks that have joined are still there.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Rank 0 times out first, so that the other ranks receive its reason.
 const RANK0_GRACE: Duration = Duration::from_secs(2);
 
@@ -82,10 +82,11 @@ impl RankLinks {
         let Some(link) = self.links.get_mut(rank).and_then(Option::as_mut) else {
             return Err(Error::new(Kind::InvalidArgument, what()).why("it is not connected"));
         };
-        link.set_timeout(left(deadline))?;
+        link.set_timeout(left(deadline));
         match link.recv() {
             Ok(BootstrapMsg::Failed { why }) => {
-                Err(Error::new(Kind::PeerLost, what()).why(format!("it failed: {why}")))
+                Err(Error::new(Kind::PeerLost, what())
+                    .why(format!("it failed: {}", printable(&why))))
             }
             Ok(message) => Ok(message),
             Err(error) => Err(Error::new(Kind::PeerLost, what())
@@ -118,40 +119,15 @@ pub(super) fn connect_ranks(rank_info: &RankInfo, timeout: Duration) -> Result<R
     }
 }
 
-/// A listener, and accepted connections that have not identified themselves yet.
-struct Acceptor {
-    listener: TcpListener,
-    waiting: Vec<(Bootstrap, Instant)>,
-}
-
-impl Acceptor {
-    fn new(listener: TcpListener) -> Result<Self> {
-        let set = listener.set_nonblocking(true);
-        set.map_err(|why| Error::os("listen for other ranks", &why))?;
-        Ok(Self { listener, waiting: Vec::new() })
-    }
-
-    /// The next connection that has sent its first message, if any. Connections that send nothing
-    /// in time, or something malformed, are dropped.
-    fn next(&mut self) -> Option<(Bootstrap, BootstrapMsg)> {
-        while let Ok((stream, _)) = self.listener.accept() {
-            if stream.set_nonblocking(false).is_ok()
-                && let Ok(bootstrap) = Bootstrap::from_stream(stream, MESSAGE_TIMEOUT)
-            {
-                self.waiting.push((bootstrap, Instant::now()));
-            }
-        }
-        self.waiting.retain(|(_, since)| since.elapsed() < JOIN_TIMEOUT);
-        let is_readable =
-            |(bootstrap, _): &(Bootstrap, _)| bootstrap.is_readable(Duration::ZERO).unwrap_or(true);
-        let at = self.waiting.iter().position(is_readable)?;
-        let (mut bootstrap, _) = self.waiting.swap_remove(at);
-        match bootstrap.recv() {
-            Ok(message) => Some((bootstrap, message)),
-            Err(why) => {
-                tracing::warn!(peer = %bootstrap.peer(), %why, "rejected a connection");
-                None
-            }
+/// The next connection that has sent its first message, if one comes within [`POLL_INTERVAL`].
+fn next_peer(listener: &mut BootstrapListener) -> Result<Option<(Bootstrap, BootstrapMsg)>> {
+    let Some(mut bootstrap) = listener.next(POLL_INTERVAL)? else { return Ok(None) };
+    bootstrap.set_timeout(MESSAGE_TIMEOUT);
+    match bootstrap.recv() {
+        Ok(message) => Ok(Some((bootstrap, message))),
+        Err(why) => {
+            tracing::warn!(peer = %bootstrap.peer(), %why, "rejected a connection");
+            Ok(None)
         }
     }
 }
@@ -178,7 +154,8 @@ fn host(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
     let (listener, local_ip, _address_file) = listen(rank_info)?;
     let own = listener.local_addr().map_err(|why| Error::os("listen for other ranks", &why))?;
     let mut rank_links = RankLinks { links: (0..rank_info.size).map(|_| None).collect(), local_ip };
-    let gathered = gather(rank_info, Acceptor::new(listener)?, &mut rank_links, own, deadline);
+    let gathered =
+        gather(rank_info, BootstrapListener::new(listener)?, &mut rank_links, own, deadline);
     let table = gathered.inspect_err(|why| rank_links.abort(why))?;
     for rank in 1..rank_info.size {
         rank_links.send(rank, &table)?;
@@ -188,7 +165,7 @@ fn host(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
 
 fn gather(
     rank_info: &RankInfo,
-    mut acceptor: Acceptor,
+    mut listener: BootstrapListener,
     rank_links: &mut RankLinks,
     own: SocketAddr,
     deadline: Instant,
@@ -218,7 +195,7 @@ fn gather(
                 .why(why)
                 .fix("see their output; they need this address and this token"));
         }
-        match acceptor.next() {
+        match next_peer(&mut listener)? {
             Some((bootstrap, BootstrapMsg::Join { version, token, rank, size, listens })) => {
                 if token != rank_info.token {
                     refuse(bootstrap, "the token is not that of this job");
@@ -228,11 +205,12 @@ fn gather(
                     refuse(bootstrap, &why.to_string());
                     return Err(why);
                 }
-                members[rank] = listens;
+                // The address is that of the connection: only the port is the rank's to say.
+                members[rank] = SocketAddr::new(bootstrap.peer().ip(), listens.port());
                 rank_links.links[rank] = Some(bootstrap);
             }
             Some((bootstrap, _)) => refuse(bootstrap, "it sent no rank"),
-            None => std::thread::sleep(POLL_INTERVAL),
+            None => {}
         }
     }
 }
@@ -268,7 +246,7 @@ fn names(ranks: &[usize]) -> String {
 }
 
 /// A random secret that only the ranks of this communicator know.
-fn secret() -> Result<String> {
+pub(super) fn secret() -> Result<String> {
     let mut bytes = [0; 16];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|why| Error::os("read /dev/urandom", &why))?;
@@ -301,6 +279,15 @@ fn listen(rank_info: &RankInfo) -> Result<(TcpListener, IpAddr, AddressFile<'_>)
 
 /// Writes this rank's address to a file, atomically.
 fn write_address_file(path: &Path, address: SocketAddr) -> Result<()> {
+    let failed = |why: std::io::Error| {
+        Error::os(format!("write this rank's address to {}", path.display()), &why)
+            .fix("set WARPWIRE_MASTER=HOST:PORT instead")
+    };
+    // The default folder, which may not exist yet; folders that the user names must.
+    let default = runtime_folder(None);
+    if let Some(folder) = path.parent().filter(|at| at.file_name() == default.file_name()) {
+        make_private_folder(folder).map_err(failed)?;
+    }
     let draft = path.with_extension(format!("draft{}", std::process::id()));
     let mut options = std::fs::OpenOptions::new();
     options.write(true).create_new(true).mode(0o600);
@@ -310,17 +297,20 @@ fn write_address_file(path: &Path, address: SocketAddr) -> Result<()> {
         .and_then(|()| std::fs::rename(&draft, path));
     written.map_err(|why| {
         let _ = std::fs::remove_file(&draft);
-        Error::os(format!("write this rank's address to {}", path.display()), &why)
-            .fix("set WARPWIRE_MASTER=HOST:PORT instead")
+        failed(why)
     })
 }
 
-/// Reads an address file, if this user or root wrote it.
+/// Reads an address file, if it is a file that this user or root wrote. In a folder that others can
+/// write, the name may be a FIFO, which would block, or a link.
 fn read_address_file(path: &Path) -> Option<SocketAddr> {
-    let file = std::fs::File::open(path).ok()?;
-    let owner = file.metadata().ok()?.uid();
-    if owner != rustix::process::geteuid().as_raw() && owner != 0 {
-        tracing::warn!(path = %path.display(), owner, "ignored an address file of another user");
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    let mut options = std::fs::OpenOptions::new();
+    let file = options.read(true).custom_flags(flags).open(path).ok()?;
+    let found = file.metadata().ok()?;
+    if !found.is_file() || !is_trusted_user(found.uid()) {
+        let owner = found.uid();
+        tracing::warn!(path = %path.display(), owner, "ignored: not an address file of this user");
         return None;
     }
     let mut text = String::new();
@@ -331,7 +321,7 @@ fn read_address_file(path: &Path) -> Option<SocketAddr> {
 /// Bootstrap of the other ranks: connects to rank 0, then to lower ranks, and accepts higher ranks.
 fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
     let (mut bootstrap, listener) = reach_host(rank_info, deadline)?;
-    bootstrap.set_timeout(left(deadline))?;
+    bootstrap.set_timeout(left(deadline));
     let local_ip = bootstrap.local()?.ip();
     let no_table = |error: Error| {
         let why = error.reason().to_owned();
@@ -343,15 +333,21 @@ fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
             (members, secret)
         }
         BootstrapMsg::Failed { why } => {
-            let why = format!("rank 0 failed: {why}");
+            let why = format!("rank 0 failed: {}", printable(&why));
             return Err(Error::new(Kind::PeerLost, "connect to the other ranks").why(why));
         }
         other => return Err(unexpected(0, &other)),
     };
     let mut rank_links = RankLinks { links: (0..rank_info.size).map(|_| None).collect(), local_ip };
     rank_links.links[0] = Some(bootstrap);
-    let meshed =
-        mesh(rank_info, &mut rank_links, Acceptor::new(listener)?, &members, &secret, deadline);
+    let meshed = mesh(
+        rank_info,
+        &mut rank_links,
+        BootstrapListener::new(listener)?,
+        &members,
+        &secret,
+        deadline,
+    );
     meshed.inspect_err(|why| rank_links.abort(why))?;
     Ok(rank_links)
 }
@@ -359,7 +355,7 @@ fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
 /// Connects to rank 0 and sends its rank; retries until the deadline, since rank 0 may start later.
 fn reach_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, TcpListener)> {
     loop {
-        let last = match try_host(rank_info) {
+        let last = match try_host(rank_info, deadline) {
             Ok(reached) => return Ok(reached),
             Err(error) => error.during("connect to rank 0").fix("start rank 0, or see its output"),
         };
@@ -374,19 +370,20 @@ fn reach_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, Tcp
     }
 }
 
-fn try_host(rank_info: &RankInfo) -> Result<(Bootstrap, TcpListener)> {
+fn try_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, TcpListener)> {
     let failed = |why: &std::io::Error| Error::os("connect to rank 0", why);
     let missing = || {
         let error = Error::new(Kind::Timeout, "connect to rank 0");
         error.why("it has not published its address, or the name does not resolve")
     };
-    let address = match &rank_info.rendezvous {
-        Rendezvous::Address(text) => text.to_socket_addrs().map_err(|why| failed(&why))?.next(),
-        Rendezvous::File(path) => read_address_file(path),
+    let addresses: Vec<SocketAddr> = match &rank_info.rendezvous {
+        Rendezvous::Address(text) => text.to_socket_addrs().map_err(|why| failed(&why))?.collect(),
+        Rendezvous::File(path) => read_address_file(path).into_iter().collect(),
     };
-    let address = address.ok_or_else(missing)?;
-    let stream =
-        TcpStream::connect_timeout(&address, MESSAGE_TIMEOUT).map_err(|why| failed(&why))?;
+    if addresses.is_empty() {
+        return Err(missing());
+    }
+    let stream = connect_any(&addresses, deadline, MESSAGE_TIMEOUT).map_err(|why| failed(&why))?;
     let mut bootstrap = Bootstrap::from_stream(stream, MESSAGE_TIMEOUT)?;
     // Bound to the address that rank 0 sees: loopback if rank 0 was reached over loopback.
     let listener = TcpListener::bind((bootstrap.local()?.ip(), 0)).map_err(|why| failed(&why))?;
@@ -406,7 +403,7 @@ fn try_host(rank_info: &RankInfo) -> Result<(Bootstrap, TcpListener)> {
 fn mesh(
     rank_info: &RankInfo,
     rank_links: &mut RankLinks,
-    mut acceptor: Acceptor,
+    mut listener: BootstrapListener,
     members: &[SocketAddr],
     secret: &str,
     deadline: Instant,
@@ -429,14 +426,14 @@ fn mesh(
             let error = Error::new(Kind::Timeout, "connect to the other ranks");
             return Err(error.why(format!("they did not connect: {}", names(&missing))));
         }
-        match acceptor.next() {
+        match next_peer(&mut listener)? {
             Some((bootstrap, BootstrapMsg::Mesh { secret: theirs, rank }))
                 if theirs == secret && missing.contains(&rank) =>
             {
                 rank_links.links[rank] = Some(bootstrap);
             }
             Some((bootstrap, _)) => refuse(bootstrap, "it is not an expected rank"),
-            None => std::thread::sleep(POLL_INTERVAL),
+            None => {}
         }
     }
 }

@@ -12,6 +12,7 @@ use rustix::net::sockopt;
 use super::rendezvous::BootstrapMsg;
 use super::shared::Shared;
 use crate::error::{Error, Kind, Result};
+use crate::units::printable;
 use crate::verbs::EventFd;
 
 /// TCP keep-alive: a silent machine is declared dead after 5 s + 4 × 2 s.
@@ -67,7 +68,7 @@ fn enable_keepalive(stream: &std::net::TcpStream) {
 
 fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
     // Bytes buffered with an earlier message do not make the descriptor readable.
-    watched.retain(|(rank, _)| !is_readable(shared, *rank) || recv(shared, *rank));
+    watched.retain(|(rank, _)| recv(shared, *rank));
     while !stop.wait(Duration::ZERO).unwrap_or(true) {
         let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
         fds.extend(watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
@@ -83,20 +84,15 @@ fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
     }
 }
 
-fn is_readable(shared: &Shared, rank: usize) -> bool {
-    let link = shared.links[rank].as_ref();
-    link.is_some_and(|link| link.lock().is_readable(Duration::ZERO).unwrap_or(true))
-}
-
-/// Receives messages of a rank and wakes waiting threads. False once the rank is lost.
+/// Receives the complete messages of a rank and wakes waiting threads. False once the rank is lost.
 fn recv(shared: &Shared, rank: usize) -> bool {
     let Some(link) = &shared.links[rank] else { return false };
     let mut link = link.lock();
     loop {
-        let message = link.recv::<BootstrapMsg>();
-        let is_alive = on_message(shared, rank, message);
-        if !is_alive || !link.is_readable(Duration::ZERO).unwrap_or(true) {
-            return is_alive;
+        // A part of a message must not block this thread, nor others that wait for the lock.
+        let Some(message) = link.try_recv::<BootstrapMsg>().transpose() else { return true };
+        if !on_message(shared, rank, message) {
+            return false;
         }
     }
 }
@@ -114,7 +110,7 @@ fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bo
             true
         }
         Ok(BootstrapMsg::Bye { why: Some(why) } | BootstrapMsg::Failed { why }) => {
-            let error = lost(format!("rank {rank} aborted: {why}"));
+            let error = lost(format!("rank {rank} aborted: {}", printable(&why)));
             state.fail_peer(rank, error);
             false
         }

@@ -30,6 +30,11 @@ impl DeviceCache {
         Self { fixed, opened: Vec::new() }
     }
 
+    /// Whether the device is a NIC, whose address may differ from that of TCP connections.
+    pub(super) fn is_hardware(&self) -> bool {
+        self.fixed.as_ref().is_some_and(|context| context.soft().is_none())
+    }
+
     /// The device for connections with this local address; opened on first use.
     fn context(&mut self, local: SocketAddr) -> Result<Context> {
         if let Some(context) = &self.fixed {

@@ -1,7 +1,7 @@
 //! `warp` connections on the host: handshake over TCP, supervision and release. Their data bypasses
 //! this thread.
 //!
-//! 1. The connecting end sends first. Until an accepted connection has sent its hello it has no
+//! 1. The connecting end sends first. Until an accepted connection has sent a valid hello it has no
 //!    socket, no rings and no queue pair: it waits in [`PendingHandshakes`], with a deadline.
 //! 2. Everything that is created for a connection belongs to it alone and is released with it: QP
 //!    slot, queue pair, registrations.
@@ -54,7 +54,7 @@ struct PendingConn {
     fd: OwnedFd,
     peer: Option<SocketAddr>,
     listener: i32,
-    buffered: Vec<u8>,
+    handshake: Handshake,
     deadline: Instant,
 }
 
@@ -76,28 +76,34 @@ impl PendingHandshakes {
     }
 }
 
-/// Result of reading a hello.
-enum ReadOutcome {
-    Hello,
-    Incomplete,
-    Closed,
-}
-
 impl PendingConn {
-    fn read_hello(&mut self) -> ReadOutcome {
+    /// Reads the hello: whether it is complete, or an errno if the connection is to be dropped.
+    fn read_hello(&mut self, is_hardware: bool) -> std::result::Result<bool, Errno> {
         let mut bytes = [0; MAX_LINE];
-        loop {
-            if self.buffered.contains(&b'\n') || self.buffered.len() > MAX_LINE {
-                return ReadOutcome::Hello;
+        while self.handshake.peer().is_none() {
+            let count = match rustix::net::recv(&self.fd, &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Err(Errno::CONNRESET),
+                Ok((count, _)) => count,
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => continue,
+                Err(errno) => return Err(errno),
+            };
+            let mut taken = self.handshake.take(&bytes[..count]);
+            if let (Some(hello), Some(peer), false) =
+                (self.handshake.peer(), self.peer, is_hardware)
+                && taken.is_ok()
+                && let Err(error) = hello.check_address(peer.ip())
+            {
+                self.handshake.refuse(&error);
+                taken = Err(error);
             }
-            match rustix::net::recv(&self.fd, &mut bytes, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return ReadOutcome::Closed,
-                Ok((count, _)) => self.buffered.extend_from_slice(&bytes[..count]),
-                Err(Errno::AGAIN) => return ReadOutcome::Incomplete,
-                Err(Errno::INTR) => {}
-                Err(_) => return ReadOutcome::Closed,
+            if let Err(error) = taken {
+                // Send the peer the reason, if it still reads.
+                let _ = flush_handshake(&mut self.handshake, &self.fd);
+                return Err(refusal(&error));
             }
         }
+        Ok(true)
     }
 }
 
@@ -115,13 +121,13 @@ impl Agent {
         }
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         self.pending.next = (number + 1) % PENDING_BIT;
-        let buffered = Vec::new();
+        let handshake = Handshake::accepting();
         self.pending.conns.push_back(PendingConn {
             number,
             fd,
             peer,
             listener,
-            buffered,
+            handshake,
             deadline,
         });
     }
@@ -138,15 +144,16 @@ impl Agent {
     /// Reads a pending connection and promotes it if its hello is complete; false if it stays
     /// pending.
     fn try_promote(&mut self, at: usize) -> Result<bool> {
+        let is_hardware = self.device_cache.is_hardware();
         let Some(conn) = self.pending.conns.get_mut(at) else { return Ok(false) };
         let handle = conn.listener;
-        match conn.read_hello() {
-            ReadOutcome::Incomplete => return Ok(false),
-            ReadOutcome::Closed => {
+        match conn.read_hello(is_hardware) {
+            Ok(false) => return Ok(false),
+            Err(_) => {
                 self.pending.conns.remove(at);
                 return Ok(true);
             }
-            ReadOutcome::Hello => {}
+            Ok(true) => {}
         }
         let Ok(listener) = self.find(handle) else {
             self.pending.conns.remove(at);
@@ -191,19 +198,30 @@ impl Agent {
             tracing::warn!(%errno, "no rings for an accepted connection; it is reset");
             return self.abort_connection(index, errno);
         }
-        self.begin_handshake(index, &conn.buffered)
+        self.begin_handshake(index, conn.handshake, conn.deadline)
     }
 
-    /// TCP is connected: allocates the queue pair and starts the handshake.
-    pub(super) fn begin_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
-        let handshake = self.attach(index).and_then(|hello| Handshake::new(&hello));
+    /// TCP is connected: allocates the queue pair and sends our hello.
+    pub(super) fn begin_connecting(&mut self, index: u16) -> Result<()> {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        self.begin_handshake(index, Handshake::accepting(), deadline)
+    }
+
+    /// Allocates the queue pair and sends our hello. The deadline is that of the whole handshake.
+    fn begin_handshake(
+        &mut self,
+        index: u16,
+        mut handshake: Handshake,
+        deadline: Instant,
+    ) -> Result<()> {
+        let introduced = self.attach(index).and_then(|hello| handshake.introduce(&hello));
         let socket = &mut self.sockets[usize::from(index)];
-        match handshake {
-            Ok(handshake) => {
+        match introduced {
+            Ok(()) => {
                 socket.warp.handshake = Some(handshake);
-                socket.warp.deadline = Some(Instant::now() + HANDSHAKE_TIMEOUT);
+                socket.warp.deadline = Some(deadline);
                 self.publish_socket(index)?;
-                self.drive_handshake(index, buffered)
+                self.drive_handshake(index)
             }
             Err(error) => {
                 tracing::warn!(%error, "no queue pair for a connection; it is reset");
@@ -259,7 +277,7 @@ impl Agent {
             if socket.warp.handshake.is_none() {
                 self.finish_connecting(index)?;
             } else {
-                self.drive_handshake(index, &[])?;
+                self.drive_handshake(index)?;
             }
             return Ok(false);
         }
@@ -270,9 +288,9 @@ impl Agent {
         Ok(false)
     }
 
-    /// Continues a handshake with the bytes in `buffered` and those that can be read now.
-    fn drive_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
-        let outcome = self.try_handshake(index, buffered);
+    /// Continues a handshake with the bytes that can be read now.
+    fn drive_handshake(&mut self, index: u16) -> Result<()> {
+        let outcome = self.try_handshake(index);
         let socket = &self.sockets[usize::from(index)];
         let is_late = socket.warp.deadline.is_some_and(|deadline| Instant::now() > deadline);
         match outcome {
@@ -287,10 +305,9 @@ impl Agent {
     }
 
     /// True when the handshake is complete.
-    fn try_handshake(&mut self, index: u16, buffered: &[u8]) -> std::result::Result<bool, Errno> {
+    fn try_handshake(&mut self, index: u16) -> std::result::Result<bool, Errno> {
         let mut bytes = [0; MAX_LINE];
-        let mut count = buffered.len().min(MAX_LINE);
-        bytes[..count].copy_from_slice(&buffered[..count]);
+        let mut count = 0;
         loop {
             let socket = &mut self.sockets[usize::from(index)];
             let (Some(handshake), Some(fd)) = (&mut socket.warp.handshake, &socket.fd) else {
@@ -340,8 +357,15 @@ impl Agent {
         else {
             return Err(Errno::NOBUFS);
         };
-        let connected = conn_resources
-            .connect_qp(qp_slots, peer_hello)
+        let peer = socket.fd.as_ref().and_then(|fd| rustix::net::getpeername(fd).ok().flatten());
+        let peer = peer.and_then(|name| SocketAddr::try_from(name).ok());
+        let checked = match peer {
+            Some(peer) if !self.device_cache.is_hardware() => peer_hello.check_address(peer.ip()),
+            Some(_) => Ok(()),
+            None => return Err(Errno::CONNRESET),
+        };
+        let connected = checked
+            .and_then(|()| conn_resources.connect_qp(qp_slots, peer_hello))
             .and_then(|()| self.publish_socket(index));
         let socket = &mut self.sockets[usize::from(index)];
         let Some(handshake) = &mut socket.warp.handshake else { return Err(Errno::NOBUFS) };

@@ -57,7 +57,7 @@ impl Agent {
             }
             Ok(Ok(())) if socket.is_warp => {
                 socket.readable = true;
-                return self.begin_handshake(index, &[]);
+                return self.begin_connecting(index);
             }
             Ok(Ok(())) => {
                 socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;

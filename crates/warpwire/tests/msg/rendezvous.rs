@@ -25,6 +25,10 @@ cases!(Fixture; ONCE:
     foreign_connections_are_refused,
     a_rank_that_disconnects_early,
     the_address_file_is_replaced_and_removed,
+    strangers_that_dawdle_delay_no_rank,
+    a_stranger_does_not_outlast_the_timeout,
+    names_in_place_of_the_address_file,
+    every_address_of_a_name_is_tried,
 );
 
 const SHORT: Duration = Duration::from_millis(700);
@@ -222,4 +226,101 @@ fn the_address_file_is_replaced_and_removed(_: &Fixture) {
     let nowhere = RankInfo { rendezvous: Rendezvous::File("/no/such/folder/x".into()), ..at(0) };
     let error = Comm::open(nowhere, CommOptions::default()).unwrap_err();
     assert!(error.to_string().contains("/no/such/folder/x"), "{error}");
+}
+
+/// Connects, and sends a blank every 50 ms until it is disconnected.
+fn drip(address: &str) -> JoinHandle<()> {
+    let start = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => break stream,
+            Err(_) if start.elapsed() < test_timeout() => {
+                std::thread::sleep(Duration::from_millis(5))
+            }
+            Err(why) => panic!("{why}"),
+        }
+    };
+    stream.write_all(b" ").unwrap();
+    std::thread::spawn(move || {
+        while stream.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    })
+}
+
+/// Rank 0 reads several connections at a time.
+fn strangers_that_dawdle_delay_no_rank(_: &Fixture) {
+    let address = free_address();
+    let start = Instant::now();
+    let host = open(rank_info(0, 2, &address, "t"), test_timeout());
+    let strangers: Vec<_> = (0..4).map(|_| drip(&address)).collect();
+    let other = open(rank_info(1, 2, &address, "t"), test_timeout());
+    let ranks = [host, other].map(|rank| rank.join().unwrap().unwrap());
+    assert!(start.elapsed() < test_timeout() / 2, "{:?}", start.elapsed());
+    drop(ranks);
+    strangers.into_iter().for_each(|stranger| stranger.join().unwrap());
+}
+
+/// The timeout covers the whole rendezvous, not each byte that arrives.
+fn a_stranger_does_not_outlast_the_timeout(_: &Fixture) {
+    let address = free_address();
+    let start = Instant::now();
+    let host = open(rank_info(0, 2, &address, "t"), SHORT);
+    let stranger = drip(&address);
+    let error = expect_error(host);
+    assert!(error.to_string().contains("1 of 2 did not join: rank 1"), "{error}");
+    assert!(start.elapsed() < testkit::deadline(Duration::from_secs(3)), "{:?}", start.elapsed());
+    stranger.join().unwrap();
+    // The other way round: a stranger in the place of rank 0.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let dripping = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        while stream.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    });
+    let start = Instant::now();
+    let error = expect_error(open(rank_info(1, 2, &address, "t"), SHORT));
+    assert!(error.to_string().contains("no complete message"), "{error}");
+    assert!(start.elapsed() < testkit::deadline(Duration::from_secs(6)), "{:?}", start.elapsed());
+    dripping.join().unwrap();
+}
+
+/// A FIFO, a link and a folder, where others may have put them.
+fn names_in_place_of_the_address_file(_: &Fixture) {
+    let folder = tempfile::tempdir().unwrap();
+    let (fifo, link) = (folder.path().join("fifo"), folder.path().join("link"));
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &fifo,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RWXU,
+        0,
+    )
+    .unwrap();
+    std::fs::write(folder.path().join("file"), "127.0.0.1:1\n").unwrap();
+    std::os::unix::fs::symlink(folder.path().join("file"), &link).unwrap();
+    for path in [fifo, link, folder.path().to_owned()] {
+        let start = Instant::now();
+        let mut second = rank_info(1, 2, "", "");
+        second.rendezvous = Rendezvous::File(path.clone());
+        let error = expect_error(open(second, Duration::from_millis(100)));
+        assert!(error.to_string().contains("has not published its address"), "{path:?}: {error}");
+        let limit = testkit::deadline(Duration::from_secs(6));
+        assert!(start.elapsed() < limit, "{path:?}: {:?}", start.elapsed());
+    }
+}
+
+/// `localhost` may be ::1 first, and rank 0 listen on 127.0.0.1.
+fn every_address_of_a_name_is_tried(_: &Fixture) {
+    use std::net::ToSocketAddrs;
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let name = format!("localhost:{port}");
+    if !name.to_socket_addrs().is_ok_and(|mut found| found.any(|address| address.is_ipv4())) {
+        return; // a machine whose localhost has no IPv4 address
+    }
+    let host = open(rank_info(0, 2, &format!("127.0.0.1:{port}"), ""), test_timeout());
+    let other = open(rank_info(1, 2, &name, ""), test_timeout());
+    drop([host, other].map(|rank| rank.join().unwrap().unwrap()));
 }

@@ -316,9 +316,20 @@ fn strangers_are_refused(testbed: &Testbed) {
     let server = hosts.there.first();
     let (listener, name) = listen(server, loopbacks()[0], 8);
     let long = vec![b'x'; 5000];
-    for message in
-        [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\n", b"{\"warpwire\":1,\"words\":\"ready\"}\n", &long]
-    {
+    // A valid hello, with a queue pair elsewhere.
+    let third = std::net::UdpSocket::bind("127.0.0.9:0").unwrap();
+    let lie = format!(
+        concat!(
+            r#"{{"warpwire":1,"words":{{"hello":{{"magic":"warp socket","version":1,"#,
+            r#""endpoint":{{"address":"{}","qpn":1,"psn":1,"mtu":1024,"max_rd_atomic":1}},"#,
+            r#""ring":{{"address":0,"rkey":0}},"ring_size":4096,"#,
+            r#""received":{{"address":0,"rkey":0}},"taken":{{"address":8,"rkey":0}}}}}}}}"#,
+            "\n"
+        ),
+        third.local_addr().unwrap()
+    );
+    let ready = b"{\"warpwire\":1,\"words\":\"ready\"}\n";
+    for message in [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\n", ready, &long, lie.as_bytes()] {
         let mut stranger = TcpStream::connect(name).unwrap();
         stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         stranger.write_all(message).unwrap();
@@ -334,6 +345,8 @@ fn strangers_are_refused(testbed: &Testbed) {
         "the first accepted connection is not a stranger"
     );
     until("nothing else is left", || hosts.there.host.stats().open == 2);
+    third.set_nonblocking(true).unwrap();
+    assert!(third.recv(&mut [0; 64]).is_err(), "the third party got a packet");
 }
 
 fn silent_strangers_do_no_harm(testbed: &Testbed) {

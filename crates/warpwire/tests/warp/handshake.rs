@@ -21,6 +21,7 @@ cases!(Testbed; CASES:
     impossible_counters,
     data_on_the_tcp_connection,
     a_peer_that_writes_where_it_must_not,
+    a_hello_for_a_third_party_is_refused,
 );
 
 fn hello_line() -> Vec<u8> {
@@ -264,4 +265,33 @@ fn a_peer_that_writes_where_it_must_not(testbed: &Testbed) {
     // The peer exits: only this connection ends.
     drop(raw_peer);
     assert_eq!((&stream).read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+}
+
+/// Whoever connects cannot make either end send packets to an address of their choice.
+fn a_hello_for_a_third_party_is_refused(testbed: &Testbed) {
+    let third = std::net::UdpSocket::bind("127.0.0.9:0").unwrap();
+    third.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let text = String::from_utf8(hello_line()).unwrap();
+    let lie = text.replace("127.0.0.1:9", &third.local_addr().unwrap().to_string());
+    let ready = "{\"warpwire\":1,\"words\":\"ready\"}\n";
+    let listener = testbed.listen();
+    let mut tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    tcp.set_read_timeout(Some(test_timeout())).unwrap();
+    tcp.write_all(lie.as_bytes()).unwrap();
+    let mut answer = String::new();
+    let ended = tcp.read_to_string(&mut answer);
+    assert!(answer.contains("comes from 127.0.0.1") || ended.is_err(), "{answer}");
+    still_works(testbed, &listener);
+    // A server that lies to a client.
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = server.local_addr().unwrap();
+    let serving = std::thread::spawn(move || {
+        let (mut tcp, _) = server.accept().unwrap();
+        let _ = tcp.write_all(format!("{lie}{ready}").as_bytes());
+        let _ = tcp.read_to_string(&mut String::new());
+    });
+    let error = testbed.here.connect(address).map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
+    serving.join().unwrap();
+    assert!(third.recv(&mut [0; 64]).is_err(), "the third party got a packet");
 }

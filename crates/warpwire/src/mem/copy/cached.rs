@@ -1,5 +1,6 @@
 //! Copies within the host's own, cached memory: a `memcpy` that is opaque to the compiler and whose
-//! last bytes become visible last.
+//! last byte becomes visible last. On x86-64 stores become visible in order (TSO); elsewhere a
+//! release fence precedes the store of the last word.
 //!
 //! # Direction
 //! Long copies use `rep movsb` where it is fast (ERMSB). But a forward copy suffers 4K aliasing if
@@ -31,7 +32,8 @@ const ALIAS_PERIOD: usize = 4096;
 const ALIAS_DISTANCE: usize = 512;
 
 /// Copies `len` bytes within the host's own, cached memory; other threads or processes may access
-/// one side concurrently. The last bytes become visible last.
+/// one side concurrently. The last byte becomes visible last: a reader that sees it in an acquire
+/// load sees all others.
 ///
 /// # Safety
 /// `to` is valid for writes and `from` for reads of `len` bytes, and the two do not overlap.
@@ -43,14 +45,46 @@ pub(crate) unsafe fn cached(to: *mut u8, from: *const u8, len: usize) {
     });
     let aliases = len >= MIN_ALIASING_CHECK && aliases_4k(to.addr(), from.addr());
     let body = if aliases || len >= min_rep_movsb { len - TAIL_LEN } else { 0 };
-    // SAFETY: the caller's contract, for two adjacent parts; the routine is available.
+    let last = last_len(to.addr(), len);
+    // SAFETY: the caller's contract, for three adjacent parts; the routine is available.
     unsafe {
         if aliases {
             copy_backward(routine, to, from, body);
         } else if body > 0 {
             rep_movsb(to, from, body);
         }
-        copy_forward(routine, to.add(body), from.add(body), len - body);
+        copy_forward(routine, to.add(body), from.add(body), len - body - last);
+        if last > 0 {
+            store_last(to.add(len - last), from.add(len - last), last);
+        }
+    }
+}
+
+/// Length of the part that is stored by itself, after a fence: none on x86-64, else the last word
+/// if its address is aligned, or the last byte.
+#[inline]
+fn last_len(to: usize, len: usize) -> usize {
+    match len {
+        _ if cfg!(target_arch = "x86_64") => 0,
+        0 => 0,
+        _ if len >= 8 && (to + len).is_multiple_of(8) => 8,
+        _ => 1,
+    }
+}
+
+/// Makes all earlier stores visible, then stores the last word or byte.
+///
+/// # Safety
+/// As for [`cached`]; `len` is 1, or 8 with `to` aligned to 8.
+#[inline]
+unsafe fn store_last(to: *mut u8, from: *const u8, len: usize) {
+    std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
+    // SAFETY: the caller's contract. Volatile, as other threads or processes may access the memory.
+    unsafe {
+        match len {
+            8 => to.cast::<u64>().write_volatile(from.cast::<u64>().read_unaligned()),
+            _ => to.write_volatile(from.read_volatile()),
+        }
     }
 }
 
@@ -162,6 +196,23 @@ mod tests {
             }
         }
         assert!(aliases_4k(100, usize::MAX - 4095), "addresses wrap");
+    }
+
+    #[test]
+    fn the_last_word_is_stored_by_itself() {
+        let source = pattern(64);
+        for (at, len) in [(0, 1), (0, 8), (8, 8), (3, 5)] {
+            let mut target = [0_u64; 8];
+            let to = target.as_mut_ptr().cast::<u8>();
+            let last = if (at + len) % 8 == 0 && len >= 8 { 8 } else { 1 };
+            // SAFETY: inside the array, which is aligned to 8, and not shared.
+            unsafe { store_last(to.add(at + len - last), source.as_ptr().add(len - last), last) };
+            let stored = target.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>();
+            assert_eq!(stored[at + len - last..at + len], source[len - last..len]);
+        }
+        let expected: [usize; 4] = if cfg!(target_arch = "x86_64") { [0; 4] } else { [0, 1, 8, 1] };
+        let cases = [(16, 0), (16, 7), (16, 64), (15, 64)];
+        assert_eq!(cases.map(|(to, len)| last_len(to, len)), expected);
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! The handshake of a connection over TCP, without I/O: bytes in, bytes out.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
+use crate::units::printable;
 use crate::verbs::bootstrap::{decode_line, encode_line};
 use crate::verbs::{Mtu, QpEndpoint, Remote};
 
@@ -88,6 +91,22 @@ impl Hello {
         }
         Ok(())
     }
+
+    /// Checks that the queue pair is at the address of the TCP connection's peer. Packets would
+    /// otherwise go to any third party that the peer names.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] with both addresses.
+    pub fn check_address(&self, peer: IpAddr) -> Result<()> {
+        let (named, peer) = (self.endpoint.address.ip().to_canonical(), peer.to_canonical());
+        if named == peer {
+            return Ok(());
+        }
+        let error = Error::new(Kind::Malformed, "accept a hello");
+        Err(error
+            .why(format!("its queue pair is at {named}, its TCP connection comes from {peer}"))
+            .fix("connect from the address that its RDMA device is bound to"))
+    }
 }
 
 /// A message of the handshake, one per line.
@@ -155,6 +174,7 @@ pub struct Handshake {
     /// An incomplete line.
     line: Vec<u8>,
     peer: Option<Hello>,
+    is_introduced: bool,
     is_ready: bool,
     peer_ready: bool,
     has_failed: bool,
@@ -166,18 +186,38 @@ impl Handshake {
     /// # Errors
     /// If the hello is invalid, see [`Hello::check`].
     pub fn new(mine: &Hello) -> Result<Self> {
-        mine.check()?;
-        let message =
-            HandshakeMsg::Hello { magic: MAGIC.to_owned(), version: VERSION, hello: *mine };
-        Ok(Self {
-            out: encode_line(&message)?.into_bytes(),
+        let mut handshake = Self::accepting();
+        handshake.introduce(mine)?;
+        Ok(handshake)
+    }
+
+    /// Starts a handshake of the accepting end, which need not create a queue pair before
+    /// [`peer`](Self::peer) is known; then it calls [`introduce`](Self::introduce).
+    pub fn accepting() -> Self {
+        Self {
+            out: Vec::new(),
             sent: 0,
             line: Vec::new(),
             peer: None,
+            is_introduced: false,
             is_ready: false,
             peer_ready: false,
             has_failed: false,
-        })
+        }
+    }
+
+    /// Queues our hello, once.
+    ///
+    /// # Errors
+    /// If the hello is invalid, see [`Hello::check`].
+    pub fn introduce(&mut self, mine: &Hello) -> Result<()> {
+        mine.check()?;
+        if !std::mem::replace(&mut self.is_introduced, true) {
+            let magic = MAGIC.to_owned();
+            let message = HandshakeMsg::Hello { magic, version: VERSION, hello: *mine };
+            self.out.extend_from_slice(encode_line(&message)?.as_bytes());
+        }
+        Ok(())
     }
 
     /// Bytes to be sent.
@@ -233,9 +273,8 @@ impl Handshake {
             decode_line(line).map_err(|error| error.during("complete a handshake"))?;
         match (message, &self.peer) {
             (HandshakeMsg::Refused(why), _) => {
-                let why: String = why.chars().filter(|c| !c.is_control()).take(300).collect();
                 Err(Error::new(Kind::PeerLost, "complete a handshake")
-                    .why(format!("the peer refused: {why}")))
+                    .why(format!("the peer refused: {}", printable(&why))))
             }
             (HandshakeMsg::Hello { magic, version, hello }, None) => {
                 if magic != MAGIC {
@@ -254,7 +293,9 @@ impl Handshake {
             (HandshakeMsg::Hello { .. }, Some(_)) => Err(malformed("the peer sent a second hello")),
             (HandshakeMsg::Ready, None) => Err(malformed("the peer sent `ready` before its hello")),
             // Our hello is not sent yet, so the peer cannot be ready.
-            (HandshakeMsg::Ready, Some(_)) if !self.is_ready && self.sent < self.out.len() => {
+            (HandshakeMsg::Ready, Some(_))
+                if !self.is_ready && (!self.is_introduced || self.sent < self.out.len()) =>
+            {
                 Err(malformed("the peer sent `ready` before our hello was sent"))
             }
             (HandshakeMsg::Ready, Some(_)) => {
@@ -413,9 +454,43 @@ mod tests {
             let error = feed_bytes(&bytes).expect_err(expected);
             assert!(error.to_string().contains(expected), "{error}");
         }
-        let mut early = Handshake::new(&super::tests::hello()).unwrap();
-        let error = early.take(&[&hello, ready].concat()).unwrap_err();
-        assert!(error.to_string().contains("before our hello"), "{error}");
+        for mut early in [Handshake::new(&super::tests::hello()).unwrap(), Handshake::accepting()] {
+            let error = early.take(&[&hello, ready].concat()).unwrap_err();
+            assert!(error.to_string().contains("before our hello"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_accepting_end_introduces_itself_second() {
+        let mut end = Handshake::accepting();
+        end.take(&line(|_| {})).unwrap();
+        assert_eq!((end.peer(), end.to_send()), (Some(&hello()), &b""[..]));
+        end.introduce(&hello()).unwrap();
+        end.introduce(&hello()).unwrap();
+        assert_eq!(end.to_send(), Handshake::new(&hello()).unwrap().to_send(), "once");
+        let bad = Hello { ring_size: 1, ..hello() };
+        assert!(Handshake::accepting().introduce(&bad).is_err());
+        // A stranger is refused without a hello.
+        let mut end = Handshake::accepting();
+        end.take(b"GET / HTTP/1.1\r\n").unwrap_err();
+        assert!(std::str::from_utf8(end.to_send()).unwrap().contains("refused"));
+    }
+
+    #[test]
+    fn a_queue_pair_must_be_where_the_connection_comes_from() {
+        let at = |text: &str| {
+            let mut hello = hello();
+            hello.endpoint.address = text.parse().unwrap();
+            hello
+        };
+        let peer: IpAddr = "10.0.0.1".parse().unwrap();
+        at("10.0.0.1:4791").check_address(peer).unwrap();
+        at("[::ffff:10.0.0.1]:9").check_address(peer).unwrap();
+        at("10.0.0.1:9").check_address("::ffff:10.0.0.1".parse().unwrap()).unwrap();
+        for other in ["10.0.0.2:4791", "[::1]:4791", "0.0.0.0:4791", "255.255.255.255:1"] {
+            let error = at(other).check_address(peer).unwrap_err();
+            assert!(error.to_string().contains("comes from 10.0.0.1"), "{error}");
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::connection::{Connection, LocalResources, io_error};
-use super::handshake::{Handshake, MAX_RING, MIN_RING};
+use super::handshake::{Handshake, Hello, MAX_RING, MIN_RING};
 use super::listener::WarpListener;
 use super::service::{Command, CommandQueue, Service};
 use super::stream::WarpStream;
@@ -161,7 +161,7 @@ impl Net {
         let peer = tcp.peer_addr()?;
         let mut conn_setup = self.0.begin(tcp).map_err(io_error)?;
         loop {
-            if conn_setup.advance()? {
+            if conn_setup.advance(&self.0)? {
                 return Ok(WarpStream::new(self.0.finish_handshake(conn_setup)?));
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -195,6 +195,11 @@ impl Inner {
         self.command_queue.submit(command);
     }
 
+    /// Whether the device is a NIC, whose address may differ from that of TCP connections.
+    fn is_hardware(&self) -> bool {
+        matches!(&self.devices, Devices::One(context) if context.soft().is_none())
+    }
+
     /// The device for connections with this local address.
     fn device(&self, local: IpAddr) -> Result<Context> {
         let by_address = match &self.devices {
@@ -212,12 +217,11 @@ impl Inner {
         Ok(context)
     }
 
-    /// Starts the handshake of a connection.
-    pub(super) fn begin(self: &Arc<Self>, tcp: TcpStream) -> Result<ConnSetup> {
-        let local = tcp.local_addr().map_err(|why| Error::os("query the local address", &why))?;
-        let resources = LocalResources::new(&self.device(local.ip())?, &self.options)?;
-        let handshake = Handshake::new(&resources.hello())?;
-        Ok(ConnSetup { tcp, resources, handshake })
+    /// Starts the handshake of a connecting end.
+    fn begin(&self, tcp: TcpStream) -> Result<ConnSetup> {
+        let mut conn_setup = ConnSetup::accepted(tcp);
+        conn_setup.introduce(self)?;
+        Ok(conn_setup)
     }
 
     /// Creates a connection after its handshake.
@@ -227,6 +231,7 @@ impl Inner {
     ) -> io::Result<Arc<Connection>> {
         let ConnSetup { tcp, resources, handshake } = conn_setup;
         let peer = *handshake.peer().ok_or(io::ErrorKind::NotConnected)?;
+        let resources = resources.ok_or(io::ErrorKind::NotConnected)?;
         let connection = Arc::new(Connection::new(resources, peer, tcp, self.clone())?);
         self.submit(Command::Add(Arc::downgrade(&connection)));
         Ok(connection)
@@ -251,17 +256,34 @@ impl std::fmt::Debug for Inner {
 /// A connection in the handshake.
 pub(super) struct ConnSetup {
     pub(super) tcp: TcpStream,
-    resources: LocalResources,
+    /// `None` until an accepted connection has sent a valid hello: strangers cost a descriptor, and
+    /// no queue pair and no memory.
+    resources: Option<LocalResources>,
     handshake: Handshake,
 }
 
 impl ConnSetup {
+    /// An accepted connection, whose peer sends its hello first.
+    pub(super) fn accepted(tcp: TcpStream) -> Self {
+        Self { tcp, resources: None, handshake: Handshake::accepting() }
+    }
+
+    /// Creates the queue pair and queues our hello.
+    fn introduce(&mut self, net: &Inner) -> Result<()> {
+        let local = self.tcp.local_addr();
+        let local = local.map_err(|why| Error::os("query the local address", &why))?;
+        let resources = LocalResources::new(&net.device(local.ip())?, &net.options)?;
+        self.handshake.introduce(&resources.hello())?;
+        self.resources = Some(resources);
+        Ok(())
+    }
+
     /// Receives and sends what is possible without blocking; returns whether the handshake is
     /// complete.
-    pub(super) fn advance(&mut self) -> io::Result<bool> {
+    pub(super) fn advance(&mut self, net: &Inner) -> io::Result<bool> {
         let mut bytes = [0; 512];
         loop {
-            let drained = self.advance_once(&mut bytes);
+            let drained = self.advance_once(net, &mut bytes);
             let sent = self.send();
             if drained? {
                 sent?;
@@ -275,7 +297,7 @@ impl ConnSetup {
     }
 
     /// Receives once; returns whether nothing was there.
-    fn advance_once(&mut self, bytes: &mut [u8]) -> io::Result<bool> {
+    fn advance_once(&mut self, net: &Inner, bytes: &mut [u8]) -> io::Result<bool> {
         use std::io::Read;
         match self.tcp.read(bytes) {
             Ok(0) => {
@@ -288,16 +310,29 @@ impl ConnSetup {
             Err(why) if why.kind() == io::ErrorKind::Interrupted => {}
             Err(why) => return Err(why),
         }
-        if let Some(peer) = self.handshake.peer()
+        if let Some(peer) = self.handshake.peer().copied()
             && !self.handshake.is_ready()
         {
-            if let Err(error) = self.resources.establish(peer) {
+            if let Err(error) = self.establish(net, &peer) {
                 self.handshake.refuse(&error);
                 return Err(io_error(error));
             }
             self.handshake.mark_ready();
         }
         Ok(false)
+    }
+
+    /// The peer's hello is known: connects the queue pair.
+    fn establish(&mut self, net: &Inner, peer: &Hello) -> Result<()> {
+        if !net.is_hardware() {
+            let from = self.tcp.peer_addr();
+            let from = from.map_err(|why| Error::os("query the peer's address", &why))?;
+            peer.check_address(from.ip())?;
+        }
+        if self.resources.is_none() {
+            self.introduce(net)?;
+        }
+        self.resources.as_ref().map_or(Ok(()), |resources| resources.establish(peer))
     }
 
     fn send(&mut self) -> io::Result<()> {

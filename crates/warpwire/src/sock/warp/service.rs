@@ -337,11 +337,10 @@ impl Service {
     }
 
     fn start_handshake(&mut self, listener: &Arc<ListenerShared>, tcp: std::net::TcpStream) {
-        let begun = prepare(&tcp).map_err(|why| Error::os("prepare a connection", &why));
-        let conn_setup = match begun.and_then(|()| listener.net.begin(tcp)) {
-            Ok(conn_setup) => conn_setup,
-            Err(error) => return tracing::warn!(%error, "a connection is rejected"),
-        };
+        if let Err(error) = prepare(&tcp) {
+            return tracing::warn!(%error, "a connection is rejected");
+        }
+        let conn_setup = ConnSetup::accepted(tcp);
         let number = listener.net.number();
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         let data = EventData::new_u64(number);
@@ -358,7 +357,7 @@ impl Service {
     /// Continues a handshake.
     fn advance(&mut self, number: u64) {
         let Some(pending_conn) = self.pending.get_mut(&number) else { return };
-        match pending_conn.conn_setup.advance() {
+        match pending_conn.conn_setup.advance(&pending_conn.listener.net) {
             Ok(false) => {}
             Err(error) => {
                 tracing::debug!(%error, "a handshake failed");

@@ -5,9 +5,9 @@
 //! sends its MTU: the user must give both ends the same one (`ibv_rc_pingpong` defaults to 1024).
 
 use std::fmt;
-use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
+use std::time::Instant;
 
 use warpwire_proto::wire::UDP_PORT;
 
@@ -15,7 +15,7 @@ use super::{Bootstrap, QpEndpoint};
 use crate::error::{Error, Kind, Result};
 
 /// Length of a handshake in bytes, with its terminating zero.
-const HANDSHAKE_LEN: usize = 52;
+pub(super) const HANDSHAKE_LEN: usize = 52;
 /// Sent by the client when it has received the server's handshake, with its terminating zero.
 const DONE: &[u8; 5] = b"done\0";
 
@@ -107,9 +107,10 @@ impl Bootstrap {
     /// # Errors
     /// As for [`recv`](Self::recv); also if the server has no GID, or a link-local one.
     pub fn handshake_as_client(&mut self, local: &PingpongHandshake) -> Result<PingpongHandshake> {
-        self.send_bytes(&handshake_bytes(local))?;
-        let remote = self.recv_handshake()?;
-        self.send_bytes(DONE)?;
+        let deadline = self.deadline();
+        self.send_bytes(&handshake_bytes(local), deadline)?;
+        let remote = self.recv_handshake(deadline)?;
+        self.send_bytes(DONE, deadline)?;
         Ok(remote)
     }
 
@@ -124,58 +125,50 @@ impl Bootstrap {
         local: &PingpongHandshake,
         connect: impl FnOnce(&PingpongHandshake) -> Result<()>,
     ) -> Result<PingpongHandshake> {
-        let remote = self.recv_handshake()?;
+        let deadline = self.deadline();
+        let remote = self.recv_handshake(deadline)?;
         connect(&remote)?;
-        self.send_bytes(&handshake_bytes(local))?;
-        let mut done = [0; DONE.len()];
-        self.recv_bytes(&mut done)?;
-        if &done != DONE {
+        self.send_bytes(&handshake_bytes(local), deadline)?;
+        if self.recv_bytes::<{ DONE.len() }>(deadline)? != *DONE {
             let error = Error::new(Kind::Malformed, format!("receive from {}", self.peer));
             return Err(error.why("it did not send \"done\"").fix("see the output of the peer"));
         }
         Ok(remote)
     }
 
-    fn send_bytes(&mut self, bytes: &[u8]) -> Result<()> {
-        let sent = self.reader.get_mut().write_all(bytes);
-        sent.map_err(|why| Error::os(format!("send to {}", self.peer), &why))
+    fn recv_handshake(&mut self, deadline: Instant) -> Result<PingpongHandshake> {
+        let bytes = self.recv_bytes::<HANDSHAKE_LEN>(deadline)?;
+        parse_handshake(&bytes).map_err(|error| error.during(self.what()))
     }
 
-    fn recv_handshake(&mut self) -> Result<PingpongHandshake> {
-        let mut bytes = [0; HANDSHAKE_LEN];
-        self.recv_bytes(&mut bytes)?;
-        let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
-        let handshake: PingpongHandshake = String::from_utf8_lossy(text).parse()?;
-        if handshake.gid.is_unspecified() {
-            let error = Error::new(Kind::Unsupported, format!("receive from {}", self.peer));
-            let why = "the peer sent no GID, which Ethernet requires";
-            return Err(error
-                .why(why)
-                .fix("start ibv_rc_pingpong with -g and the index of one of its GIDs"));
+    fn recv_bytes<const LEN: usize>(&mut self, deadline: Instant) -> Result<[u8; LEN]> {
+        loop {
+            if let Some(bytes) = self.buffered.first_chunk::<LEN>().copied() {
+                self.buffered.drain(..LEN);
+                self.scanned = 0;
+                return Ok(bytes);
+            }
+            self.fill_until(deadline)?;
         }
-        if handshake.gid.is_unicast_link_local() {
-            let error = Error::new(Kind::Unsupported, format!("receive from {}", self.peer));
-            let why = format!("its GID {} is link-local", handshake.gid);
-            return Err(error
-                .why(why)
-                .fix("start it with -g and the index of an IPv4 or global IPv6 GID"));
-        }
-        Ok(handshake)
     }
+}
 
-    fn recv_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
-        let what = || format!("receive from {}", self.peer);
-        self.reader.read_exact(bytes).map_err(|why| match why.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                Error::new(Kind::Timeout, what()).why("no message arrived in time")
-            }
-            ErrorKind::UnexpectedEof => {
-                let error = Error::new(Kind::Freed, what()).why("the peer closed the connection");
-                error.fix("see the output of the peer")
-            }
-            _ => Error::os(what(), &why),
-        })
+/// Parses and checks the bytes of a handshake.
+pub(super) fn parse_handshake(bytes: &[u8]) -> Result<PingpongHandshake> {
+    let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+    let handshake: PingpongHandshake = String::from_utf8_lossy(text).parse()?;
+    let error = || Error::new(Kind::Unsupported, "use a handshake");
+    if handshake.gid.is_unspecified() {
+        return Err(error()
+            .why("the peer sent no GID, which Ethernet requires")
+            .fix("start ibv_rc_pingpong with -g and the index of one of its GIDs"));
     }
+    if handshake.gid.is_unicast_link_local() {
+        return Err(error()
+            .why(format!("its GID {} is link-local", handshake.gid))
+            .fix("start it with -g and the index of an IPv4 or global IPv6 GID"));
+    }
+    Ok(handshake)
 }
 
 fn handshake_bytes(handshake: &PingpongHandshake) -> [u8; HANDSHAKE_LEN] {
@@ -189,6 +182,7 @@ fn handshake_bytes(handshake: &PingpongHandshake) -> [u8; HANDSHAKE_LEN] {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
