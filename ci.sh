@@ -27,6 +27,7 @@ ptx        | change full | PTX in git matches its sources; test kernels and head
 headers    | change full | the CUDA headers as C++ on CPU threads, under sanitizers
 wire       | change full | scapy and tshark decode a packet of every kind
 clients    | change full | redis, nc, curl and Python as peers of sockets inside kernels
+faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
 demo       | change full | the README's first command, doctor, and two examples
@@ -85,6 +86,11 @@ step_wire() {
   tools/wire-oracles
 }
 step_clients() { WARPWIRE=$(bin warpwire) tools/sock-clients; }
+step_faults() {
+  local trials=16
+  [ "$WARPWIRE_EFFORT" = change ] || trials=500
+  tools/peer-faults --binary "$(bin warpwire)" -n $trials --jobs 4
+}
 step_lab() { tools/rxe-lab test; }
 step_fuzz() { if [ "$WARPWIRE_EFFORT" = full ]; then tools/fuzz all 300; else tools/fuzz; fi; }
 step_demo() {
