@@ -16,6 +16,9 @@
 
 extern crate alloc;
 
+#[macro_use]
+mod options;
+
 pub mod psn;
 pub mod qp;
 pub mod time;

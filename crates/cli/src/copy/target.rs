@@ -122,7 +122,7 @@ impl Target {
     fn options(&self) -> Result<WindowOptions, Failure> {
         let from_env =
             WindowOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
-        Ok(WindowOptions { mapping: self.mapping.0, ..from_env })
+        Ok(from_env.with_mapping(self.mapping.0))
     }
 }
 

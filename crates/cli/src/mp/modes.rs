@@ -82,7 +82,7 @@ impl Transfer<'_> {
 
 impl DeviceRunner {
     pub(super) fn new(comm: &Comm, device: &Device, timeout: Duration) -> Result<Self, Failure> {
-        let options = ChannelOptions { wait_timeout: timeout, ..ChannelOptions::default() };
+        let options = ChannelOptions::default().with_wait_timeout(timeout);
         let device_channel = comm.device_channel(device, options)?;
         let words = device.alloc(64)?;
         words.write(0, &[0; 64])?;

@@ -47,13 +47,11 @@ impl KernelEndpoint {
         bootstrap: &mut Bootstrap,
     ) -> Result<Self, Failure> {
         // Only one stream, or its kernel, posts at a time.
-        let connection = QpOptions { timeout: 18, ..QpOptions::default() };
-        let options = KernelQpOptions {
-            single_poster: true,
-            wait_timeout: TIMEOUT,
-            connection,
-            ..KernelQpOptions::default()
-        };
+        let connection = QpOptions::default().with_timeout(18);
+        let options = KernelQpOptions::default()
+            .with_single_poster(true)
+            .with_wait_timeout(TIMEOUT)
+            .with_connection(connection);
         let qp = KernelQp::create(context, pd, device, options)?;
         let words = device.alloc(64)?;
         words.write(0, &[0; 64])?;

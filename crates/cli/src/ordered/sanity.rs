@@ -110,7 +110,7 @@ impl Fixture {
         let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(1), core: None };
         let open = |address: [u8; 4]| -> Result<(Context, Pd), Failure> {
             let link = hub.endpoint((address, 4791).into())?;
-            let options = HcaOptions { progress_mode, ..HcaOptions::default() };
+            let options = HcaOptions::default().with_progress_mode(progress_mode);
             let context = Context::open_with(link, options)?;
             let pd = context.alloc_pd();
             Ok((context, pd))
@@ -118,7 +118,7 @@ impl Fixture {
         let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
         let wait_timeout = Some(Duration::from_millis(500));
         let make = |(context, pd): &(Context, Pd)| {
-            let options = StreamQpOptions { wait_timeout, ..StreamQpOptions::default() };
+            let options = StreamQpOptions::default().with_wait_timeout(wait_timeout);
             StreamQp::create(context, pd, device, options)
         };
         let qps = [make(&ends[0])?, make(&ends[1])?];

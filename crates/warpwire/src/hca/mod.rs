@@ -75,6 +75,7 @@ use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
 
 /// How to open a software HCA.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct HcaOptions {
     /// Which threads run the engine.
     pub progress_mode: ProgressMode,
@@ -82,6 +83,13 @@ pub struct HcaOptions {
     /// this device theirs (direct access). Links that wrap others, such as fault injection, disable
     /// it. Default: true.
     pub direct: bool,
+}
+
+setters! {
+    HcaOptions {
+        with_progress_mode => progress_mode: ProgressMode,
+        with_direct => direct: bool,
+    }
 }
 
 impl Default for HcaOptions {

@@ -150,7 +150,7 @@ pub(super) enum RecvSource {
 
 impl QpContext {
     pub(super) fn new(number: u32, spec: QpSpec) -> Self {
-        let options = qp::TransportOptions { send_depth: spec.send_wqebbs, ..spec.options };
+        let options = spec.options.with_send_depth(spec.send_wqebbs);
         let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
         let receives = match spec.srq {
             Some(srqn) => RecvSource::Srq(srqn),

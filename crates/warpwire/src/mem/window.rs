@@ -20,6 +20,7 @@ pub const ENV_VAR: &str = "WARPWIRE_WINDOW";
 /// How a window is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum WindowPath {
     /// `mmap` of the dma-buf that CUDA exports (driver R610, CUDA 13.3, or newer).
     DmaBuf,
@@ -87,11 +88,20 @@ impl fmt::Display for MappingType {
 
 /// Requirements on a window.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct WindowOptions {
     /// Use only this path.
     pub path: Option<WindowPath>,
     /// Require this memory type; most platforms offer only one.
     pub mapping: Option<MappingType>,
+}
+
+setters! {
+    WindowOptions {
+    } optional {
+        with_path => path: WindowPath,
+        with_mapping => mapping: MappingType,
+    }
 }
 
 impl WindowOptions {

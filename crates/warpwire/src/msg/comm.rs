@@ -27,6 +27,7 @@ use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptio
 
 /// The link that a communicator's packets use.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub enum CommLink {
     /// Shared memory to peers on the same machine, UDP to others.
     #[default]
@@ -73,6 +74,7 @@ impl CommLink {
 
 /// Options of a communicator.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CommOptions {
     /// How long to wait for all ranks to join, and for each internal collective. Default: 60 s.
     pub timeout: Duration,
@@ -92,6 +94,18 @@ pub struct CommOptions {
     pub queue: u32,
     /// Which threads drive the engine.
     pub progress_mode: ProgressMode,
+}
+
+setters! {
+    CommOptions {
+        with_timeout => timeout: Duration,
+        with_link => link: CommLink,
+        with_eager => eager: u64,
+        with_receives => receives: u32,
+        with_requests => requests: u32,
+        with_queue => queue: u32,
+        with_progress_mode => progress_mode: ProgressMode,
+    }
 }
 
 impl Default for CommOptions {

@@ -100,10 +100,11 @@ pub enum SockMemory {
 ///
 /// ```
 /// use warpwire::sock::SockOptions;
-/// let many = SockOptions { sockets: 8192, ring: 16 << 10, ..SockOptions::default() }.fitted();
+/// let many = SockOptions::default().with_sockets(8192).with_ring(16 << 10).fitted();
 /// assert_eq!(many.arena, 8192 * (16 << 10));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SockOptions {
     /// Maximum number of open sockets, 1 to 65535.
     pub sockets: u32,
@@ -123,6 +124,19 @@ pub struct SockOptions {
     pub spin: Duration,
     /// Where the memory that kernels poll is allocated.
     pub memory: SockMemory,
+}
+
+setters! {
+    SockOptions {
+        with_sockets => sockets: u32,
+        with_warp_sockets => warp_sockets: u32,
+        with_ring => ring: u64,
+        with_arena => arena: u64,
+        with_requests => requests: u32,
+        with_heartbeat_timeout => heartbeat_timeout: Duration,
+        with_spin => spin: Duration,
+        with_memory => memory: SockMemory,
+    }
 }
 
 impl Default for SockOptions {

@@ -38,7 +38,7 @@
 //! let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
-//!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
+//!     Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap()
 //! });
 //! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let qp = StreamQp::create(&a, &pd, &gpu, StreamQpOptions::default())?;
@@ -102,6 +102,7 @@ use waits::{WORDS_LEN, Waits};
 
 /// Where the completion queues of a [`StreamQp`] are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum CqMemory {
     /// In pinned host memory: fast for the CPU to read.
     #[default]
@@ -112,6 +113,7 @@ pub enum CqMemory {
 
 /// Options of a [`StreamQp`].
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct StreamQpOptions {
     /// The RC queue pair. `memory` and `srq` must be `None`; `poll_doorbell` and `signal_all` are
     /// always set, so that every request generates a completion.
@@ -129,6 +131,18 @@ pub struct StreamQpOptions {
     /// How long a stream may wait, counted from when it reached the wait, before the queue pair
     /// fails. With `None`, streams may wait for ever, and each wait saves one store.
     pub wait_timeout: Option<Duration>,
+}
+
+setters! {
+    StreamQpOptions {
+        with_qp => qp: QpOptions,
+        with_waits => waits: u32,
+        with_cq_memory => cq_memory: CqMemory,
+        with_doorbell_mode => doorbell_mode: DoorbellMode,
+    } optional {
+        with_completions => completions: u32,
+        with_wait_timeout => wait_timeout: Duration,
+    }
 }
 
 impl Default for StreamQpOptions {

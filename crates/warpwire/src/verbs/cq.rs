@@ -20,6 +20,7 @@ use crate::work::Completion;
 
 /// Attributes of a new completion queue.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CqOptions {
     /// Minimum number of entries, 1 to 4194304; rounded up to a power of two. Default: 256. The
     /// queue must hold the completions of all outstanding work: an overrun fails it.
@@ -38,6 +39,17 @@ pub struct CqOptions {
     /// still read them. Default: false. Hardware: mlx5 only; the queue is read with direct verbs
     /// (mlx5dv) and generates no completion events.
     pub manual_release: bool,
+}
+
+setters! {
+    CqOptions {
+        with_entries => entries: u32,
+        with_collapsed => collapsed: bool,
+        with_ignore_overrun => ignore_overrun: bool,
+        with_manual_release => manual_release: bool,
+    } optional {
+        with_memory => memory: QueueMemory,
+    }
 }
 
 impl Default for CqOptions {

@@ -31,7 +31,7 @@ pub const GRH_LEN: u32 = warpwire_proto::qp::GRH_LEN;
 /// let hub = Hub::new();
 /// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
 /// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
-/// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
+/// let options = QpOptions::default().with_service(Service::Ud);
 /// let qp = context.create_qp(&pd, &cq, &cq, options)?;
 /// qp.activate_ud(0x1234)?;
 /// let memory = HostMemory::new(64)?;

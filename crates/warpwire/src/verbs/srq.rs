@@ -15,11 +15,19 @@ use crate::work::{PostError, ReceiveRequest};
 
 /// Attributes of a new shared receive queue.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct SrqOptions {
     /// Minimum number of outstanding receives (`max_wr`), 1 to 32767. Default: 256.
     pub depth: u32,
     /// Maximum number of scatter-gather entries of a receive, 1 to 15. Default: 1.
     pub max_sge: u32,
+}
+
+setters! {
+    SrqOptions {
+        with_depth => depth: u32,
+        with_max_sge => max_sge: u32,
+    }
 }
 
 impl Default for SrqOptions {

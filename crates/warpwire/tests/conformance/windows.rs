@@ -235,10 +235,10 @@ fn wrong_windows_are_refused(f: &Fixture) {
         Backend::Sim => WindowPath::ResourceManager,
         Backend::Cuda => WindowPath::Memfd,
     };
-    let only = WindowOptions { path: Some(absent), ..options };
+    let only = options.with_path(absent);
     assert_eq!(memory.window_with(0, 64, &only).unwrap_err().kind(), &Kind::Unsupported);
     let mapping = Some(warpwire::mem::MappingType::Device);
-    let odd = WindowOptions { mapping, ..options };
+    let odd = options.with_mapping(mapping);
     assert!(memory.window_with(0, 64, &odd).unwrap_err().to_string().contains("device"));
     let pinned = f.gpu.alloc_pinned(64).unwrap();
     assert!(pinned.window().unwrap_err().to_string().contains("host memory"));

@@ -65,10 +65,7 @@ impl Endpoint {
 }
 
 fn run_endpoints(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(size, &options, |comm| run(Endpoint::new(comm)));
 }
 
@@ -489,12 +486,9 @@ fn channels_check_their_arguments(fixture: &Fixture) {
         assert!(error.to_string().contains("CommOptions::for_streams"), "{error}");
     });
     // A channel without kernel support has no kernel queue pair.
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(2, &options, |comm| {
-        let plain = ChannelOptions { kernels: false, ..ChannelOptions::default() };
+        let plain = ChannelOptions::default().with_kernels(false);
         let device_channel = comm.device_channel(&gpu(), plain).unwrap();
         assert_eq!(device_channel.kernel(1 - comm.rank()).unwrap_err().kind(), &Kind::Unsupported);
         comm.finish(test_timeout()).unwrap();
@@ -502,15 +496,11 @@ fn channels_check_their_arguments(fixture: &Fixture) {
 }
 
 fn channels_apply_back_pressure(fixture: &Fixture) {
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(2, &options, |comm| {
         let gpu = gpu();
-        let device_channel = comm
-            .device_channel(&gpu, ChannelOptions { depth: 8, ..ChannelOptions::default() })
-            .unwrap();
+        let device_channel =
+            comm.device_channel(&gpu, ChannelOptions::default().with_depth(8)).unwrap();
         let stream = gpu.stream().unwrap();
         let memory = comm.register(gpu.alloc(64).unwrap().whole().unwrap()).unwrap();
         let other = 1 - comm.rank();

@@ -51,7 +51,7 @@ fn invalid_options_are_refused(fixture: &Fixture) {
 fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
     for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
         let [link, _other] = fixture.links();
-        let end = Endpoint::open(link, HcaOptions { progress_mode, ..HcaOptions::default() });
+        let end = Endpoint::open(link, HcaOptions::default().with_progress_mode(progress_mode));
         let made = StreamQp::create(&end.context, &end.pd, &fixture.gpu, fixture.options());
         expect_refusal(Kind::InvalidArgument, "ProgressMode::Thread", &made.unwrap_err());
     }

@@ -11,7 +11,6 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use warpwire::hca::HcaOptions;
 use warpwire::link::shm::exports;
 use warpwire::link::{Link, Shm, ShmOptions};
 use warpwire::mr::HostMemory;
@@ -44,14 +43,11 @@ struct Endpoint {
 impl Endpoint {
     fn open(test_link: TestLink) -> Self {
         let [link, _] = test_link.ends().unwrap();
-        let options = HcaOptions {
-            progress_mode: ProgressMode::Auto,
-            ..test_link.options(ProgressMode::Auto)
-        };
+        let options = test_link.options(ProgressMode::Auto).with_progress_mode(ProgressMode::Auto);
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         // An ACK timeout of 1 s instead of 67 ms.
-        let long_timeouts = QpOptions { timeout: 18, ..QpOptions::default() };
+        let long_timeouts = QpOptions::default().with_timeout(18);
         let qp = context.create_qp(&pd, &cq, &cq, long_timeouts).unwrap();
         Self { context, pd, cq, qp }
     }

@@ -134,7 +134,7 @@ pub(super) fn mapping_types_agree(target: &CheckTarget) -> CheckResult {
     let types = [MappingType::WriteCombining, MappingType::Cached, MappingType::Device];
     let mut windows = Vec::new();
     for mapping in types {
-        let options = WindowOptions { mapping: Some(mapping), ..WindowOptions::from_env()? };
+        let options = WindowOptions::from_env()?.with_mapping(mapping);
         if let Ok(window) = memory.window_with(0, memory.len(), &options) {
             windows.push(window);
         }

@@ -35,6 +35,7 @@ pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UdpOptions {
     /// Generic segmentation offload (`UDP_SEGMENT`): runs of equal packets to one peer pass the
     /// stack as one. Default on.
@@ -56,6 +57,19 @@ pub struct UdpOptions {
     /// [`LOOPBACK_MAX_PACKET`] on a loopback address, which only processes of this machine can
     /// reach.
     pub max_packet: Option<usize>,
+}
+
+setters! {
+    UdpOptions {
+        with_gso => gso: bool,
+        with_gro => gro: bool,
+        with_mmsg => mmsg: bool,
+        with_no_checksum => no_checksum: bool,
+        with_always_icrc => always_icrc: bool,
+        with_buffer => buffer: usize,
+    } optional {
+        with_max_packet => max_packet: usize,
+    }
 }
 
 impl Default for UdpOptions {

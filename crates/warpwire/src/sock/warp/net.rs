@@ -20,6 +20,7 @@ use crate::verbs::{Context, EventFd};
 
 /// Sizes, limits and timeouts of the sockets of a [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NetOptions {
     /// Size of a receive ring in bytes: a power of two from 4096 to 1 GiB. Default 256 KiB.
     pub ring: u64,
@@ -34,6 +35,16 @@ pub struct NetOptions {
     /// Maximum number of handshakes in progress; one more evicts the oldest, if that is older than
     /// 100 ms. Default 256.
     pub max_handshakes: usize,
+}
+
+setters! {
+    NetOptions {
+        with_ring => ring: u64,
+        with_stage => stage: u64,
+        with_handshake_timeout => handshake_timeout: Duration,
+        with_backlog => backlog: usize,
+        with_max_handshakes => max_handshakes: usize,
+    }
 }
 
 impl Default for NetOptions {
