@@ -105,7 +105,7 @@ impl Endpoint {
             QpOptions::default().with_send_depth(depth).with_receive_depth(depth).with_timeout(18);
         let options = StreamQpOptions::default()
             .with_qp(qp)
-            .with_waits(depth * 2)
+            .with_max_waits(depth * 2)
             .with_cq_memory(plan.cq_memory)
             .with_wait_timeout(plan.wait_timeout.then_some(TIMEOUT));
         let qp = StreamQp::create(&context, &pd, device, options)?;

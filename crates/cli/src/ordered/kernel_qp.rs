@@ -8,7 +8,7 @@ use warpwire::stream::kernel::SignalWait;
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::bootstrap::Bootstrap;
 use warpwire::verbs::{Access, Context, Mr, Pd, QpEndpoint, QpOptions, Remote, Sge};
-use warpwire_apps::pingpong_kernels::{PingPongKernels, Side};
+use warpwire_apps::pingpong_kernels::{PingPongEnd, PingPongKernels};
 
 use super::Failure;
 use super::endpoint::{Job, Role, TIMEOUT};
@@ -118,9 +118,9 @@ impl KernelEndpoint {
         SignalStart(own, start): &SignalStart,
         (rounds, compute): (u64, Duration),
     ) -> Result<(), Failure> {
-        let (to, signal, serves) = (self.to, self.signal, role == Role::Ping);
-        let side = Side { qp: &self.qp, to, from, signal, own, start: *start, serves };
-        Ok(self.kernels.play(stream, &side, rounds, compute, TIMEOUT)?)
+        let (to, signal, sends_first) = (self.to, self.signal, role == Role::Ping);
+        let side = PingPongEnd { qp: &self.qp, to, from, signal, own, start: *start, sends_first };
+        Ok(self.kernels.ping_pong(stream, &side, rounds, compute, TIMEOUT)?)
     }
 
     /// Returns the failure of a kernel or of the queue pair; call after the stream is done.

@@ -14,7 +14,7 @@ use warpwire::verbs::{
     Access, Context, Mr, Pd, ProgressMode, ReceiveRequest, Remote, SendRequest, Status, WrOp,
 };
 use warpwire_apps::pattern::Pattern;
-use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
+use warpwire_apps::pingpong_kernels::{KernelTransfer, PingPongEnd, PingPongKernels};
 
 use super::endpoint::TIMEOUT;
 use super::{Failure, Reporter};
@@ -322,16 +322,16 @@ fn kernels(fixture: &Fixture) -> Result<(), Failure> {
     }
     for at in [1, 0] {
         let ((memory, mine), (_, theirs)) = (&memories[at], &memories[at ^ 1]);
-        let side = Side {
+        let side = PingPongEnd {
             qp: &qps[at],
             to: theirs.remote(DATA),
             from: mine.sge(LEN / 2, 256),
             signal: theirs.remote(0),
             own: &memory.word64(0)?,
             start: 0,
-            serves: at == 0,
+            sends_first: at == 0,
         };
-        kernels.play(&streams[at], &side, ROUNDS, Duration::ZERO, TIMEOUT)?;
+        kernels.ping_pong(&streams[at], &side, ROUNDS, Duration::ZERO, TIMEOUT)?;
     }
     streams.iter().try_for_each(|stream| stream.synchronize(TIMEOUT))?;
     kernels.check()?;
@@ -350,8 +350,8 @@ fn kernel_failure(fixture: &Fixture) -> Result<(), Failure> {
     let (_memory, source) = fixture.memory(0)?;
     let (kernels, stream) = (PingPongKernels::load(&fixture.device)?, fixture.stream()?);
     let there = Remote { address: 0x10, rkey: 0x00de_ad00 };
-    let work = Move { qp, there, here: source.sge(0, 8), reads: false };
-    kernels.shift(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
+    let work = KernelTransfer { qp, there, here: source.sge(0, 8), reads: false };
+    kernels.transfer(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
     stream.synchronize(TIMEOUT)?;
     let failure = qp.progress()?.failure;
     expect(kernels.check().is_err(), || "the kernel reported success".to_owned())?;

@@ -158,7 +158,8 @@ impl Default for Transmit {
 /// ```
 /// # use warpwire_proto::{Instant, Psn, qp::*};
 /// let mut qp = RcQp::new(0x11, TransportOptions::default());
-/// qp.modify(&QpAttributes::new(State::Init).with_partition_index(0).with_port(1).with_access(Access::NONE))?;
+/// let init = QpAttributes::new(State::Init).with_partition_index(0).with_port(1);
+/// qp.modify(&init.with_access(Access::NONE))?;
 /// let refused = qp.modify(&QpAttributes::new(State::Rtr).with_mtu(Mtu::new(1024)));
 /// let error = refused.unwrap_err().to_string();
 /// assert!(error.starts_with("the transition from INIT to RTR also requires"));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::event::EventFd;
 use super::memory::QueueMemory;
 use crate::mem::copy::store_fence;
-use crate::mlx5::{CqArm, Cqe, Sent, owner_bit};
+use crate::mlx5::{CqArm, Cqe, SendCqe, owner_bit};
 use crate::sync::asymmetric_fence;
 
 /// Size of a CQE in bytes.
@@ -63,7 +63,7 @@ impl CompletionRing {
 
     /// Writes the CQE of send work that has succeeded.
     #[inline]
-    pub(super) fn push_sent(&mut self, sent: &Sent) -> Result<(), Overrun> {
+    pub(super) fn push_sent(&mut self, sent: &SendCqe) -> Result<(), Overrun> {
         self.write(false, |owner| sent.encode_words(owner))
     }
 

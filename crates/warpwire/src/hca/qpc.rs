@@ -17,8 +17,8 @@ use super::ring::{
 use super::stats::IndirectReason;
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT, SendKind, Status,
-    Work, Wqe, WqeOpcode,
+    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT_LEN, SendKind,
+    Status, Work, Wqe, WqeOpcode,
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
@@ -327,8 +327,8 @@ impl QpMemory {
 
     /// The destination of the datagram at that index.
     pub(super) fn address(&self, wqe_index: u64) -> Option<AddressVector> {
-        let segments = ADDRESS_SEGMENTS * SEGMENT;
-        let bytes = self.ring.copy(wqe_index).get(SEGMENT..SEGMENT + segments)?;
+        let segments = ADDRESS_SEGMENTS * SEGMENT_LEN;
+        let bytes = self.ring.copy(wqe_index).get(SEGMENT_LEN..SEGMENT_LEN + segments)?;
         Some(AddressVector::parse(bytes.try_into().ok()?))
     }
 

@@ -100,7 +100,7 @@ pub enum SockMemory {
 ///
 /// ```
 /// use warpwire::sock::SockOptions;
-/// let many = SockOptions::default().with_sockets(8192).with_ring(16 << 10).fitted();
+/// let many = SockOptions::default().with_sockets(8192).with_ring(16 << 10).with_fitting_arena();
 /// assert_eq!(many.arena, 8192 * (16 << 10));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,7 +157,7 @@ impl Default for SockOptions {
 impl SockOptions {
     /// Sets `arena` so that every socket can have a ring of the default size.
     #[must_use]
-    pub fn fitted(mut self) -> Self {
+    pub fn with_fitting_arena(mut self) -> Self {
         let ring = arena::rounded(self.ring).unwrap_or(self.ring);
         self.arena = u64::from(self.sockets).saturating_mul(ring);
         self

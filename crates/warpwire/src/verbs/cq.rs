@@ -14,7 +14,7 @@ use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, EventFd, QueueMemory};
 use crate::ibv;
-use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY, Queue, Sent, owner_bit};
+use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY_CQE_BYTE, Queue, SendCqe, owner_bit};
 use crate::sync::{BiasedMutex, asymmetric_fence};
 use crate::work::Completion;
 
@@ -144,7 +144,7 @@ impl Cq {
         };
         let dbrec = u64::from(entries) * CQE_LEN;
         let bytes = memory.bytes();
-        bytes.fill(0, dbrec, &[EMPTY])?;
+        bytes.fill(0, dbrec, &[EMPTY_CQE_BYTE])?;
         bytes.fill(dbrec, 64, &[0])?;
         memory.flush_stores();
         let signal = Arc::new(EventFd::new()?);
@@ -402,7 +402,7 @@ impl Soft {
     /// Decodes a completion; false if its queue pair is gone.
     #[inline]
     fn read(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
-        let Some(sent) = Sent::parse_words(entry) else {
+        let Some(sent) = SendCqe::parse_words(entry) else {
             return self.read_slow(reader, entry, into);
         };
         let Some(core) = self.find_qp(reader, sent.qpn, sent.user_index) else { return false };

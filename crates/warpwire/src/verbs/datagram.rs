@@ -137,7 +137,7 @@ pub struct Grh {
     /// The address that the message was sent to.
     pub destination: IpAddr,
     /// Whether a switch set ECN "congestion experienced" on the packet.
-    pub marked: bool,
+    pub congestion_experienced: bool,
 }
 
 impl Grh {
@@ -155,7 +155,7 @@ impl Grh {
             }
             (false, false) => return None,
         };
-        Some(Self { source, destination, marked: class & ECN_MASK == ECN_MARKED })
+        Some(Self { source, destination, congestion_experienced: class & ECN_MASK == ECN_MARKED })
     }
 }
 

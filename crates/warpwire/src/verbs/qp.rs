@@ -167,7 +167,7 @@ impl QpOptions {
         // A UD address vector takes two segments more than the remote address of a write.
         let inline = match self.service {
             Service::Rc => self.max_inline_data,
-            Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT as u32),
+            Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT_LEN as u32),
         };
         let wqebbs = mlx5::send_queue_wqebbs(self.send_depth.max(1), self.max_send_sge, inline)
             .filter(|wqebbs| *wqebbs <= mlx5::MAX_SEND_WQEBBS)
@@ -603,8 +603,8 @@ impl Qp {
     /// # Errors
     /// [`PostError::Full`] if the send queue has no room for all: poll completions first.
     /// [`PostError::BatchHeld`] if the calling thread holds a [`Batch`] of this queue pair.
-    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`. Other variants if a request is
-    /// malformed or does not fit the service.
+    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`. Other variants if a request
+    /// is malformed or does not fit the service.
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.0.batch_thread.check()?;
         let core = match &self.0.backend {

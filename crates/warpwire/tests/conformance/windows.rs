@@ -93,7 +93,7 @@ fn windows_report_their_path(f: &Fixture) {
         Backend::Sim => assert_eq!(window.path(), WindowPath::Memfd),
         Backend::Cuda => {
             assert_ne!(window.path(), WindowPath::Memfd);
-            for refusal in window.refused() {
+            for refusal in window.rejected_paths() {
                 assert!(!refusal.why.to_string().is_empty());
                 eprintln!("{}: {}", refusal.path, refusal.why);
             }

@@ -212,7 +212,7 @@ fn to_itself(fixture: &Fixture) {
 }
 
 fn back_pressure(fixture: &Fixture) {
-    let options = fixture.options().with_receives(8).with_queue(16);
+    let options = fixture.options().with_receive_credits(8).with_queue_depth(16);
     fixture.ranks_with(2, &options, |comm| {
         let memory = comm.alloc(4096).unwrap();
         if comm.rank() == 0 {
@@ -423,10 +423,10 @@ fn arguments_are_checked(fixture: &Fixture) {
         let error = comm.isend(1, 0, &theirs).unwrap_err();
         assert!(error.to_string().contains("another communicator"), "{error}");
         for options in [
-            fixture.options().with_eager(2 << 20),
-            fixture.options().with_receives(1),
-            fixture.options().with_requests(0),
-            fixture.options().with_queue(0),
+            fixture.options().with_eager_limit(2 << 20),
+            fixture.options().with_receive_credits(1),
+            fixture.options().with_max_requests(0),
+            fixture.options().with_queue_depth(0),
         ] {
             let error = Comm::local_with(1, &options).unwrap_err();
             assert_eq!(error.kind(), &Kind::InvalidArgument);

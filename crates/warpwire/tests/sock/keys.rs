@@ -31,7 +31,7 @@ const ANYWHERE: SocketAddr =
     SocketAddr::V4(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
 
 fn host(testbed: &Testbed) -> SockHost {
-    let options = testbed.options().with_sockets(256).with_ring(16 << 10).fitted();
+    let options = testbed.options().with_sockets(256).with_ring(16 << 10).with_fitting_arena();
     SockHost::start(&testbed.gpu, options).unwrap()
 }
 

@@ -21,7 +21,7 @@ cases!(Testbed; CASES:
 );
 
 fn a_thousand_sockets_echo(testbed: &Testbed) {
-    let options = testbed.options().with_sockets(1100).with_ring(4096).fitted();
+    let options = testbed.options().with_sockets(1100).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 2000);
@@ -47,7 +47,7 @@ fn a_thousand_sockets_echo(testbed: &Testbed) {
 }
 
 fn an_accept_storm(testbed: &Testbed) {
-    let options = testbed.options().with_sockets(600).with_ring(4096).fitted();
+    let options = testbed.options().with_sockets(600).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 1024);
@@ -144,7 +144,7 @@ fn pausing_blocks_share_a_storm(testbed: &Testbed) {
 }
 
 fn accept_a_storm(testbed: &Testbed) {
-    let options = testbed.options().with_sockets(250).with_ring(4096).fitted();
+    let options = testbed.options().with_sockets(250).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(4, options);
     let (listener, name) = harness.first().listener(loopbacks()[0], 256);
     let family = testbed.family;

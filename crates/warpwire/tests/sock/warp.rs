@@ -251,7 +251,7 @@ fn the_other_host_dies(testbed: &Testbed) {
 }
 
 fn a_thousand_between_kernels(testbed: &Testbed) {
-    let options = testbed.options().with_sockets(1100).with_ring(4096).fitted();
+    let options = testbed.options().with_sockets(1100).with_ring(4096).with_fitting_arena();
     let hosts = HostPair::new(testbed, 1, options.with_warp_sockets(1100));
     let (client, server) = (hosts.here.first(), hosts.there.first());
     let at = loopbacks()[0];
@@ -280,7 +280,7 @@ fn a_thousand_between_kernels(testbed: &Testbed) {
 }
 
 fn a_storm_between_kernels(testbed: &Testbed) {
-    let options = testbed.options().with_sockets(64).with_ring(4096).fitted();
+    let options = testbed.options().with_sockets(64).with_ring(4096).with_fitting_arena();
     let hosts = HostPair::new(testbed, 4, options);
     let at = loopbacks()[0];
     let (listener, name) = listen(hosts.there.first(), at, 64);

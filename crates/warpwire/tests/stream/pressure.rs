@@ -92,7 +92,7 @@ fn lagging_streams_block_new_work(fixture: &Fixture) {
 
 fn too_many_waits_are_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let [a, b] = fixture.pair_with(&testbed, &fixture.options().with_waits(3));
+    let [a, b] = fixture.pair_with(&testbed, &fixture.options().with_max_waits(3));
     let far = fixture.memory(&testbed.b, 64);
     post_receives(&b, &far, 5, 8);
     let stream = fixture.stream();

@@ -35,8 +35,8 @@ fn invalid_options_are_refused(fixture: &Fixture) {
     expect_refusal(wrong.clone(), "RC", &create(&|o| o.qp.service = Service::Ud));
     let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
     expect_refusal(wrong.clone(), "SRQ", &create(&|o| o.qp.srq = Some(srq.clone())));
-    expect_refusal(wrong.clone(), "waits", &create(&|o| o.waits = 0));
-    expect_refusal(wrong.clone(), "waits", &create(&|o| o.waits = u32::MAX));
+    expect_refusal(wrong.clone(), "waits", &create(&|o| o.max_waits = 0));
+    expect_refusal(wrong.clone(), "waits", &create(&|o| o.max_waits = u32::MAX));
     expect_refusal(wrong.clone(), "depth", &create(&|o| o.qp.send_depth = 1 << 15));
     expect_refusal(wrong.clone(), "depth", &create(&|o| o.qp.receive_depth = u32::MAX));
     expect_refusal(

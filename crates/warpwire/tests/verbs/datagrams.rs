@@ -69,7 +69,7 @@ fn address(end: &Endpoint) -> SocketAddr {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// Two queue pairs in RTS, a buffer for each, and an address handle from `a` to `b`.

@@ -356,7 +356,7 @@ fn a_peer_that_stops_draining(fixture: &Fixture) {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// The next completion, polling only this end.

@@ -176,7 +176,7 @@ fn strangers_are_dropped(fixture: &Fixture) {
     let hca = testbed.b.context.hca();
     let lost = |name| {
         let stats = testbed.b.context.stats();
-        stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1
+        stats.dropped.iter().find(|(reason, _)| *reason == name).unwrap().1
     };
     let passed = || lost("stranger") + lost("malformed");
     testbed.until("all packets dropped", || hca.link_counters().drops.icrc + passed() >= 400);

@@ -160,7 +160,7 @@ pub(super) fn mapping_types_agree(target: &CheckTarget) -> CheckResult {
 pub(super) fn reports_path(target: &CheckTarget) -> CheckResult {
     let window = target.alloc(4096)?.window()?;
     ensure(!window.path().to_string().is_empty(), || "the path has no name".to_owned())?;
-    for refusal in window.refused() {
+    for refusal in window.rejected_paths() {
         let why = refusal.why.reason();
         ensure(!why.is_empty(), || format!("{} was refused without a reason", refusal.path))?;
         ensure(refusal.path != window.path(), || {

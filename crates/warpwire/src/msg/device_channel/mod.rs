@@ -273,7 +273,7 @@ impl Comm {
                 max_recv_sge: MAX_SLICES as u32,
                 ..connection.clone()
             },
-            waits: options.depth * 2,
+            max_waits: options.depth * 2,
             wait_timeout: Some(options.wait_timeout),
             ..StreamQpOptions::default()
         };
