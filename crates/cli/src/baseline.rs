@@ -164,7 +164,7 @@ fn between_kernels(
     let enqueue = |streams: &[Stream; 2]| -> Result<(), Failure> {
         for at in [1, 0] {
             let RelayPort { doorbells, answer, .. } = &ports[at];
-            let relay = Relay { bell: &doorbells.whole()?, own: answer, serves: at == 0 };
+            let relay = Relay { bell: &doorbells.whole()?, own: answer, sends_first: at == 0 };
             kernels.relay(&streams[at], &relay, rounds, TIMEOUT)?;
         }
         Ok(())

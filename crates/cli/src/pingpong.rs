@@ -208,16 +208,14 @@ impl<'a> Endpoint<'a> {
         let buffer =
             Buffer::new(&context, &pd, device.as_ref(), arguments.size, RegisterBy::Handle)?;
         let cq = context.create_cq(arguments.rx_depth + 1)?;
-        let options = QpOptions {
-            send_depth: 1,
-            receive_depth: arguments.rx_depth,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            mtu: Mtu::new(arguments.mtu),
-            max_rd_atomic: 1,
-            min_rnr_timer: 12,
-            ..QpOptions::default()
-        };
+        let options = QpOptions::default()
+            .with_send_depth(1)
+            .with_receive_depth(arguments.rx_depth)
+            .with_max_send_sge(1)
+            .with_max_recv_sge(1)
+            .with_mtu(Mtu::new(arguments.mtu))
+            .with_max_rd_atomic(1)
+            .with_min_rnr_timer(12);
         let qp = context.create_qp(&pd, &cq, &cq, options)?;
         // The peer may send its first message as soon as it is connected: receives must be posted.
         qp.modify(&qp.init_attr())?;

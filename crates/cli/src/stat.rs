@@ -72,7 +72,7 @@ struct Line<'a> {
     totals: &'a QpTotals,
     direct: &'a DirectStats,
     completions: u64,
-    lost: &'a BTreeMap<String, u64>,
+    dropped: &'a BTreeMap<String, u64>,
     /// `None` without an earlier snapshot of the device, as with `--once`.
     per_second: Option<Rates>,
 }
@@ -200,7 +200,7 @@ const HEADINGS: [&str; 14] = [
     "resent",
     "timeouts",
     "not ready",
-    "lost",
+    "dropped",
 ];
 /// The column titles are printed again after this many rounds, about a terminal's height.
 const PAGE: u64 = 20;
@@ -228,7 +228,7 @@ fn print_lines(
                 totals: &device.pairs,
                 direct: &device.direct,
                 completions: device.completions,
-                lost: &device.lost,
+                dropped: &device.dropped,
                 per_second,
             };
             text += &match arguments.json {
@@ -280,8 +280,8 @@ fn row(line: &Line<'_>) -> String {
         done,
         totals.resent.to_string(),
         totals.timeouts.to_string(),
-        totals.not_ready.to_string(),
-        line.lost.values().sum::<u64>().to_string(),
+        totals.rnr_naks.to_string(),
+        line.dropped.values().sum::<u64>().to_string(),
     ])
 }
 

@@ -56,7 +56,7 @@ fn device(device: &Device) -> CudaDeviceProbe {
 
 /// The window paths that were not available, each with its reason.
 fn refused(window: &Window) -> Vec<String> {
-    let each = window.refused().iter();
+    let each = window.rejected_paths().iter();
     each.map(|refusal| format!("{}: {}", refusal.path, refusal.why.reason())).collect()
 }
 

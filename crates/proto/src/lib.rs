@@ -17,6 +17,9 @@
 
 extern crate alloc;
 
+#[macro_use]
+mod options;
+
 pub mod congestion;
 pub mod psn;
 pub mod qp;

@@ -53,31 +53,31 @@ fn connected_qp(options: TransportOptions, retry: u8, rnr: u8, rd: u8) -> RcQp {
         hop_limit: 64,
         flow_label: 0,
     };
-    qp.modify(&QpAttributes {
-        partition_index: Some(0),
-        port: Some(1),
-        access: Some(Access::ALL),
-        ..QpAttributes::new(State::Init)
-    })
+    qp.modify(
+        &QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(1)
+            .with_access(Access::ALL),
+    )
     .unwrap();
-    qp.modify(&QpAttributes {
-        path: Some(path),
-        mtu: Mtu::new(256),
-        destination: Some(0x22),
-        receive_psn: Some(Psn::new(0)),
-        max_dest_rd_atomic: Some(4),
-        min_rnr_timer: Some(1),
-        ..QpAttributes::new(State::Rtr)
-    })
+    qp.modify(
+        &QpAttributes::new(State::Rtr)
+            .with_path(path)
+            .with_mtu(Mtu::new(256))
+            .with_destination(0x22)
+            .with_receive_psn(Psn::new(0))
+            .with_max_dest_rd_atomic(4)
+            .with_min_rnr_timer(1),
+    )
     .unwrap();
-    qp.modify(&QpAttributes {
-        send_psn: Some(Psn::new(0)),
-        timeout: Some(8),
-        retry_count: Some(retry),
-        rnr_retry: Some(rnr),
-        max_rd_atomic: Some(rd),
-        ..QpAttributes::new(State::Rts)
-    })
+    qp.modify(
+        &QpAttributes::new(State::Rts)
+            .with_send_psn(Psn::new(0))
+            .with_timeout(8)
+            .with_retry_count(retry)
+            .with_rnr_retry(rnr)
+            .with_max_rd_atomic(rd),
+    )
     .unwrap();
     qp
 }
@@ -143,12 +143,7 @@ fn read_without_rd_atomic_completes() {
 
 #[test]
 fn a_final_nak_behind_paced_read_data_has_a_deadline() {
-    let mut qp = connected_qp(
-        TransportOptions { line_rate: Some(1_000_000_000), ..TransportOptions::default() },
-        7,
-        7,
-        4,
-    );
+    let mut qp = connected_qp(TransportOptions::default().with_line_rate(1_000_000_000), 7, 7, 4);
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
     let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
@@ -193,10 +188,7 @@ fn changing_max_dest_rd_atomic_in_sqd_keeps_pending_responses() {
     let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h).unwrap();
     qp.modify(&QpAttributes::new(State::Sqd)).unwrap();
-    if qp
-        .modify(&QpAttributes { max_dest_rd_atomic: Some(8), ..QpAttributes::new(State::Sqd) })
-        .is_ok()
-    {
+    if qp.modify(&QpAttributes::new(State::Sqd).with_max_dest_rd_atomic(8)).is_ok() {
         let again = qp.handle_packet(t(1), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h);
         assert_eq!(again, Err(DiscardReason::Duplicate));
         assert!(qp.poll_transmit(t(1), &mut h).is_some());

@@ -46,7 +46,7 @@ fn main() -> warpwire::Result<()> {
 
 fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let plain = UdpOptions { max_packet: Some(65_507), ..UdpOptions::default() };
+    let plain = UdpOptions::default().with_max_packet(65_507);
     Ok(match kind {
         "udp" => Box::new(Udp::bind(any, plain)?),
         "auto" => Box::new(Auto::bind(any, plain, options.parse::<ShmOptions>()?)?),

@@ -48,7 +48,7 @@ fn main() -> Result<()> {
         MrCache::new(
             &registry,
             &pd,
-            CacheOptions { watch, access: rights, max_bytes: u64::MAX, ..CacheOptions::default() },
+            CacheOptions::default().with_watch(watch).with_access(rights).with_max_bytes(u64::MAX),
         )
     };
     let (watched, unwatched) = (cache(true)?, cache(false)?);

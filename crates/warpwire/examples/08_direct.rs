@@ -24,10 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let offset: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
     let open = || -> Result<Context, warpwire::Error> {
         let link = Shm::bind(([127, 0, 0, 1], 0).into(), ShmOptions::default())?;
-        Context::open_with(
-            link,
-            HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() },
-        )
+        Context::open_with(link, HcaOptions::default().with_progress_mode(ProgressMode::Manual))
     };
     let (near, far) = (open()?, open()?);
     let (pd, their_pd) = (near.alloc_pd(), far.alloc_pd());

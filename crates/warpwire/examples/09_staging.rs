@@ -86,25 +86,18 @@ fn main() -> Result<()> {
     let halves = [128, 256, 512, 1024, 2048].map(|half| half * KIB);
     let steps = [16, 32, 64, 128, 256, 512].map(|step| step * KIB);
     let pairs = halves.into_iter().flat_map(|half| steps.map(|step| (half, step)));
-    let options = pairs.filter(|(half, step)| step <= half).map(|(half, step)| StagingOptions {
-        half,
-        step,
-        small: now.small.min(half),
-        ..now
-    });
+    let options = pairs
+        .filter(|(half, step)| step <= half)
+        .map(|(half, step)| now.with_half(half).with_step(step).with_small(now.small.min(half)));
     let best = search.table("half and step", &LONG, options.collect())?;
 
     let smalls = [0, 64, 1024, 4096, 8192, 16384, 32768, 65536].into_iter();
-    let smalls =
-        smalls.filter(|small| *small <= best.half).map(|small| StagingOptions { small, ..best });
+    let smalls = smalls.filter(|small| *small <= best.half).map(|small| best.with_small(small));
     let best = search.table("small (writes)", &SHORT_WRITES, smalls.collect())?;
 
     let reads = [1, 1024, 4096, 16384, 32768, 65536, 131_072].into_iter();
-    let best = search.table(
-        "reads",
-        &SHORT_READS,
-        reads.map(|reads| StagingOptions { reads, ..best }).collect(),
-    )?;
+    let best =
+        search.table("reads", &SHORT_READS, reads.map(|reads| best.with_reads(reads)).collect())?;
     println!("\nbest options: WARPWIRE_STAGING={best}");
     Ok(())
 }
@@ -142,7 +135,7 @@ impl Search {
             let ratios: Vec<f64> = rate.iter().zip(&rates[0]).map(|(own, now)| own / now).collect();
             let product: f64 = ratios.iter().product();
             let mean = product.powf(1.0 / ratios.len() as f64);
-            let StagingOptions { half, step, small, reads } = *staging;
+            let StagingOptions { half, step, small, reads, .. } = *staging;
             print!("{half:>9} {step:>9} {small:>9} {reads:>9}");
             ratios.iter().for_each(|ratio| print!(" {ratio:>13.3}"));
             println!(" {mean:>7.3}");
@@ -179,7 +172,7 @@ impl Bench {
             let address = ([10, 0, 0, host], 4791).into();
             Context::open_with(
                 hub.endpoint(address)?,
-                HcaOptions { progress_mode, direct: false, ..HcaOptions::default() },
+                HcaOptions::default().with_progress_mode(progress_mode).with_direct(false),
             )
         };
         let spin = ProgressMode::Thread { spin: Duration::from_millis(5), core: None };

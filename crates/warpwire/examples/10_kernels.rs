@@ -92,12 +92,12 @@ fn spinning_contexts(fixture: &Fixture, test_link: TestLink) -> [Context; 2] {
     let spin = Duration::from_millis(scaled_rounds(fixture, 2000, 1));
     let progress_mode = ProgressMode::Thread { spin, core: None };
     test_link.ends().map(|link| {
-        Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
+        Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap()
     })
 }
 
 fn deep_options(fixture: &Fixture) -> KernelQpOptions {
-    KernelQpOptions { send_depth: 1024, ..fixture.options() }
+    fixture.options().with_send_depth(1024)
 }
 
 /// Round trip of a put between two kernels, compared with a relay: a CPU thread that copies words.
@@ -115,7 +115,7 @@ fn latency(fixture: &Fixture) -> Result<String, String> {
         ("two engines, shm", TestLink::Shm, false),
     ] {
         for (single_poster, poster_mode) in [(true, "single poster"), (false, "shared")] {
-            let options = KernelQpOptions { single_poster, ..deep_options(fixture) };
+            let options = deep_options(fixture).with_single_poster(single_poster);
             let time = best([(); 3].map(|()| ping(fixture, rounds, test_link, shared, &options)))?;
             let ratio = time / baseline;
             println!(
@@ -344,7 +344,7 @@ fn open_endpoint(fixture: &Fixture) -> Endpoint {
     let link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
     let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(50), core: None };
     let context =
-        Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap();
+        Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap();
     Endpoint::new(context, &fixture.gpu, deep_options(fixture))
 }
 

@@ -89,6 +89,9 @@
 
 // Hidden modules are not part of the API and change without notice. Tests, tools and the other
 // crates of the workspace use them.
+#[macro_use(setters)]
+extern crate warpwire_proto;
+
 pub mod error;
 #[doc(hidden)]
 pub mod hca;

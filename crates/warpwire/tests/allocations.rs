@@ -104,7 +104,7 @@ impl Pair {
             pair
         };
         let own = connected(QpOptions::default());
-        let shared = connected(QpOptions { srq: Some(srq.clone()), ..QpOptions::default() });
+        let shared = connected(QpOptions::default().with_srq(srq.clone()));
         let [(near, first), (far, second)] =
             [0, 1].map(|n: usize| register(&contexts[n], &pds[n], mem_kind));
         let _keep = [first, second];
@@ -152,7 +152,7 @@ impl Pair {
 }
 
 fn inline() -> HcaOptions {
-    HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() }
+    HcaOptions::default().with_progress_mode(ProgressMode::Manual)
 }
 
 /// A device that sends datagrams to itself, through a shared receive queue.
@@ -171,8 +171,7 @@ impl Datagrams {
         let context = Context::open_with(link, inline()).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(512).unwrap());
         let srq = context.create_srq(&pd, SrqOptions::default()).unwrap();
-        let options =
-            QpOptions { service: Service::Ud, srq: Some(srq.clone()), ..QpOptions::default() };
+        let options = QpOptions::default().with_service(Service::Ud).with_srq(srq.clone());
         let qp = context.create_qp(&pd, &cq, &cq, options).unwrap();
         qp.activate_ud(7).unwrap();
         let memory = HostMemory::new(1 << 18).unwrap();
@@ -215,7 +214,7 @@ fn the_data_path_does_not_allocate() {
             assert_eq!(pair.near.faults().faults, 1, "memory is mapped by one fault");
         }
     }
-    let options = ShmOptions { control_poll_interval: 8, ..ShmOptions::default() };
+    let options = ShmOptions::default().with_control_poll_interval(8);
     let bind =
         |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
     rounds(

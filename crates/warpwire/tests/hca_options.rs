@@ -22,7 +22,7 @@ fn pair(options: HcaOptions) -> [(Context, Qp, Cq); 2] {
         let context = Context::open_with(link, options).unwrap();
         let cq = context.create_cq(16).unwrap();
         // The whole retry time is 8 × 8 ms: a lost ACK fails the sender soon.
-        let options = QpOptions { timeout: 11, ..QpOptions::default() };
+        let options = QpOptions::default().with_timeout(11);
         let qp = context.create_qp(&context.alloc_pd(), &cq, &cq, options).unwrap();
         (context, qp, cq)
     });
@@ -69,7 +69,7 @@ fn a_queue_pair_that_is_reset_or_failed_has_acknowledged() {
 #[test]
 fn immediate_acks_leave_with_the_completion() {
     for _ in 0..20 {
-        let options = HcaOptions { immediate_acks: true, ..HcaOptions::default() };
+        let options = HcaOptions::default().with_immediate_acks(true);
         let [(_a, sender, _sent), (b, receiver, received)] = pair(options);
         receiver.post_receive(&[ReceiveRequest { id: 1, data: &[] }]).unwrap();
         sender.post_send(&[SendRequest::new(2, WrOp::Send)]).unwrap();
@@ -136,7 +136,7 @@ fn a_completion_queue_does_not_grow_without_bound_or_under_a_stream() {
         let refused = cq.resize(entries).unwrap_err();
         assert_eq!(refused.kind(), &warpwire::error::Kind::InvalidArgument, "{refused}");
     }
-    let options = CqOptions { manual_release: true, ..CqOptions::default() };
+    let options = CqOptions::default().with_manual_release(true);
     let refused = a.create_cq_with(options).unwrap().resize(512).unwrap_err();
     assert_eq!(refused.kind(), &warpwire::error::Kind::Unsupported, "{refused}");
 }
@@ -160,11 +160,11 @@ fn the_limit_of_a_shared_receive_queue_can_be_read() {
 fn numbers_carry_the_slot_and_are_reused_late() {
     let hub = Hub::new();
     let slot = QpnSlot::new(0x5a5).unwrap();
-    let options = HcaOptions { qpn_slot: Some(slot), ..HcaOptions::default() };
+    let options = HcaOptions::default().with_qpn_slot(slot);
     let link = hub.endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
     let context = Context::open_with(link, options).unwrap();
     let (pd, cq) = (context.alloc_pd(), context.create_cq(4).unwrap());
-    let small = QpOptions { send_depth: 1, receive_depth: 1, ..QpOptions::default() };
+    let small = QpOptions::default().with_send_depth(1).with_receive_depth(1);
     let create = || context.create_qp(&pd, &cq, &cq, small.clone());
 
     // One number after the other, none of them twice.
@@ -188,7 +188,7 @@ fn devices_with_slots_and_ordinary_ones_are_peers() {
     let slots = [QpnSlot::new(7), None];
     let sides = ["10.0.0.1:4791", "10.0.0.2:4791"].iter().zip(slots).map(|(address, qpn_slot)| {
         let link = hub.endpoint(address.parse().unwrap()).unwrap();
-        let options = HcaOptions { qpn_slot, ..HcaOptions::default() };
+        let options = HcaOptions::default().with_qpn_slot(qpn_slot);
         let context = Context::open_with(link, options).unwrap();
         let cq = context.create_cq(16).unwrap();
         let qp = context.create_qp(&context.alloc_pd(), &cq, &cq, QpOptions::default()).unwrap();

@@ -357,6 +357,30 @@ fn no_two_public_types_have_one_name() {
     assert!(twice.is_empty(), "one concept, one type, one name: {twice:#?}");
 }
 
+/// Public structs of options in a file that a program could build with a literal, so that a new
+/// field would break it, or whose fields it could not set.
+fn closed_options(text: &str) -> Vec<&str> {
+    let options = public_types(text).into_iter().filter(|name| {
+        name.ends_with("Options") || name.ends_with("Config") || *name == "QpAttributes"
+    });
+    let grows = |name: &&str| {
+        let open = text.contains(&format!("#[non_exhaustive]\npub struct {name} {{"));
+        open && text.contains(&format!("setters! {{\n    {name} {{"))
+    };
+    options.filter(|name| !grows(name)).collect()
+}
+
+#[test]
+fn options_can_grow() {
+    for name in ["proto", "warpwire"] {
+        for (path, text) in crate_sources(name) {
+            let closed = if path.starts_with("ibv/") { vec![] } else { closed_options(&text) };
+            assert!(closed.is_empty(), "{name}/{path}: {closed:?} need non_exhaustive, setters!");
+        }
+    }
+    assert_eq!(closed_options("pub struct XOptions {\n}\n#[non_exhaustive]"), ["XOptions"]);
+}
+
 #[test]
 fn the_check_notices_public_types() {
     let text =

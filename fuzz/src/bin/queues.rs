@@ -47,7 +47,7 @@ struct Endpoint {
 impl Endpoint {
     fn new(hub: &Hub, address: &str) -> Self {
         let link = hub.endpoint(address.parse().expect("an address")).expect("an endpoint");
-        let options = HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() };
+        let options = HcaOptions::default().with_progress_mode(ProgressMode::Manual);
         let context = Context::open_with(link, options).expect("a device");
         let (pd, other) = (context.alloc_pd(), context.alloc_pd());
         let register = |pd| {
@@ -87,18 +87,11 @@ impl Harness {
         let hub = Hub::new();
         let endpoints =
             ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| Endpoint::new(&hub, address));
-        let small = QpOptions {
-            send_depth: 8,
-            receive_depth: 8,
-            timeout: 6,
-            retry_count: 1,
-            rnr_retry: 1,
-            ..QpOptions::default()
-        };
-        let srq = SrqOptions { depth: 7, max_sge: 1 };
+        let small = QpOptions::default().with_send_depth(8).with_receive_depth(8).with_timeout(6).with_retry_count(1).with_rnr_retry(1);
+        let srq = SrqOptions::default().with_depth(7).with_max_sge(1);
         let srq = endpoints[1].context.create_srq(&endpoints[1].pd, srq).expect("a shared queue");
-        let shared = QpOptions { srq: Some(srq.clone()), ..small.clone() };
-        let datagrams = QpOptions { service: Service::Ud, ..small.clone() };
+        let shared = small.clone().with_srq(srq.clone());
+        let datagrams = small.clone().with_service(Service::Ud);
         let victims = vec![
             endpoints[0].pair(small),
             endpoints[1].pair(shared),

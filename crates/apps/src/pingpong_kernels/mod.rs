@@ -28,8 +28,8 @@ const WHAT: &str = "run a ping-pong between kernels";
 #[derive(Clone, Debug)]
 pub struct PingPongKernels {
     compute: Kernel,
-    play: Kernel,
-    shift: Kernel,
+    ping_pong: Kernel,
+    transfer: Kernel,
     relay: Kernel,
     /// Status of the first kernel that failed, or 0.
     report: Allocation,
@@ -37,7 +37,7 @@ pub struct PingPongKernels {
 
 /// One side of a ping-pong: what it sends, and the word that it polls.
 #[derive(Clone, Debug)]
-pub struct Side<'a> {
+pub struct PingPongEnd<'a> {
     /// The queue pair to the other rank.
     pub qp: &'a KernelQp,
     /// The peer's memory that the data is written to.
@@ -51,12 +51,12 @@ pub struct Side<'a> {
     /// Initial value of the local word.
     pub start: u64,
     /// Whether this side sends first.
-    pub serves: bool,
+    pub sends_first: bool,
 }
 
 /// Repeated transfers between local and remote memory.
 #[derive(Clone, Debug)]
-pub struct Move<'a> {
+pub struct KernelTransfer<'a> {
     /// The queue pair to the other rank.
     pub qp: &'a KernelQp,
     /// The peer's memory.
@@ -76,7 +76,7 @@ pub struct Relay<'a> {
     /// The local 64-bit word, to which a host thread writes the peer's value.
     pub own: &'a Word,
     /// Whether this side sends first.
-    pub serves: bool,
+    pub sends_first: bool,
 }
 
 impl PingPongKernels {
@@ -85,16 +85,16 @@ impl PingPongKernels {
         let program = Program::new("ping-pong kernels")
             .ptx(include_str!("pingpong_kernels.ptx"))
             .block(COMPUTE, |block| take_time(block, block.value(0)?))
-            .block(PLAY, play)
-            .block(MOVE, shift)
+            .block(PLAY, ping_pong)
+            .block(MOVE, transfer)
             .block(RELAY, relay);
         let module = device.load(&program)?;
         let report = device.alloc_pinned(8)?;
         report.host_bytes()?.store_u64(0, 0)?;
         Ok(Self {
             compute: module.kernel(COMPUTE)?,
-            play: module.kernel(PLAY)?,
-            shift: module.kernel(MOVE)?,
+            ping_pong: module.kernel(PLAY)?,
+            transfer: module.kernel(MOVE)?,
             relay: module.kernel(RELAY)?,
             report,
         })
@@ -107,10 +107,10 @@ impl PingPongKernels {
 
     /// Launches a kernel that plays `rounds` rounds, busy-waiting for `compute` in each. It fails
     /// if a single wait exceeds `timeout`.
-    pub fn play(
+    pub fn ping_pong(
         &self,
         stream: &Stream,
-        side: &Side<'_>,
+        side: &PingPongEnd<'_>,
         rounds: u64,
         compute: Duration,
         timeout: Duration,
@@ -118,7 +118,7 @@ impl PingPongKernels {
         check_word(side.own, stream)?;
         let launch = side
             .qp
-            .pass(Launch::new(&self.play))?
+            .pass(Launch::new(&self.ping_pong))?
             .region(&self.report.whole()?)
             .value(side.to.address)
             .value(side.to.rkey.into())
@@ -130,24 +130,24 @@ impl PingPongKernels {
             .region(side.own.region())
             .value(side.start)
             .value(rounds)
-            .value(side.serves.into())
+            .value(side.sends_first.into())
             .value(nanos(compute))
             .value(nanos(timeout));
         start(stream, launch)
     }
 
     /// Launches a kernel that puts or gets `rounds` times, waiting for each before the next.
-    pub fn shift(
+    pub fn transfer(
         &self,
         stream: &Stream,
-        what: &Move<'_>,
+        what: &KernelTransfer<'_>,
         rounds: u64,
         compute: Duration,
         timeout: Duration,
     ) -> Result<()> {
         let launch = what
             .qp
-            .pass(Launch::new(&self.shift))?
+            .pass(Launch::new(&self.transfer))?
             .region(&self.report.whole()?)
             .value(what.there.address)
             .value(what.there.rkey.into())
@@ -181,7 +181,7 @@ impl PingPongKernels {
             .region(relay.bell)
             .region(relay.own.region())
             .value(rounds)
-            .value(relay.serves.into())
+            .value(relay.sends_first.into())
             .value(nanos(timeout));
         start(stream, launch)
     }
@@ -227,14 +227,14 @@ fn take_time(block: &Block<'_>, nanos: u64) -> std::result::Result<(), KernelFau
     }
 }
 
-fn play(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+fn ping_pong(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let qp = DeviceQp::open(block, block.address(0)?)?;
     let to = Remote { address: block.value(2)?, rkey: block.value(3)? as u32 };
     let from = Local { address: block.value(4)?, lkey: block.value(5)? as u32 };
     let len = block.value(6)?;
     let word = Remote { address: block.value(7)?, rkey: block.value(8)? as u32 };
     let (own, start, rounds) = (block.address(9)?, block.value(10)?, block.value(11)?);
-    let (serves, compute) = (block.value(12)? != 0, block.value(13)?);
+    let (sends_first, compute) = (block.value(12)? != 0, block.value(13)?);
     let timeout = Duration::from_nanos(block.value(14)?);
     let wait_round = |round: u64| {
         let wanted = start.wrapping_add(round);
@@ -242,14 +242,14 @@ fn play(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     };
     let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
-        if !serves {
+        if !sends_first {
             status = wait_round(round)?;
         }
         if status.is_ok() {
             take_time(block, compute)?;
             status = qp.put_signal(to, from, len, (word, 1), timeout)?.status;
         }
-        if serves && status.is_ok() {
+        if sends_first && status.is_ok() {
             status = wait_round(round)?;
         }
         if !status.is_ok() {
@@ -276,7 +276,7 @@ fn report_status(
     Ok(())
 }
 
-fn shift(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+fn transfer(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let qp = DeviceQp::open(block, block.address(0)?)?;
     let there = Remote { address: block.value(2)?, rkey: block.value(3)? as u32 };
     let here = Local { address: block.value(4)?, lkey: block.value(5)? as u32 };
@@ -299,21 +299,21 @@ fn shift(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
 
 fn relay(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (bell, own) = (block.address(1)?, block.address(2)?);
-    let (rounds, serves) = (block.value(3)?, block.value(4)? != 0);
+    let (rounds, sends_first) = (block.value(3)?, block.value(4)? != 0);
     let timeout = Duration::from_nanos(block.value(5)?);
     let value = DeviceAddr::new(bell.raw() + 64);
     let wait_round =
         |round| wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, round, timeout);
     let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
-        if !serves {
+        if !sends_first {
             status = wait_round(round)?;
         }
         if status.is_ok() {
             block.store_u64(value, round)?;
             block.store_u64(bell, round)?;
         }
-        if serves {
+        if sends_first {
             status = wait_round(round)?;
         }
         if !status.is_ok() {

@@ -113,7 +113,7 @@ impl Target {
         let first_window = start.elapsed();
         let info = device.info();
         let driver = match info.backend {
-            Backend::Cuda => Some(DriverCopies::on(info.ordinal)?),
+            Backend::Cuda => Some(DriverCopies::new(info.ordinal)?),
             Backend::Sim => None,
         };
         Ok(Bench { device, memory, window, no_cuda, options, first_window, driver })
@@ -122,7 +122,7 @@ impl Target {
     fn options(&self) -> Result<WindowOptions, Failure> {
         let from_env =
             WindowOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
-        Ok(WindowOptions { mapping: self.mapping.0, ..from_env })
+        Ok(from_env.with_mapping(self.mapping.0))
     }
 }
 
@@ -142,7 +142,7 @@ pub(super) struct Bench {
 impl Bench {
     /// Waits for driver copies in flight.
     pub(super) fn engine_finish(&self) -> warpwire::Result<()> {
-        self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)
+        self.driver.as_ref().map_or(Ok(()), DriverCopies::synchronize)
     }
 
     /// Copies to the device with the driver (cuMemcpyHtoD).
@@ -162,7 +162,7 @@ impl Bench {
     }
 
     pub(super) fn setting(&self) -> Setting {
-        let refused = self.window.refused().iter();
+        let refused = self.window.rejected_paths().iter();
         Setting {
             device: self.device.label(),
             name: self.device.info().name.clone(),

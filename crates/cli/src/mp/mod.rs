@@ -224,7 +224,7 @@ fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
         let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
         return Err(Failure::Usage(message));
     }
-    let mut options = CommOptions { timeout: arguments.timeout, ..CommOptions::from_env()? };
+    let mut options = CommOptions::from_env()?.with_timeout(arguments.timeout);
     if arguments.needs_device() {
         options.progress_mode = CommOptions::for_streams().progress_mode;
     }

@@ -6,7 +6,7 @@ use warpwire::mem::{Allocation, Device, Graph, Stream, Word};
 use warpwire::msg::{Buffer, BufferSlice, ChannelOptions, Comm, DeviceChannel, RmaWindow};
 use warpwire::stream::KernelQp;
 use warpwire::stream::kernel::SignalWait;
-use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
+use warpwire_apps::pingpong_kernels::{KernelTransfer, PingPongEnd, PingPongKernels};
 
 use crate::output::Failure;
 
@@ -68,7 +68,7 @@ impl Transfer<'_> {
     }
 
     /// The put or get between the peer's window and our memory; `None` for messages.
-    fn moves<'q>(&self, qp: &'q KernelQp) -> Result<Option<Move<'q>>, Failure> {
+    fn moves<'q>(&self, qp: &'q KernelQp) -> Result<Option<KernelTransfer<'q>>, Failure> {
         let own = match self.what {
             TransferKind::Put => self.out,
             TransferKind::Get => self.back,
@@ -76,13 +76,13 @@ impl Transfer<'_> {
         };
         let there = self.window.remote(self.other(), 0, self.size)?;
         let here = own.slice(0, self.size)?.sge()?;
-        Ok(Some(Move { qp, there, here, reads: self.what == TransferKind::Get }))
+        Ok(Some(KernelTransfer { qp, there, here, reads: self.what == TransferKind::Get }))
     }
 }
 
 impl DeviceRunner {
     pub(super) fn new(comm: &Comm, device: &Device, timeout: Duration) -> Result<Self, Failure> {
-        let options = ChannelOptions { wait_timeout: timeout, ..ChannelOptions::default() };
+        let options = ChannelOptions::default().with_wait_timeout(timeout);
         let device_channel = comm.device_channel(device, options)?;
         let words = device.alloc(64)?;
         words.write(0, &[0; 64])?;
@@ -175,7 +175,7 @@ impl DeviceRunner {
         let from = transfer.slices()?.0.sge()?;
         let moves = transfer.moves(kernel)?;
         let graph = self.stream.capture(|stream| {
-            if let Some(Move { there, here, reads, .. }) = moves {
+            if let Some(KernelTransfer { there, here, reads, .. }) = moves {
                 if !transfer.compute.is_zero() {
                     self.kernels.compute(stream, transfer.compute)?;
                 }
@@ -228,21 +228,21 @@ impl DeviceRunner {
     ) -> Result<Duration, Failure> {
         let other = transfer.other();
         let own = self.own()?;
-        let side = Side {
+        let side = PingPongEnd {
             qp: self.device_channel.kernel(other)?,
             to: transfer.window.remote(other, 0, transfer.size)?,
             from: transfer.slices()?.0.sge()?,
             signal: self.word_window.word(other, 0, 8)?,
             own: &own,
             start: own.load()?,
-            serves: transfer.starts_round(),
+            sends_first: transfer.starts_round(),
         };
         // Both ranks must have read their signal words before either adds to them.
         transfer.comm.barrier(self.timeout)?;
         let start = Instant::now();
         match transfer.moves(side.qp)? {
             None => {
-                self.kernels.play(
+                self.kernels.ping_pong(
                     &self.stream,
                     &side,
                     count.into(),
@@ -251,7 +251,7 @@ impl DeviceRunner {
                 )?;
             }
             Some(what) => {
-                self.kernels.shift(
+                self.kernels.transfer(
                     &self.stream,
                     &what,
                     count.into(),

@@ -84,7 +84,7 @@ pub(super) fn engine(device: &Device, link: &str, address: IpAddr) -> Result<Con
         Backend::Sim => Duration::from_micros(50),
     };
     let progress_mode = ProgressMode::Thread { spin, core: None };
-    Ok(Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() })?)
+    Ok(Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode))?)
 }
 
 impl Endpoint {
@@ -101,19 +101,13 @@ impl Endpoint {
         let pd = context.alloc_pd();
         let depth = (plan.rounds as u32).max(16) * 2;
         // ACK timeout 4.096 us * 2^18, about 1 s: a busy machine must not look like a dead peer.
-        let qp = QpOptions {
-            send_depth: depth,
-            receive_depth: depth,
-            timeout: 18,
-            ..QpOptions::default()
-        };
-        let options = StreamQpOptions {
-            qp,
-            waits: depth * 2,
-            cq_memory: plan.cq_memory,
-            wait_timeout: plan.wait_timeout.then_some(TIMEOUT),
-            ..StreamQpOptions::default()
-        };
+        let qp =
+            QpOptions::default().with_send_depth(depth).with_receive_depth(depth).with_timeout(18);
+        let options = StreamQpOptions::default()
+            .with_qp(qp)
+            .with_max_waits(depth * 2)
+            .with_cq_memory(plan.cq_memory)
+            .with_wait_timeout(plan.wait_timeout.then_some(TIMEOUT));
         let qp = StreamQp::create(&context, &pd, device, options)?;
         let len = plan.max_size.max(64);
         let (outgoing, incoming) = (device.alloc(len)?, device.alloc(len)?);

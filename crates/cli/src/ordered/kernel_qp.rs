@@ -8,7 +8,7 @@ use warpwire::stream::kernel::SignalWait;
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::bootstrap::Bootstrap;
 use warpwire::verbs::{Access, Context, Mr, Pd, QpEndpoint, QpOptions, Remote, Sge};
-use warpwire_apps::pingpong_kernels::{PingPongKernels, Side};
+use warpwire_apps::pingpong_kernels::{PingPongEnd, PingPongKernels};
 
 use super::Failure;
 use super::endpoint::{Job, Role, TIMEOUT};
@@ -47,13 +47,11 @@ impl KernelEndpoint {
         bootstrap: &mut Bootstrap,
     ) -> Result<Self, Failure> {
         // Only one stream, or its kernel, posts at a time.
-        let connection = QpOptions { timeout: 18, ..QpOptions::default() };
-        let options = KernelQpOptions {
-            single_poster: true,
-            wait_timeout: TIMEOUT,
-            connection,
-            ..KernelQpOptions::default()
-        };
+        let connection = QpOptions::default().with_timeout(18);
+        let options = KernelQpOptions::default()
+            .with_single_poster(true)
+            .with_wait_timeout(TIMEOUT)
+            .with_connection(connection);
         let qp = KernelQp::create(context, pd, device, options)?;
         let words = device.alloc(64)?;
         words.write(0, &[0; 64])?;
@@ -120,9 +118,9 @@ impl KernelEndpoint {
         SignalStart(own, start): &SignalStart,
         (rounds, compute): (u64, Duration),
     ) -> Result<(), Failure> {
-        let (to, signal, serves) = (self.to, self.signal, role == Role::Ping);
-        let side = Side { qp: &self.qp, to, from, signal, own, start: *start, serves };
-        Ok(self.kernels.play(stream, &side, rounds, compute, TIMEOUT)?)
+        let (to, signal, sends_first) = (self.to, self.signal, role == Role::Ping);
+        let side = PingPongEnd { qp: &self.qp, to, from, signal, own, start: *start, sends_first };
+        Ok(self.kernels.ping_pong(stream, &side, rounds, compute, TIMEOUT)?)
     }
 
     /// Returns the failure of a kernel or of the queue pair; call after the stream is done.

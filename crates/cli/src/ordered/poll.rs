@@ -142,7 +142,7 @@ impl Waiter {
                 Ok(stream.batch(&ops)?)
             }
             Self::Kernel(kernels) => {
-                let relay = Relay { bell: &answers.whole()?, own: word, serves: false };
+                let relay = Relay { bell: &answers.whole()?, own: word, sends_first: false };
                 Ok(kernels.relay(stream, &relay, count, TIMEOUT)?)
             }
         }

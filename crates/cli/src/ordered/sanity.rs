@@ -14,7 +14,7 @@ use warpwire::verbs::{
     Access, Context, Mr, Pd, ProgressMode, ReceiveRequest, Remote, SendRequest, Status, WrOp,
 };
 use warpwire_apps::pattern::Pattern;
-use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
+use warpwire_apps::pingpong_kernels::{KernelTransfer, PingPongEnd, PingPongKernels};
 
 use super::endpoint::TIMEOUT;
 use super::{Failure, Reporter};
@@ -110,7 +110,7 @@ impl Fixture {
         let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(1), core: None };
         let open = |address: [u8; 4]| -> Result<(Context, Pd), Failure> {
             let link = hub.endpoint((address, 4791).into())?;
-            let options = HcaOptions { progress_mode, ..HcaOptions::default() };
+            let options = HcaOptions::default().with_progress_mode(progress_mode);
             let context = Context::open_with(link, options)?;
             let pd = context.alloc_pd();
             Ok((context, pd))
@@ -118,7 +118,7 @@ impl Fixture {
         let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
         let wait_timeout = Some(Duration::from_millis(500));
         let make = |(context, pd): &(Context, Pd)| {
-            let options = StreamQpOptions { wait_timeout, ..StreamQpOptions::default() };
+            let options = StreamQpOptions::default().with_wait_timeout(wait_timeout);
             StreamQp::create(context, pd, device, options)
         };
         let qps = [make(&ends[0])?, make(&ends[1])?];
@@ -322,16 +322,16 @@ fn kernels(fixture: &Fixture) -> Result<(), Failure> {
     }
     for at in [1, 0] {
         let ((memory, mine), (_, theirs)) = (&memories[at], &memories[at ^ 1]);
-        let side = Side {
+        let side = PingPongEnd {
             qp: &qps[at],
             to: theirs.remote(DATA),
             from: mine.sge(LEN / 2, 256),
             signal: theirs.remote(0),
             own: &memory.word64(0)?,
             start: 0,
-            serves: at == 0,
+            sends_first: at == 0,
         };
-        kernels.play(&streams[at], &side, ROUNDS, Duration::ZERO, TIMEOUT)?;
+        kernels.ping_pong(&streams[at], &side, ROUNDS, Duration::ZERO, TIMEOUT)?;
     }
     streams.iter().try_for_each(|stream| stream.synchronize(TIMEOUT))?;
     kernels.check()?;
@@ -350,8 +350,8 @@ fn kernel_failure(fixture: &Fixture) -> Result<(), Failure> {
     let (_memory, source) = fixture.memory(0)?;
     let (kernels, stream) = (PingPongKernels::load(&fixture.device)?, fixture.stream()?);
     let there = Remote { address: 0x10, rkey: 0x00de_ad00 };
-    let work = Move { qp, there, here: source.sge(0, 8), reads: false };
-    kernels.shift(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
+    let work = KernelTransfer { qp, there, here: source.sge(0, 8), reads: false };
+    kernels.transfer(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
     stream.synchronize(TIMEOUT)?;
     let failure = qp.progress()?.failure;
     expect(kernels.check().is_err(), || "the kernel reported success".to_owned())?;

@@ -43,16 +43,14 @@ fn open(
     arguments: &Arguments,
 ) -> Result<(Context, Option<Capture>), Failure> {
     if let Some(name) = &arguments.device {
-        let options = DeviceOptions { port: None, gid_index: arguments.gid_index };
+        let options = DeviceOptions::default().with_port(None).with_gid_index(arguments.gid_index);
         return Ok((Context::open_device_with(name, options)?, None));
     }
     let (link, capture) =
         links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
-    let options = HcaOptions {
-        progress_mode: arguments.progress.mode(),
-        direct: !arguments.no_direct,
-        ..HcaOptions::default()
-    };
+    let options = HcaOptions::default()
+        .with_progress_mode(arguments.progress.mode())
+        .with_direct(!arguments.no_direct);
     Ok((Context::open_with(link, options)?, capture))
 }
 
@@ -76,16 +74,14 @@ impl Endpoint {
         let receives = test.receives(role);
         let entries = test.qps.saturating_mul(receives + test.depth.min(64)).saturating_add(64);
         let cq = context.create_cq(entries.min(1 << 22))?;
-        let options = QpOptions {
-            send_depth: test.depth.max(64),
-            receive_depth: receives.max(1),
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline_data: INLINE,
-            signal_all: false,
-            mtu: arguments.mtu.and_then(Mtu::new),
-            ..QpOptions::default()
-        };
+        let options = QpOptions::default()
+            .with_send_depth(test.depth.max(64))
+            .with_receive_depth(receives.max(1))
+            .with_max_send_sge(1)
+            .with_max_recv_sge(1)
+            .with_max_inline_data(INLINE)
+            .with_signal_all(false)
+            .with_mtu(arguments.mtu.and_then(Mtu::new));
         let qps = (0..test.qps).map(|_| context.create_qp(&pd, &cq, &cq, options.clone()));
         let qps: Vec<Qp> = qps.collect::<warpwire::Result<_>>()?;
 

@@ -18,7 +18,7 @@ impl DeviceCopy {
     pub(super) fn new(device: &Device, len: u64) -> Result<Self, Failure> {
         let info = device.info();
         let driver = match info.backend {
-            Backend::Cuda => Some(DriverCopies::on(info.ordinal)?),
+            Backend::Cuda => Some(DriverCopies::new(info.ordinal)?),
             Backend::Sim => None,
         };
         Ok(Self { memory: device.alloc(len)?, driver })
@@ -41,7 +41,7 @@ impl DeviceCopy {
     }
 
     pub(super) fn finish(&self) -> Result<(), Failure> {
-        self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)?;
+        self.driver.as_ref().map_or(Ok(()), DriverCopies::synchronize)?;
         Ok(())
     }
 

@@ -136,7 +136,7 @@ impl Lat {
             return cpu::lat(self.target.family, self.size, self.iters, self.json);
         }
         let reporter = Reporter::new(self.json);
-        let options = SockOptions { sockets: 16, spin: SPIN, ..SockOptions::default() };
+        let options = SockOptions::default().with_sockets(16).with_spin(SPIN);
         let (host, no_cuda) = self.target.open(options)?;
         let programs = self.target.programs(&host)?;
         reporter.print(&heading("lat", &host, no_cuda.as_deref()))?;
@@ -262,7 +262,7 @@ impl Bw {
         }
         let reporter = Reporter::new(self.json);
         let ring = 1 << 20;
-        let options = SockOptions { sockets: 16, ring, spin: SPIN, ..SockOptions::default() };
+        let options = SockOptions::default().with_sockets(16).with_ring(ring).with_spin(SPIN);
         let (host, no_cuda) = self.target.open(options)?;
         let programs = self.target.programs(&host)?;
         reporter.print(&heading("bw", &host, no_cuda.as_deref()))?;

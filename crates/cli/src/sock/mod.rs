@@ -83,7 +83,7 @@ impl SockTarget {
     /// Starts a socket host for kernels of `device`.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
         let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
-        Ok(SockHost::start(device, SockOptions { memory, ..options })?)
+        Ok(SockHost::start(device, options.with_memory(memory))?)
     }
 
     /// Loads the kernels, for sockets of this family.

@@ -232,7 +232,8 @@ impl Kv {
         // Clients above the limit need a socket too, to be refused.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let ring = 16 << 10;
-        let options = SockOptions { sockets, ring, ..SockOptions::default() }.fitted();
+        let options =
+            SockOptions::default().with_sockets(sockets).with_ring(ring).with_fitting_arena();
         let (host, no_cuda) = self.target.open(options)?;
         let options = KvOptions {
             workers: self.workers,

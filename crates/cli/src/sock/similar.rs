@@ -212,7 +212,7 @@ impl Arguments {
     fn serve(&self) -> Result<ExitCode, Failure> {
         // Clients above the limit need a socket too, to be refused.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
-        let options = SockOptions { sockets, ..SockOptions::default() }.fitted();
+        let options = SockOptions::default().with_sockets(sockets).with_fitting_arena();
         let (host, no_cuda) = self.target.open(options)?;
         let options = SimilarOptions {
             over: self.over(),

@@ -57,7 +57,7 @@ pub struct Pump {
 impl Pump {
     /// A connected pair with that MTU and send queue depth.
     pub fn new(mtu: u32, depth: u32) -> Self {
-        let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
+        let options = TransportOptions::default().with_send_depth(depth);
         let endpoints =
             [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
         let hosts = [AcceptAllHost { received: 0 }, AcceptAllHost { received: 0 }];
@@ -107,29 +107,23 @@ fn connected(mine: u32, theirs: u32, mtu: u32, options: TransportOptions) -> RcQ
     let path = PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
     let psn = Some(Psn::new(0));
     let steps = [
-        QpAttributes {
-            partition_index: Some(0),
-            port: Some(1),
-            access: Some(Access::ALL),
-            ..QpAttributes::new(State::Init)
-        },
-        QpAttributes {
-            path: Some(path),
-            mtu: Mtu::new(mtu),
-            destination: Some(theirs),
-            receive_psn: psn,
-            max_dest_rd_atomic: Some(16),
-            min_rnr_timer: Some(1),
-            ..QpAttributes::new(State::Rtr)
-        },
-        QpAttributes {
-            send_psn: psn,
-            timeout: Some(14),
-            retry_count: Some(7),
-            rnr_retry: Some(7),
-            max_rd_atomic: Some(16),
-            ..QpAttributes::new(State::Rts)
-        },
+        QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(1)
+            .with_access(Access::ALL),
+        QpAttributes::new(State::Rtr)
+            .with_path(path)
+            .with_mtu(Mtu::new(mtu))
+            .with_destination(theirs)
+            .with_receive_psn(psn)
+            .with_max_dest_rd_atomic(16)
+            .with_min_rnr_timer(1),
+        QpAttributes::new(State::Rts)
+            .with_send_psn(psn)
+            .with_timeout(14)
+            .with_retry_count(7)
+            .with_rnr_retry(7)
+            .with_max_rd_atomic(16),
     ];
     for step in steps {
         assert_eq!(qp.modify(&step), Ok(()));

@@ -276,15 +276,14 @@ pub const TRANSITIONS: &[Transition] = &[
 ///
 /// ```
 /// use warpwire_proto::qp::{Access, QpAttributes, State};
-/// let attr = QpAttributes {
-///     partition_index: Some(0),
-///     port: Some(1),
-///     access: Some(Access::REMOTE_WRITE),
-///     ..QpAttributes::new(State::Init)
-/// };
+/// let attr = QpAttributes::new(State::Init)
+///     .with_partition_index(0)
+///     .with_port(1)
+///     .with_access(Access::REMOTE_WRITE);
 /// assert_eq!(attr.to, State::Init);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct QpAttributes {
     /// The next state.
     pub to: State,
@@ -324,6 +323,29 @@ pub struct QpAttributes {
     pub max_rd_atomic: Option<u8>,
     /// Whether to report [`QpEvent::Drained`](super::QpEvent::Drained) after a transition to `SQD`.
     pub notify_drained: Option<bool>,
+}
+
+setters! {
+    QpAttributes {
+    } optional {
+        with_current_state => current_state: State,
+        with_partition_index => partition_index: u16,
+        with_port => port: u8,
+        with_access => access: Access,
+        with_qkey => qkey: u32,
+        with_path => path: PathAttributes,
+        with_mtu => mtu: Mtu,
+        with_destination => destination: u32,
+        with_receive_psn => receive_psn: Psn,
+        with_max_dest_rd_atomic => max_dest_rd_atomic: u8,
+        with_min_rnr_timer => min_rnr_timer: u8,
+        with_send_psn => send_psn: Psn,
+        with_timeout => timeout: u8,
+        with_retry_count => retry_count: u8,
+        with_rnr_retry => rnr_retry: u8,
+        with_max_rd_atomic => max_rd_atomic: u8,
+        with_notify_drained => notify_drained: bool,
+    }
 }
 
 impl QpAttributes {

@@ -79,6 +79,7 @@ const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
 
 /// Options of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TransportOptions {
     /// Maximum of posted, not yet completed work requests; clamped to 1..=2^20. Default 128.
     pub send_depth: u32,
@@ -91,6 +92,16 @@ pub struct TransportOptions {
     /// The line rate in bytes per second, from which congestion notifications slow down; `None`
     /// (default) ignores them.
     pub line_rate: Option<u64>,
+}
+
+setters! {
+    TransportOptions {
+        with_send_depth => send_depth: u32,
+        with_window => window: u32,
+        with_read_chunk => read_chunk: u32,
+    } optional {
+        with_line_rate => line_rate: u64,
+    }
 }
 
 impl Default for TransportOptions {
@@ -148,13 +159,9 @@ impl Default for Transmit {
 /// ```
 /// # use warpwire_proto::{Instant, Psn, qp::*};
 /// let mut qp = RcQp::new(0x11, TransportOptions::default());
-/// qp.modify(&QpAttributes {
-///     partition_index: Some(0),
-///     port: Some(1),
-///     access: Some(Access::NONE),
-///     ..QpAttributes::new(State::Init)
-/// })?;
-/// let refused = qp.modify(&QpAttributes { mtu: Mtu::new(1024), ..QpAttributes::new(State::Rtr) });
+/// let init = QpAttributes::new(State::Init).with_partition_index(0).with_port(1);
+/// qp.modify(&init.with_access(Access::NONE))?;
+/// let refused = qp.modify(&QpAttributes::new(State::Rtr).with_mtu(Mtu::new(1024)));
 /// let error = refused.unwrap_err().to_string();
 /// assert!(error.starts_with("the transition from INIT to RTR also requires"));
 /// # Ok::<(), ModifyError>(())

@@ -2,6 +2,7 @@
 
 /// Why a packet was discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DiscardReason {
     /// Not accepted in the queue pair's state.
     State,

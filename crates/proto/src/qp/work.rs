@@ -218,6 +218,7 @@ pub enum ProtocolEvent {
 
 /// Why work was not posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SendQueueError {
     /// The queue is full: poll completions, then retry.
     Full,

@@ -105,7 +105,7 @@ fn read_responses_come_in_the_order_first_middle_last() {
 
 #[test]
 fn each_chunk_of_a_read_begins_and_ends_anew() {
-    let options = TransportOptions { read_chunk: 2, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_read_chunk(2);
     let right = [ReadResponseFirst, ReadResponseLast, ReadResponseFirst, ReadResponseLast];
     for wrong in [None, Some((1, ReadResponseMiddle)), Some((2, ReadResponseMiddle))] {
         let mut pair = Pair::with(ConnParams { options, ..ConnParams::default() });

@@ -14,7 +14,7 @@ use crate::directed::pair::{A, B, ConnParams, MTU, Pair, QPNS, REMOTE_ADDR};
 const LINE: u64 = 1_000_000_000;
 
 fn paced_pair() -> Pair {
-    let options = TransportOptions { line_rate: Some(LINE), ..TransportOptions::default() };
+    let options = TransportOptions::default().with_line_rate(LINE);
     Pair::with(ConnParams { options, ..ConnParams::default() })
 }
 

@@ -21,13 +21,8 @@ fn datagram(id: u64, len: u32) -> Datagram {
 /// A UD queue pair in RTS with that Q_Key.
 fn ud_in_rts(number: u32, qkey: u32, depth: u32) -> Ud {
     let mut ud = Ud::new(number, Mtu::new(MTU).unwrap(), depth);
-    let init = QpAttributes {
-        partition_index: Some(0),
-        port: Some(1),
-        qkey: Some(qkey),
-        ..QpAttributes::new(State::Init)
-    };
-    let rts = QpAttributes { send_psn: Some(Psn::new(0xff_ffff)), ..QpAttributes::new(State::Rts) };
+    let init = QpAttributes::new(State::Init).with_partition_index(0).with_port(1).with_qkey(qkey);
+    let rts = QpAttributes::new(State::Rts).with_send_psn(Psn::new(0xff_ffff));
     for attr in [init, QpAttributes::new(State::Rtr), rts] {
         ud.modify(&attr).unwrap();
     }
@@ -316,9 +311,8 @@ fn the_queue_holds_its_depth_and_no_datagram_longer_than_the_mtu() {
 #[test]
 fn draining_notifies_once_and_holds_posted_work() {
     let (mut ud, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
-    ud.modify(&QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) })
-        .unwrap();
-    ud.modify(&QpAttributes { qkey: Some(QKEY), ..QpAttributes::new(State::Sqd) }).unwrap();
+    ud.modify(&QpAttributes::new(State::Sqd).with_notify_drained(true)).unwrap();
+    ud.modify(&QpAttributes::new(State::Sqd).with_qkey(QKEY)).unwrap();
     ud.post(datagram(0, 1)).unwrap();
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert_eq!(events(&mut ud), [ProtocolEvent::Async(QpEvent::Drained)]);

@@ -16,7 +16,7 @@ use Status::{Flushed, Success};
 
 /// To `SQD`, with a notification when drained.
 fn drain() -> QpAttributes {
-    QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) }
+    QpAttributes::new(State::Sqd).with_notify_drained(true)
 }
 
 fn modify(pair: &mut Pair, end: usize, attr: &QpAttributes) {
@@ -26,7 +26,7 @@ fn modify(pair: &mut Pair, end: usize, attr: &QpAttributes) {
 
 #[test]
 fn draining_finishes_started_messages_and_notifies_once() {
-    let options = TransportOptions { window: 2, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_window(2);
     let mut pair = Pair::with_receives(ConnParams { options, ..ConnParams::default() }, 4);
     pair.post(A, 0, SendOp::Send, 5 * MTU);
     pair.post(A, 1, SendOp::Send, 10);
@@ -75,8 +75,7 @@ fn a_draining_end_retransmits_and_responds() {
 fn attributes_set_while_drained_hold_afterwards() {
     let mut pair = Pair::new();
     modify(&mut pair, A, &drain());
-    let attr =
-        QpAttributes { timeout: Some(5), retry_count: Some(0), ..QpAttributes::new(State::Sqd) };
+    let attr = QpAttributes::new(State::Sqd).with_timeout(5).with_retry_count(0);
     modify(&mut pair, A, &attr);
     modify(&mut pair, A, &QpAttributes::new(State::Rts));
     pair.post(A, 0, SendOp::Send, 10);
@@ -289,7 +288,7 @@ fn access_changed_while_running_holds_for_the_next_request() {
     let mut pair = Pair::new();
     pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 10);
     pair.assert_all_succeed(1);
-    let attr = QpAttributes { access: Some(Access::REMOTE_READ), ..QpAttributes::new(State::Rts) };
+    let attr = QpAttributes::new(State::Rts).with_access(Access::REMOTE_READ);
     modify(&mut pair, B, &attr);
     pair.endpoints[A].sent.clear();
     pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 10);
@@ -326,7 +325,7 @@ fn reads_in_progress_survive_a_change_of_the_limit() {
         let request = pair.transfer(A)[1];
         pair.send(B).unwrap();
         modify(&mut pair, B, &QpAttributes::new(State::Sqd));
-        let attr = QpAttributes { max_dest_rd_atomic: Some(kept), ..QpAttributes::new(State::Sqd) };
+        let attr = QpAttributes::new(State::Sqd).with_max_dest_rd_atomic(kept);
         modify(&mut pair, B, &attr);
         assert_eq!(pair.send_all(B).len(), 2, "the rest of the response");
         assert_eq!(pair.deliver(B, &request), Err(DiscardReason::Duplicate));
@@ -337,7 +336,7 @@ fn reads_in_progress_survive_a_change_of_the_limit() {
 
 #[test]
 fn a_split_read_that_was_started_is_finished_while_draining() {
-    let options = TransportOptions { read_chunk: 2, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_read_chunk(2);
     let mut pair = Pair::with(ConnParams { options, max_rd_atomic: 1, ..ConnParams::default() });
     pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 6 * MTU);
     pair.post(A, 1, SendOp::Read(REMOTE_ADDR), 6 * MTU);

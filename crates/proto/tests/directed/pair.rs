@@ -56,36 +56,27 @@ impl Default for ConnParams {
 
 impl ConnParams {
     pub fn init_attr(self) -> QpAttributes {
-        QpAttributes {
-            partition_index: Some(0),
-            port: Some(1),
-            access: Some(self.access),
-            ..QpAttributes::new(State::Init)
-        }
+        QpAttributes::new(State::Init).with_partition_index(0).with_port(1).with_access(self.access)
     }
 
     pub fn rtr_attr(self, end: usize) -> QpAttributes {
         let peer = SocketAddr::from(([10, 0, 0, 1], 4791));
-        QpAttributes {
-            path: Some(PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 }),
-            mtu: Mtu::new(self.mtu),
-            destination: Some(QPNS[1 - end]),
-            receive_psn: Some(Psn::new(self.psn[1 - end])),
-            max_dest_rd_atomic: Some(self.max_dest_rd_atomic),
-            min_rnr_timer: Some(self.min_rnr_timer),
-            ..QpAttributes::new(State::Rtr)
-        }
+        QpAttributes::new(State::Rtr)
+            .with_path(PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 })
+            .with_mtu(Mtu::new(self.mtu))
+            .with_destination(QPNS[1 - end])
+            .with_receive_psn(Psn::new(self.psn[1 - end]))
+            .with_max_dest_rd_atomic(self.max_dest_rd_atomic)
+            .with_min_rnr_timer(self.min_rnr_timer)
     }
 
     pub fn rts_attr(self, end: usize) -> QpAttributes {
-        QpAttributes {
-            send_psn: Some(Psn::new(self.psn[end])),
-            timeout: Some(self.timeout),
-            retry_count: Some(self.retry_count),
-            rnr_retry: Some(self.rnr_retry),
-            max_rd_atomic: Some(self.max_rd_atomic),
-            ..QpAttributes::new(State::Rts)
-        }
+        QpAttributes::new(State::Rts)
+            .with_send_psn(Psn::new(self.psn[end]))
+            .with_timeout(self.timeout)
+            .with_retry_count(self.retry_count)
+            .with_rnr_retry(self.rnr_retry)
+            .with_max_rd_atomic(self.max_rd_atomic)
     }
 
     pub fn bring_to_rts(&self, qp: &mut RcQp, end: usize) {

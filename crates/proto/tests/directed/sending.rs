@@ -14,7 +14,7 @@ fn with_options(options: TransportOptions) -> ConnParams {
 #[test]
 fn the_window_closes_with_an_ack_request_and_opens_with_the_ack() {
     for window in [1, 2, 5, 16] {
-        let params = with_options(TransportOptions { window, ..TransportOptions::default() });
+        let params = with_options(TransportOptions::default().with_window(window));
         let mut pair = Pair::with_receives(params, 1);
         pair.post(A, 0, SendOp::Send, 40 * MTU);
         let packets = pair.send_all(A);
@@ -46,8 +46,7 @@ fn the_last_packet_of_every_message_requests_an_ack() {
 
 #[test]
 fn a_long_message_requests_periodic_acks() {
-    let mut pair =
-        Pair::with(with_options(TransportOptions { window: 64, ..TransportOptions::default() }));
+    let mut pair = Pair::with(with_options(TransportOptions::default().with_window(64)));
     pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 60 * MTU);
     let packets = pair.send_all(A);
     let ack_requests: Vec<_> = (0..60).filter(|at| packets[*at].headers.ack_request).collect();
@@ -147,7 +146,7 @@ fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
 
 #[test]
 fn a_long_read_is_split_within_the_peers_read_limit() {
-    let options = TransportOptions { read_chunk: 4, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_read_chunk(4);
     let params =
         ConnParams { options, max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
     let mut pair = Pair::with(params);
@@ -167,7 +166,7 @@ fn a_long_read_is_split_within_the_peers_read_limit() {
 
 #[test]
 fn a_piece_of_a_read_is_repeated_from_the_loss_to_its_end() {
-    let options = TransportOptions { read_chunk: 4, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_read_chunk(4);
     let mut pair = Pair::with(with_options(options));
     pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 8 * MTU);
     pair.transfer(A);
@@ -196,7 +195,7 @@ fn a_retransmission_requests_an_ack_with_its_first_packet() {
 #[test]
 fn the_queue_holds_its_depth_and_frees_slots_when_completions_are_taken() {
     for depth in [1, 3, 8] {
-        let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
+        let options = TransportOptions::default().with_send_depth(depth);
         let mut pair = Pair::with(with_options(options));
         (0..u64::from(depth)).for_each(|id| pair.post(A, id, SendOp::Send, 1));
         let one_more = SendWr::new(99, SendOp::Send, 1);

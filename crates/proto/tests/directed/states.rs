@@ -284,11 +284,11 @@ fn a_wrong_current_state_is_rejected() {
     for (service, from) in [(Rc, Rtr), (Rc, Rts), (Rc, Sqd), (Dgram, Rts), (Dgram, Sqe)] {
         let mut qp = Either::in_state(service, from).unwrap();
         let (.., required, _) = row(service, from, Rts).unwrap();
-        let wrong = QpAttributes { current_state: Some(Init), ..attr(from, Rts, required) };
+        let wrong = attr(from, Rts, required).with_current_state(Init);
         let refused = qp.must_reject(&wrong);
         assert_eq!(refused, ModifyError::WrongState { expected: Init, actual: from });
         assert_eq!(refused.to_string(), format!("the queue pair is in {from}, not in INIT"));
-        qp.modify(&QpAttributes { current_state: Some(from), ..wrong }).unwrap();
+        qp.modify(&wrong.with_current_state(from)).unwrap();
     }
 }
 
@@ -298,17 +298,17 @@ fn an_invalid_value_is_rejected() {
     let (init, rtr, rts) = (good.init_attr(), good.rtr_attr(A), good.rts_attr(A));
     let far = PathAttributes { flow_label: 1 << 20, ..rtr.path.unwrap() };
     let wrong = [
-        (Reset, QpAttributes { partition_index: Some(1), ..init }, Set::PARTITION_INDEX),
-        (Reset, QpAttributes { port: Some(0), ..init }, Set::PORT),
-        (Reset, QpAttributes { port: Some(2), ..init }, Set::PORT),
-        (Init, QpAttributes { destination: Some(1 << 24), ..rtr }, Set::DESTINATION),
-        (Init, QpAttributes { path: Some(far), ..rtr }, Set::PATH),
-        (Init, QpAttributes { max_dest_rd_atomic: Some(129), ..rtr }, Set::MAX_DEST_RD_ATOMIC),
-        (Init, QpAttributes { min_rnr_timer: Some(32), ..rtr }, Set::MIN_RNR_TIMER),
-        (Rtr, QpAttributes { timeout: Some(32), ..rts }, Set::TIMEOUT),
-        (Rtr, QpAttributes { retry_count: Some(8), ..rts }, Set::RETRY_COUNT),
-        (Rtr, QpAttributes { rnr_retry: Some(8), ..rts }, Set::RNR_RETRY),
-        (Rtr, QpAttributes { max_rd_atomic: Some(129), ..rts }, Set::MAX_RD_ATOMIC),
+        (Reset, init.with_partition_index(1), Set::PARTITION_INDEX),
+        (Reset, init.with_port(0), Set::PORT),
+        (Reset, init.with_port(2), Set::PORT),
+        (Init, rtr.with_destination(1 << 24), Set::DESTINATION),
+        (Init, rtr.with_path(far), Set::PATH),
+        (Init, rtr.with_max_dest_rd_atomic(129), Set::MAX_DEST_RD_ATOMIC),
+        (Init, rtr.with_min_rnr_timer(32), Set::MIN_RNR_TIMER),
+        (Rtr, rts.with_timeout(32), Set::TIMEOUT),
+        (Rtr, rts.with_retry_count(8), Set::RETRY_COUNT),
+        (Rtr, rts.with_rnr_retry(8), Set::RNR_RETRY),
+        (Rtr, rts.with_max_rd_atomic(129), Set::MAX_RD_ATOMIC),
     ];
     for (from, attr, attribute) in wrong {
         let mut qp = Either::in_state(Rc, from).unwrap();

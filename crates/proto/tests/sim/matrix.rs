@@ -18,7 +18,7 @@ fn cell(mix_of_ops: OpMix, mtu: u32, depth: u32, delay: u64, loss: u32) -> Strin
     let mut net = Network::new(7, 2);
     let delay = Duration::from_micros(delay);
     net.link(0, 1, Faults { loss, delay, bandwidth: 12_500_000_000, ..Faults::default() });
-    let options = TransportOptions { send_depth: depth, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_send_depth(depth);
     // A timeout longer than the queueing delay, but short enough not to dominate the result.
     let params = ConnParams {
         options,

@@ -241,8 +241,7 @@ impl Network {
                 self.links.get_mut(&(from, to)).expect("a link").cut = cut;
             }
             SimEvent::Pause { node, conn } => {
-                let attr =
-                    QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) };
+                let attr = QpAttributes::new(State::Sqd).with_notify_drained(true);
                 let _ = self.conn(node, conn).qp.modify(&attr);
                 self.after(node, conn, true);
             }
@@ -479,29 +478,23 @@ fn bring_to_rts(qp: &mut RcQp, params: &ConnParams, end: usize, destination: u32
         flow_label: 0,
     };
     let steps = [
-        QpAttributes {
-            partition_index: Some(0),
-            port: Some(1),
-            access: Some(params.access),
-            ..QpAttributes::new(State::Init)
-        },
-        QpAttributes {
-            path: Some(path),
-            mtu: Mtu::new(params.mtu),
-            destination: Some(destination),
-            receive_psn: Some(receive_psn),
-            max_dest_rd_atomic: Some(params.rd_atomic),
-            min_rnr_timer: Some(params.min_rnr_timer),
-            ..QpAttributes::new(State::Rtr)
-        },
-        QpAttributes {
-            send_psn: Some(send_psn),
-            timeout: Some(params.timeout),
-            retry_count: Some(params.retry_count),
-            rnr_retry: Some(params.rnr_retry),
-            max_rd_atomic: Some(params.rd_atomic),
-            ..QpAttributes::new(State::Rts)
-        },
+        QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(1)
+            .with_access(params.access),
+        QpAttributes::new(State::Rtr)
+            .with_path(path)
+            .with_mtu(Mtu::new(params.mtu))
+            .with_destination(destination)
+            .with_receive_psn(receive_psn)
+            .with_max_dest_rd_atomic(params.rd_atomic)
+            .with_min_rnr_timer(params.min_rnr_timer),
+        QpAttributes::new(State::Rts)
+            .with_send_psn(send_psn)
+            .with_timeout(params.timeout)
+            .with_retry_count(params.retry_count)
+            .with_rnr_retry(params.rnr_retry)
+            .with_max_rd_atomic(params.rd_atomic),
     ];
     for step in steps {
         qp.modify(&step).expect("a transition towards RTS");

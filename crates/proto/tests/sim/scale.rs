@@ -16,7 +16,7 @@ use crate::sim::plan::{OpMix, add_work};
 use crate::sim::random::Random;
 
 fn small() -> ConnParams {
-    let options = TransportOptions { send_depth: 4, window: 16, ..TransportOptions::default() };
+    let options = TransportOptions::default().with_send_depth(4).with_window(16);
     ConnParams { options, mtu: 256, timeout: 12, ..ConnParams::default() }
 }
 

@@ -41,7 +41,7 @@ fn main() -> Result<()> {
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { size: number(0, 256), steps: number(1, 100), device };
     let rank_info = RankInfo::from_env()?;
-    let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
+    let mut options = CommOptions::for_streams().with_timeout(TIMEOUT);
     if rank_info.launcher != Launcher::Standalone {
         return solve(&Comm::open(rank_info, options.with_env()?)?, &task);
     }

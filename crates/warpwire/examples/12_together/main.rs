@@ -44,13 +44,13 @@ fn main() -> Result<()> {
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { count: number(0, 1000), rounds: number(1, 16), device };
     let rank_info = RankInfo::from_env()?;
-    let options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
+    let options = CommOptions::for_streams().with_timeout(TIMEOUT);
     if rank_info.launcher != Launcher::Standalone {
         return all_rounds(&Comm::open(rank_info, options.with_env()?)?, &task);
     }
     let run_ranks = |run: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
         let link = CommLink::Hub(Hub::new());
-        let comms = Comm::local_with(RANKS, &CommOptions { link, ..options.clone() })?;
+        let comms = Comm::local_with(RANKS, &options.clone().with_link(link))?;
         std::thread::scope(|scope| {
             let start = |comm| scope.spawn(|| run(&{ comm }, &task));
             let ranks: Vec<_> = comms.into_iter().map(start).collect();

@@ -3,7 +3,7 @@
 use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion};
 
 use super::qpc::QpContext;
-use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, WqeOpcode};
+use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Queue, RecvKind, SendCqe, Status, WqeOpcode};
 
 #[inline]
 fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
@@ -13,9 +13,9 @@ fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
 
 /// The CQE of an inline write.
 #[inline]
-pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> Sent {
+pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> SendCqe {
     let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
-    Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
+    SendCqe { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
 }
 
 /// The CQE of posted work; `None` if it succeeded and is unsignaled.

@@ -6,7 +6,7 @@ use super::event::EventFd;
 use super::memory::QueueMemory;
 use crate::error::Result;
 use crate::mem::copy::store_fence;
-use crate::mlx5::{CqArm, Cqe, CqeTail, Sent, owner_bit};
+use crate::mlx5::{CqArm, Cqe, CqeTail, SendCqe, owner_bit};
 use crate::sync::asymmetric_fence;
 
 /// Size of a CQE in bytes.
@@ -88,7 +88,7 @@ impl CompletionRing {
 
     /// Writes the CQE of send work that has succeeded.
     #[inline]
-    pub(super) fn push_sent(&mut self, sent: &Sent) -> std::result::Result<(), Overrun> {
+    pub(super) fn push_sent(&mut self, sent: &SendCqe) -> std::result::Result<(), Overrun> {
         self.write(false, |owner| sent.encode_words(owner))
     }
 

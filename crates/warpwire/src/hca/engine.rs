@@ -492,7 +492,7 @@ impl Core {
 
     /// The same after a write to mapped host memory, whose stores need no flush.
     #[inline]
-    pub(super) fn push_fast(&mut self, cqn: u32, sent: &crate::mlx5::Sent) {
+    pub(super) fn push_fast(&mut self, cqn: u32, sent: &crate::mlx5::SendCqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
         if cq.push_sent(sent).is_err() {

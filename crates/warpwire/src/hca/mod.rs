@@ -78,6 +78,7 @@ use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
 
 /// How to open a software HCA.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct HcaOptions {
     /// Which threads run the engine.
     pub progress_mode: ProgressMode,
@@ -92,6 +93,16 @@ pub struct HcaOptions {
     /// A slot that all numbers of queue pairs carry, for devices that share an IP address. The
     /// device then has at most 4080 queue pairs. Default: none, and at most 65 520.
     pub qpn_slot: Option<QpnSlot>,
+}
+
+setters! {
+    HcaOptions {
+        with_progress_mode => progress_mode: ProgressMode,
+        with_direct => direct: bool,
+        with_immediate_acks => immediate_acks: bool,
+    } optional {
+        with_qpn_slot => qpn_slot: QpnSlot,
+    }
 }
 
 impl Default for HcaOptions {

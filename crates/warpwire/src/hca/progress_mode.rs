@@ -13,6 +13,7 @@ use crate::sync::asymmetric_fence;
 
 /// Which threads run the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum ProgressMode {
     /// Threads that poll; and when none does, a fallback thread that otherwise sleeps. A polling
     /// program sends and receives without a hand-off to another thread, and peers get responses

@@ -81,7 +81,7 @@ pub struct DeviceStats {
     pub calls: u64,
     /// Packets dropped by the link, by the device or by a queue pair, by reason; only nonzero
     /// counts.
-    pub lost: BTreeMap<String, u64>,
+    pub dropped: BTreeMap<String, u64>,
 }
 
 /// The devices of this process, each with its number.
@@ -188,8 +188,8 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
         ("refused", drops.refused),
         ("injected", drops.injected),
     ];
-    let lost = link_drops.into_iter().chain(stats.lost).chain(stats.discarded);
-    let lost = lost.filter(|(_, count)| *count > 0);
+    let dropped = link_drops.into_iter().chain(stats.dropped).chain(stats.discarded);
+    let dropped = dropped.filter(|(_, count)| *count > 0);
     DeviceStats {
         number,
         link: hca.path().to_string(),
@@ -200,7 +200,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
         completions: stats.completions,
         steps: stats.steps,
         calls: counters.calls,
-        lost: lost.map(|(reason, count)| (reason.to_owned(), count)).collect(),
+        dropped: dropped.map(|(reason, count)| (reason.to_owned(), count)).collect(),
     }
 }
 
@@ -240,8 +240,9 @@ fn parse_reply(pid: u32, line: &[u8]) -> Result<ProcessStats> {
     report.program = printable(&report.program);
     for device in &mut report.devices {
         device.link = printable(&device.link);
-        let lost = std::mem::take(&mut device.lost);
-        device.lost = lost.into_iter().map(|(name, count)| (printable(&name), count)).collect();
+        let dropped = std::mem::take(&mut device.dropped);
+        device.dropped =
+            dropped.into_iter().map(|(name, count)| (printable(&name), count)).collect();
     }
     Ok(report)
 }

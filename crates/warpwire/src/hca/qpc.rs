@@ -17,8 +17,8 @@ use super::ring::{
 use super::stats::IndirectReason;
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT, SendKind, Status,
-    Work, Wqe, WqeOpcode,
+    self, ADDRESS_SEGMENTS, AddressVector, CqUpdate, Data, DataSegment, SEGMENT_LEN, SendKind,
+    Status, Work, Wqe, WqeOpcode,
 };
 use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
@@ -150,7 +150,7 @@ pub(super) enum RecvSource {
 
 impl QpContext {
     pub(super) fn new(number: u32, spec: QpSpec) -> Self {
-        let options = qp::TransportOptions { send_depth: spec.send_wqebbs, ..spec.options };
+        let options = spec.options.with_send_depth(spec.send_wqebbs);
         let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
         let receives = match spec.srq {
             Some(srqn) => RecvSource::Srq(srqn),
@@ -301,7 +301,7 @@ impl QpContext {
             let status = match refused {
                 SendQueueError::Length(_) => Status::LocalLength,
                 // The queue is never full here; in a wrong state all work is flushed.
-                SendQueueError::Full | SendQueueError::State(_) => Status::LocalQpOperation,
+                _ => Status::LocalQpOperation,
             };
             let _ = qp.post(WireWork { op: SendOp::Bad(status), len: 0, ..work }, || None);
         }
@@ -329,8 +329,8 @@ impl QpMemory {
 
     /// The destination of the datagram at that index.
     pub(super) fn address(&self, wqe_index: u64) -> Option<AddressVector> {
-        let segments = ADDRESS_SEGMENTS * SEGMENT;
-        let bytes = self.ring.copy(wqe_index).get(SEGMENT..SEGMENT + segments)?;
+        let segments = ADDRESS_SEGMENTS * SEGMENT_LEN;
+        let bytes = self.ring.copy(wqe_index).get(SEGMENT_LEN..SEGMENT_LEN + segments)?;
         Some(AddressVector::parse(bytes.try_into().ok()?))
     }
 

@@ -11,7 +11,7 @@ use warpwire_proto::Instant;
 use super::memory::QueueMemory;
 use crate::mlx5::{
     BLUEFLAME_BUFFER_LEN, ControlSegment, Doorbell, DoorbellRecord, MAX_WQE_LEN, ProducerTracker,
-    SEGMENT, WQEBB_LEN,
+    SEGMENT_LEN, WQEBB_LEN,
 };
 
 /// How long a WQE may be announced by a doorbell without being visible before it counts as torn. A
@@ -128,7 +128,7 @@ impl SendRing {
         self.missing_since = None;
         let wqe_index = self.consumer;
         let wqebbs = control.wqebbs().min(available);
-        let len = usize::from(control.segments) * SEGMENT;
+        let len = usize::from(control.segments) * SEGMENT_LEN;
         if len <= MAX_WQE_LEN && is_complete {
             let Self { memory, layout, wqebbs, copies, .. } = self;
             let (near, far) = copies[at..at + len].split_at_mut(len.min(WQEBB_LEN));
@@ -205,7 +205,7 @@ pub(super) struct ReceiveRing {
 }
 
 /// Maximum length of a receive WQE in bytes; further segments are ignored.
-pub(super) const MAX_RECV_WQE_LEN: usize = 16 * SEGMENT;
+pub(super) const MAX_RECV_WQE_LEN: usize = 16 * SEGMENT_LEN;
 
 /// A receive that was taken: its index, and a copy of its WQE.
 #[derive(Clone, Copy, Debug)]
@@ -299,13 +299,13 @@ impl SharedReceiveQueue {
 
     /// A copy of an entry, and the index of the next one.
     fn entry(&self, slot: u16) -> (TakenReceive, u16) {
-        let mut header = [0; SEGMENT];
+        let mut header = [0; SEGMENT_LEN];
         let at = u64::from(slot) * u64::from(self.stride);
         let bytes = self.memory.bytes();
         let _ = bytes.read(at, &mut header);
-        let len = (self.stride as usize - SEGMENT).min(MAX_RECV_WQE_LEN);
+        let len = (self.stride as usize - SEGMENT_LEN).min(MAX_RECV_WQE_LEN);
         let mut taken = TakenReceive { counter: slot, entry: [0; MAX_RECV_WQE_LEN], len };
-        let _ = bytes.read(at + SEGMENT as u64, &mut taken.entry[..len]);
+        let _ = bytes.read(at + SEGMENT_LEN as u64, &mut taken.entry[..len]);
         (taken, u16::from_be_bytes([header[2], header[3]]))
     }
 }

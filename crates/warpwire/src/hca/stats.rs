@@ -99,7 +99,7 @@ pub(super) struct Totals {
     pub direct_operations: u64,
     pub direct_bytes: u64,
     indirect: [u64; IndirectReason::ALL.len()],
-    lost: [u64; DropReason::ALL.len()],
+    dropped: [u64; DropReason::ALL.len()],
     /// Of destroyed queue pairs.
     removed_qps: QpTotals,
 }
@@ -122,7 +122,7 @@ pub struct QpTotals {
     /// Sequence-error NAKs, sent and received.
     pub sequence_errors: u64,
     /// RNR NAKs, sent and received.
-    pub not_ready: u64,
+    pub rnr_naks: u64,
     /// Packets that queue pairs discarded.
     pub discarded: u64,
 }
@@ -136,7 +136,7 @@ impl QpTotals {
         self.resent += stats.resent;
         self.timeouts += stats.timeouts;
         self.sequence_errors += stats.sequence_naks_sent + stats.sequence_naks_received;
-        self.not_ready += stats.rnr_sent + stats.rnr_received;
+        self.rnr_naks += stats.rnr_sent + stats.rnr_received;
         self.discarded += stats.drops.iter().sum::<u64>();
     }
 }
@@ -144,7 +144,7 @@ impl QpTotals {
 impl Totals {
     #[cold]
     pub(super) fn count_drop(&mut self, reason: DropReason) {
-        self.lost[reason as usize] += 1;
+        self.dropped[reason as usize] += 1;
     }
 
     pub(super) fn count_indirect(&mut self, why: IndirectReason) {
@@ -192,7 +192,7 @@ pub struct HcaStats {
     /// Steps of the engine.
     pub steps: u64,
     /// Packets dropped outside queue pairs, by [`DropReason`] name.
-    pub lost: Vec<(&'static str, u64)>,
+    pub dropped: Vec<(&'static str, u64)>,
     /// Packets that queue pairs discarded, by reason.
     pub discarded: Vec<(&'static str, u64)>,
 }
@@ -207,7 +207,7 @@ impl HcaStats {
             drops.iter_mut().zip(stats.drops).for_each(|(sum, more)| *sum += more);
         }
         let named =
-            |(reason, name): (DropReason, &'static str)| (name, totals.lost[reason as usize]);
+            |(reason, name): (DropReason, &'static str)| (name, totals.dropped[reason as usize]);
         let reasons = qp::DiscardReason::ALL.map(qp::DiscardReason::name);
         Self {
             pairs: sum,
@@ -215,7 +215,7 @@ impl HcaStats {
             direct: totals.direct(),
             completions: totals.completions,
             steps: totals.steps,
-            lost: DropReason::ALL.into_iter().map(named).collect(),
+            dropped: DropReason::ALL.into_iter().map(named).collect(),
             discarded: reasons.into_iter().zip(drops).collect(),
         }
     }

@@ -327,49 +327,41 @@ impl Qp {
             flow_label: (own.qpn ^ peer.qpn) & 0xf_ffff,
             ..AhAttributes::to([0, 0, 0, 0].into(), options.port, options.gid_index)
         };
-        let rtr_attr = QpAttributes {
-            mtu: Some(mtu),
-            destination: Some(peer.qpn),
-            receive_psn: Some(Psn::new(peer.psn)),
-            max_dest_rd_atomic: Some(options.max_rd_atomic),
-            min_rnr_timer: Some(options.min_rnr_timer),
-            ..QpAttributes::new(State::Rtr)
-        };
+        let rtr_attr = QpAttributes::new(State::Rtr)
+            .with_mtu(mtu)
+            .with_destination(peer.qpn)
+            .with_receive_psn(Psn::new(peer.psn))
+            .with_max_dest_rd_atomic(options.max_rd_atomic)
+            .with_min_rnr_timer(options.min_rnr_timer);
         self.modify(&rtr_attr, Some(&route))?;
-        let rts_attr = QpAttributes {
-            send_psn: Some(Psn::new(own.psn)),
-            timeout: Some(options.timeout),
-            retry_count: Some(options.retry_count),
-            rnr_retry: Some(options.rnr_retry),
-            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
-            ..QpAttributes::new(State::Rts)
-        };
+        let rts_attr = QpAttributes::new(State::Rts)
+            .with_send_psn(Psn::new(own.psn))
+            .with_timeout(options.timeout)
+            .with_retry_count(options.retry_count)
+            .with_rnr_retry(options.rnr_retry)
+            .with_max_rd_atomic(options.max_rd_atomic.min(peer.max_rd_atomic));
         self.modify(&rts_attr, None)
     }
 
     /// Moves a UD queue pair from `RESET` through `INIT` and `RTR` to `RTS`. It receives messages
     /// that carry `qkey`.
     pub fn activate_ud(&self, qkey: u32) -> Result<()> {
-        let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
+        let init = self.init_attr().with_access(None).with_qkey(qkey);
         self.modify(&init, None)?;
         self.modify(&QpAttributes::new(State::Rtr), None)?;
         self.modify(
-            &QpAttributes {
-                send_psn: Some(Psn::new(self.0.psn.load(Ordering::Relaxed))),
-                ..QpAttributes::new(State::Rts)
-            },
+            &QpAttributes::new(State::Rts)
+                .with_send_psn(Psn::new(self.0.psn.load(Ordering::Relaxed))),
             None,
         )
     }
 
     /// Attributes for the transition to `INIT`, from the options.
     pub fn init_attr(&self) -> QpAttributes {
-        QpAttributes {
-            partition_index: Some(0),
-            port: Some(self.0.options.port),
-            access: Some(self.0.options.access),
-            ..QpAttributes::new(State::Init)
-        }
+        QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(self.0.options.port)
+            .with_access(self.0.options.access)
     }
 
     /// Changes state or attributes (`ibv_modify_qp`). The peer is at `route` or, without one, at
@@ -432,17 +424,15 @@ impl Qp {
     /// Checks the transition: providers check some attributes and ignore others.
     fn check_transition(&self, change: &QpAttributes, route: Option<&AhAttributes>) -> Result<()> {
         // The state table knows one port, one partition, and a path in place of a route.
-        let as_listed = QpAttributes {
-            port: change.port.map(|_| 1),
-            partition_index: change.partition_index.map(|_| 0),
-            path: change.path.or(route.map(|_| protocol::PathAttributes {
+        let as_listed = (*change)
+            .with_port(change.port.map(|_| 1))
+            .with_partition_index(change.partition_index.map(|_| 0))
+            .with_path(change.path.or(route.map(|_| protocol::PathAttributes {
                 peer: ([0, 0, 0, 0], 0).into(),
                 traffic_class: 0,
                 hop_limit: 0,
                 flow_label: 0,
-            })),
-            ..*change
-        };
+            })));
         as_listed.check(self.0.options.service, self.state()?).map_err(|refused| {
             let what = format!("move queue pair {:#x} to {}", self.number(), change.to);
             Error::new(Kind::InvalidArgument, what)
@@ -665,13 +655,11 @@ mod tests {
     fn attributes_set_only_the_given_fields() {
         let (attr, mask) = attributes(&QpAttributes::new(State::Err), None);
         assert_eq!((attr.qp_state, mask), (6, 1));
-        let change = QpAttributes {
-            mtu: Mtu::new(1024),
-            destination: Some(0x1234),
-            receive_psn: Some(Psn::new(7)),
-            access: Some(Access::REMOTE_READ),
-            ..QpAttributes::new(State::Rtr)
-        };
+        let change = QpAttributes::new(State::Rtr)
+            .with_mtu(Mtu::new(1024))
+            .with_destination(0x1234)
+            .with_receive_psn(Psn::new(7))
+            .with_access(Access::REMOTE_READ);
         let route = AhAttributes::to([10, 0, 0, 1].into(), 2, 3);
         let (attr, mask) = attributes(&change, Some(&route));
         assert_eq!(

@@ -45,6 +45,7 @@ pub enum Full {
 
 /// Options of a hub, for all of its endpoints.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct LoopbackOptions {
     /// Capacity of an endpoint's queue in packets; default 512, at least 1.
     pub queue: usize,
@@ -53,6 +54,14 @@ pub struct LoopbackOptions {
     pub max_packet: usize,
     /// What happens to packets for a full queue; default [`Full::Wait`].
     pub full: Full,
+}
+
+setters! {
+    LoopbackOptions {
+        with_queue => queue: usize,
+        with_max_packet => max_packet: usize,
+        with_full => full: Full,
+    }
 }
 
 impl Default for LoopbackOptions {

@@ -358,6 +358,7 @@ pub struct Flushed {
 
 /// The kind of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LinkKind {
     /// Endpoints within the process.
     Loopback,

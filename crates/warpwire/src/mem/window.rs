@@ -20,6 +20,7 @@ pub const ENV_VAR: &str = "WARPWIRE_WINDOW";
 /// How a window is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum WindowPath {
     /// `mmap` of the dma-buf that CUDA exports (driver R610, CUDA 13.3, or newer).
     DmaBuf,
@@ -87,11 +88,20 @@ impl fmt::Display for MappingType {
 
 /// Requirements on a window.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct WindowOptions {
     /// Use only this path.
     pub path: Option<WindowPath>,
     /// Require this memory type; most platforms offer only one.
     pub mapping: Option<MappingType>,
+}
+
+setters! {
+    WindowOptions {
+    } optional {
+        with_path => path: WindowPath,
+        with_mapping => mapping: MappingType,
+    }
 }
 
 impl WindowOptions {
@@ -177,7 +187,7 @@ pub struct Window {
     mapped: CpuMapping,
     address: DeviceAddr,
     path: WindowPath,
-    refused: Vec<RejectedPath>,
+    rejected: Vec<RejectedPath>,
     stores: Routine,
     loads: Routine,
 }
@@ -201,15 +211,15 @@ impl Window {
             return Err(failure(Kind::InvalidArgument, why).fix("use host_bytes"));
         }
         let wanted = |path: &WindowPath| options.path.is_none_or(|only| only == *path);
-        let mut refused = Vec::new();
+        let mut rejected = Vec::new();
         for path in paths.iter().copied().filter(wanted) {
             let mapped = memory.map(region.offset(), region.len(), path);
             match mapped.and_then(|mapped| check_mapping(mapped, options.mapping)) {
-                Ok(mapped) => return Ok(Self::new(mapped, region.address(), path, refused)),
-                Err(why) => refused.push(RejectedPath { path, why }),
+                Ok(mapped) => return Ok(Self::new(mapped, region.address(), path, rejected)),
+                Err(why) => rejected.push(RejectedPath { path, why }),
             }
         }
-        let reasons: Vec<_> = refused.iter().map(|r| format!("{}: {}", r.path, r.why)).collect();
+        let reasons: Vec<_> = rejected.iter().map(|r| format!("{}: {}", r.path, r.why)).collect();
         let why = match reasons.is_empty() {
             true => "this memory has no path of that name".into(),
             false => reasons.join("; "),
@@ -221,11 +231,11 @@ impl Window {
         mapped: CpuMapping,
         address: DeviceAddr,
         path: WindowPath,
-        refused: Vec<RejectedPath>,
+        rejected: Vec<RejectedPath>,
     ) -> Self {
         let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
         tracing::debug!(%path, %address, len = mapped.len, "window opened");
-        Self { mapped, address, path, refused, stores, loads }
+        Self { mapped, address, path, rejected, stores, loads }
     }
 
     /// Device address of the first byte.
@@ -245,8 +255,8 @@ impl Window {
     }
 
     /// The better paths that were tried, and why each failed.
-    pub fn refused(&self) -> &[RejectedPath] {
-        &self.refused
+    pub fn rejected_paths(&self) -> &[RejectedPath] {
+        &self.rejected
     }
 
     /// The memory type of the mapping.

@@ -17,7 +17,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::ip::mapped;
 
-use super::{SEGMENT, array, be16, be32, put};
+use super::{SEGMENT_LEN, array, be16, be32, put};
 
 /// Length of an address vector in segments.
 pub const ADDRESS_SEGMENTS: usize = 3;
@@ -79,7 +79,7 @@ impl AddressVector {
     }
 
     /// Parses the three segments; any bytes are valid.
-    pub fn parse(bytes: &[u8; ADDRESS_SEGMENTS * SEGMENT]) -> Self {
+    pub fn parse(bytes: &[u8; ADDRESS_SEGMENTS * SEGMENT_LEN]) -> Self {
         let port = match be16(bytes, field::PORT) {
             0 => UDP_PORT,
             other => other,
@@ -96,8 +96,8 @@ impl AddressVector {
     }
 
     /// Encodes the three segments.
-    pub fn encode(&self) -> [u8; ADDRESS_SEGMENTS * SEGMENT] {
-        let mut bytes = [0; ADDRESS_SEGMENTS * SEGMENT];
+    pub fn encode(&self) -> [u8; ADDRESS_SEGMENTS * SEGMENT_LEN] {
+        let mut bytes = [0; ADDRESS_SEGMENTS * SEGMENT_LEN];
         let port = if self.port == UDP_PORT { 0 } else { self.port };
         put(&mut bytes, field::QKEY, self.qkey.to_be_bytes());
         put(&mut bytes, field::QPN, (EXTENDED | self.qpn & 0xff_ffff).to_be_bytes());

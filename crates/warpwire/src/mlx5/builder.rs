@@ -6,7 +6,7 @@ use super::address::AddressVector;
 use super::opcode::WqeOpcode;
 use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
 use super::{Atomic, AtomicWidth};
-use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT, WQEBB_LEN, put, wqebbs};
+use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT_LEN, WQEBB_LEN, put, wqebbs};
 
 /// Scratch buffer of a [`Builder`]. A poster keeps one; it is not cleared between WQEs.
 #[derive(Clone)]
@@ -24,7 +24,7 @@ pub struct WqeTooLong;
 
 impl fmt::Display for WqeTooLong {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the WQE would have more than {MAX_SEGMENTS} segments of {SEGMENT} bytes")
+        write!(f, "the WQE would have more than {MAX_SEGMENTS} segments of {SEGMENT_LEN} bytes")
     }
 }
 
@@ -55,7 +55,7 @@ pub struct Builder<'s> {
 impl<'s> Builder<'s> {
     /// A WQE that starts at WQEBB `index` of queue pair `qpn`.
     pub fn new(scratch: &'s mut Scratch, opcode: WqeOpcode, index: u16, qpn: u32) -> Self {
-        let mut control = [0; SEGMENT];
+        let mut control = [0; SEGMENT_LEN];
         put(&mut control, field::INDEX, index.to_be_bytes());
         control[field::OPCODE] = opcode.code();
         put(&mut control, field::QPN_DS, (qpn << 8).to_be_bytes());
@@ -96,7 +96,7 @@ impl<'s> Builder<'s> {
 
     /// Appends the remote address segment.
     pub fn remote(self, address: u64, rkey: u32) -> Self {
-        let mut segment = [0; SEGMENT];
+        let mut segment = [0; SEGMENT_LEN];
         put(&mut segment, 0, address.to_be_bytes());
         put(&mut segment, 8, rkey.to_be_bytes());
         self.push(segment)
@@ -105,7 +105,7 @@ impl<'s> Builder<'s> {
     /// Appends the address vector of a UD message.
     pub fn address(self, to: &AddressVector) -> Self {
         let bytes = to.encode();
-        let (segments, _) = bytes.as_chunks::<SEGMENT>();
+        let (segments, _) = bytes.as_chunks::<SEGMENT_LEN>();
         segments.iter().fold(self, |builder, segment| builder.push(*segment))
     }
 
@@ -136,8 +136,8 @@ impl<'s> Builder<'s> {
     /// Appends operands, packed into whole segments.
     fn operands(self, width: AtomicWidth, values: &[u64]) -> Self {
         let size = width.bytes() as usize;
-        values.chunks(SEGMENT / size).fold(self, |builder, values| {
-            let mut segment = [0; SEGMENT];
+        values.chunks(SEGMENT_LEN / size).fold(self, |builder, values| {
+            let mut segment = [0; SEGMENT_LEN];
             for (slot, value) in segment.chunks_exact_mut(size).zip(values) {
                 let value = value.to_be_bytes();
                 slot.copy_from_slice(&value[value.len() - size..]);
@@ -155,7 +155,7 @@ impl<'s> Builder<'s> {
         if len & INLINE != 0 {
             return self.overflow();
         }
-        let mut segment = [0; SEGMENT];
+        let mut segment = [0; SEGMENT_LEN];
         put(&mut segment, 0, len.to_be_bytes());
         put(&mut segment, 4, lkey.to_be_bytes());
         put(&mut segment, 8, address.to_be_bytes());
@@ -170,14 +170,14 @@ impl<'s> Builder<'s> {
     /// Appends `len` bytes of inline data, written by `fill`, so that they may come from several
     /// buffers.
     pub fn inline_with(mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Self {
-        let start = self.segments * SEGMENT;
-        let Some(count) = len.checked_add(4).map(|bytes| bytes.div_ceil(SEGMENT)) else {
+        let start = self.segments * SEGMENT_LEN;
+        let Some(count) = len.checked_add(4).map(|bytes| bytes.div_ceil(SEGMENT_LEN)) else {
             return self.overflow();
         };
         if count > MAX_SEGMENTS - self.segments {
             return self.overflow();
         }
-        let slot = &mut self.scratch.0[start..start + count * SEGMENT];
+        let slot = &mut self.scratch.0[start..start + count * SEGMENT_LEN];
         slot[..4].copy_from_slice(&(INLINE | len as u32).to_be_bytes());
         fill(&mut slot[4..4 + len]);
         slot[4 + len..].fill(0);
@@ -187,17 +187,17 @@ impl<'s> Builder<'s> {
 
     /// Appends the segment of a WAIT: completion queue and completion index.
     pub fn wait(self, cqn: u32, index: u32) -> Self {
-        let mut segment = [0; SEGMENT];
+        let mut segment = [0; SEGMENT_LEN];
         put(&mut segment, 8, index.to_be_bytes());
         put(&mut segment, 12, cqn.to_be_bytes());
         self.push(segment)
     }
 
-    fn push(mut self, segment: [u8; SEGMENT]) -> Self {
+    fn push(mut self, segment: [u8; SEGMENT_LEN]) -> Self {
         if self.segments == MAX_SEGMENTS {
             return self.overflow();
         }
-        put(&mut self.scratch.0, self.segments * SEGMENT, segment);
+        put(&mut self.scratch.0, self.segments * SEGMENT_LEN, segment);
         self.segments += 1;
         self
     }
@@ -215,7 +215,7 @@ impl<'s> Builder<'s> {
         }
         let segments = self.segments as u8;
         self.scratch.0[field::QPN_DS + 3] = segments;
-        Ok(EncodedWqe { bytes: &self.scratch.0[..self.segments * SEGMENT] })
+        Ok(EncodedWqe { bytes: &self.scratch.0[..self.segments * SEGMENT_LEN] })
     }
 }
 
@@ -233,13 +233,13 @@ impl<'s> EncodedWqe<'s> {
     }
 
     /// Its segments, each of which is contiguous in the ring.
-    pub fn segments(&self) -> &'s [[u8; SEGMENT]] {
+    pub fn segments(&self) -> &'s [[u8; SEGMENT_LEN]] {
         self.bytes.as_chunks().0
     }
 
     /// WQEBBs that it takes.
     pub fn wqebbs(&self) -> u16 {
-        wqebbs((self.bytes.len() / SEGMENT) as u8)
+        wqebbs((self.bytes.len() / SEGMENT_LEN) as u8)
     }
 
     /// Its first eight bytes, which are also the doorbell value for this WQE.
@@ -264,12 +264,12 @@ impl<'s> EncodedWqe<'s> {
 pub fn send_queue_wqebbs(requests: u32, max_sge: u32, inline: u32) -> Option<u32> {
     // Control, remote address and two segments of operands.
     const OVERHEAD: u64 = 4;
-    let inline = (u64::from(inline) + 4).div_ceil(SEGMENT as u64) + 2;
+    let inline = (u64::from(inline) + 4).div_ceil(SEGMENT_LEN as u64) + 2;
     let segments = inline.max(u64::from(max_sge.max(1)) + OVERHEAD);
     if segments > MAX_SEGMENTS as u64 {
         return None;
     }
-    let per_entry = segments.div_ceil((WQEBB_LEN / SEGMENT) as u64);
+    let per_entry = segments.div_ceil((WQEBB_LEN / SEGMENT_LEN) as u64);
     let wqebbs = per_entry.checked_mul(u64::from(requests.max(1)))?.checked_next_power_of_two()?;
     u32::try_from(wqebbs).ok().filter(|wqebbs| *wqebbs <= MAX_SEND_WQEBBS)
 }

@@ -7,7 +7,7 @@ use super::{CqeSyndrome, Status, array, be16, be32, be64, put};
 
 /// Fill byte of an empty completion queue: an invalid opcode, and the owner bit set, which is all
 /// that some pollers check.
-pub const EMPTY: u8 = 0xff;
+pub const EMPTY_CQE_BYTE: u8 = 0xff;
 
 /// Byte offsets of the fields.
 mod field {
@@ -219,14 +219,15 @@ impl EncodedCqe {
 /// The most common CQE: a send work request succeeded. Small enough to stay in registers.
 ///
 /// ```
-/// use warpwire::mlx5::{Cqe, WqeOpcode, CqeOutcome, Sent};
-/// let sent = Sent { opcode: WqeOpcode::RdmaWrite, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
+/// use warpwire::mlx5::{Cqe, WqeOpcode, CqeOutcome, SendCqe};
+/// let opcode = WqeOpcode::RdmaWrite;
+/// let sent = SendCqe { opcode, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
 /// let cqe = Cqe::parse_words(&sent.encode_words(true)).unwrap();
 /// assert_eq!((cqe.qpn, cqe.counter), (7, 3));
-/// assert_eq!(Sent::parse_words(&cqe.encode_words(true)), Some(sent));
+/// assert_eq!(SendCqe::parse_words(&cqe.encode_words(true)), Some(sent));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sent {
+pub struct SendCqe {
     /// Operation of the completed work.
     pub opcode: WqeOpcode,
     /// Bytes fetched by an RDMA read or an atomic; 0 otherwise.
@@ -239,7 +240,7 @@ pub struct Sent {
     pub counter: u16,
 }
 
-impl Sent {
+impl SendCqe {
     /// Encodes the CQE; see [`Cqe::encode_words`].
     #[inline]
     pub fn encode_words(&self, owner: bool) -> [u64; 8] {
@@ -318,7 +319,7 @@ impl Cqe {
             return self.encode_slow(owner);
         };
         let Self { qpn, user_index, counter, timestamp, .. } = *self;
-        let mut words = Sent { opcode, bytes, qpn, user_index, counter }.encode_words(owner);
+        let mut words = SendCqe { opcode, bytes, qpn, user_index, counter }.encode_words(owner);
         words[6] = timestamp.to_be();
         words
     }
@@ -332,7 +333,7 @@ impl Cqe {
     /// As [`Cqe::parse`], from the words of [`Cqe::encode_words`].
     #[inline]
     pub fn parse_words(words: &[u64; 8]) -> Result<Self, CqeError> {
-        let Some(Sent { opcode, bytes, qpn, user_index, counter }) = Sent::parse_words(words)
+        let Some(SendCqe { opcode, bytes, qpn, user_index, counter }) = SendCqe::parse_words(words)
         else {
             return Self::parse_slow(words);
         };

@@ -1,6 +1,6 @@
 //! Doorbells and doorbell records: producer and consumer indices.
 
-use super::{SEGMENT, array, be16, be32, wqebbs};
+use super::{SEGMENT_LEN, array, be16, be32, wqebbs};
 
 /// A value stored to a send doorbell: the first eight bytes of a control segment.
 ///
@@ -40,7 +40,7 @@ impl Doorbell {
     }
 
     /// The doorbell value for a WQE, as CPUs write it: the start of its control segment.
-    pub fn of(control: &[u8; SEGMENT]) -> [u8; 8] {
+    pub fn of(control: &[u8; SEGMENT_LEN]) -> [u8; 8] {
         array(control, 0)
     }
 

@@ -38,8 +38,8 @@ mod wqe;
 pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
 pub use builder::{Builder, EncodedWqe, Scratch, WqeTooLong, send_queue_wqebbs};
 pub use cqe::{
-    Cqe, CqeError, CqeOutcome, CqeTail, EMPTY, EncodedCqe, Origin, Queue, RecvKind, Sent,
-    collapsed_is_done, collapsed_latest, owner_bit,
+    Cqe, CqeError, CqeOutcome, CqeTail, EMPTY_CQE_BYTE, EncodedCqe, Origin, Queue, RecvKind,
+    SendCqe, collapsed_is_done, collapsed_latest, owner_bit,
 };
 pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
 pub use opcode::WqeOpcode;
@@ -52,7 +52,7 @@ pub use wqe::{
 };
 
 /// Length of a WQE segment in bytes: the unit of the `DS` field.
-pub const SEGMENT: usize = 16;
+pub const SEGMENT_LEN: usize = 16;
 /// Length of a WQE basic block (WQEBB) in bytes: the unit of send queue indices.
 pub const WQEBB_LEN: usize = 64;
 /// Maximum number of segments of a WQE: `DS` has six bits.

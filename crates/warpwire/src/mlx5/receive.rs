@@ -1,7 +1,7 @@
 //! WQEs of receive queues and SRQs.
 
 use super::wqe::{Data, INLINE, WqeError};
-use super::{INVALID_KEY, SEGMENT, be16, be32, put};
+use super::{INVALID_KEY, SEGMENT_LEN, be16, be32, put};
 
 /// Size in bytes, a power of two, of a receive WQE with up to `max_sge` data segments; `None` if
 /// that overflows.
@@ -12,7 +12,7 @@ use super::{INVALID_KEY, SEGMENT, be16, be32, put};
 /// assert_eq!(receive_stride(u32::MAX), None);
 /// ```
 pub fn receive_stride(max_sge: u32) -> Option<u32> {
-    max_sge.max(1).checked_mul(SEGMENT as u32)?.checked_next_power_of_two()
+    max_sge.max(1).checked_mul(SEGMENT_LEN as u32)?.checked_next_power_of_two()
 }
 
 /// A receive WQE: data segments that a message is scattered to.
@@ -29,7 +29,7 @@ pub fn receive_stride(max_sge: u32) -> Option<u32> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct ReceiveWqe<'a> {
-    segments: &'a [[u8; SEGMENT]],
+    segments: &'a [[u8; SEGMENT_LEN]],
     len: u64,
 }
 
@@ -51,7 +51,7 @@ impl<'a> ReceiveWqe<'a> {
     /// ones are omitted. `None`, and nothing written, if they do not fit or one is 2 GiB or longer.
     #[must_use = "nothing was written if the segments do not fit"]
     pub fn write(entry: &mut [u8], ranges: &[(u32, u32, u64)]) -> Option<()> {
-        let (slots, _) = entry.as_chunks_mut::<SEGMENT>();
+        let (slots, _) = entry.as_chunks_mut::<SEGMENT_LEN>();
         let nonempty = || ranges.iter().filter(|(len, ..)| *len != 0);
         if nonempty().count() > slots.len() || nonempty().any(|(len, ..)| len & INLINE != 0) {
             return None;
@@ -84,12 +84,12 @@ impl<'a> ReceiveWqe<'a> {
 /// Iterator over the data segments of a [`ReceiveWqe`].
 #[derive(Clone, Debug)]
 pub struct Segments<'a> {
-    rest: &'a [[u8; SEGMENT]],
+    rest: &'a [[u8; SEGMENT_LEN]],
 }
 
 impl<'a> Segments<'a> {
     /// The segments before the terminator.
-    fn raw(self) -> impl Iterator<Item = &'a [u8; SEGMENT]> {
+    fn raw(self) -> impl Iterator<Item = &'a [u8; SEGMENT_LEN]> {
         self.rest.iter().take_while(|segment| !is_end(segment))
     }
 }
@@ -113,7 +113,7 @@ impl Iterator for Segments<'_> {
     }
 }
 
-fn is_end(segment: &[u8; SEGMENT]) -> bool {
+fn is_end(segment: &[u8; SEGMENT_LEN]) -> bool {
     be32(segment, 0) == 0 && be32(segment, 4) == INVALID_KEY
 }
 
@@ -137,16 +137,16 @@ pub struct SrqEntry<'a> {
 impl<'a> SrqEntry<'a> {
     /// Parses a copy of the WQE: the ring itself may change at any time.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
-        let (header, rest) = bytes.split_first_chunk::<SEGMENT>().ok_or(WqeError::Truncated)?;
+        let (header, rest) = bytes.split_first_chunk::<SEGMENT_LEN>().ok_or(WqeError::Truncated)?;
         Ok(Self { next: be16(header, 2), receive: ReceiveWqe::parse(rest)? })
     }
 
     /// Writes the link and the data segments, as [`ReceiveWqe::write`] does.
     #[must_use = "nothing was written if the segments do not fit"]
     pub fn write(entry: &mut [u8], next: u16, ranges: &[(u32, u32, u64)]) -> Option<()> {
-        let (header, rest) = entry.split_first_chunk_mut::<SEGMENT>()?;
+        let (header, rest) = entry.split_first_chunk_mut::<SEGMENT_LEN>()?;
         ReceiveWqe::write(rest, ranges)?;
-        *header = [0; SEGMENT];
+        *header = [0; SEGMENT_LEN];
         put(header, 2, next.to_be_bytes());
         Some(())
     }

@@ -61,8 +61,8 @@ fn fetch_add_wqe_matches_the_hardware_format() {
 
 #[test]
 fn sizes_are_what_hardware_has() {
-    assert_eq!((SEGMENT, WQEBB_LEN, size_of::<EncodedCqe>()), (16, 64, 64));
-    const { assert!(MAX_SEGMENTS * SEGMENT <= MAX_WQE_LEN) };
+    assert_eq!((SEGMENT_LEN, WQEBB_LEN, size_of::<EncodedCqe>()), (16, 64, 64));
+    const { assert!(MAX_SEGMENTS * SEGMENT_LEN <= MAX_WQE_LEN) };
     assert_eq!(size_of::<Scratch>(), MAX_WQE_LEN);
     // Per-WQE state of the engine stays small.
     assert_eq!(size_of::<Doorbell>(), 8);
@@ -178,8 +178,8 @@ fn truncated_wqes_are_rejected_or_have_less_payload() {
     for (opcode, bytes) in every_operation() {
         let whole = Wqe::parse(&bytes).unwrap();
         assert_eq!(whole.control.opcode, opcode);
-        for segments in 0..bytes.len() / SEGMENT {
-            let cut = Wqe::parse(&bytes[..segments * SEGMENT]).unwrap_err();
+        for segments in 0..bytes.len() / SEGMENT_LEN {
+            let cut = Wqe::parse(&bytes[..segments * SEGMENT_LEN]).unwrap_err();
             assert_eq!(cut, WqeError::Truncated, "{opcode}");
             let mut shorter = bytes.clone();
             shorter[7] = segments as u8;
@@ -221,7 +221,7 @@ fn immediates_and_keys_keep_their_bytes() {
 #[test]
 fn flags_are_read_as_they_are_written() {
     let read = |bits: u8| {
-        let mut bytes = [0; SEGMENT];
+        let mut bytes = [0; SEGMENT_LEN];
         bytes[11] = bits;
         ControlSegment::parse(&bytes)
     };
@@ -462,9 +462,9 @@ fn cqe_fields_have_their_offsets() {
 
 #[test]
 fn empty_cq_yields_no_completion() {
-    let empty = [EMPTY; 64];
+    let empty = [EMPTY_CQE_BYTE; 64];
     assert_eq!(Cqe::parse(&empty), Err(CqeError::NotWritten));
-    let tail = CqeTail::parse([EMPTY; 4]);
+    let tail = CqeTail::parse([EMPTY_CQE_BYTE; 4]);
     assert!(!tail.is_owned(false) && !tail.is_owned(true));
     assert!(tail.owner, "pollers that look at the owner bit alone must wait");
     assert_eq!(tail.counter, 0xffff, "pollers of collapsed queues read it as -1");
@@ -576,7 +576,7 @@ proptest! {
         if let Ok(wqe) = Wqe::parse(&bytes) {
             let len = walk(&wqe);
             prop_assert!(len <= MAX_MESSAGE_LEN);
-            prop_assert!(usize::from(wqe.control.segments) * SEGMENT <= bytes.len());
+            prop_assert!(usize::from(wqe.control.segments) * SEGMENT_LEN <= bytes.len());
         }
         if let Ok(receive) = ReceiveWqe::parse(&bytes) {
             let sum: u64 = receive.segments().map(|data| u64::from(data.len)).sum();

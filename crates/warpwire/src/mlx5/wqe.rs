@@ -5,8 +5,8 @@ use std::fmt;
 use super::address::{ADDRESS_SEGMENTS, AddressVector};
 use super::opcode::WqeOpcode;
 use super::{
-    Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, Remote, SEGMENT, Status, array, be16, be32, be64,
-    wqebbs,
+    Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, Remote, SEGMENT_LEN, Status, array, be16, be32,
+    be64, wqebbs,
 };
 
 /// Flag in a byte count: inline data follows.
@@ -146,7 +146,7 @@ pub struct ControlSegment {
 impl ControlSegment {
     /// Parses a control segment; any bytes are valid.
     #[inline]
-    pub fn parse(bytes: &[u8; SEGMENT]) -> Self {
+    pub fn parse(bytes: &[u8; SEGMENT_LEN]) -> Self {
         let flags = bytes[field::FLAGS];
         let qpn_ds = be32(bytes, field::QPN_DS);
         Self {
@@ -184,7 +184,7 @@ impl ControlSegment {
 }
 
 /// Parses a remote address segment.
-fn parse_remote(bytes: &[u8; SEGMENT]) -> Remote {
+fn parse_remote(bytes: &[u8; SEGMENT_LEN]) -> Remote {
     Remote { address: be64(bytes, 0), rkey: be32(bytes, 8) }
 }
 
@@ -201,7 +201,7 @@ pub struct Data {
 
 impl Data {
     /// Parses a data segment; the caller has checked the inline flag.
-    pub(super) fn parse(bytes: &[u8; SEGMENT]) -> Self {
+    pub(super) fn parse(bytes: &[u8; SEGMENT_LEN]) -> Self {
         Self { len: be32(bytes, 0) & !INLINE, lkey: be32(bytes, 4), address: be64(bytes, 8) }
     }
 }
@@ -221,12 +221,12 @@ pub struct Wait {
 /// avoids them.
 #[derive(Clone, Copy, Debug)]
 pub struct WqePayload<'a> {
-    segments: &'a [[u8; SEGMENT]],
+    segments: &'a [[u8; SEGMENT_LEN]],
     len: u64,
 }
 
 impl<'a> WqePayload<'a> {
-    fn parse(segments: &'a [[u8; SEGMENT]], may_be_inline: bool) -> Result<Self, WqeError> {
+    fn parse(segments: &'a [[u8; SEGMENT_LEN]], may_be_inline: bool) -> Result<Self, WqeError> {
         let mut data_segments = DataSegments { rest: segments };
         let mut len = 0;
         loop {
@@ -287,7 +287,7 @@ impl DataSegment<'_> {
 /// Iterator over the segments of a [`WqePayload`].
 #[derive(Clone, Debug)]
 pub struct DataSegments<'a> {
-    rest: &'a [[u8; SEGMENT]],
+    rest: &'a [[u8; SEGMENT_LEN]],
 }
 
 impl<'a> DataSegments<'a> {
@@ -301,7 +301,7 @@ impl<'a> DataSegments<'a> {
         let len = (count & !INLINE) as usize;
         let (own, after) = self
             .rest
-            .split_at_checked((4 + len).div_ceil(SEGMENT))
+            .split_at_checked((4 + len).div_ceil(SEGMENT_LEN))
             .ok_or(WqeError::InlineOverrun)?;
         self.rest = after;
         let bytes = own.as_flattened().get(4..4 + len).ok_or(WqeError::InlineOverrun)?;
@@ -490,8 +490,8 @@ impl<'a> Wqe<'a> {
         }
     }
 
-    fn segments(bytes: &'a [u8]) -> Result<(ControlSegment, &'a [[u8; SEGMENT]]), WqeError> {
-        let (all, _) = bytes.as_chunks::<SEGMENT>();
+    fn segments(bytes: &'a [u8]) -> Result<(ControlSegment, &'a [[u8; SEGMENT_LEN]]), WqeError> {
+        let (all, _) = bytes.as_chunks::<SEGMENT_LEN>();
         let control = ControlSegment::parse(all.first().ok_or(WqeError::Truncated)?);
         match usize::from(control.segments) {
             0 => Err(WqeError::Empty),
@@ -499,7 +499,7 @@ impl<'a> Wqe<'a> {
         }
     }
 
-    fn work(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
+    fn work(control: &ControlSegment, rest: &'a [[u8; SEGMENT_LEN]]) -> Result<Work<'a>, WqeError> {
         let send = |kind| Ok(Work::Send { kind, payload: WqePayload::parse(rest, true)? });
         let imm = control.imm;
         match control.opcode {
@@ -531,13 +531,16 @@ impl<'a> Wqe<'a> {
         }
     }
 
-    fn write(rest: &'a [[u8; SEGMENT]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {
+    fn write(rest: &'a [[u8; SEGMENT_LEN]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
         let payload = WqePayload::parse(rest, true)?;
         Ok(Work::Write { remote: parse_remote(remote), imm, payload })
     }
 
-    fn atomic(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
+    fn atomic(
+        control: &ControlSegment,
+        rest: &'a [[u8; SEGMENT_LEN]],
+    ) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
         let (operands, rest) = first(rest)?;
         let width = || match control.opmod {
@@ -577,12 +580,14 @@ impl<'a> Wqe<'a> {
     }
 }
 
-fn first(segments: &[[u8; SEGMENT]]) -> Result<(&[u8; SEGMENT], &[[u8; SEGMENT]]), WqeError> {
+fn first(
+    segments: &[[u8; SEGMENT_LEN]],
+) -> Result<(&[u8; SEGMENT_LEN], &[[u8; SEGMENT_LEN]]), WqeError> {
     segments.split_first().ok_or(WqeError::MissingSegment)
 }
 
 /// Two consecutive operands.
-fn pair(bytes: &[u8; SEGMENT], width: AtomicWidth, at: usize) -> [u64; 2] {
+fn pair(bytes: &[u8; SEGMENT_LEN], width: AtomicWidth, at: usize) -> [u64; 2] {
     match width {
         AtomicWidth::Four => [u64::from(be32(bytes, at)), u64::from(be32(bytes, at + 4))],
         AtomicWidth::Eight => [be64(bytes, at), be64(bytes, at + 8)],

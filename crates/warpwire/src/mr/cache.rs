@@ -20,6 +20,7 @@ use crate::error::{Error, Kind, Result};
 
 /// Limits of an [`MrCache`], and the rights of its registrations.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct CacheOptions {
     /// Maximum total length of the cached registrations, in bytes. Default: 64 GiB.
     pub max_bytes: u64,
@@ -30,6 +31,15 @@ pub struct CacheOptions {
     /// Whether host memory is watched with userfaultfd. If not, each lookup queries the kernel for
     /// the mapping. Default: `true`.
     pub watch: bool,
+}
+
+setters! {
+    CacheOptions {
+        with_max_bytes => max_bytes: u64,
+        with_max_entries => max_entries: usize,
+        with_access => access: Access,
+        with_watch => watch: bool,
+    }
 }
 
 impl Default for CacheOptions {

@@ -85,6 +85,7 @@ impl fmt::Display for Persistence {
 
 /// Why pages are released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ReleaseReason {
     /// The registration ended.
     Deregistered,

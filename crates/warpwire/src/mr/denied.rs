@@ -8,6 +8,7 @@ use std::fmt;
 /// reason is for counters and logs. Only [`Moving`](AccessDenied::Moving) and
 /// [`NotResident`](AccessDenied::NotResident) are transient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum AccessDenied {
     /// No memory was ever registered under this key's index.
     Unknown,

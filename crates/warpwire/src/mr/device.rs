@@ -371,7 +371,7 @@ impl DeviceMemory {
             return (AccessPath::Engine, why);
         };
         if let Some(window) = self.window(&copier) {
-            let refused = window.refused().iter();
+            let refused = window.rejected_paths().iter();
             why.extend(refused.map(|r| format!("not by {}: {}", r.path, r.why)));
             return (AccessPath::Window(window.path()), why);
         }

@@ -296,6 +296,7 @@ impl fmt::Debug for MemorySource {
 /// assert_eq!(mr.path().to_string(), "host memory");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AccessPath {
     /// Host memory, accessed directly.
     Host,

@@ -71,6 +71,7 @@ pub enum AttachMode {
 
 /// How memory was identified when it was registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RegisteredBy {
     /// By a handle that keeps the memory alive.
     Handle,

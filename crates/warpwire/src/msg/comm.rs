@@ -28,6 +28,7 @@ use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptio
 
 /// The link that a communicator's packets use.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub enum CommLink {
     /// Shared memory to peers on the same machine, UDP to others.
     #[default]
@@ -74,6 +75,7 @@ impl CommLink {
 
 /// Options of a communicator.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CommOptions {
     /// How long to wait for all ranks to join, and for each internal collective. Default: 60 s.
     pub timeout: Duration,
@@ -82,17 +84,29 @@ pub struct CommOptions {
     /// Eager limit in bytes, at most 1 MiB. Messages up to this length are sent without handshake
     /// and buffered by the receiver until a receive matches; for longer ones the receiver reads the
     /// data once a receive matches (rendezvous protocol). Default: 8 KiB.
-    pub eager: u64,
+    pub eager_limit: u64,
     /// Number of unexpected messages buffered per peer, 4 to 4096. A sender that exceeds it waits
     /// (credit flow control). Default: 64.
-    pub receives: u32,
+    pub receive_credits: u32,
     /// Maximum number of requests in flight, to all peers together. Default: 4096.
-    pub requests: u32,
+    pub max_requests: u32,
     /// Maximum number of queued sends to a peer, and of receives from it; more fail with
     /// [`Kind::Busy`]. Default: 1024.
-    pub queue: u32,
+    pub queue_depth: u32,
     /// Which threads drive the engine.
     pub progress_mode: ProgressMode,
+}
+
+setters! {
+    CommOptions {
+        with_timeout => timeout: Duration,
+        with_link => link: CommLink,
+        with_eager_limit => eager_limit: u64,
+        with_receive_credits => receive_credits: u32,
+        with_max_requests => max_requests: u32,
+        with_queue_depth => queue_depth: u32,
+        with_progress_mode => progress_mode: ProgressMode,
+    }
 }
 
 impl Default for CommOptions {
@@ -100,10 +114,10 @@ impl Default for CommOptions {
         Self {
             timeout: Duration::from_secs(60),
             link: CommLink::default(),
-            eager: 8 << 10,
-            receives: 64,
-            requests: 4096,
-            queue: 1024,
+            eager_limit: 8 << 10,
+            receive_credits: 64,
+            max_requests: 4096,
+            queue_depth: 1024,
             progress_mode: ProgressMode::default(),
         }
     }
@@ -142,10 +156,16 @@ impl CommOptions {
             Err(Error::new(Kind::InvalidArgument, "create a communicator").why(why))
         };
         match self {
-            _ if self.eager > 1 << 20 => wrong("eager must be at most 1 MiB"),
-            _ if !(4..=4096).contains(&self.receives) => wrong("receives must be 4 to 4096"),
-            _ if !(1..=1 << 20).contains(&self.requests) => wrong("requests must be 1 to 1048576"),
-            _ if !(1..=1 << 20).contains(&self.queue) => wrong("queue must be 1 to 1048576"),
+            _ if self.eager_limit > 1 << 20 => wrong("eager_limit must be at most 1 MiB"),
+            _ if !(4..=4096).contains(&self.receive_credits) => {
+                wrong("receive_credits must be 4 to 4096")
+            }
+            _ if !(1..=1 << 20).contains(&self.max_requests) => {
+                wrong("max_requests must be 1 to 1048576")
+            }
+            _ if !(1..=1 << 20).contains(&self.queue_depth) => {
+                wrong("queue_depth must be 1 to 1048576")
+            }
             _ => Ok(()),
         }
     }
@@ -449,15 +469,16 @@ fn connect(
         HcaOptions { progress_mode: options.progress_mode, ..HcaOptions::default() };
     let context = Context::open_with(link, progress_mode)?;
     let pd = context.alloc_pd();
-    let area = Area::new(&context, &pd, size, options.eager, options.receives)?;
+    let area = Area::new(&context, &pd, size, options.eager_limit, options.receive_credits)?;
     let per_peer = USER_WORK + CONTROL_WORK + area.receives;
     let cq = context.create_cq(per_peer * size as u32)?;
     let table = Buffer::register(&context, &pd, HostMemory::new(size as u64 * 8)?)?;
-    let mut peers: Vec<Peer> = (0..size).map(|_| Peer::new(area.receives, options.queue)).collect();
+    let mut peers: Vec<Peer> =
+        (0..size).map(|_| Peer::new(area.receives, options.queue_depth)).collect();
     for (other, peer) in peers.iter_mut().enumerate().filter(|(other, _)| *other != rank) {
         create_peer_qp((&context, &pd, &cq), &options, (&area, &table), peer, rank_links, other)?;
     }
-    let (requests, queue) = (options.requests, options.queue);
+    let (requests, queue) = (options.max_requests, options.queue_depth);
     let mut state = State::new(rank, peers, area, requests, queue);
     for other in (0..size).filter(|other| *other != rank) {
         let hello = match rank_links.recv(other, deadline)? {
@@ -522,7 +543,7 @@ fn create_peer_qp(
     let (address, rkey) = table.remote(0);
     let hello = Hello {
         endpoint: qp.endpoint(),
-        receives: options.receives,
+        receives: options.receive_credits,
         slot: area.slot,
         table: (address, rkey),
     };

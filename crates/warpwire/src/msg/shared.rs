@@ -239,7 +239,7 @@ impl Shared {
             return Err(busy(verb, rank, waiting));
         }
         let Some(index) = state.entries.add(kind, rank, slices) else {
-            return Err(busy(verb, rank, self.options.requests as usize));
+            return Err(busy(verb, rank, self.options.max_requests as usize));
         };
         let ended = state.entries.ended;
         begin(&mut state, index);

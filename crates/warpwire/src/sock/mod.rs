@@ -100,10 +100,11 @@ pub enum SockMemory {
 ///
 /// ```
 /// use warpwire::sock::SockOptions;
-/// let many = SockOptions { sockets: 8192, ring: 16 << 10, ..SockOptions::default() }.fitted();
+/// let many = SockOptions::default().with_sockets(8192).with_ring(16 << 10).with_fitting_arena();
 /// assert_eq!(many.arena, 8192 * (16 << 10));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SockOptions {
     /// Maximum number of open sockets, 1 to 65535.
     pub sockets: u32,
@@ -125,6 +126,19 @@ pub struct SockOptions {
     pub memory: SockMemory,
 }
 
+setters! {
+    SockOptions {
+        with_sockets => sockets: u32,
+        with_warp_sockets => warp_sockets: u32,
+        with_ring => ring: u64,
+        with_arena => arena: u64,
+        with_requests => requests: u32,
+        with_heartbeat_timeout => heartbeat_timeout: Duration,
+        with_spin => spin: Duration,
+        with_memory => memory: SockMemory,
+    }
+}
+
 impl Default for SockOptions {
     fn default() -> Self {
         Self {
@@ -143,7 +157,7 @@ impl Default for SockOptions {
 impl SockOptions {
     /// Sets `arena` so that every socket can have a ring of the default size.
     #[must_use]
-    pub fn fitted(mut self) -> Self {
+    pub fn with_fitting_arena(mut self) -> Self {
         let ring = arena::rounded(self.ring).unwrap_or(self.ring);
         self.arena = u64::from(self.sockets).saturating_mul(ring);
         self

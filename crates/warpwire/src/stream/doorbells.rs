@@ -4,7 +4,7 @@
 use crate::error::Result;
 use crate::hca::CQE_LEN;
 use crate::mem::{Allocation, Condition, MemOp, Word};
-use crate::mlx5::{Doorbell, DoorbellRecord, EMPTY, Queue, owner_bit};
+use crate::mlx5::{Doorbell, DoorbellRecord, EMPTY_CQE_BYTE, Queue, owner_bit};
 
 /// The two words that announce work to a device, as integers in native byte order whose store gives
 /// the device's bytes.
@@ -69,7 +69,7 @@ impl CqeWait {
     const MIN_WRITTEN: u32 = 0xd000_0000;
     /// The content of a slot before a CQE of an even lap is written to it, on devices without NOR:
     /// less than [`MIN_WRITTEN`](Self::MIN_WRITTEN).
-    const UNWRITTEN: [u8; 4] = [EMPTY, EMPTY, EMPTY, 0x81];
+    const UNWRITTEN: [u8; 4] = [EMPTY_CQE_BYTE, EMPTY_CQE_BYTE, EMPTY_CQE_BYTE, 0x81];
 
     /// The wait for CQE `number` of a queue with `entries` entries. Without NOR, slots of even laps
     /// must hold their [`reset_value`](Self::reset_value) first.
@@ -98,7 +98,7 @@ impl CqeWait {
             Queue::Receive => 14,
         };
         let own = code << 4 | u8::from(owner_bit(number, entries));
-        u32::from_ne_bytes([EMPTY, EMPTY, 0, own])
+        u32::from_ne_bytes([EMPTY_CQE_BYTE, EMPTY_CQE_BYTE, 0, own])
     }
 }
 
@@ -260,7 +260,7 @@ mod tests {
     fn only_a_written_cqe_ends_the_wait() {
         const ENTRIES: u64 = 4;
         for has_nor in [true, false] {
-            let mut slot = u32::from_ne_bytes([EMPTY; 4]);
+            let mut slot = u32::from_ne_bytes([EMPTY_CQE_BYTE; 4]);
             for lap in 0..6 {
                 let number = lap * ENTRIES + 1;
                 slot = CqeWait::reset_value(number, ENTRIES, has_nor).unwrap_or(slot);

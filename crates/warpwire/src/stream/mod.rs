@@ -38,7 +38,7 @@
 //! let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
-//!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
+//!     Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap()
 //! });
 //! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let qp = StreamQp::create(&a, &pd, &gpu, StreamQpOptions::default())?;
@@ -102,6 +102,7 @@ use waits::{WORDS_LEN, Waits};
 
 /// Where the completion queues of a [`StreamQp`] are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum CqMemory {
     /// In pinned host memory: fast for the CPU to read.
     #[default]
@@ -112,15 +113,16 @@ pub enum CqMemory {
 
 /// Options of a [`StreamQp`].
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct StreamQpOptions {
     /// The RC queue pair. `memory` and `srq` must be `None`; `poll_doorbell` and `signal_all` are
     /// always set, so that every request generates a completion.
     pub qp: QpOptions,
     /// Minimum number of entries of either completion queue. An entry stays in use until the CPU
     /// has polled it and no stream waits for it. Default: twice the send or receive depth.
-    pub completions: Option<u32>,
+    pub cq_entries: Option<u32>,
     /// Maximum number of waits in flight, 1 to 2^20.
-    pub waits: u32,
+    pub max_waits: u32,
     /// Where the completion queues are allocated. Ignored for hardware queue pairs.
     pub cq_memory: CqMemory,
     /// Which words a stream writes to ring the doorbell. Ignored for hardware queue pairs, which
@@ -131,12 +133,24 @@ pub struct StreamQpOptions {
     pub wait_timeout: Option<Duration>,
 }
 
+setters! {
+    StreamQpOptions {
+        with_qp => qp: QpOptions,
+        with_max_waits => max_waits: u32,
+        with_cq_memory => cq_memory: CqMemory,
+        with_doorbell_mode => doorbell_mode: DoorbellMode,
+    } optional {
+        with_cq_entries => cq_entries: u32,
+        with_wait_timeout => wait_timeout: Duration,
+    }
+}
+
 impl Default for StreamQpOptions {
     fn default() -> Self {
         Self {
             qp: QpOptions::default(),
-            completions: None,
-            waits: 256,
+            cq_entries: None,
+            max_waits: 256,
             cq_memory: CqMemory::default(),
             doorbell_mode: DoorbellMode::default(),
             wait_timeout: Some(Duration::from_secs(30)),
@@ -173,13 +187,13 @@ impl StreamQp {
         check(context, device, &options)?;
         let StreamQpOptions {
             qp: wanted,
-            completions,
-            waits,
+            cq_entries,
+            max_waits,
             cq_memory,
             doorbell_mode,
             wait_timeout,
         } = options;
-        let entries = |depth: u32| completions.unwrap_or(0).max(depth * 2).next_power_of_two();
+        let entries = |depth: u32| cq_entries.unwrap_or(0).max(depth * 2).next_power_of_two();
         let entries = [wanted.send_depth, wanted.receive_depth].map(|depth| entries(depth.max(1)));
         let wanted = QpOptions { poll_doorbell: true, signal_all: true, ..wanted };
         let StreamQpParts { qp, cqs, tails, dbrec, doorbell } = match context.soft() {
@@ -189,14 +203,14 @@ impl StreamQp {
             None => hardware::create_hardware_qp(context, pd, device, wanted, entries)?,
         };
         let [sends, receives] = cqs.each_ref().map(Cq::entries);
-        let for_waits = u64::from(waits) * WORDS_LEN;
+        let for_waits = u64::from(max_waits) * WORDS_LEN;
         let words = device.alloc_pinned(for_waits + u64::from(sends) * 4)?;
         words.host_bytes()?.fill(0, words.len(), &[0])?;
         let rung_words = (0..sends).map(|at| words.word32(for_waits + u64::from(at) * 4));
         let rung_words = rung_words.collect::<Result<_>>()?;
         let number = qp.number();
         let doorbells = DoorbellWords::new(number, dbrec, doorbell, rung_words);
-        let waits = Waits::new(&words, waits, number)?;
+        let waits = Waits::new(&words, max_waits, number)?;
         let state = State::new(waits, [sends, receives]);
         let device = device.clone();
         let shared = Arc::new(Shared::new(qp, cqs, tails, doorbells, device, wait_timeout, state));
@@ -361,10 +375,9 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
         return Err(wrong("the queues are allocated on that device".into())
             .fix("leave QpOptions::memory unset"));
     }
-    if options.waits == 0 || options.waits > 1 << 20 {
-        return Err(
-            wrong(format!("{} waits is out of range", options.waits)).fix("ask for 1 to 1048576")
-        );
+    if options.max_waits == 0 || options.max_waits > 1 << 20 {
+        return Err(wrong(format!("{} waits is out of range", options.max_waits))
+            .fix("ask for 1 to 1048576"));
     }
     if options.qp.send_depth.max(options.qp.receive_depth) > MAX_SEND_WQEBBS / 2 {
         return Err(wrong(format!("the queue depth would exceed {}", MAX_SEND_WQEBBS / 2))

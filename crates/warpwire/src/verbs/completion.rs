@@ -2,14 +2,14 @@
 
 use std::net::SocketAddr;
 
-use crate::mlx5::{Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, gid_address};
+use crate::mlx5::{Cqe, CqeOutcome, Queue, RecvKind, SendCqe, Status, gid_address};
 use crate::work::{Completion, CompletionKind, DatagramSender};
 
 impl Completion {
     /// A send work request that succeeded: the fast path.
     #[inline]
-    pub(super) fn sent(sent: &Sent, id: u64) -> Self {
-        let Sent { opcode, bytes: len, qpn, .. } = *sent;
+    pub(super) fn sent(sent: &SendCqe, id: u64) -> Self {
+        let SendCqe { opcode, bytes: len, qpn, .. } = *sent;
         let (status, kind) = (Status::Success, CompletionKind::Send(opcode));
         Self { id, status, kind, len, qpn, solicited: false, sender: None, vendor_error: 0 }
     }

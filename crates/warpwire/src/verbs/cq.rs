@@ -14,12 +14,13 @@ use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, EventFd, QueueMemory};
 use crate::ibv;
-use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY, Queue, Sent, owner_bit};
+use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY_CQE_BYTE, Queue, SendCqe, owner_bit};
 use crate::sync::{BiasedMutex, asymmetric_fence};
 use crate::work::Completion;
 
 /// Attributes of a new completion queue.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CqOptions {
     /// Minimum number of entries, 1 to 4194304; rounded up to a power of two. Default: 256. The
     /// queue must hold the completions of all outstanding work: an overrun fails it.
@@ -38,6 +39,17 @@ pub struct CqOptions {
     /// still read them. Default: false. Hardware: mlx5 only; the queue is read with direct verbs
     /// (mlx5dv) and generates no completion events.
     pub manual_release: bool,
+}
+
+setters! {
+    CqOptions {
+        with_entries => entries: u32,
+        with_collapsed => collapsed: bool,
+        with_ignore_overrun => ignore_overrun: bool,
+        with_manual_release => manual_release: bool,
+    } optional {
+        with_memory => memory: QueueMemory,
+    }
 }
 
 impl Default for CqOptions {
@@ -107,7 +119,7 @@ impl Ring {
     fn new(memory: QueueMemory, entries: u32) -> Result<Self> {
         let ring = Self { memory, entries };
         let bytes = ring.memory.bytes();
-        bytes.fill(0, ring.dbrec(), &[EMPTY])?;
+        bytes.fill(0, ring.dbrec(), &[EMPTY_CQE_BYTE])?;
         bytes.fill(ring.dbrec(), 64, &[0])?;
         ring.memory.flush_stores();
         Ok(ring)
@@ -444,7 +456,7 @@ impl Soft {
     /// Decodes a completion; false if its queue pair is gone.
     #[inline]
     fn read(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
-        let Some(sent) = Sent::parse_words(entry) else {
+        let Some(sent) = SendCqe::parse_words(entry) else {
             return self.read_slow(reader, entry, into);
         };
         let Some(core) = self.find_qp(reader, sent.qpn, sent.user_index) else { return false };

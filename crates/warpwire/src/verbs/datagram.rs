@@ -31,7 +31,7 @@ pub const GRH_LEN: u32 = warpwire_proto::qp::GRH_LEN;
 /// let hub = Hub::new();
 /// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
 /// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
-/// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
+/// let options = QpOptions::default().with_service(Service::Ud);
 /// let qp = context.create_qp(&pd, &cq, &cq, options)?;
 /// qp.activate_ud(0x1234)?;
 /// let memory = HostMemory::new(64)?;
@@ -137,7 +137,7 @@ pub struct Grh {
     /// The address that the message was sent to.
     pub destination: IpAddr,
     /// Whether a switch set ECN "congestion experienced" on the packet.
-    pub marked: bool,
+    pub congestion_experienced: bool,
 }
 
 impl Grh {
@@ -155,7 +155,7 @@ impl Grh {
             }
             (false, false) => return None,
         };
-        Some(Self { source, destination, marked: class & ECN_MASK == ECN_MARKED })
+        Some(Self { source, destination, congestion_experienced: class & ECN_MASK == ECN_MARKED })
     }
 }
 

@@ -15,12 +15,21 @@ use crate::work::AsyncEvent;
 
 /// How an RDMA device is opened.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct DeviceOptions {
     /// Default port of queue pairs, counted from 1. `None`: the first active port.
     pub port: Option<u8>,
     /// Default index into the port's GID table. `None`: the GID that most peers can reach: RoCE v2
     /// before v1, then routable before link-local, then IPv4 before IPv6.
     pub gid_index: Option<u8>,
+}
+
+setters! {
+    DeviceOptions {
+    } optional {
+        with_port => port: u8,
+        with_gid_index => gid_index: u8,
+    }
 }
 
 /// An open libibverbs device with its port defaults.

@@ -11,7 +11,7 @@ use super::{Service, State};
 use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
     AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
-    MAX_SEGMENTS, SEGMENT, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
+    MAX_SEGMENTS, SEGMENT_LEN, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
 };
 use crate::sync::{Guard, this_thread};
 use crate::work::{Fence, PostError, PostResult, Sge, WrOp};
@@ -127,7 +127,8 @@ impl std::fmt::Debug for SendState {
 /// [`Batch::post`]; dropping the batch discards them.
 ///
 /// A batch holds the lock of the send queue: other threads that post to the queue pair wait. The
-/// thread that holds the batch gets [`PostError::BatchHeld`] if it posts to the queue pair in another way.
+/// thread that holds the batch gets [`PostError::BatchHeld`] if it posts to the queue pair in
+/// another way.
 #[must_use = "nothing happens until the batch is posted"]
 pub struct Batch<'q> {
     // Dropped, and its lock released, before the holder is forgotten.
@@ -384,10 +385,10 @@ pub(super) fn overwrite_with_nop<Q: QueueAccess>(
 ) {
     let nop = Builder::new(scratch, WqeOpcode::Nop, wqebbs.start as u16, queues.number());
     let Ok(wqe) = nop.signaled().finish() else { return };
-    let mut control = [0; SEGMENT];
+    let mut control = [0; SEGMENT_LEN];
     control.copy_from_slice(wqe.bytes());
     // Of the same size, because other WQEs may follow.
-    let segments_per_wqebb = (WQEBB_LEN / SEGMENT) as u64;
+    let segments_per_wqebb = (WQEBB_LEN / SEGMENT_LEN) as u64;
     let segments = ((wqebbs.end - wqebbs.start) * segments_per_wqebb).min(MAX_SEGMENTS as u64);
     control[7] = segments as u8;
     let slot = wqebbs.start & (u64::from(queues.wqebbs()) - 1);
@@ -419,7 +420,7 @@ pub(super) fn ring_doorbell<Q: QueueAccess>(queues: &Q, next: u64) {
 fn too_long(request: &SendRequest<'_>) -> PostError {
     match request.inline {
         Some(bytes) => {
-            let max = ((MAX_SEGMENTS - 2) * SEGMENT) as u32;
+            let max = ((MAX_SEGMENTS - 2) * SEGMENT_LEN) as u32;
             PostError::InlineTooLong { len: bytes.len() as u32, max }
         }
         None => {

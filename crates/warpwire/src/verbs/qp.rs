@@ -22,7 +22,19 @@ use crate::sync::{BiasedMutex, random_u64};
 use crate::work::{PostError, ReceiveRequest};
 
 /// Attributes of a new queue pair, and of the connection that [`Qp::connect`] makes.
+///
+/// ```
+/// use warpwire::verbs::QpOptions;
+/// let options = QpOptions::default().with_send_depth(512).with_timeout(16);
+/// assert_eq!((options.send_depth, options.mtu), (512, None));
+/// ```
+/// Like all options it is built with setters, so that a new field breaks no program:
+/// ```compile_fail,E0639
+/// # use warpwire::verbs::QpOptions;
+/// let options = QpOptions { send_depth: 512, ..QpOptions::default() };
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct QpOptions {
     /// Transport service: reliable connection (RC, the default) or unreliable datagram (UD).
     pub service: Service,
@@ -85,6 +97,32 @@ pub struct QpOptions {
     pub tuning: protocol::TransportOptions,
 }
 
+setters! {
+    QpOptions {
+        with_service => service: Service,
+        with_send_depth => send_depth: u32,
+        with_receive_depth => receive_depth: u32,
+        with_max_send_sge => max_send_sge: u32,
+        with_max_recv_sge => max_recv_sge: u32,
+        with_max_inline_data => max_inline_data: u32,
+        with_signal_all => signal_all: bool,
+        with_poll_doorbell => poll_doorbell: bool,
+        with_access => access: Access,
+        with_timeout => timeout: u8,
+        with_retry_count => retry_count: u8,
+        with_rnr_retry => rnr_retry: u8,
+        with_min_rnr_timer => min_rnr_timer: u8,
+        with_max_rd_atomic => max_rd_atomic: u8,
+        with_tuning => tuning: protocol::TransportOptions,
+    } optional {
+        with_srq => srq: Srq,
+        with_port => port: u8,
+        with_gid_index => gid_index: u8,
+        with_memory => memory: QueueMemory,
+        with_mtu => mtu: Mtu,
+    }
+}
+
 impl Default for QpOptions {
     fn default() -> Self {
         Self {
@@ -129,7 +167,7 @@ impl QpOptions {
         // A UD address vector takes two segments more than the remote address of a write.
         let inline = match self.service {
             Service::Rc => self.max_inline_data,
-            Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT as u32),
+            Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT_LEN as u32),
         };
         let wqebbs = mlx5::send_queue_wqebbs(self.send_depth.max(1), self.max_send_sge, inline)
             .filter(|wqebbs| *wqebbs <= mlx5::MAX_SEND_WQEBBS)
@@ -434,11 +472,11 @@ impl Qp {
     /// # Errors
     /// As for [`modify`](Self::modify).
     pub fn activate_ud(&self, qkey: u32) -> Result<()> {
-        let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
+        let init = self.init_attr().with_access(None).with_qkey(qkey);
         let psn = Psn::new(self.endpoint().psn);
         self.modify(&init)?;
         self.modify(&QpAttributes::new(State::Rtr))?;
-        self.modify(&QpAttributes { send_psn: Some(psn), ..QpAttributes::new(State::Rts) })
+        self.modify(&QpAttributes::new(State::Rts).with_send_psn(psn))
     }
 
     /// Moves an RC queue pair from `RESET` through `INIT` and `RTR` to `RTS`, connected to `peer`.
@@ -459,15 +497,13 @@ impl Qp {
 
     /// Attributes for the transition to `INIT`, from the options.
     pub fn init_attr(&self) -> QpAttributes {
-        QpAttributes {
-            partition_index: Some(0),
-            port: Some(match &self.0.backend {
+        QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(match &self.0.backend {
                 Backend::Soft(_) => 1,
                 Backend::Hard(hard) => hard.local_port.port,
-            }),
-            access: Some(self.0.options.access),
-            ..QpAttributes::new(State::Init)
-        }
+            })
+            .with_access(self.0.options.access)
     }
 
     /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs.
@@ -484,28 +520,24 @@ impl Qp {
         let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
         let path =
             PathAttributes { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
-        Ok(QpAttributes {
-            path: Some(path),
-            mtu: Some(mtu),
-            destination: Some(peer.qpn),
-            receive_psn: Some(Psn::new(peer.psn)),
-            max_dest_rd_atomic: Some(self.0.options.max_rd_atomic),
-            min_rnr_timer: Some(self.0.options.min_rnr_timer),
-            ..QpAttributes::new(State::Rtr)
-        })
+        Ok(QpAttributes::new(State::Rtr)
+            .with_path(path)
+            .with_mtu(mtu)
+            .with_destination(peer.qpn)
+            .with_receive_psn(Psn::new(peer.psn))
+            .with_max_dest_rd_atomic(self.0.options.max_rd_atomic)
+            .with_min_rnr_timer(self.0.options.min_rnr_timer))
     }
 
     /// Attributes for the transition to `RTS`.
     pub fn rts_attr(&self, peer: &QpEndpoint) -> QpAttributes {
         let options = &self.0.options;
-        QpAttributes {
-            send_psn: Some(Psn::new(self.endpoint().psn)),
-            timeout: Some(options.timeout),
-            retry_count: Some(options.retry_count),
-            rnr_retry: Some(options.rnr_retry),
-            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
-            ..QpAttributes::new(State::Rts)
-        }
+        QpAttributes::new(State::Rts)
+            .with_send_psn(Psn::new(self.endpoint().psn))
+            .with_timeout(options.timeout)
+            .with_retry_count(options.retry_count)
+            .with_rnr_retry(options.rnr_retry)
+            .with_max_rd_atomic(options.max_rd_atomic.min(peer.max_rd_atomic))
     }
 
     /// Changes state or attributes (`ibv_modify_qp`). A rejected change has no effect.
@@ -571,8 +603,8 @@ impl Qp {
     /// # Errors
     /// [`PostError::Full`] if the send queue has no room for all: poll completions first.
     /// [`PostError::BatchHeld`] if the calling thread holds a [`Batch`] of this queue pair.
-    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`. Other variants if a request is
-    /// malformed or does not fit the service.
+    /// [`PostError::NotReady`] if the queue pair is not yet in `RTS`. Other variants if a request
+    /// is malformed or does not fit the service.
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.0.batch_thread.check()?;
         let core = match &self.0.backend {

@@ -10,16 +10,24 @@ use super::{Context, Device, Pd};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
 use crate::ibv;
-use crate::mlx5::{DoorbellRecord, SEGMENT, SrqEntry};
+use crate::mlx5::{DoorbellRecord, SEGMENT_LEN, SrqEntry};
 use crate::work::{PostError, ReceiveRequest};
 
 /// Attributes of a new shared receive queue.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct SrqOptions {
     /// Minimum number of outstanding receives (`max_wr`), 1 to 32767. Default: 256.
     pub depth: u32,
     /// Maximum number of scatter-gather entries of a receive, 1 to 15. Default: 1.
     pub max_sge: u32,
+}
+
+setters! {
+    SrqOptions {
+        with_depth => depth: u32,
+        with_max_sge => max_sge: u32,
+    }
 }
 
 impl Default for SrqOptions {
@@ -86,7 +94,7 @@ impl Srq {
         }
         // One slot more than receives: the last entry always links to a free slot.
         let entries = (options.depth + 1).next_power_of_two();
-        let stride = ((options.max_sge + 1) * SEGMENT as u32).next_power_of_two();
+        let stride = ((options.max_sge + 1) * SEGMENT_LEN as u32).next_power_of_two();
         let dbrec = u64::from(entries) * u64::from(stride);
         let memory = QueueMemory::host(dbrec + 64)?;
         let spec = SrqSpec { memory: memory.clone(), entries, stride, dbrec };
@@ -137,8 +145,8 @@ impl Srq {
     /// completion.
     ///
     /// # Errors
-    /// [`PostError::Full`] if the queue is full; [`PostError::TooManySge`] if a receive has too many
-    /// scatter-gather entries.
+    /// [`PostError::Full`] if the queue is full; [`PostError::TooManySge`] if a receive has too
+    /// many scatter-gather entries.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<(), PostError> {
         let shared = match &self.0 {
             Backend::Soft(shared) => &**shared,
@@ -153,11 +161,11 @@ impl Srq {
         let (mut slot, mut used) = (slots.next, 0);
         for request in requests {
             let next = slots.free[used];
-            let mut entry = [0; (MAX_RECV_SGE + 1) * SEGMENT];
+            let mut entry = [0; (MAX_RECV_SGE + 1) * SEGMENT_LEN];
             let entry = &mut entry[..stride];
             let (sges, count) = request.sges();
             let fits = sges.get(..count).and_then(|r| SrqEntry::write(entry, next, r));
-            fits.ok_or_else(|| too_many(request, stride / SEGMENT - 1))?;
+            fits.ok_or_else(|| too_many(request, stride / SEGMENT_LEN - 1))?;
             let written = bytes.write(u64::from(slot) * stride as u64, entry);
             written.map_err(|error| PostError::device(&error))?;
             slots.wr_ids[usize::from(slot)] = request.id;

@@ -6,6 +6,7 @@ use crate::mlx5::{Status, WqeOpcode};
 
 /// What completed. A failed completion reports only whether it was a send or a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CompletionKind {
     /// A work request of the send queue. Hardware does not report whether a send or a write carried
     /// immediate data.

@@ -125,7 +125,14 @@ impl std::error::Error for PostError {}
 impl From<PostError> for Error {
     #[cold]
     fn from(error: PostError) -> Self {
-        Self::new(error.kind(), "post a work request").why(error.to_string())
+        let (text, what) = (error.to_string(), "post a work request");
+        // All texts but those of the system end with the advice.
+        match text.rsplit_once("; ") {
+            Some((why, fix)) => {
+                Self::new(error.kind(), what).why(why.to_owned()).fix(fix.to_owned())
+            }
+            None => Self::new(error.kind(), what).why(text),
+        }
     }
 }
 
@@ -143,6 +150,7 @@ mod tests {
             "cannot post a work request: the queue is full; poll completions first, or create a \
              deeper queue"
         );
+        assert_eq!(Error::from(PostError::Full).reason(), "the queue is full");
         assert!(text(PostError::NotReady(State::Init)).contains("in INIT"));
         assert!(text(PostError::TooManySge { count: 20, max: 16 }).contains("20 scatter"));
         assert!(text(PostError::InlineTooLong { len: 99, max: 64 }).contains("99 inline bytes"));

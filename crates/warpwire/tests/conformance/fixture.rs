@@ -28,8 +28,7 @@ impl Fixture {
     pub fn new(backend: Backend) -> Self {
         match backend {
             Backend::Sim => {
-                let sim =
-                    Sim::start(SimConfig { memory: 1 << 30, ..SimConfig::default() }).unwrap();
+                let sim = Sim::start(SimConfig::default().with_memory(1 << 30)).unwrap();
                 let (gpu, other) = (sim.device(0).unwrap(), sim.device(1).ok());
                 Self { backend, gpu, second: other, sim: Some(sim) }
             }

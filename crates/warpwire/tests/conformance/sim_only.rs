@@ -72,7 +72,7 @@ fn old_pages_are_poisoned_after_a_move(f: &Fixture) {
 }
 
 fn memory_moves_under_running_work(_: &Fixture) {
-    let sim = Sim::start(SimConfig { move_every: Some(3), ..SimConfig::default() }).unwrap();
+    let sim = Sim::start(SimConfig::default().with_move_every(3)).unwrap();
     let gpu = sim.device(0).unwrap();
     let (a, b) = (gpu.alloc(50_000).unwrap(), gpu.alloc(50_000).unwrap());
     put_pattern(&a, 9);
@@ -253,7 +253,7 @@ pub fn discover() {
 }
 
 fn huge_memory_costs_nothing_until_written(_: &Fixture) {
-    let sim = Sim::start(SimConfig { memory: 1 << 40, ..SimConfig::default() }).unwrap();
+    let sim = Sim::start(SimConfig::default().with_memory(1 << 40)).unwrap();
     let gpu = sim.device(0).unwrap();
     let memory = gpu.alloc(512 << 30).unwrap();
     memory.write((512 << 30) - 8, &[7; 8]).unwrap();
@@ -281,7 +281,7 @@ fn a_fault_ends_the_whole_grid(f: &Fixture) {
 }
 
 fn a_panicking_listener_fails_the_stream(_: &Fixture) {
-    let sim = Sim::start(SimConfig { move_every: Some(1), ..SimConfig::default() }).unwrap();
+    let sim = Sim::start(SimConfig::default().with_move_every(1)).unwrap();
     let gpu = sim.device(0).unwrap();
     let memory = gpu.alloc(64).unwrap();
     let _watch = memory.watch(Arc::new(|_| panic!("on purpose: a listener that panics"))).unwrap();
@@ -311,7 +311,7 @@ fn memory_files_cannot_be_resized(f: &Fixture) {
 }
 
 fn memory_can_be_freed_after_n_operations(_: &Fixture) {
-    let sim = Sim::start(SimConfig { free_at: Some(3), ..SimConfig::default() }).unwrap();
+    let sim = Sim::start(SimConfig::default().with_free_at(3)).unwrap();
     let gpu = sim.device(0).unwrap();
     let (memory, stream) = (gpu.alloc(64).unwrap(), gpu.stream().unwrap());
     for _ in 0..4 {

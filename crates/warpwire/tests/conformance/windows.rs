@@ -93,7 +93,7 @@ fn windows_report_their_path(f: &Fixture) {
         Backend::Sim => assert_eq!(window.path(), WindowPath::Memfd),
         Backend::Cuda => {
             assert_ne!(window.path(), WindowPath::Memfd);
-            for refusal in window.refused() {
+            for refusal in window.rejected_paths() {
                 assert!(!refusal.why.to_string().is_empty());
                 eprintln!("{}: {}", refusal.path, refusal.why);
             }
@@ -235,10 +235,10 @@ fn wrong_windows_are_refused(f: &Fixture) {
         Backend::Sim => WindowPath::ResourceManager,
         Backend::Cuda => WindowPath::Memfd,
     };
-    let only = WindowOptions { path: Some(absent), ..options };
+    let only = options.with_path(absent);
     assert_eq!(memory.window_with(0, 64, &only).unwrap_err().kind(), &Kind::Unsupported);
     let mapping = Some(warpwire::mem::MappingType::Device);
-    let odd = WindowOptions { mapping, ..options };
+    let odd = options.with_mapping(mapping);
     assert!(memory.window_with(0, 64, &odd).unwrap_err().to_string().contains("device"));
     let pinned = f.gpu.alloc_pinned(64).unwrap();
     assert!(pinned.window().unwrap_err().to_string().contains("host memory"));

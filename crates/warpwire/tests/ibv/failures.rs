@@ -144,14 +144,12 @@ fn the_peer_is_gone() {
 }
 
 fn rtr_attr() -> QpAttributes {
-    QpAttributes {
-        mtu: Mtu::new(1024),
-        destination: Some(17),
-        receive_psn: Some(warpwire_proto::Psn::new(1)),
-        max_dest_rd_atomic: Some(1),
-        min_rnr_timer: Some(12),
-        ..QpAttributes::new(State::Rtr)
-    }
+    QpAttributes::new(State::Rtr)
+        .with_mtu(Mtu::new(1024))
+        .with_destination(17)
+        .with_receive_psn(warpwire_proto::Psn::new(1))
+        .with_max_dest_rd_atomic(1)
+        .with_min_rnr_timer(12)
 }
 
 fn no_host_at_the_address() {
@@ -163,8 +161,7 @@ fn no_host_at_the_address() {
     let [a, b, c, _] = own.octets();
     let peer = (std::net::Ipv4Addr::new(a, b, c, 99), 4791).into();
     let path = PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
-    let refused =
-        testbed.a.qp.modify(&QpAttributes { path: Some(path), ..rtr_attr() }, None).unwrap_err();
+    let refused = testbed.a.qp.modify(&rtr_attr().with_path(path), None).unwrap_err();
     assert_eq!(refused.kind(), &Kind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("no reply to ARP"), "{refused}");
 }

@@ -175,22 +175,18 @@ impl Peer {
             gid: gid(words.get(3))?,
             ..AhAttributes::to([0, 0, 0, 0].into(), 1, self.gid_index)
         };
-        let rtr_attr = QpAttributes {
-            mtu: Mtu::new(number(words, 4) as u32),
-            destination: Some(number(words, 2) as u32),
-            receive_psn: psn(6),
-            max_dest_rd_atomic: small(11),
-            min_rnr_timer: small(10),
-            ..QpAttributes::new(State::Rtr)
-        };
-        let rts_attr = QpAttributes {
-            send_psn: psn(5),
-            timeout: small(7),
-            retry_count: small(8),
-            rnr_retry: small(9),
-            max_rd_atomic: small(11),
-            ..QpAttributes::new(State::Rts)
-        };
+        let rtr_attr = QpAttributes::new(State::Rtr)
+            .with_mtu(Mtu::new(number(words, 4) as u32))
+            .with_destination(number(words, 2) as u32)
+            .with_receive_psn(psn(6))
+            .with_max_dest_rd_atomic(small(11))
+            .with_min_rnr_timer(small(10));
+        let rts_attr = QpAttributes::new(State::Rts)
+            .with_send_psn(psn(5))
+            .with_timeout(small(7))
+            .with_retry_count(small(8))
+            .with_rnr_retry(small(9))
+            .with_max_rd_atomic(small(11));
         let mut done = qp.modify(&rtr_attr, Some(&route));
         // The kernel resolves the peer's address (ARP or neighbor discovery) and gives up early.
         for _ in 0..4 {

@@ -195,7 +195,7 @@ fn ends(test_link: TestLink, options: &KernelQpOptions) -> [Endpoint; 2] {
 }
 
 fn small() -> KernelQpOptions {
-    KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() }
+    KernelQpOptions::default().with_send_depth(8).with_receive_depth(4)
 }
 
 fn call(library: &Library, name: &str, end: &mut Endpoint) {
@@ -253,7 +253,7 @@ fn a_failure_is_reported_with_its_cause(&CpuFixture { library, test_link }: &Cpu
 }
 
 fn a_peer_that_is_gone_is_an_error_soon(&CpuFixture { library, test_link }: &CpuFixture) {
-    let options = KernelQpOptions { connection: short_timeouts(), ..small() };
+    let options = small().with_connection(short_timeouts());
     let [mut a, b] = ends(test_link, &options);
     drop(b);
     let start = Instant::now();
@@ -277,7 +277,7 @@ fn storm_with(library: &Library, test_link: TestLink, together: bool, rounds: u6
     type Storm = unsafe extern "C" fn(*const u64, *const u64, u64, u32, u64, u64) -> u64;
     const THREADS: u32 = 8;
     let mut pairs: Vec<[Endpoint; 2]> =
-        (0..2).map(|_| ends(test_link, &KernelQpOptions { send_depth: 256, ..small() })).collect();
+        (0..2).map(|_| ends(test_link, &small().with_send_depth(256))).collect();
     let handles: Vec<u64> = pairs.iter().map(|[a, _]| a.qp.handle().raw()).collect();
     let lists: Vec<u64> =
         pairs.iter_mut().map(|[a, _]| a.list.as_mut_ptr().addr() as u64).collect();

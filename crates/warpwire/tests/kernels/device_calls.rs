@@ -87,11 +87,11 @@ fn every_call_transfers_its_data(fixture: &Fixture) {
 
 fn completions_in_pinned_memory(fixture: &Fixture) {
     let completions = CqPlacement::Pinned;
-    every_call(fixture, KernelQpOptions { completions, ..fixture.options() });
+    every_call(fixture, fixture.options().with_completions(completions));
 }
 
 fn the_smallest_queues(fixture: &Fixture) {
-    every_call(fixture, KernelQpOptions { send_depth: 2, receive_depth: 4, ..fixture.options() });
+    every_call(fixture, fixture.options().with_send_depth(2).with_receive_depth(4));
 }
 
 fn a_failure_is_reported_with_its_cause(fixture: &Fixture) {
@@ -116,7 +116,7 @@ fn a_failure_is_reported_with_its_cause(fixture: &Fixture) {
 }
 
 fn a_peer_that_is_gone_is_an_error_soon(fixture: &Fixture) {
-    let options = KernelQpOptions { connection: short_timeouts(), ..fixture.options() };
+    let options = fixture.options().with_connection(short_timeouts());
     let [a, b] = fixture.ends_with(options);
     drop(b);
     let stream = fixture.gpu.stream().unwrap();
@@ -177,7 +177,7 @@ fn many_threads_lose_nothing(fixture: &Fixture) {
         Backend::Sim => (8, 1, 300, 1, 16),
         Backend::Cuda => (8, 128, 64, 2, 256),
     };
-    let options = KernelQpOptions { send_depth, ..fixture.options() };
+    let options = fixture.options().with_send_depth(send_depth);
     let ends: Vec<_> = (0..PAIRS).map(|_| fixture.ends_with(options.clone())).collect();
     for mode in 0..modes {
         let table = fixture.gpu.alloc(4096).unwrap();

@@ -40,7 +40,7 @@ impl TestLink {
                 Box::new(hub.endpoint(address).unwrap()) as Box<dyn Link>
             }
             Self::Shm => {
-                let options = ShmOptions { control_poll_interval: 1, ..ShmOptions::default() };
+                let options = ShmOptions::default().with_control_poll_interval(1);
                 Box::new(Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap())
             }
         })
@@ -51,7 +51,7 @@ impl TestLink {
 pub fn threaded() -> HcaOptions {
     // A longer spin would take CPU time from the threads that are waited for, where cores are few.
     let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(50), core: None };
-    HcaOptions { progress_mode, ..HcaOptions::default() }
+    HcaOptions::default().with_progress_mode(progress_mode)
 }
 
 pub fn contexts(test_link: TestLink) -> [Context; 2] {
@@ -72,7 +72,7 @@ impl Fixture {
     pub fn new(backend: Backend, test_link: TestLink) -> Self {
         let (gpu, second, sim) = match backend {
             Backend::Sim => {
-                let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
+                let config = SimConfig::default().with_memory(1 << 30);
                 let sim = Sim::start(config).unwrap();
                 (sim.device(0).unwrap(), sim.device(1).ok(), Some(sim))
             }
@@ -90,13 +90,11 @@ impl Fixture {
     }
 
     pub fn options(&self) -> KernelQpOptions {
-        KernelQpOptions {
-            send_depth: 16,
-            receive_depth: 8,
-            kernels: Some(self.kernels.clone()),
-            wait_timeout: test_timeout(),
-            ..KernelQpOptions::default()
-        }
+        KernelQpOptions::default()
+            .with_send_depth(16)
+            .with_receive_depth(8)
+            .with_kernels(self.kernels.clone())
+            .with_wait_timeout(test_timeout())
     }
 
     /// Two connected ends.
@@ -203,7 +201,7 @@ impl Endpoint {
 
 /// A connection with few, short retries.
 pub fn short_timeouts() -> QpOptions {
-    QpOptions { timeout: 8, retry_count: 1, ..QpOptions::default() }
+    QpOptions::default().with_timeout(8).with_retry_count(1)
 }
 
 /// A pattern in which every byte depends on its position.

@@ -22,7 +22,7 @@ fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
     for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
         let [link, _] = fixture.test_link.ends();
         let context =
-            Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() });
+            Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode));
         let context = context.unwrap();
         let made = KernelQp::create(&context, &context.alloc_pd(), &fixture.gpu, fixture.options());
         let error = made.unwrap_err();
@@ -41,26 +41,27 @@ fn refused(fixture: &Fixture, options: KernelQpOptions, word: &str) {
 
 fn invalid_depths_are_refused(fixture: &Fixture) {
     for send_depth in [0, 1, 3, 100, 65536, u32::MAX] {
-        refused(fixture, KernelQpOptions { send_depth, ..fixture.options() }, "send_depth");
+        refused(fixture, fixture.options().with_send_depth(send_depth), "send_depth");
     }
     for receive_depth in [0, 3, 65536] {
-        refused(fixture, KernelQpOptions { receive_depth, ..fixture.options() }, "receive_depth");
+        refused(fixture, fixture.options().with_receive_depth(receive_depth), "receive_depth");
     }
     // The maximum and the minimum are accepted.
     let [context, _] = contexts(fixture.test_link);
     for (send_depth, receive_depth) in [(32768, 32768), (2, 1)] {
-        let options = KernelQpOptions { send_depth, receive_depth, ..fixture.options() };
+        let options =
+            fixture.options().with_send_depth(send_depth).with_receive_depth(receive_depth);
         KernelQp::create(&context, &context.alloc_pd(), &fixture.gpu, options).unwrap();
     }
 }
 
 fn datagrams_and_shared_receives_are_refused(fixture: &Fixture) {
-    let connection = QpOptions { service: Service::Ud, ..QpOptions::default() };
-    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "UD");
+    let connection = QpOptions::default().with_service(Service::Ud);
+    refused(fixture, fixture.options().with_connection(connection), "UD");
     let [context, _] = contexts(fixture.test_link);
     let srq = context.create_srq(&context.alloc_pd(), SrqOptions::default()).unwrap();
-    let connection = QpOptions { srq: Some(srq), ..QpOptions::default() };
-    refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "SRQ");
+    let connection = QpOptions::default().with_srq(srq);
+    refused(fixture, fixture.options().with_connection(connection), "SRQ");
 }
 
 fn kernels_and_streams_of_another_device_are_refused(fixture: &Fixture) {
@@ -69,7 +70,7 @@ fn kernels_and_streams_of_another_device_are_refused(fixture: &Fixture) {
         return;
     };
     let kernels = Some(Kernels::load(other).unwrap());
-    refused(fixture, KernelQpOptions { kernels, ..fixture.options() }, &other.label());
+    refused(fixture, fixture.options().with_kernels(kernels), &other.label());
     let [a, b] = fixture.ends();
     let error = a.qp.put_on_stream(&other.stream().unwrap(), b.mr.remote(0), a.mr.sge(0, 8));
     assert!(error.unwrap_err().to_string().contains("another device"));
@@ -92,7 +93,7 @@ fn results_without_room_are_refused(fixture: &Fixture) {
 
 fn queue_pairs_for_cpu_threads_have_no_streams(fixture: &Fixture) {
     let [context, _] = contexts(fixture.test_link);
-    let options = KernelQpOptions { send_depth: 16, ..KernelQpOptions::default() };
+    let options = KernelQpOptions::default().with_send_depth(16);
     let qp = KernelQp::create_for_cpu(&context, &context.alloc_pd(), options).unwrap();
     let stream = fixture.gpu.stream().unwrap();
     let error = qp.wait_on_stream(&stream).unwrap_err();

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::{KernelStatus, SignalWait};
 use warpwire::verbs::{Remote, Status};
 
@@ -169,7 +168,7 @@ fn a_failure_releases_the_stream_and_is_kept(fixture: &Fixture) {
 
 fn a_timeout_releases_the_stream_and_is_kept(fixture: &Fixture) {
     let wait_timeout = Duration::from_millis(30);
-    let [a, b] = fixture.ends_with(KernelQpOptions { wait_timeout, ..fixture.options() });
+    let [a, b] = fixture.ends_with(fixture.options().with_wait_timeout(wait_timeout));
     let stream = fixture.gpu.stream().unwrap();
     let signal = SignalWait::new(&b.memory.word64(WORD).unwrap(), 0, 1).unwrap();
     b.qp.wait_signal_on_stream(&stream, &signal).unwrap();
@@ -187,7 +186,7 @@ fn a_timeout_releases_the_stream_and_is_kept(fixture: &Fixture) {
 }
 
 fn a_dead_peer_releases_the_stream(fixture: &Fixture) {
-    let options = KernelQpOptions { connection: short_timeouts(), ..fixture.options() };
+    let options = fixture.options().with_connection(short_timeouts());
     let [a, b] = fixture.ends_with(options);
     let remote = b.mr.remote(0);
     drop(b);

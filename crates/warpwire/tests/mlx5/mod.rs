@@ -104,9 +104,9 @@ fn bench(name: &str) -> Bench {
 
 impl Bench {
     fn stream_pair(&self) -> [StreamQp; 2] {
-        let qp = QpOptions { send_depth: 4, receive_depth: 8, ..QpOptions::default() };
+        let qp = QpOptions::default().with_send_depth(4).with_receive_depth(8);
         let wait_timeout = Some(Duration::from_secs(10));
-        let options = StreamQpOptions { qp, wait_timeout, ..StreamQpOptions::default() };
+        let options = StreamQpOptions::default().with_qp(qp).with_wait_timeout(wait_timeout);
         let [a, b] = [(); 2].map(|()| {
             StreamQp::create(&self.context, &self.pd, &self.gpu, options.clone()).unwrap()
         });
@@ -211,7 +211,7 @@ fn failures_release_streams() {
 /// Kernels on a stream post and wait through the device handle, for many laps of every queue.
 fn kernels_post_and_wait() {
     let bench = bench("nic_0");
-    let options = KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() };
+    let options = KernelQpOptions::default().with_send_depth(8).with_receive_depth(4);
     let make = || KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options.clone()).unwrap();
     let (qp, peer) = (make(), make());
     qp.connect(&peer.endpoint()).unwrap();
@@ -238,11 +238,11 @@ fn kernels_post_and_wait() {
 /// CPU verbs on a queue pair that is driven with direct verbs.
 fn the_cpu_posts_and_polls_with_direct_verbs() {
     let bench = bench("nic_0");
-    let manual_release = || CqOptions { entries: 15, manual_release: true, ..CqOptions::default() };
+    let manual_release = || CqOptions::default().with_entries(15).with_manual_release(true);
     let make = || {
         let [sends, receives] =
             [(); 2].map(|()| bench.context.create_cq_with(manual_release()).unwrap());
-        let options = QpOptions { poll_doorbell: true, send_depth: 4, ..QpOptions::default() };
+        let options = QpOptions::default().with_poll_doorbell(true).with_send_depth(4);
         let qp = bench.context.create_qp(&bench.pd, &sends, &receives, options).unwrap();
         (qp, sends, receives)
     };
@@ -280,14 +280,14 @@ fn the_cpu_posts_and_polls_with_direct_verbs() {
 fn other_devices_and_invalid_options_are_refused() {
     let bench = bench("nic_0");
     let plain = bench.context.create_cq(4).unwrap();
-    let poll_doorbell = QpOptions { poll_doorbell: true, ..QpOptions::default() };
+    let poll_doorbell = QpOptions::default().with_poll_doorbell(true);
     let refused = bench.context.create_qp(&bench.pd, &plain, &plain, poll_doorbell).unwrap_err();
     assert!(refused.to_string().contains("CqOptions::manual_release"), "{refused}");
     // 48 inline bytes make each WQE two WQEBBs, and a depth of 3 is no power of two.
-    let odd = QpOptions { send_depth: 3, ..QpOptions::default() };
-    let options = StreamQpOptions { qp: odd, ..StreamQpOptions::default() };
+    let odd = QpOptions::default().with_send_depth(3);
+    let options = StreamQpOptions::default().with_qp(odd);
     assert!(StreamQp::create(&bench.context, &bench.pd, &bench.gpu, options).is_ok());
-    let options = KernelQpOptions { receive_depth: 1, ..KernelQpOptions::default() };
+    let options = KernelQpOptions::default().with_receive_depth(1);
     let refused = KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options).unwrap_err();
     assert!(refused.to_string().contains("receive_depth 1"), "{refused}");
     assert!(refused.to_string().contains("try 2"), "{refused}");

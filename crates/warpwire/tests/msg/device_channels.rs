@@ -8,7 +8,7 @@ use warpwire::mem::{Condition, Device, Stream};
 use warpwire::msg::{Buffer, ChannelOptions, Comm, CommOptions, DeviceChannel, Signal, Writer};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::Remote;
-use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Relay, Side};
+use warpwire_apps::pingpong_kernels::{KernelTransfer, PingPongEnd, PingPongKernels, Relay};
 
 use crate::msg::fixture::{Fixture, SHORT_WAIT, gpu, pattern, read, same, test_timeout};
 use testkit::cases;
@@ -65,10 +65,7 @@ impl Endpoint {
 }
 
 fn run_endpoints(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(size, &options, |comm| run(Endpoint::new(comm)));
 }
 
@@ -338,16 +335,16 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
         let own = device.word64(0).unwrap();
         let mut start = 0;
         for rounds in [1, 50, 100] {
-            let side = Side {
+            let side = PingPongEnd {
                 qp: end.device_channel.kernel(other).unwrap(),
                 to: window.remote(other, 64, LEN).unwrap(),
                 from: mine.whole().sge().unwrap(),
                 signal: window.word(other, 0, 8).unwrap(),
                 own: &own,
                 start,
-                serves: end.comm.rank() == 0,
+                sends_first: end.comm.rank() == 0,
             };
-            kernels.play(&end.stream, &side, rounds, Duration::ZERO, test_timeout()).unwrap();
+            kernels.ping_pong(&end.stream, &side, rounds, Duration::ZERO, test_timeout()).unwrap();
             end.finish_stream();
             kernels.check().unwrap();
             start += rounds;
@@ -361,16 +358,16 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
         );
         // The other side does not answer: the kernel times out.
         if end.comm.rank() == 0 {
-            let side = Side {
+            let side = PingPongEnd {
                 qp: end.device_channel.kernel(other).unwrap(),
                 to: window.remote(other, 64, LEN).unwrap(),
                 from: mine.whole().sge().unwrap(),
                 signal: window.word(other, 0, 8).unwrap(),
                 own: &own,
                 start,
-                serves: true,
+                sends_first: true,
             };
-            kernels.play(&end.stream, &side, 1, Duration::ZERO, SHORT_WAIT).unwrap();
+            kernels.ping_pong(&end.stream, &side, 1, Duration::ZERO, SHORT_WAIT).unwrap();
             end.stream.synchronize(test_timeout()).unwrap();
             let error = kernels.check().unwrap_err();
             assert!(error.to_string().contains("time"), "{error}");
@@ -489,12 +486,9 @@ fn channels_check_their_arguments(fixture: &Fixture) {
         assert!(error.to_string().contains("CommOptions::for_streams"), "{error}");
     });
     // A channel without kernel support has no kernel queue pair.
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(2, &options, |comm| {
-        let plain = ChannelOptions { kernels: false, ..ChannelOptions::default() };
+        let plain = ChannelOptions::default().with_kernels(false);
         let device_channel = comm.device_channel(&gpu(), plain).unwrap();
         assert_eq!(device_channel.kernel(1 - comm.rank()).unwrap_err().kind(), &Kind::Unsupported);
         comm.finish(test_timeout()).unwrap();
@@ -502,15 +496,11 @@ fn channels_check_their_arguments(fixture: &Fixture) {
 }
 
 fn channels_apply_back_pressure(fixture: &Fixture) {
-    let options = CommOptions {
-        progress_mode: CommOptions::for_streams().progress_mode,
-        ..fixture.options()
-    };
+    let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
     fixture.ranks_with(2, &options, |comm| {
         let gpu = gpu();
-        let device_channel = comm
-            .device_channel(&gpu, ChannelOptions { depth: 8, ..ChannelOptions::default() })
-            .unwrap();
+        let device_channel =
+            comm.device_channel(&gpu, ChannelOptions::default().with_depth(8)).unwrap();
         let stream = gpu.stream().unwrap();
         let memory = comm.register(gpu.alloc(64).unwrap().whole().unwrap()).unwrap();
         let other = 1 - comm.rank();
@@ -593,22 +583,22 @@ fn kernels_put_and_get(fixture: &Fixture) {
         mine.write(0, &pattern(rank, LEN as usize)).unwrap();
         let (qp, there) =
             (end.device_channel.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
-        let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
-        kernels.shift(&end.stream, &put, 20, Duration::ZERO, test_timeout()).unwrap();
+        let put = KernelTransfer { qp, there, here: mine.whole().sge().unwrap(), reads: false };
+        kernels.transfer(&end.stream, &put, 20, Duration::ZERO, test_timeout()).unwrap();
         end.finish_stream();
         kernels.check().unwrap();
         end.comm.barrier(test_timeout()).unwrap();
         same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
-        let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
-        kernels.shift(&end.stream, &get, 20, Duration::ZERO, test_timeout()).unwrap();
+        let get = KernelTransfer { here: back.whole().sge().unwrap(), reads: true, ..put };
+        kernels.transfer(&end.stream, &get, 20, Duration::ZERO, test_timeout()).unwrap();
         end.finish_stream();
         kernels.check().unwrap();
         same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
         end.comm.barrier(test_timeout()).unwrap();
         // A wrong rkey fails with the cause, and puts the queue pairs of both sides in error.
         if rank == 0 {
-            let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
-            kernels.shift(&end.stream, &nowhere, 1, Duration::ZERO, test_timeout()).unwrap();
+            let nowhere = KernelTransfer { there: Remote { rkey: !there.rkey, ..there }, ..get };
+            kernels.transfer(&end.stream, &nowhere, 1, Duration::ZERO, test_timeout()).unwrap();
             end.stream.synchronize(test_timeout()).unwrap();
             let error = kernels.check().unwrap_err();
             assert!(error.to_string().contains("access"), "{error}");
@@ -625,13 +615,13 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
     let (bells, own) = (gpu.alloc_pinned(128).unwrap(), gpu.alloc_pinned(8).unwrap());
     let (bell, value) = (bells.word64(0).unwrap(), bells.word64(64).unwrap());
     let (whole, word) = (bells.whole().unwrap(), own.word64(0).unwrap());
-    for serves in [true, false] {
+    for sends_first in [true, false] {
         bell.store(0).unwrap();
         word.store(0).unwrap();
-        let relay = Relay { bell: &whole, own: &word, serves };
+        let relay = Relay { bell: &whole, own: &word, sends_first };
         kernels.relay(&stream, &relay, ROUNDS, test_timeout()).unwrap();
         for round in 1..=ROUNDS {
-            if !serves {
+            if !sends_first {
                 assert_eq!(bell.load().unwrap(), round - 1, "the kernel rang too early");
                 word.store(round).unwrap();
             }
@@ -640,7 +630,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
                 assert!(start.elapsed() < test_timeout(), "round {round}");
             }
             assert_eq!(value.load().unwrap(), round);
-            if serves {
+            if sends_first {
                 word.store(round).unwrap();
             }
         }
@@ -650,7 +640,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
     let short = bells.region(0, 64).unwrap();
     let error = kernels.relay(
         &stream,
-        &Relay { bell: &short, own: &word, serves: true },
+        &Relay { bell: &short, own: &word, sends_first: true },
         1,
         test_timeout(),
     );
@@ -658,14 +648,14 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
     let narrow = own.word32(0).unwrap();
     let error = kernels.relay(
         &stream,
-        &Relay { bell: &whole, own: &narrow, serves: true },
+        &Relay { bell: &whole, own: &narrow, sends_first: true },
         1,
         test_timeout(),
     );
     assert!(error.unwrap_err().to_string().contains("32 bits"));
     // The host does not answer: the kernel times out.
     word.store(0).unwrap();
-    let relay = Relay { bell: &whole, own: &word, serves: true };
+    let relay = Relay { bell: &whole, own: &word, sends_first: true };
     kernels.relay(&stream, &relay, 1, SHORT_WAIT).unwrap();
     stream.synchronize(test_timeout()).unwrap();
     assert!(kernels.check().unwrap_err().to_string().contains("time"));

@@ -54,7 +54,7 @@ impl Fixture {
             TestLink::Shm => CommLink::Shm,
             TestLink::Auto => CommLink::Auto,
         };
-        CommOptions { link, timeout: test_timeout(), ..CommOptions::default() }
+        CommOptions::default().with_link(link).with_timeout(test_timeout())
     }
 
     /// Runs `size` ranks, each on a thread of its own.
@@ -80,7 +80,7 @@ impl Fixture {
 
 /// A new simulated GPU.
 pub fn gpu() -> Device {
-    let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
+    let config = SimConfig::default().with_memory(1 << 30);
     Sim::start(config).unwrap().device(0).unwrap()
 }
 

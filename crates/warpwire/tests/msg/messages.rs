@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::msg::{BufferSlice, Comm, CommOptions, Match, wait_all, wait_any};
+use warpwire::msg::{BufferSlice, Comm, Match, wait_all, wait_any};
 
 use crate::msg::fixture::{
     Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
@@ -212,7 +212,7 @@ fn to_itself(fixture: &Fixture) {
 }
 
 fn back_pressure(fixture: &Fixture) {
-    let options = CommOptions { receives: 8, queue: 16, ..fixture.options() };
+    let options = fixture.options().with_receive_credits(8).with_queue_depth(16);
     fixture.ranks_with(2, &options, |comm| {
         let memory = comm.alloc(4096).unwrap();
         if comm.rank() == 0 {
@@ -423,10 +423,10 @@ fn arguments_are_checked(fixture: &Fixture) {
         let error = comm.isend(1, 0, &theirs).unwrap_err();
         assert!(error.to_string().contains("another communicator"), "{error}");
         for options in [
-            CommOptions { eager: 2 << 20, ..fixture.options() },
-            CommOptions { receives: 1, ..fixture.options() },
-            CommOptions { requests: 0, ..fixture.options() },
-            CommOptions { queue: 0, ..fixture.options() },
+            fixture.options().with_eager_limit(2 << 20),
+            fixture.options().with_receive_credits(1),
+            fixture.options().with_max_requests(0),
+            fixture.options().with_queue_depth(0),
         ] {
             let error = Comm::local_with(1, &options).unwrap_err();
             assert_eq!(error.kind(), &Kind::InvalidArgument);

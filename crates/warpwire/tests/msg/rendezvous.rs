@@ -51,7 +51,7 @@ fn rank_info(rank: usize, size: usize, address: &str, token: &str) -> RankInfo {
 }
 
 fn open(rank_info: RankInfo, timeout: Duration) -> JoinHandle<Result<Comm>> {
-    let options = CommOptions { timeout, ..CommOptions::default() };
+    let options = CommOptions::default().with_timeout(timeout);
     std::thread::spawn(move || Comm::open(rank_info, options))
 }
 

@@ -211,7 +211,7 @@ fn many_registrations_leave_nothing_behind(harness: &Harness) {
 /// deregister once the read is complete: a duplicate that arrives later is discarded without error.
 fn a_late_duplicate_read_is_harmless(harness: &Harness) {
     let testbed = harness.fixture.faulty("dup=30%,reorder=30%,loss=2%", 11, ProgressMode::Manual);
-    let conn = testbed.join(QpOptions { timeout: 8, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_timeout(8));
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, LEN, 0);
     for round in 0..300u64 {
         let far = Buffer::new(harness, &testbed.b, MemKind::HostHandle, LEN, 0);
@@ -233,7 +233,7 @@ fn a_late_duplicate_read_is_harmless(harness: &Harness) {
 /// answers two copies of a request, one of them late.
 fn a_delayed_responder_is_harmless(harness: &Harness) {
     let testbed = harness.fixture.testbed();
-    let conn = testbed.join(QpOptions { timeout: 8, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_timeout(8));
     let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, LEN, 0);
     for round in 0..4 {
         let far = Buffer::new(harness, &testbed.b, MemKind::HostHandle, LEN, 0);

@@ -165,7 +165,7 @@ fn pages_are_faulted_in_when_needed(harness: &Harness) {
 fn unmapped_under_traffic_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     // No retransmission timeout: the error is detected by the access, not by a timer.
-    let conn = testbed.join(QpOptions { timeout: 0, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_timeout(0));
     let bystander = testbed.join(QpOptions::default());
     let mut rng = Rng::new(5);
     let (len, mut failures) = (1 << 18, 0);

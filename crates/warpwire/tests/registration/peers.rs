@@ -133,7 +133,7 @@ fn traffic_with_custom_memory(harness: &Harness) {
 /// NAKs, and nothing is lost.
 fn temporarily_unavailable_memory(harness: &Harness) {
     // Retries for 14 ms in total.
-    let options = QpOptions { timeout: 9, retry_count: 6, ..QpOptions::default() };
+    let options = QpOptions::default().with_timeout(9).with_retry_count(6);
     for (near_goes, far_goes) in [(true, false), (false, true), (true, true)] {
         let testbed = harness.fixture.testbed();
         let conn = testbed.join(options.clone());
@@ -188,11 +188,11 @@ fn temporarily_unavailable_memory(harness: &Harness) {
 /// responder has already accepted.
 fn memory_that_becomes_unavailable_during_a_transfer(harness: &Harness) {
     // Retries for 14 ms in total.
-    let options = QpOptions { timeout: 9, retry_count: 6, ..QpOptions::default() };
+    let options = QpOptions::default().with_timeout(9).with_retry_count(6);
     for round in 0..24u64 {
         let testbed = harness.fixture.testbed();
         let mtu = Some(warpwire::verbs::Mtu::new(1024).unwrap());
-        let conn = testbed.join(QpOptions { mtu, ..options.clone() });
+        let conn = testbed.join(options.clone().with_mtu(mtu));
         let (near, far) = (TestMemory::new(LEN, false), TestMemory::new(LEN, false));
         let (near_mr, _one) = register(&testbed.a, near.clone());
         let (far_mr, _two) = register(&testbed.b, far.clone());
@@ -302,7 +302,7 @@ impl CustomMemory for IntermittentMemory {
 fn memory_unavailable_between_check_and_copy(harness: &Harness) {
     for every in [2, 3, 7] {
         let testbed = harness.fixture.testbed();
-        let options = QpOptions { timeout: 0, retry_count: 0, ..QpOptions::default() };
+        let options = QpOptions::default().with_timeout(0).with_retry_count(0);
         let conn = testbed.join(options);
         let memories = [TestMemory::new(LEN, false), TestMemory::new(LEN, false)];
         let intermittent = |n: usize| {

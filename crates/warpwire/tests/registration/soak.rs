@@ -257,8 +257,7 @@ struct Flow {
 
 impl Flow {
     fn new(harness: &Harness, testbed: &Testbed, rng: &mut Rng) -> Self {
-        let options =
-            QpOptions { timeout: 10, mtu: Some(Mtu::new(1024).unwrap()), ..QpOptions::default() };
+        let options = QpOptions::default().with_timeout(10).with_mtu(Mtu::new(1024).unwrap());
         let conn = testbed.join(options);
         let near = Endpoint::new(harness, &testbed.a, false, rng);
         let far = Endpoint::new(harness, &testbed.b, true, rng);

@@ -83,11 +83,11 @@ fn invalid_staging_options_bad_flow(harness: &Harness) {
     let memory = harness.gpu().alloc(4096).unwrap();
     let good = StagingOptions::default();
     for (staging, word) in [
-        (StagingOptions { half: 0, ..good }, "half"),
-        (StagingOptions { half: u64::MAX, ..good }, "half"),
-        (StagingOptions { step: 0, ..good }, "step"),
-        (StagingOptions { step: good.half + 1, ..good }, "step"),
-        (StagingOptions { small: u64::MAX, ..good }, "small"),
+        (good.with_half(0), "half"),
+        (good.with_half(u64::MAX), "half"),
+        (good.with_step(0), "step"),
+        (good.with_step(good.half + 1), "step"),
+        (good.with_small(u64::MAX), "small"),
     ] {
         let part = MemorySource::from(memory.whole().unwrap()).with_staging(staging);
         refused(testbed.a.context.register(&testbed.a.pd, part, Access::ALL).map(drop), &[word]);
@@ -174,8 +174,7 @@ fn by_address(end: &Endpoint, sim: &Sim) -> (Allocation, Mr, InvalidateHandle) {
 fn freed_by_the_stream_that_copies_bad_flow(harness: &Harness) {
     let delay = Duration::from_millis(5);
     for free_at in [1, 2, 5] {
-        let config =
-            SimConfig { free_at: Some(free_at), copy_delay: delay, ..SimConfig::default() };
+        let config = SimConfig::default().with_free_at(free_at).with_copy_delay(delay);
         let sim = Sim::start(config).unwrap();
         let testbed = harness.fixture.testbed();
         let conn = testbed.join(QpOptions::default());
@@ -195,7 +194,7 @@ fn freed_by_the_stream_that_copies_bad_flow(harness: &Harness) {
 
 fn freed_by_the_stream_that_an_atomic_waits_for_bad_flow(harness: &Harness) {
     let delay = Duration::from_millis(20);
-    let config = SimConfig { free_at: Some(1), copy_delay: delay, ..SimConfig::default() };
+    let config = SimConfig::default().with_free_at(1).with_copy_delay(delay);
     let sim = Sim::start(config).unwrap();
     let testbed = harness.fixture.testbed();
     let conn = testbed.join(QpOptions::default());
@@ -273,7 +272,7 @@ fn a_shortage_of_descriptors_is_retried(_: &Harness) {
 pub fn run_short_of_descriptors() {
     let fixture = Fixture::new(TestLink::Loopback);
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { retry_count: 1, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_retry_count(1));
     let sim = Sim::start(SimConfig::default()).unwrap();
     let gpu = sim.device(0).unwrap();
     let before = getrlimit(Resource::Nofile);

@@ -128,17 +128,15 @@ impl LocalSide {
 
     /// Creates an unconnected queue pair with these parameters.
     pub fn create_qp(&self, params: &ConnParams, srq: Option<Srq>) -> Qp {
-        let options = QpOptions {
-            receive_depth: 512,
-            mtu: Mtu::new(params.mtu),
-            timeout: params.timeout,
-            retry_count: params.retry,
-            rnr_retry: params.rnr_retry,
-            min_rnr_timer: params.min_rnr,
-            max_rd_atomic: params.reads,
-            srq,
-            ..QpOptions::default()
-        };
+        let options = QpOptions::default()
+            .with_receive_depth(512)
+            .with_mtu(Mtu::new(params.mtu))
+            .with_timeout(params.timeout)
+            .with_retry_count(params.retry)
+            .with_rnr_retry(params.rnr_retry)
+            .with_min_rnr_timer(params.min_rnr)
+            .with_max_rd_atomic(params.reads)
+            .with_srq(srq);
         self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap()
     }
 

@@ -4,7 +4,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use warpwire::sock::SockOptions;
 use warpwire::sock::device::SockOption;
 
 use crate::sock::scripted::KernelOp;
@@ -109,7 +108,7 @@ fn a_closed_handle_is_refused(testbed: &Testbed) {
 }
 
 fn too_many_sockets(testbed: &Testbed) {
-    let options = SockOptions { sockets: 4, arena: 1 << 20, ..testbed.options() };
+    let options = testbed.options().with_sockets(4).with_arena(1 << 20);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -133,7 +132,7 @@ fn too_many_sockets(testbed: &Testbed) {
 
 fn no_memory_for_rings(testbed: &Testbed) {
     // Two rings in each direction.
-    let options = SockOptions { arena: 128 << 10, ..testbed.options() };
+    let options = testbed.options().with_arena(128 << 10);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let at = loopbacks()[0];
@@ -287,14 +286,14 @@ fn invalid_sock_options(testbed: &Testbed) {
     let good = testbed.options();
     let start = Instant::now();
     for bad in [
-        SockOptions { sockets: 0, ..good },
-        SockOptions { sockets: 70_000, ..good },
-        SockOptions { requests: 3, ..good },
-        SockOptions { arena: 5000, ..good },
-        SockOptions { ring: 0, ..good },
-        SockOptions { ring: 1 << 31, ..good },
-        SockOptions { ring: 8192, arena: 4096, ..good },
-        SockOptions { heartbeat_timeout: Duration::from_millis(1), ..good },
+        good.with_sockets(0),
+        good.with_sockets(70_000),
+        good.with_requests(3),
+        good.with_arena(5000),
+        good.with_ring(0),
+        good.with_ring(1 << 31),
+        good.with_ring(8192).with_arena(4096),
+        good.with_heartbeat_timeout(Duration::from_millis(1)),
     ] {
         let error = warpwire::sock::SockHost::start(&testbed.gpu, bad).unwrap_err();
         assert_eq!(error.kind(), &warpwire::error::Kind::InvalidArgument);

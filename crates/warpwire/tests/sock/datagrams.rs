@@ -35,7 +35,7 @@ fn bound(scripted: &ScriptedKernel, at: std::net::SocketAddr) -> (u64, std::net:
 }
 
 fn datagrams_of_every_size(testbed: &Testbed) {
-    let options = warpwire::sock::SockOptions { ring: 256 << 10, ..testbed.options() };
+    let options = testbed.options().with_ring(256 << 10);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     for at in loopbacks() {

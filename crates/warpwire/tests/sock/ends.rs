@@ -4,7 +4,6 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use warpwire::sock::SockOptions;
 use warpwire::sock::device::SockOption;
 use warpwire::sock::layout::events;
 
@@ -158,8 +157,11 @@ fn the_host_ends_under_every_call(testbed: &Testbed) {
 
 fn the_host_dies_under_every_call(testbed: &Testbed) {
     let heartbeat_timeout = Duration::from_millis(400);
-    let options =
-        SockOptions { sockets: 64, arena: 16 << 20, heartbeat_timeout, ..testbed.options() };
+    let options = testbed
+        .options()
+        .with_sockets(64)
+        .with_arena(16 << 20)
+        .with_heartbeat_timeout(heartbeat_timeout);
     let harness = testbed.harness_with(5, options);
     let _peers = all_wait(&harness);
     let start = Instant::now();

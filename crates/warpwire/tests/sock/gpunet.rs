@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use warpwire::error;
 use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Module, Program, Stream};
+use warpwire::sock::SockHost;
 use warpwire::sock::device::{self, SockError, SocketKind, Sockets};
-use warpwire::sock::{SockHost, SockOptions};
 
 use crate::ptx;
 use crate::sock::peer::{Family, Peer};
@@ -63,7 +63,7 @@ fn load(testbed: &Testbed, table: u64, kind: SocketKind) -> Module {
 
 impl Client {
     fn new(testbed: &Testbed) -> Self {
-        let options = SockOptions { sockets: 8, arena: 1 << 20, ..testbed.options() };
+        let options = testbed.options().with_sockets(8).with_arena(1 << 20);
         let host = SockHost::start(&testbed.gpu, options).unwrap();
         let kind = kind(testbed);
         let platform = (testbed.platform != Platform::Threads).then(|| {

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use warpwire::sock::{SockHost, SockOptions};
+use warpwire::sock::SockHost;
 use warpwire_apps::kv::{KvOptions, KvServer};
 
 use crate::sock::scripted::test_timeout;
@@ -31,7 +31,7 @@ const ANYWHERE: SocketAddr =
     SocketAddr::V4(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
 
 fn host(testbed: &Testbed) -> SockHost {
-    let options = SockOptions { sockets: 256, ring: 16 << 10, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(256).with_ring(16 << 10).with_fitting_arena();
     SockHost::start(&testbed.gpu, options).unwrap()
 }
 

@@ -11,7 +11,6 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use warpwire::sock::SockOptions;
 use warpwire::sock::layout::events;
 use warpwire_apps::pattern;
 
@@ -126,13 +125,12 @@ struct KillTest {
 
 impl KillTest {
     fn new(testbed: &Testbed) -> Self {
-        let options = SockOptions {
-            sockets: 10,
-            warp_sockets: 8,
-            ring: 64 << 10,
-            arena: 640 << 10,
-            ..testbed.options()
-        };
+        let options = testbed
+            .options()
+            .with_sockets(10)
+            .with_warp_sockets(8)
+            .with_ring(64 << 10)
+            .with_arena(640 << 10);
         let harness = testbed.harness_with(4, options);
         let bystander = harness.scripted_kernels[3].connected(loopbacks()[0]);
         Self { harness, family: testbed.family, bystander }

@@ -3,8 +3,6 @@
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use warpwire::sock::SockOptions;
-
 use crate::sock::peer::Peer;
 use crate::sock::scripted::KernelOp;
 use crate::sock::testbed::{STREAM, Testbed, loopbacks, until};
@@ -23,7 +21,7 @@ cases!(Testbed; CASES:
 );
 
 fn a_thousand_sockets_echo(testbed: &Testbed) {
-    let options = SockOptions { sockets: 1100, ring: 4096, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(1100).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 2000);
@@ -49,7 +47,7 @@ fn a_thousand_sockets_echo(testbed: &Testbed) {
 }
 
 fn an_accept_storm(testbed: &Testbed) {
-    let options = SockOptions { sockets: 600, ring: 4096, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(600).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 1024);
@@ -101,7 +99,7 @@ fn blocks_share_a_listener(testbed: &Testbed) {
 
 /// Concurrent updates of the counters must not look like an impossible counter of the peer.
 fn blocks_share_a_stream(testbed: &Testbed) {
-    let options = SockOptions { ring: 4096, ..testbed.options() };
+    let options = testbed.options().with_ring(4096);
     let harness = testbed.harness_with(4, options);
     let (socket, mut peer) = harness.first().connected(loopbacks()[0]);
     for scripted in &harness.scripted_kernels {
@@ -146,7 +144,7 @@ fn pausing_blocks_share_a_storm(testbed: &Testbed) {
 }
 
 fn accept_a_storm(testbed: &Testbed) {
-    let options = SockOptions { sockets: 250, ring: 4096, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(250).with_ring(4096).with_fitting_arena();
     let harness = testbed.harness_with(4, options);
     let (listener, name) = harness.first().listener(loopbacks()[0], 256);
     let family = testbed.family;
@@ -174,7 +172,7 @@ fn accept_a_storm(testbed: &Testbed) {
 }
 
 fn slots_are_reused(testbed: &Testbed) {
-    let options = SockOptions { sockets: 3, arena: 1 << 20, ..testbed.options() };
+    let options = testbed.options().with_sockets(3).with_arena(1 << 20);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let mut handles = std::collections::HashSet::new();
@@ -191,7 +189,7 @@ fn slots_are_reused(testbed: &Testbed) {
 }
 
 fn more_connections_than_slots(testbed: &Testbed) {
-    let options = SockOptions { sockets: 4, arena: 1 << 20, ..testbed.options() };
+    let options = testbed.options().with_sockets(4).with_arena(1 << 20);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (listener, name) = scripted.listener(loopbacks()[0], 64);

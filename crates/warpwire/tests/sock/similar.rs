@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use warpwire::sock::{SockHost, SockOptions, warp};
+use warpwire::sock::{SockHost, warp};
 use warpwire_apps::similarity::{
     HEAD, Queries, SimilarOptions, SimilarServer, SocketFamily, ask, query_bytes, random_vectors,
     search,
@@ -31,7 +31,7 @@ const ANYWHERE: SocketAddr =
     SocketAddr::V4(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
 
 fn host(testbed: &Testbed) -> SockHost {
-    let options = SockOptions { sockets: 128, ring: 16 << 10, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(128).with_ring(16 << 10).with_fitting_arena();
     SockHost::start(&testbed.gpu, options).unwrap()
 }
 

@@ -74,7 +74,7 @@ fn an_abandoned_reservation_sends_nothing(testbed: &Testbed) {
 }
 
 fn spans_at_the_ring_end_are_shorter(testbed: &Testbed) {
-    let options = warpwire::sock::SockOptions { ring: 4096, arena: 1 << 20, ..testbed.options() };
+    let options = testbed.options().with_ring(4096).with_arena(1 << 20);
     let harness = testbed.harness_with(1, options);
     let scripted = harness.first();
     let (socket, mut peer) = scripted.connected(loopbacks()[0]);

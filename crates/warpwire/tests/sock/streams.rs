@@ -113,11 +113,11 @@ fn both_ways(testbed: &Testbed, options: SockOptions, totals: &[usize], most: u6
 
 fn random_pieces_both_ways(testbed: &Testbed) {
     let totals = [1, 2, 100, 65_535, 65_537, 1 << 20, 16 << 20];
-    both_ways(testbed, SockOptions { sockets: 16, ..testbed.options() }, &totals, 50_000);
+    both_ways(testbed, testbed.options().with_sockets(16), &totals, 50_000);
 }
 
 fn small_rings_carry_megabytes(testbed: &Testbed) {
-    let options = SockOptions { sockets: 16, ring: 4096, arena: 1 << 20, ..testbed.options() };
+    let options = testbed.options().with_sockets(16).with_ring(4096).with_arena(1 << 20);
     both_ways(testbed, options, &[1_000_000, 300_001], 9_000);
 }
 

@@ -64,7 +64,7 @@ impl Testbed {
     }
 
     fn on_sim(platform: Platform, family: Family, jitter: Duration) -> Self {
-        let config = SimConfig { memory: 4 << 30, jitter, ..SimConfig::default() };
+        let config = SimConfig::default().with_memory(4 << 30).with_jitter(jitter);
         let sim = Sim::start(config).unwrap();
         Self { platform, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
     }
@@ -84,12 +84,12 @@ impl Testbed {
             Platform::SimPinned | Platform::CudaPinned => SockMemory::Pinned,
             Platform::Threads => SockMemory::Threads,
         };
-        SockOptions { memory, ..SockOptions::default() }
+        SockOptions::default().with_memory(memory)
     }
 
     /// Sockets with few slots, and `scripted_kernels` kernels that use them.
     pub fn harness(&self, scripted_kernels: u64) -> Harness {
-        let options = SockOptions { sockets: 64, arena: 16 << 20, ..self.options() };
+        let options = self.options().with_sockets(64).with_arena(16 << 20);
         self.harness_with(scripted_kernels, options)
     }
 

@@ -63,7 +63,7 @@ impl HostPair {
         Self::new(
             testbed,
             scripted_kernels,
-            SockOptions { sockets: 64, arena: 16 << 20, ..testbed.options() },
+            testbed.options().with_sockets(64).with_arena(16 << 20),
         )
     }
 
@@ -106,7 +106,7 @@ fn one_byte_each_way(testbed: &Testbed) {
 }
 
 fn random_pieces_between_kernels(testbed: &Testbed) {
-    let hosts = HostPair::new(testbed, 2, SockOptions { sockets: 16, ..testbed.options() });
+    let hosts = HostPair::new(testbed, 2, testbed.options().with_sockets(16));
     for (number, total) in [1, 2, 100, 65_535, 65_537, 1 << 20, 16 << 20].into_iter().enumerate() {
         let (socket, accepted) = hosts.connected(loopbacks()[number % 2]);
         hosts.here.scripted_kernels[0].start(
@@ -138,8 +138,8 @@ fn random_pieces_between_kernels(testbed: &Testbed) {
 }
 
 fn rings_of_different_sizes(testbed: &Testbed) {
-    let large = SockOptions { sockets: 16, ring: 256 << 10, arena: 16 << 20, ..testbed.options() };
-    let hosts = HostPair::with(testbed, 2, [SockOptions { ring: 4096, ..large }, large]);
+    let large = testbed.options().with_sockets(16).with_ring(256 << 10).with_arena(16 << 20);
+    let hosts = HostPair::with(testbed, 2, [large.with_ring(4096), large]);
     let total = 1_000_003;
     let (socket, accepted) = hosts.connected(loopbacks()[0]);
     // The small end has at most 4096 bytes in flight, much less than the large one's default report
@@ -251,8 +251,8 @@ fn the_other_host_dies(testbed: &Testbed) {
 }
 
 fn a_thousand_between_kernels(testbed: &Testbed) {
-    let options = SockOptions { sockets: 1100, ring: 4096, ..testbed.options() }.fitted();
-    let hosts = HostPair::new(testbed, 1, SockOptions { warp_sockets: 1100, ..options });
+    let options = testbed.options().with_sockets(1100).with_ring(4096).with_fitting_arena();
+    let hosts = HostPair::new(testbed, 1, options.with_warp_sockets(1100));
     let (client, server) = (hosts.here.first(), hosts.there.first());
     let at = loopbacks()[0];
     let (listener, name) = listen(server, at, 2000);
@@ -280,7 +280,7 @@ fn a_thousand_between_kernels(testbed: &Testbed) {
 }
 
 fn a_storm_between_kernels(testbed: &Testbed) {
-    let options = SockOptions { sockets: 64, ring: 4096, ..testbed.options() }.fitted();
+    let options = testbed.options().with_sockets(64).with_ring(4096).with_fitting_arena();
     let hosts = HostPair::new(testbed, 4, options);
     let at = loopbacks()[0];
     let (listener, name) = listen(hosts.there.first(), at, 64);
@@ -398,8 +398,8 @@ fn servers_that_are_not_warp_sockets(testbed: &Testbed) {
 }
 
 fn the_family_is_limited(testbed: &Testbed) {
-    let small = SockOptions { sockets: 16, arena: 2 << 20, ..testbed.options() };
-    let [few, none] = [2, 0].map(|warp_sockets| SockOptions { warp_sockets, ..small });
+    let small = testbed.options().with_sockets(16).with_arena(2 << 20);
+    let [few, none] = [2, 0].map(|warp_sockets| small.with_warp_sockets(warp_sockets));
     let [here, there, none] = testbed.harnesses(1, [few, small, none]);
     let hosts = HostPair { here, there };
     let (client, server) = (hosts.here.first(), hosts.there.first());
@@ -585,7 +585,7 @@ fn a_device_that_does_not_answer(testbed: &Testbed) {
     // Its engine does not run, as if its network were down. The TCP connection is intact.
     let raw_peer = RawPeer::with(
         name,
-        HcaOptions { progress_mode: ProgressMode::Manual, direct: false, ..HcaOptions::default() },
+        HcaOptions::default().with_progress_mode(ProgressMode::Manual).with_direct(false),
     );
     let victim = server.expect(KernelOp::Accept, &[listener], None) as u64;
     let start = Instant::now();

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
-use warpwire::stream::{Descriptors, StreamQpOptions};
+use warpwire::stream::Descriptors;
 use warpwire::verbs::{QpOptions, Remote, SendRequest, Status, WrOp};
 
 use crate::stream::fixture::*;
@@ -77,12 +77,12 @@ fn work_posted_after_a_failure_is_flushed(fixture: &Fixture) {
 
 fn short_retries() -> QpOptions {
     // 4.096 µs · 2^10 per transmission, three transmissions.
-    QpOptions { timeout: 10, retry_count: 2, ..QpOptions::default() }
+    QpOptions::default().with_timeout(10).with_retry_count(2)
 }
 
 fn a_lost_peer_releases_sending_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = StreamQpOptions { qp: short_retries(), ..fixture.options() };
+    let options = fixture.options().with_qp(short_retries());
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
@@ -102,7 +102,7 @@ fn a_lost_peer_releases_sending_streams(fixture: &Fixture) {
 fn a_silent_peer_releases_receiving_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let wait_timeout = Duration::from_millis(200);
-    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let options = fixture.options().with_wait_timeout(wait_timeout);
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
@@ -127,7 +127,7 @@ fn a_silent_peer_releases_receiving_streams(fixture: &Fixture) {
 fn the_timeout_starts_when_the_stream_reaches_the_wait(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let wait_timeout = Duration::from_millis(400);
-    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let options = fixture.options().with_wait_timeout(wait_timeout);
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 1, 8);
@@ -147,7 +147,7 @@ fn the_timeout_starts_when_the_stream_reaches_the_wait(fixture: &Fixture) {
 fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let wait_timeout = Duration::from_millis(200);
-    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let options = fixture.options().with_wait_timeout(wait_timeout);
     let [a, _b] = fixture.pair_with(&testbed, &options);
     let (first, second, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
     // A deadlock: the first stream waits for a request of the second, which waits for a word that

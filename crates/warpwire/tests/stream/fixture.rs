@@ -56,8 +56,7 @@ impl Fixture {
     pub fn new(backend: Backend, variant: Variant) -> Self {
         match backend {
             Backend::Sim => {
-                let config =
-                    SimConfig { memory: 1 << 30, wait_nor: variant.nor, ..SimConfig::default() };
+                let config = SimConfig::default().with_memory(1 << 30).with_wait_nor(variant.nor);
                 let sim = Sim::start(config).unwrap();
                 Self { gpu: sim.device(0).unwrap(), variant, sim: Some(sim) }
             }
@@ -72,7 +71,7 @@ impl Fixture {
 
     pub fn links(&self) -> [Box<dyn Link>; 2] {
         if self.variant.shm {
-            let options = ShmOptions { control_poll_interval: 1, ..ShmOptions::default() };
+            let options = ShmOptions::default().with_control_poll_interval(1);
             let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
             return [Box::new(shm()), Box::new(shm())];
         }
@@ -89,7 +88,10 @@ impl Fixture {
     pub fn options(&self) -> StreamQpOptions {
         let Variant { cq_memory, doorbell_mode, .. } = self.variant;
         let wait_timeout = Some(Duration::from_secs(20));
-        StreamQpOptions { cq_memory, doorbell_mode, wait_timeout, ..StreamQpOptions::default() }
+        StreamQpOptions::default()
+            .with_cq_memory(cq_memory)
+            .with_doorbell_mode(doorbell_mode)
+            .with_wait_timeout(wait_timeout)
     }
 
     /// Two connected queue pairs.
@@ -149,7 +151,7 @@ impl Fixture {
 
 pub fn thread() -> HcaOptions {
     let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(20), core: None };
-    HcaOptions { progress_mode, ..HcaOptions::default() }
+    HcaOptions::default().with_progress_mode(progress_mode)
 }
 
 /// A device with a protection domain.

@@ -2,7 +2,7 @@
 
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
-use warpwire::stream::{Descriptors, StreamQpOptions};
+use warpwire::stream::Descriptors;
 use warpwire::verbs::{
     Atomic, Completion, CompletionKind, QpOptions, ReceiveRequest, SendRequest, WrOp,
 };
@@ -121,8 +121,8 @@ fn prepared_work_is_not_sent_before_it_is_posted(fixture: &Fixture) {
 
 fn dropped_work_leaves_no_hole(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_send_depth(4);
+    let [a, _b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let far = fixture.memory(&testbed.b, 64);
     let stream = fixture.stream();
     let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(id * 8)));
@@ -308,8 +308,8 @@ fn waits_are_prepared_and_posted_separately(fixture: &Fixture) {
 fn ring_buffers_wrap_around_many_times(fixture: &Fixture) {
     const MESSAGES: u64 = 40_000; // of two WQEBBs each
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 64, receive_depth: 64, ..QpOptions::default() };
-    let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_send_depth(64).with_receive_depth(64);
+    let [a, b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let to = fixture.pinned(&testbed.b, 64 * 64);
     let (sender, receiver) = (fixture.stream(), fixture.stream());
     let mut some = [Completion::EMPTY; 64];

@@ -2,7 +2,6 @@
 
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
-use warpwire::stream::StreamQpOptions;
 use warpwire::verbs::{Completion, QpOptions, ReceiveRequest};
 
 use crate::stream::fixture::*;
@@ -18,8 +17,8 @@ cases!(Fixture; ONCE:
 
 fn a_full_send_queue_is_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_send_depth(8);
+    let [a, _b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let (stream, gate) = (fixture.stream(), fixture.word64());
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let mut count = 0;
@@ -43,8 +42,8 @@ fn a_full_send_queue_is_busy(fixture: &Fixture) {
 
 fn unpolled_completions_block_new_work(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_send_depth(8);
+    let [a, _b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let stream = fixture.stream();
     let mut count = 0;
     while let Ok(ticket) = a.queue(&stream, &nop(count)) {
@@ -64,8 +63,8 @@ fn unpolled_completions_block_new_work(fixture: &Fixture) {
 /// stream has passed.
 fn lagging_streams_block_new_work(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_send_depth(4);
+    let [a, _b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let (stream, slow, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
     slow.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let first = a.queue(&stream, &nop(0)).unwrap();
@@ -93,7 +92,7 @@ fn lagging_streams_block_new_work(fixture: &Fixture) {
 
 fn too_many_waits_are_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { waits: 3, ..fixture.options() });
+    let [a, b] = fixture.pair_with(&testbed, &fixture.options().with_max_waits(3));
     let far = fixture.memory(&testbed.b, 64);
     post_receives(&b, &far, 5, 8);
     let stream = fixture.stream();
@@ -115,8 +114,8 @@ fn too_many_waits_are_busy(fixture: &Fixture) {
 
 fn a_full_receive_queue_is_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let qp = QpOptions { receive_depth: 4, ..QpOptions::default() };
-    let [_a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let qp = QpOptions::default().with_receive_depth(4);
+    let [_a, b] = fixture.pair_with(&testbed, &fixture.options().with_qp(qp));
     let far = fixture.memory(&testbed.b, 64);
     let data = [far.sge(0, 8)];
     let many = [ReceiveRequest { id: 1, data: &data }; 5];

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Link, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mr::HostMemory;
-use warpwire::stream::{StreamQp, StreamQpOptions};
+use warpwire::stream::StreamQp;
 use warpwire::verbs::bootstrap::Bootstrap;
 use warpwire::verbs::{
     Access, Context, QpEndpoint, QpOptions, ReceiveRequest, SendRequest, Status, WrOp,
@@ -50,8 +50,8 @@ fn a_killed_peer_releases_all_streams(fixture: &Fixture) {
         let mut bootstrap = Bootstrap::accept(&listener, test_timeout()).unwrap();
         let end = Endpoint::open(link(name), thread());
         // 4.096 µs · 2^12 per transmission, four transmissions.
-        let qp = QpOptions { timeout: 12, retry_count: 3, ..QpOptions::default() };
-        let options = StreamQpOptions { qp, ..fixture.options() };
+        let qp = QpOptions::default().with_timeout(12).with_retry_count(3);
+        let options = fixture.options().with_qp(qp);
         let a = StreamQp::create(&end.context, &end.pd, &fixture.gpu, options).unwrap();
         let endpoint: QpEndpoint = bootstrap.swap(&a.endpoint()).unwrap();
         a.connect(&endpoint).unwrap();

@@ -35,8 +35,8 @@ fn invalid_options_are_refused(fixture: &Fixture) {
     expect_refusal(wrong.clone(), "RC", &create(&|o| o.qp.service = Service::Ud));
     let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
     expect_refusal(wrong.clone(), "SRQ", &create(&|o| o.qp.srq = Some(srq.clone())));
-    expect_refusal(wrong.clone(), "waits", &create(&|o| o.waits = 0));
-    expect_refusal(wrong.clone(), "waits", &create(&|o| o.waits = u32::MAX));
+    expect_refusal(wrong.clone(), "waits", &create(&|o| o.max_waits = 0));
+    expect_refusal(wrong.clone(), "waits", &create(&|o| o.max_waits = u32::MAX));
     expect_refusal(wrong.clone(), "depth", &create(&|o| o.qp.send_depth = 1 << 15));
     expect_refusal(wrong.clone(), "depth", &create(&|o| o.qp.receive_depth = u32::MAX));
     expect_refusal(
@@ -51,7 +51,7 @@ fn invalid_options_are_refused(fixture: &Fixture) {
 fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
     for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
         let [link, _other] = fixture.links();
-        let end = Endpoint::open(link, HcaOptions { progress_mode, ..HcaOptions::default() });
+        let end = Endpoint::open(link, HcaOptions::default().with_progress_mode(progress_mode));
         let made = StreamQp::create(&end.context, &end.pd, &fixture.gpu, fixture.options());
         expect_refusal(Kind::InvalidArgument, "ProgressMode::Thread", &made.unwrap_err());
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::Stream;
-use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
+use warpwire::stream::{Descriptors, StreamQp};
 use warpwire::verbs::{Atomic, Completion, QpOptions, ReceiveRequest, SendRequest, WrOp};
 
 use crate::stream::fixture::*;
@@ -239,8 +239,8 @@ impl Storm<'_> {
 fn thousands_of_operations_complete_in_order(fixture: &Fixture) {
     let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 100_000, 1_000_000]);
     let testbed = fixture.testbed();
-    let qp = QpOptions { send_depth: 32, receive_depth: 32, ..QpOptions::default() };
-    let options = StreamQpOptions { qp, ..fixture.options() };
+    let qp = QpOptions::default().with_send_depth(32).with_receive_depth(32);
+    let options = fixture.options().with_qp(qp);
     let mut storm_qps = Vec::new();
     for _ in 0..PAIRS {
         storm_qps.extend(fixture.pair_with(&testbed, &options).map(StormQp::new));

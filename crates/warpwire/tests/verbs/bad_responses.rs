@@ -52,7 +52,7 @@ impl Harness {
         let flow = link.open(end.context.path().local, 0).unwrap();
         let cq = || end.context.create_cq(256).unwrap();
         let (sends, receives) = (cq(), cq());
-        let options = QpOptions { timeout: 17, ..QpOptions::default() };
+        let options = QpOptions::default().with_timeout(17);
         let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
         let near = fixture.host(&end, 8192);
         let harness = Self { end, test_qp: TestQp { qp, sends, receives }, near, link, flow };

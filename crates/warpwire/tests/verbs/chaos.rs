@@ -31,7 +31,7 @@ const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
 
 /// A short ACK timeout (2 ms), because many packets are lost.
 fn lossy_options() -> QpOptions {
-    QpOptions { timeout: 9, retry_count: 7, ..QpOptions::default() }
+    QpOptions::default().with_timeout(9).with_retry_count(7)
 }
 
 /// Operations of every kind on one connection, each checked when it completes.
@@ -166,7 +166,7 @@ fn a_storm(fixture: &Fixture) {
     let mut rng = Rng::new(seed);
     // Long enough (17 ms) that a busy machine with packets of twelve connections queued does not
     // look like an unresponsive peer.
-    let options = QpOptions { timeout: 12, ..lossy_options() };
+    let options = lossy_options().with_timeout(12);
     let mut all: Vec<_> = (0..12)
         .map(|n| {
             let kind = KINDS[n as usize % 3];
@@ -303,7 +303,7 @@ fn an_engine_that_wakes_up_late(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let (near, far) = (fixture.host(&testbed.a, 64), fixture.host(&testbed.b, 64));
     // 0.26 ms, and no retry.
-    let few_retries = QpOptions { timeout: 6, retry_count: 0, ..QpOptions::default() };
+    let few_retries = QpOptions::default().with_timeout(6).with_retry_count(0);
     let conn = testbed.join(few_retries);
     for id in 0..20 {
         let data = [near.mr.sge(0, 64)];
@@ -356,7 +356,7 @@ fn a_peer_that_vanishes(fixture: &Fixture) {
 /// The peer is not polled for 200 ms: retries are used up, but the connection survives.
 fn an_engine_that_stalls(fixture: &Fixture) {
     let testbed = fixture.faulty("loss=1%", 3, ProgressMode::Manual);
-    let options = QpOptions { timeout: 14, ..QpOptions::default() };
+    let options = QpOptions::default().with_timeout(14);
     let conn = testbed.join(options);
     let (near, far) = (fixture.host(&testbed.a, 1 << 20), fixture.host(&testbed.b, 1 << 20));
     let wanted = near.pattern(0, 1 << 20, 8);
@@ -377,7 +377,7 @@ fn a_network_that_is_cut_and_healed(fixture: &Fixture) {
     let a = FaultInjector::new(a, "loss=0%,seed=1".parse().unwrap());
     let wire = a.partition();
     let testbed = Testbed::over(a, b, ProgressMode::Manual);
-    let conn = testbed.join(QpOptions { timeout: 12, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_timeout(12));
     let doomed = testbed.join(short_timeouts());
     testbed.check_traffic(&conn);
     wire.cut();
@@ -398,7 +398,7 @@ fn threads_over_a_bad_network(fixture: &Fixture) {
     std::thread::scope(|scope| {
         for n in 0..4u64 {
             // On a busy machine a thread may not be scheduled in time.
-            let conn = testbed.join(QpOptions { timeout: 12, ..lossy_options() });
+            let conn = testbed.join(lossy_options().with_timeout(12));
             let memory = ends.map(|end| fixture.host(end, 1 << 17));
             scope.spawn(move || {
                 let [near, far] = memory;

@@ -49,7 +49,7 @@ const QKEY: u32 = 0x1234;
 const GRH: u32 = GRH_LEN;
 
 fn options() -> QpOptions {
-    QpOptions { service: Service::Ud, ..QpOptions::default() }
+    QpOptions::default().with_service(Service::Ud)
 }
 
 /// A queue pair in RTS with that Q_Key.
@@ -69,7 +69,7 @@ fn address(end: &Endpoint) -> SocketAddr {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// Two queue pairs in RTS, a buffer for each, and an address handle from `a` to `b`.
@@ -269,7 +269,7 @@ fn wrong_qkeys_are_dropped(fixture: &Fixture) {
     same(&ud_pair.far.read(GRH.into(), 3), b"own", "with the sender's own Q_Key");
     ud_pair.testbed.done(&ud_pair.a.sends, 3);
     // A changed Q_Key takes effect immediately.
-    let qkey = |key| QpAttributes { qkey: Some(key), ..QpAttributes::new(State::Rts) };
+    let qkey = |key| QpAttributes::new(State::Rts).with_qkey(key);
     ud_pair.b.qp.modify(&qkey(77)).unwrap();
     ud_pair.a.qp.post_send(&[ud_pair.request(4)]).unwrap();
     ud_pair.testbed.done(&ud_pair.a.sends, 4);
@@ -322,7 +322,7 @@ fn longer_than_a_packet(fixture: &Fixture) {
     ud_pair.testbed.done(&ud_pair.a.sends, 6);
     ud_pair.testbed.done(&ud_pair.b.receives, 1);
     // A queue pair may have a smaller MTU than its device.
-    let small = QpOptions { mtu: Mtu::new(256), ..options() };
+    let small = options().with_mtu(Mtu::new(256));
     let test_qp = ud_pair.testbed.test_qp(&ud_pair.testbed.a, small);
     test_qp.qp.activate_ud(QKEY).unwrap();
     let data = [ud_pair.near.mr.sge(0, 257)];
@@ -333,8 +333,11 @@ fn longer_than_a_packet(fixture: &Fixture) {
 fn a_shared_receive_queue(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let end = &ud_pair.testbed.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 4, max_sge: 1 }).unwrap();
-    let shared = QpOptions { srq: Some(srq.clone()), ..options() };
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(4).with_max_sge(1))
+        .unwrap();
+    let shared = options().with_srq(srq.clone());
     let test_qps: Vec<_> = (0..3).map(|_| ud_pair.testbed.test_qp(end, shared.clone())).collect();
     test_qps.iter().for_each(|test_qp| test_qp.qp.activate_ud(QKEY).unwrap());
     for round in 0..20u64 {
@@ -614,7 +617,7 @@ fn invalid_requests(fixture: &Fixture) {
     let why =
         text(ud_pair.testbed.test_qp(&ud_pair.testbed.a, QpOptions::default()).qp.activate_ud(1));
     assert!(why.contains("access flags"), "{why}");
-    let long = QpOptions { mtu: Mtu::new(1 << 20), ..options() };
+    let long = options().with_mtu(Mtu::new(1 << 20));
     let cq = &ud_pair.a.sends;
     let end = &ud_pair.testbed.a;
     let why = end.context.create_qp(&end.pd, cq, cq, long).unwrap_err().to_string();
@@ -751,7 +754,7 @@ fn states_of_a_datagram_queue_pair(fixture: &Fixture) {
     }
     assert_eq!(fresh.qp.service(), Service::Ud);
     ud_pair.testbed.a.async_events();
-    let stop = QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) };
+    let stop = QpAttributes::new(State::Sqd).with_notify_drained(true);
     ud_pair.a.qp.modify(&stop).unwrap();
     ud_pair.receive(1, 0, 64);
     ud_pair.a.qp.post_send(&[ud_pair.request(2)]).unwrap();

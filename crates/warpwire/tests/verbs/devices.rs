@@ -60,7 +60,7 @@ fn no_queues_for_streams_and_kernels(fixture: &Fixture) {
     let (context, pd, gpu) = (&end.context, &end.pd, &fixture.gpu());
     let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).map(drop);
     let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).map(drop);
-    let manual_release = CqOptions { manual_release: true, ..CqOptions::default() };
+    let manual_release = CqOptions::default().with_manual_release(true);
     let queue = context.create_cq_with(manual_release).map(drop);
     for (refused, what) in [
         (streams, "create a stream queue pair"),
@@ -82,15 +82,15 @@ fn unknown_names_ports_and_gids(fixture: &Fixture) {
     let refused = Context::open_device("mlx9_9").unwrap_err().to_string();
     assert!(refused.contains("mlx9_9") && refused.contains(&name), "{refused}");
     let open = |options| Context::open_device_with(&name, options).unwrap_err().to_string();
-    let refused = open(DeviceOptions { gid_index: Some(200), ..DeviceOptions::default() });
+    let refused = open(DeviceOptions::default().with_gid_index(200));
     assert!(refused.contains("no GID at this index") && refused.contains("use one of"));
-    let refused = open(DeviceOptions { port: Some(9), ..DeviceOptions::default() });
+    let refused = open(DeviceOptions::default().with_port(9));
     assert!(refused.contains("no port 9"), "{refused}");
     let cq = end.context.create_cq(4).unwrap();
     let make = |options| end.context.create_qp(&end.pd, &cq, &cq, options).unwrap_err().to_string();
-    let refused = make(QpOptions { gid_index: Some(200), ..QpOptions::default() });
+    let refused = make(QpOptions::default().with_gid_index(200));
     assert!(refused.contains("GID 200") && refused.contains("use one of"), "{refused}");
-    let refused = make(QpOptions { port: Some(7), ..QpOptions::default() });
+    let refused = make(QpOptions::default().with_port(7));
     assert!(refused.contains("no port 7"), "{refused}");
 }
 
@@ -128,12 +128,7 @@ fn queues_of_different_contexts(fixture: &Fixture) {
     assert_rejected(soft.create_qp(&soft.alloc_pd(), &foreign, &own, options()));
     assert_rejected(end.context.create_qp(&soft.alloc_pd(), &own, &own, options()));
     let srq = soft.create_srq(&soft.alloc_pd(), warpwire::verbs::SrqOptions::default()).unwrap();
-    assert_rejected(end.context.create_qp(
-        &end.pd,
-        &own,
-        &own,
-        QpOptions { srq: Some(srq), ..options() },
-    ));
+    assert_rejected(end.context.create_qp(&end.pd, &own, &own, options().with_srq(srq)));
     let memory = HostMemory::new(4096).unwrap();
     assert!(end.context.register(&soft.alloc_pd(), memory, Access::ALL).is_err());
 }
@@ -181,7 +176,7 @@ fn dma_bufs_of_the_caller(fixture: &Fixture) {
 /// A batch is posted as a whole or not at all, whatever is pushed in between.
 fn batches(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_send_depth(8));
     let far = fixture.host(&testbed.b, 4096);
     let write = |id, at| SendRequest::new(id, WrOp::Write(far.mr.remote(at)));
     let mut batch = conn.a.qp.batch().unwrap();

@@ -266,7 +266,7 @@ fn direct_failures_have_the_protocols_statuses(fixture: &Fixture) {
         (short_timeouts(), |_, _, shut| WrOp::Write(shut.mr.remote(0)), Status::RemoteAccess),
         (short_timeouts(), |f, _, _| misaligned(f), Status::RemoteInvalidRequest),
         (
-            QpOptions { access: read_only, ..short_timeouts() },
+            short_timeouts().with_access(read_only),
             |f, _, _| WrOp::Write(f.far.mr.remote(0)),
             Status::RemoteInvalidRequest,
         ),
@@ -394,12 +394,12 @@ fn direct_over_a_thousand_registrations(fixture: &Fixture) {
 
 /// Registrations end while another thread writes to their memory: nothing changes afterwards.
 fn direct_registrations_end_under_traffic(fixture: &Fixture) {
-    let transfer = TransferTest::new(fixture, QpOptions { timeout: 10, ..QpOptions::default() });
+    let transfer = TransferTest::new(fixture, QpOptions::default().with_timeout(10));
     let TransferTest { testbed, near, .. } = &transfer;
     let memory = HostMemory::new(1 << 20).unwrap();
     let rounds = 40;
     for round in 0..rounds {
-        let conn = testbed.join(QpOptions { timeout: 10, retry_count: 7, ..QpOptions::default() });
+        let conn = testbed.join(QpOptions::default().with_timeout(10).with_retry_count(7));
         let mr = testbed.b.context.register(&testbed.b.pd, memory.clone(), Access::ALL).unwrap();
         let (remote, stop) = (mr.remote(0), AtomicBool::new(false));
         near.write(0, &[round as u8 | 1; 300_000]);
@@ -487,7 +487,7 @@ fn direct_access_restarts_with_the_next_connection(fixture: &Fixture) {
 /// Single direct writes use no WQE. Requests with a WQE keep their order among them, also after the
 /// 16-bit WQEBB counter has wrapped.
 fn direct_writes_wrap_the_queue_with_wqes_between(fixture: &Fixture) {
-    let options = QpOptions { send_depth: 8, signal_all: false, ..QpOptions::default() };
+    let options = QpOptions::default().with_send_depth(8).with_signal_all(false);
     let transfer = TransferTest::new(fixture, options);
     let TransferTest { testbed, conn, near, far } = &transfer;
     let count = if fixture.test_link.is_direct() { 150_000_u64 } else { 3000 };

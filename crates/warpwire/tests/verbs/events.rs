@@ -35,7 +35,7 @@ cases!(Fixture; ONCE:
 /// A doorbell store to an idle device, as from a stream, is noticed within the polling interval.
 fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
     let testbed = fixture.with_progress(ProgressMode::Thread { spin: Duration::ZERO, core: None });
-    let conn = testbed.join(QpOptions { poll_doorbell: true, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_poll_doorbell(true));
     let QpPair { a: test_qp, .. } = &conn;
     let (memory, layout) = test_qp.qp.queues();
     let (bytes, mut scratch) = (memory.bytes(), Scratch::default());
@@ -386,7 +386,7 @@ fn an_idle_device_sleeps(fixture: &Fixture) {
 fn several_threads_wait_on_one_queue(fixture: &Fixture) {
     const MESSAGES: u64 = 200;
     let testbed = fixture.with_progress(ProgressMode::Auto);
-    let conn = testbed.join(QpOptions { receive_depth: 256, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_receive_depth(256));
     for id in 0..MESSAGES + 3 {
         conn.b.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
     }

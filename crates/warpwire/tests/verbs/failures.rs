@@ -224,11 +224,8 @@ fn flags_of_the_queue_pair(fixture: &Fixture) {
         (Access::REMOTE_WRITE | Access::REMOTE_READ, 2),
     ];
     for (access, forbidden) in all {
-        let trial = Trial::with(
-            fixture,
-            QpOptions::default(),
-            QpOptions { access, ..QpOptions::default() },
-        );
+        let trial =
+            Trial::with(fixture, QpOptions::default(), QpOptions::default().with_access(access));
         let at = remote_of(&trial);
         let ops = [WrOp::Write(at), WrOp::Read(at), WrOp::Atomic(at, Atomic::FetchAdd { add: 1 })];
         for (n, op) in ops.into_iter().enumerate() {
@@ -359,7 +356,7 @@ fn a_peer_that_stops_draining(fixture: &Fixture) {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// The next completion, polling only this end.
@@ -381,7 +378,7 @@ fn receiver_not_ready(fixture: &Fixture) {
         .post(SendRequest::new(2, WrOp::WriteImm(trial.far.mr.remote(0), [0; 4])).inline(b"hello"));
     trial.expect(2, Status::RnrRetryExceeded, None);
     // `rnr_retry` 7 retries forever, until a receive is posted.
-    let retrying = Trial::new(fixture, QpOptions { rnr_retry: 7, ..short_timeouts() });
+    let retrying = Trial::new(fixture, short_timeouts().with_rnr_retry(7));
     retrying.post(SendRequest::new(3, WrOp::Send).inline(b"hello"));
     let rnr_sent = || retrying.conn.b.qp.stats().map_or(u64::MAX, |stats| stats.rnr_sent);
     retrying.testbed.poll_for(Duration::from_millis(10));
@@ -396,7 +393,7 @@ fn receiver_not_ready(fixture: &Fixture) {
 }
 
 fn a_failure_flushes_in_order(fixture: &Fixture) {
-    let options = QpOptions { signal_all: false, ..QpOptions::default() };
+    let options = QpOptions::default().with_signal_all(false);
     let trial = Trial::new(fixture, options);
     for id in 0..5 {
         let data = [trial.near.mr.sge(0, 64)];
@@ -492,7 +489,7 @@ fn after_a_reset_it_works_again(fixture: &Fixture) {
 fn registrations_that_end_under_traffic(fixture: &Fixture) {
     for (round, kind) in KINDS.into_iter().cycle().take(12).enumerate() {
         // Small packets, so that some always remain to be sent.
-        let options = QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
+        let options = QpOptions::default().with_mtu(Mtu::new(1024));
         let trial = Trial::new(fixture, options);
         let near = fixture.memory(&trial.testbed.a, kind, 1 << 20, crate::verbs::fixture::ALL);
         let far = fixture.memory(&trial.testbed.b, kind, 1 << 20, crate::verbs::fixture::ALL);
@@ -534,7 +531,7 @@ fn atomics_that_are_not_aligned(fixture: &Fixture) {
 /// Unread completions are not reported after a reset, nor for a new queue pair in the same slot.
 fn unread_completions_do_not_survive_a_reset(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_send_depth(8));
     for id in 0..5 {
         conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Nop)]).unwrap();
     }

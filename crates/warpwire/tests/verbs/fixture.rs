@@ -90,8 +90,9 @@ impl TestLink {
 
     /// Options for devices on this link.
     pub fn options(self, progress_mode: ProgressMode) -> HcaOptions {
-        let direct = !matches!(self, Self::ShmPackets | Self::AutoPackets);
-        HcaOptions { progress_mode, direct, ..HcaOptions::default() }
+        HcaOptions::default()
+            .with_progress_mode(progress_mode)
+            .with_direct(!matches!(self, Self::ShmPackets | Self::AutoPackets))
     }
 
     /// Two links that reach each other.
@@ -154,7 +155,10 @@ fn device() -> warpwire::Result<Context> {
         };
         if let Some(gid) = context.device().unwrap().gids()?.iter().find(is_global_ipv6) {
             let gid_index = Some(u8::try_from(gid.index).unwrap());
-            return Context::open_device_with(&name, DeviceOptions { port: None, gid_index });
+            return Context::open_device_with(
+                &name,
+                DeviceOptions::default().with_port(None).with_gid_index(gid_index),
+            );
         }
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -175,7 +179,7 @@ fn soft_peer(progress_mode: ProgressMode) -> Context {
             bound => break bound.unwrap(),
         }
     };
-    let options = HcaOptions { progress_mode, ..HcaOptions::default() };
+    let options = HcaOptions::default().with_progress_mode(progress_mode);
     match recording() {
         Some(path) => {
             let capture = Capture::create(&path).unwrap();
@@ -226,7 +230,7 @@ fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
 /// Peers learn of each other's exports within a few steps, so that most operations of a case run
 /// without packets where that is possible.
 fn prompt_control() -> ShmOptions {
-    ShmOptions { control_poll_interval: 1, ..ShmOptions::default() }
+    ShmOptions::default().with_control_poll_interval(1)
 }
 
 /// Kinds of memory, by access path.
@@ -252,7 +256,7 @@ impl Fixture {
     }
 
     pub fn sim(&self) -> &Sim {
-        let config = SimConfig { memory: 1 << 28, ..SimConfig::default() };
+        let config = SimConfig::default().with_memory(1 << 28);
         self.sim.get_or_init(|| Sim::start(config).unwrap())
     }
 
@@ -450,7 +454,7 @@ impl Testbed {
         b: impl Link + 'static,
         progress_mode: ProgressMode,
     ) -> Self {
-        Self::with(a, b, HcaOptions { progress_mode, ..HcaOptions::default() })
+        Self::with(a, b, HcaOptions::default().with_progress_mode(progress_mode))
     }
 
     pub fn with(a: impl Link + 'static, b: impl Link + 'static, options: HcaOptions) -> Self {
@@ -579,5 +583,5 @@ pub fn connect(one: &Qp, two: &Qp) {
 
 /// Options with which failures take little time.
 pub fn short_timeouts() -> QpOptions {
-    QpOptions { timeout: 11, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
+    QpOptions::default().with_timeout(11).with_retry_count(3).with_rnr_retry(2)
 }

@@ -90,7 +90,7 @@ impl GarbageTest {
 }
 
 fn options() -> QpOptions {
-    QpOptions { timeout: 6, retry_count: 1, rnr_retry: 1, send_depth: 8, ..QpOptions::default() }
+    QpOptions::default().with_timeout(6).with_retry_count(1).with_rnr_retry(1).with_send_depth(8)
 }
 
 /// Writes bytes into a send queue from WQEBB `index` on, wrapping, and rings the doorbell.
@@ -214,7 +214,7 @@ fn mutated_wqes(fixture: &Fixture) {
 }
 
 fn random_doorbells_and_records(fixture: &Fixture) {
-    let garbage = GarbageTest::new(fixture, QpOptions { poll_doorbell: true, ..options() });
+    let garbage = GarbageTest::new(fixture, options().with_poll_doorbell(true));
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
         let (memory, layout) = garbage.victim.a.qp.queues();
@@ -239,7 +239,7 @@ fn random_doorbells_and_records(fixture: &Fixture) {
 }
 
 fn random_receives(fixture: &Fixture) {
-    let garbage = GarbageTest::new(fixture, QpOptions { max_recv_sge: 4, ..options() });
+    let garbage = GarbageTest::new(fixture, options().with_max_recv_sge(4));
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
         let (memory, layout) = garbage.victim.b.qp.queues();
@@ -342,12 +342,15 @@ fn random_srq_links(fixture: &Fixture) {
 fn random_completions(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let bystander = testbed.join(QpOptions::default());
-    let srq =
-        testbed.a.context.create_srq(&testbed.a.pd, SrqOptions { depth: 7, max_sge: 1 }).unwrap();
+    let srq = testbed
+        .a
+        .context
+        .create_srq(&testbed.a.pd, SrqOptions::default().with_depth(7).with_max_sge(1))
+        .unwrap();
     for_each_seed(seeds(1500), |seed| {
         let mut rng = Rng::new(seed);
         let srq = (seed % 2 == 0).then(|| srq.clone());
-        let conn = testbed.join_with(QpOptions { srq, ..options() }, options());
+        let conn = testbed.join_with(options().with_srq(srq), options());
         let cq = &conn.a.sends;
         let bytes = cq.memory().bytes();
         for word in 0..bytes.len() / 8 {
@@ -377,7 +380,7 @@ fn random_completions(fixture: &Fixture) {
 
 /// Threads keep changing a queue, its doorbell record and its doorbell while the engine reads them.
 fn queues_that_change_while_they_are_read(fixture: &Fixture) {
-    let garbage = GarbageTest::new(fixture, QpOptions { poll_doorbell: true, ..options() });
+    let garbage = GarbageTest::new(fixture, options().with_poll_doorbell(true));
     let stop = std::sync::atomic::AtomicBool::new(false);
     let scribble = |qp: &Qp, seed: u64| {
         let mut rng = Rng::new(seed);

@@ -115,7 +115,7 @@ fn lists_of_long_ranges(fixture: &Fixture) {
 
 fn long_payloads_into_lists_of_ranges(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { max_send_sge: 3, max_recv_sge: 3, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_max_send_sge(3).with_max_recv_sge(3));
     let near = fixture.host(&testbed.a, BUFFER_LEN);
     let far = fixture.host(&testbed.b, BUFFER_LEN);
     // Adjacent ranges with a guard byte between them.

@@ -58,7 +58,7 @@ fn a_device_talks_to_itself(fixture: &Fixture) {
 fn many_outstanding_reads_and_atomics(fixture: &Fixture) {
     for max_rd_atomic in [1, 2, 16] {
         let testbed = fixture.testbed();
-        let options = QpOptions { max_rd_atomic, ..QpOptions::default() };
+        let options = QpOptions::default().with_max_rd_atomic(max_rd_atomic);
         let conn = testbed.join(options);
         let (near, far) = (fixture.host(&testbed.a, 1 << 20), fixture.host(&testbed.b, 1 << 20));
         let wanted = far.pattern(0, 100 * 9000, 3);
@@ -129,7 +129,7 @@ fn threads_share_a_queue_pair(fixture: &Fixture) {
     const EACH: u64 = 300;
     for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
         let testbed = fixture.with_progress(progress_mode);
-        let conn = testbed.join(QpOptions { send_depth: 16, timeout: 17, ..QpOptions::default() });
+        let conn = testbed.join(QpOptions::default().with_send_depth(16).with_timeout(17));
         let far = fixture.host(&testbed.b, 4096);
         let near = fixture.host(&testbed.a, 4096);
         let seen: Vec<AtomicU64> = (0..4 * EACH).map(|_| AtomicU64::new(0)).collect();
@@ -210,7 +210,7 @@ fn memory_that_moves(fixture: &Fixture) {
 /// A large transfer does not block small ones (no head-of-line blocking between queue pairs).
 fn small_transfers_are_not_starved(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = || QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
+    let options = || QpOptions::default().with_mtu(Mtu::new(1024));
     let (large, small) = (testbed.join(options()), testbed.join(options()));
     let (near, far) = (fixture.host(&testbed.a, 16 << 20), fixture.host(&testbed.b, 16 << 20));
     let data = [near.mr.sge(0, 16 << 20)];

@@ -166,12 +166,8 @@ fn every_mtu(fixture: &Fixture) {
         if mtu.bytes() > fixture.testbed().a.context.max_mtu().bytes() {
             continue;
         }
-        let transfer = TransferTest::new(
-            fixture,
-            Kind::Host,
-            1 << 16,
-            QpOptions { mtu: Some(mtu), ..QpOptions::default() },
-        );
+        let transfer =
+            TransferTest::new(fixture, Kind::Host, 1 << 16, QpOptions::default().with_mtu(mtu));
         let size = mtu.bytes() as usize;
         for (n, len) in
             [1, size - 1, size, size + 1, 3 * size, 3 * size + 5].into_iter().enumerate()
@@ -202,7 +198,7 @@ fn every_mtu(fixture: &Fixture) {
 /// Scatter-gather lists at both ends, with lengths that match neither each other nor the MTU, and
 /// empty ranges among them.
 fn scatter_gather_lists(fixture: &Fixture) {
-    let options = QpOptions { max_send_sge: 12, max_recv_sge: 12, ..QpOptions::default() };
+    let options = QpOptions::default().with_max_send_sge(12).with_max_recv_sge(12);
     for kind in KINDS {
         let transfer = TransferTest::new(fixture, kind, 1 << 16, options.clone());
         let lens = [1u32, 0, 4095, 3, 0, 256, 7000, 13, 1, 64];
@@ -247,7 +243,7 @@ fn scatter_gather_lists(fixture: &Fixture) {
 }
 
 fn inline_up_to_the_limit(fixture: &Fixture) {
-    let options = QpOptions { max_inline_data: 900, ..QpOptions::default() };
+    let options = QpOptions::default().with_max_inline_data(900);
     let transfer = TransferTest::new(fixture, Kind::Host, 1 << 16, options);
     let mut bytes = [0; 1000];
     for len in [0usize, 1, 11, 12, 13, 27, 28, 29, 44, 45, 60, 61, 200, 899, 900] {
@@ -443,7 +439,7 @@ fn waiting_for_another_queue(fixture: &Fixture) {
 
 /// WQEs of one to three WQEBBs in a power-of-two ring: every WQEBB becomes the middle of a WQE.
 fn wqes_wrap_in_the_ring(fixture: &Fixture) {
-    let options = QpOptions { send_depth: 4, max_inline_data: 150, ..QpOptions::default() };
+    let options = QpOptions::default().with_send_depth(4).with_max_inline_data(150);
     let transfer = TransferTest::new(fixture, Kind::Host, 4096, options);
     let mut bytes = [0; 150];
     for round in 0..300 {

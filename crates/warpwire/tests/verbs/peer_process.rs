@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use warpwire::error::Kind;
-use warpwire::hca::HcaOptions;
 use warpwire::link::shm::exports;
 use warpwire::link::{Link, LinkKind, Shm, ShmOptions};
 use warpwire::mr::HostMemory;
@@ -52,14 +51,11 @@ struct Endpoint {
 impl Endpoint {
     fn open(test_link: TestLink) -> Self {
         let [link, _] = test_link.ends().unwrap();
-        let options = HcaOptions {
-            progress_mode: ProgressMode::Auto,
-            ..test_link.options(ProgressMode::Auto)
-        };
+        let options = test_link.options(ProgressMode::Auto).with_progress_mode(ProgressMode::Auto);
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         // An ACK timeout of 1 s instead of 67 ms.
-        let long_timeouts = QpOptions { timeout: 18, ..QpOptions::default() };
+        let long_timeouts = QpOptions::default().with_timeout(18);
         let qp = context.create_qp(&pd, &cq, &cq, long_timeouts).unwrap();
         Self { context, pd, cq, qp }
     }
@@ -291,7 +287,7 @@ impl Endpoint {
     /// A second connection of this device, to itself.
     fn connect_to_itself(&self) -> SelfConnection {
         let make = || {
-            let options = QpOptions { timeout: 18, ..QpOptions::default() };
+            let options = QpOptions::default().with_timeout(18);
             self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap()
         };
         let qps = [make(), make()];

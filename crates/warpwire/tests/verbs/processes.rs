@@ -49,12 +49,12 @@ struct Task {
 
 /// 268 ms per retry: enough for a busy machine.
 fn options() -> QpOptions {
-    QpOptions { timeout: 16, retry_count: 7, ..QpOptions::default() }
+    QpOptions::default().with_timeout(16).with_retry_count(7)
 }
 
 /// Fails about a second after the peer stops responding.
 fn few_retries() -> QpOptions {
-    QpOptions { timeout: 15, retry_count: 3, ..QpOptions::default() }
+    QpOptions::default().with_timeout(15).with_retry_count(3)
 }
 
 /// The peer process. Arguments: name of the link, port of the bootstrap connection, and `polled` or
@@ -73,7 +73,7 @@ pub fn run_role(words: &str) {
     let end = Endpoint::open(link, test_link.options(progress_mode));
     let memory = Fixture::new(test_link).host(&end, LEN);
     let test_qps: Vec<_> =
-        (0..PAIRS).map(|_| test_qp(&end, QpOptions { poll_doorbell, ..options() })).collect();
+        (0..PAIRS).map(|_| test_qp(&end, options().with_poll_doorbell(poll_doorbell))).collect();
     let endpoints = test_qps.iter().map(|test_qp| test_qp.qp.endpoint()).collect();
     let at = memory.mr.remote(0);
     parent.send(&PeerInfo { endpoints, memory: (at.address, at.rkey) }).unwrap();

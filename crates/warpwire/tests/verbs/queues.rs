@@ -38,8 +38,7 @@ cases!(Fixture; ONCE:
 
 fn unsignaled_chains(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn =
-        testbed.join(QpOptions { signal_all: false, send_depth: 16, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_signal_all(false).with_send_depth(16));
     let far = fixture.host(&testbed.b, 4096);
     for round in 0..50u64 {
         let mut batch = conn.a.qp.batch().unwrap();
@@ -86,7 +85,7 @@ fn a_thread_that_holds_a_batch_cannot_post_beside_it(fixture: &Fixture) {
 
 fn a_full_ring_is_busy(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { send_depth: 4, receive_depth: 4, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_send_depth(4).with_receive_depth(4));
     for round in 0..20u64 {
         let mut posted = 0;
         let refused = loop {
@@ -112,8 +111,11 @@ fn a_full_ring_is_busy(fixture: &Fixture) {
     assert_eq!(conn.b.qp.post_receive(&four[..2]), Err(PostError::Full));
     conn.b.qp.post_receive(&four[..1]).unwrap();
     assert_eq!(conn.b.qp.post_receive(&four[..1]), Err(PostError::Full));
-    let srq =
-        testbed.b.context.create_srq(&testbed.b.pd, SrqOptions { depth: 3, max_sge: 1 }).unwrap();
+    let srq = testbed
+        .b
+        .context
+        .create_srq(&testbed.b.pd, SrqOptions::default().with_depth(3).with_max_sge(1))
+        .unwrap();
     srq.post_receive(&four[..3]).unwrap();
     assert_eq!(srq.post_receive(&four[..1]), Err(PostError::Full));
 }
@@ -122,8 +124,7 @@ fn a_full_ring_is_busy(fixture: &Fixture) {
 /// ms, so that a misread counter would show.
 fn indices_wrap_at_sixteen_bits(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn =
-        testbed.join(QpOptions { signal_all: false, max_inline_data: 20, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_signal_all(false).with_max_inline_data(20));
     let far = fixture.host(&testbed.b, 4096);
     let nop = SendRequest::new(1, WrOp::Nop).unsignaled();
     let mut posted = 0u64;
@@ -172,13 +173,13 @@ fn exchange(conn: &QpPair, rounds: u64, depth: u64) {
 
 fn receive_queues_wrap(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { receive_depth: 8, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_receive_depth(8));
     exchange(&conn, 500, 8);
 }
 
 fn receive_counters_wrap_at_sixteen_bits(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { receive_depth: 32, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_receive_depth(32));
     exchange(&conn, 66_000, 32);
 }
 
@@ -187,7 +188,10 @@ fn many_queue_pairs_share_an_srq(fixture: &Fixture) {
     const PAIRS: usize = 20;
     let testbed = fixture.testbed();
     let end = &testbed.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 15, max_sge: 2 }).unwrap();
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(15).with_max_sge(2))
+        .unwrap();
     let memory = fixture.host(end, 64 * 16_384);
     let cq = end.context.create_cq(64).unwrap();
     let post = |slot: u64| {
@@ -201,7 +205,7 @@ fn many_queue_pairs_share_an_srq(fixture: &Fixture) {
     let min_rnr_timer = if end.is_device() { 20 } else { QpOptions::default().min_rnr_timer };
     let mut pairs = Vec::new();
     for _ in 0..PAIRS {
-        let options = QpOptions { srq: Some(srq.clone()), min_rnr_timer, ..QpOptions::default() };
+        let options = QpOptions::default().with_srq(srq.clone()).with_min_rnr_timer(min_rnr_timer);
         let a = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
         assert!(qp.post_receive(&[]).unwrap_err().to_string().contains("SRQ"));
@@ -243,8 +247,11 @@ fn many_queue_pairs_share_an_srq(fixture: &Fixture) {
 /// A connected pair whose second queue pair uses an SRQ.
 fn sharing(testbed: &Testbed, depth: u32) -> (warpwire::verbs::Srq, QpPair) {
     let end = &testbed.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth, max_sge: 1 }).unwrap();
-    let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(depth).with_max_sge(1))
+        .unwrap();
+    let options = QpOptions::default().with_srq(srq.clone());
     let conn = testbed.join_with(QpOptions::default(), options);
     testbed.b.async_events();
     (srq, conn)
@@ -290,10 +297,13 @@ fn limits_of_shared_receives(fixture: &Fixture) {
 fn shared_receives_outlive_their_users(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 7, max_sge: 1 }).unwrap();
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(7).with_max_sge(1))
+        .unwrap();
     let cq = end.context.create_cq(16).unwrap();
     for round in 0..40 {
-        let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+        let options = QpOptions::default().with_srq(srq.clone());
         let test_qp = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
         connect(&test_qp.qp, &qp);
@@ -314,8 +324,11 @@ fn a_shared_receive_in_use(fixture: &Fixture) {
     let end = &testbed.b;
     let near = fixture.host(&testbed.a, 1 << 20);
     let far = fixture.host(end, 1 << 20);
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 1, max_sge: 1 }).unwrap();
-    let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(1).with_max_sge(1))
+        .unwrap();
+    let options = QpOptions::default().with_srq(srq.clone());
     let data = [near.mr.sge(0, 1 << 20)];
     let buffer = [far.mr.sge(0, 1 << 20)];
     srq.post_receive(&[ReceiveRequest { id: 1, data: &buffer }]).unwrap();
@@ -348,7 +361,7 @@ fn last_wqe_reached_is_reported(fixture: &Fixture) {
     let qpn = conn.b.qp.number();
     assert_eq!(testbed.b.async_events(), [AsyncEvent::LastReceiveReached { qpn }]);
     // Another queue pair can still use the SRQ.
-    let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+    let options = QpOptions::default().with_srq(srq.clone());
     let other = testbed.join_with(QpOptions::default(), options);
     (0..4).for_each(|_| send(&testbed, &other.a));
 }
@@ -429,7 +442,7 @@ fn an_overrun_fails_its_users(fixture: &Fixture) {
 
 fn ignored_overruns(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = CqOptions { entries: 4, ignore_overrun: true, ..CqOptions::default() };
+    let options = CqOptions::default().with_entries(4).with_ignore_overrun(true);
     let cq = testbed.a.context.create_cq_with(options).unwrap();
     let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = testbed.test_qp(&testbed.b, QpOptions::default());
@@ -448,13 +461,12 @@ fn ignored_overruns(fixture: &Fixture) {
 
 fn a_collapsed_queue(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = CqOptions {
-        entries: 1,
-        collapsed: true,
-        ignore_overrun: true,
-        memory: None,
-        manual_release: false,
-    };
+    let options = CqOptions::default()
+        .with_entries(1)
+        .with_collapsed(true)
+        .with_ignore_overrun(true)
+        .with_memory(None)
+        .with_manual_release(false);
     let cq = testbed.a.context.create_cq_with(options).unwrap();
     let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = testbed.test_qp(&testbed.b, QpOptions::default());
@@ -475,23 +487,19 @@ fn a_collapsed_queue(fixture: &Fixture) {
 fn queues_in_device_memory(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let gpu = fixture.gpu();
-    let (a, b) = (QpOptions::default(), QpOptions { max_send_sge: 5, ..QpOptions::default() });
+    let (a, b) = (QpOptions::default(), QpOptions::default().with_max_send_sge(5));
     let behind = |len: u64| {
         let memory = gpu.alloc(len).unwrap();
         QueueMemory::window(memory.window().unwrap())
     };
-    let options = CqOptions {
-        entries: 64,
-        memory: Some(behind(Cq::required_memory(64))),
-        ..CqOptions::default()
-    };
+    let options =
+        CqOptions::default().with_entries(64).with_memory(behind(Cq::required_memory(64)));
     let cq = testbed.a.context.create_cq_with(options).unwrap();
     let memory = Some(behind(Qp::required_memory(&a).unwrap()));
-    let qp =
-        testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions { memory, ..a }).unwrap();
+    let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, a.with_memory(memory)).unwrap();
     let pinned = gpu.alloc_pinned(Qp::required_memory(&b).unwrap()).unwrap();
     let memory = Some(QueueMemory::pinned(pinned).unwrap());
-    let peer = testbed.test_qp(&testbed.b, QpOptions { memory, ..b });
+    let peer = testbed.test_qp(&testbed.b, b.with_memory(memory));
     connect(&qp, &peer.qp);
     let far = fixture.host(&testbed.b, 4096);
     for id in 0..300 {
@@ -506,9 +514,9 @@ fn queues_in_device_memory(fixture: &Fixture) {
         testbed.done(&cq, id);
         testbed.done(&peer.sends, id);
     }
-    let short = QpOptions { memory: Some(behind(64)), ..QpOptions::default() };
+    let short = QpOptions::default().with_memory(behind(64));
     assert!(testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, short).is_err());
-    let short = CqOptions { entries: 64, memory: Some(behind(64)), ..CqOptions::default() };
+    let short = CqOptions::default().with_entries(64).with_memory(behind(64));
     assert!(testbed.a.context.create_cq_with(short).is_err());
 }
 
@@ -525,7 +533,7 @@ fn put(qp: &Qp, index: u16, wqebbs: u64, entry: &[u8]) {
 fn wqes_of_other_writers(fixture: &Fixture) {
     let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
     let testbed = fixture.with_progress(progress_mode);
-    let conn = testbed.join(QpOptions { poll_doorbell: true, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_poll_doorbell(true));
     let qp = &conn.a.qp;
     let far = fixture.host(&testbed.b, 4096);
     let (memory, layout) = qp.queues();
@@ -567,7 +575,7 @@ fn wqes_of_other_writers(fixture: &Fixture) {
 /// A WQE may request a completion for the first error only.
 fn only_the_first_error(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_signal_all(false));
     let qp = &conn.a.qp;
     let (memory, layout) = qp.queues();
     let mut scratch = Scratch::default();

@@ -147,7 +147,7 @@ fn a_port_that_is_down(fixture: &Fixture) {
                   rdma link add rxedown type rxe netdev down0";
     assert!(shell(create), "cannot create a device on a link that is down");
     let opened = Context::open_device("rxedown");
-    let options = DeviceOptions { port: Some(1), ..DeviceOptions::default() };
+    let options = DeviceOptions::default().with_port(1);
     let refused = Context::open_device_with("rxedown", options).map(drop);
     let made = opened.and_then(|context| {
         let why = context.path().why.clone();

@@ -23,7 +23,7 @@ fn a_thousand_queue_pairs(fixture: &Fixture) {
         fixture.host(&testbed.a, PAIRS as u64 * 4096),
         fixture.host(&testbed.b, PAIRS as u64 * 4096),
     );
-    let options = QpOptions { send_depth: 4, receive_depth: 4, ..QpOptions::default() };
+    let options = QpOptions::default().with_send_depth(4).with_receive_depth(4);
     let mut all = Vec::new();
     for _ in 0..PAIRS {
         let one = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, options.clone()).unwrap();
@@ -88,8 +88,7 @@ fn nothing_is_left_over(fixture: &Fixture) {
     for round in 0..200u64 {
         let conn = testbed.join(QpOptions::default());
         let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
-        let shared =
-            testbed.test_qp(&testbed.a, QpOptions { srq: Some(srq), ..QpOptions::default() });
+        let shared = testbed.test_qp(&testbed.a, QpOptions::default().with_srq(srq));
         let data = [near.mr.sge(0, 1 << 16)];
         conn.a
             .qp
@@ -129,7 +128,7 @@ fn nothing_is_left_over(fixture: &Fixture) {
 fn queue_pair_numbers_are_not_reused_soon(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let cq = testbed.a.context.create_cq(1).unwrap();
-    let small = QpOptions { send_depth: 1, receive_depth: 1, ..QpOptions::default() };
+    let small = QpOptions::default().with_send_depth(1).with_receive_depth(1);
     let mut seen = std::collections::HashSet::new();
     for _ in 0..10_000 {
         let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, small.clone()).unwrap();
@@ -177,7 +176,7 @@ fn strangers_are_dropped(fixture: &Fixture) {
     let hca = testbed.b.context.hca();
     let lost = |name| {
         let stats = testbed.b.context.stats();
-        stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1
+        stats.dropped.iter().find(|(reason, _)| *reason == name).unwrap().1
     };
     let passed = || lost("stranger") + lost("malformed");
     testbed.until("all packets dropped", || hca.link_counters().drops.icrc + passed() >= 400);

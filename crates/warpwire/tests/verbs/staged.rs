@@ -108,7 +108,7 @@ fn staged_reads_and_atomics(fixture: &Fixture) {
 /// signaled request completes.
 fn staged_work_without_completions(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
+    let conn = testbed.join(QpOptions::default().with_signal_all(false));
     let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, LEN));
     for round in 0..10 {
         let wanted = far.pattern(0, 9000, round);
@@ -132,11 +132,14 @@ fn staged_work_without_completions(fixture: &Fixture) {
 fn staged_shared_receives(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let end = &testbed.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 4, max_sge: 1 }).unwrap();
+    let srq = end
+        .context
+        .create_srq(&end.pd, SrqOptions::default().with_depth(4).with_max_sge(1))
+        .unwrap();
     let cq = end.context.create_cq(16).unwrap();
     let (near, far) = (fixture.host(&testbed.a, LEN), memory(fixture, end));
     let test_qps = [(); 2].map(|()| {
-        let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+        let options = QpOptions::default().with_srq(srq.clone());
         let test_qp = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
         connect(&test_qp.qp, &qp);

@@ -77,12 +77,12 @@ fn attributes_of_other_transitions(fixture: &Fixture) {
     let peer = testbed.test_qp(&testbed.b, QpOptions::default()).qp.endpoint();
     let qp = testbed.test_qp(&testbed.a, QpOptions::default()).qp;
     let bad = [
-        QpAttributes { port: None, ..qp.init_attr() },
-        QpAttributes { port: Some(9), ..qp.init_attr() },
-        QpAttributes { partition_index: Some(4), ..qp.init_attr() },
-        QpAttributes { mtu: Some(Mtu::ALL[0]), ..qp.init_attr() },
-        QpAttributes { timeout: Some(3), ..qp.init_attr() },
-        QpAttributes { current_state: Some(State::Rts), ..qp.init_attr() },
+        qp.init_attr().with_port(None),
+        qp.init_attr().with_port(9),
+        qp.init_attr().with_partition_index(4),
+        qp.init_attr().with_mtu(Mtu::ALL[0]),
+        qp.init_attr().with_timeout(3),
+        qp.init_attr().with_current_state(State::Rts),
     ];
     for change in bad {
         qp.modify(&change).unwrap_err();
@@ -91,14 +91,14 @@ fn attributes_of_other_transitions(fixture: &Fixture) {
     qp.modify(&qp.init_attr()).unwrap();
     let valid = qp.rtr_attr(&peer).unwrap();
     let bad = [
-        QpAttributes { path: None, ..valid },
-        QpAttributes { mtu: None, ..valid },
-        QpAttributes { destination: None, ..valid },
-        QpAttributes { destination: Some(1 << 24), ..valid },
-        QpAttributes { receive_psn: None, ..valid },
-        QpAttributes { min_rnr_timer: Some(32), ..valid },
-        QpAttributes { max_dest_rd_atomic: Some(255), ..valid },
-        QpAttributes { send_psn: valid.receive_psn, ..valid },
+        valid.with_path(None),
+        valid.with_mtu(None),
+        valid.with_destination(None),
+        valid.with_destination(1 << 24),
+        valid.with_receive_psn(None),
+        valid.with_min_rnr_timer(32),
+        valid.with_max_dest_rd_atomic(255),
+        valid.with_send_psn(valid.receive_psn),
     ];
     for change in bad {
         qp.modify(&change).unwrap_err();
@@ -113,11 +113,7 @@ fn attributes_of_other_transitions(fixture: &Fixture) {
     }
     qp.modify(&valid).unwrap();
     let valid = qp.rts_attr(&peer);
-    for change in [
-        QpAttributes { retry_count: Some(8), ..valid },
-        QpAttributes { timeout: Some(32), ..valid },
-        QpAttributes { rnr_retry: None, ..valid },
-    ] {
+    for change in [valid.with_retry_count(8), valid.with_timeout(32), valid.with_rnr_retry(None)] {
         qp.modify(&change).unwrap_err();
         assert_eq!(qp.state().unwrap(), State::Rtr, "{change:?}");
     }
@@ -129,8 +125,8 @@ fn a_refused_reset_changes_nothing(fixture: &Fixture) {
     let conn = testbed.join(QpOptions::default());
     testbed.check_traffic(&conn);
     for change in [
-        QpAttributes { port: Some(1), ..QpAttributes::new(State::Reset) },
-        QpAttributes { current_state: Some(State::Err), ..QpAttributes::new(State::Reset) },
+        QpAttributes::new(State::Reset).with_port(1),
+        QpAttributes::new(State::Reset).with_current_state(State::Err),
     ] {
         conn.a.qp.modify(&change).unwrap_err();
         assert_eq!(conn.a.qp.state().unwrap(), State::Rts);
@@ -139,13 +135,13 @@ fn a_refused_reset_changes_nothing(fixture: &Fixture) {
 }
 
 fn an_mtu_beyond_the_link(_: &Fixture) {
-    let hub = Hub::with(LoopbackOptions { max_packet: 1200, ..LoopbackOptions::default() });
+    let hub = Hub::with(LoopbackOptions::default().with_max_packet(1200));
     let end = |at: &str| hub.endpoint(at.parse().unwrap()).unwrap();
     let testbed = Testbed::over(end("10.0.0.1:4791"), end("10.0.0.2:4791"), ProgressMode::Manual);
     assert_eq!(testbed.a.context.max_mtu().bytes(), 1024);
     let conn = testbed.join(QpOptions::default());
     testbed.check_traffic(&conn);
-    let options = QpOptions { mtu: Mtu::new(2048), ..QpOptions::default() };
+    let options = QpOptions::default().with_mtu(Mtu::new(2048));
     let (one, two) =
         (testbed.test_qp(&testbed.a, options.clone()), testbed.test_qp(&testbed.b, options));
     let refused = one.qp.connect(&two.qp.endpoint()).unwrap_err().to_string();
@@ -160,7 +156,7 @@ fn an_mtu_beyond_the_link(_: &Fixture) {
 /// The smaller of the two MTUs is used.
 fn peers_of_different_mtus(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let small = QpOptions { mtu: Mtu::new(256), ..QpOptions::default() };
+    let small = QpOptions::default().with_mtu(Mtu::new(256));
     for (a, b) in [(small.clone(), QpOptions::default()), (QpOptions::default(), small)] {
         let conn = testbed.join_with(a, b);
         let (near, far) = (fixture.host(&testbed.a, 4096), fixture.host(&testbed.b, 4096));
@@ -220,7 +216,7 @@ fn the_queue_is_drained(fixture: &Fixture) {
         .unwrap();
     testbed.step();
     testbed.a.async_events();
-    let stop = QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) };
+    let stop = QpAttributes::new(State::Sqd).with_notify_drained(true);
     conn.a.qp.modify(&stop).unwrap();
     conn.a
         .qp
@@ -244,38 +240,41 @@ fn invalid_sizes(fixture: &Fixture) {
     }
     let usual = QpOptions::default();
     let bad = [
-        QpOptions { send_depth: 1 << 20, ..usual.clone() },
-        QpOptions { send_depth: u32::MAX, ..usual.clone() },
-        QpOptions { max_send_sge: u32::MAX, ..usual.clone() },
-        QpOptions { max_inline_data: u32::MAX, ..usual.clone() },
-        QpOptions { receive_depth: (1 << 15) + 1, ..usual.clone() },
-        QpOptions { max_recv_sge: 17, ..usual.clone() },
-        QpOptions { max_recv_sge: u32::MAX, ..usual.clone() },
+        usual.clone().with_send_depth(1 << 20),
+        usual.clone().with_send_depth(u32::MAX),
+        usual.clone().with_max_send_sge(u32::MAX),
+        usual.clone().with_max_inline_data(u32::MAX),
+        usual.clone().with_receive_depth((1 << 15) + 1),
+        usual.clone().with_max_recv_sge(17),
+        usual.clone().with_max_recv_sge(u32::MAX),
     ];
     for options in bad {
         let refused = end.context.create_qp(&end.pd, &cq, &cq, options.clone());
         assert!(refused.is_err(), "{options:?}");
     }
     for (depth, max_sge) in [(0, 1), (1 << 15, 1), (4, 0), (4, 16), (u32::MAX, u32::MAX)] {
-        assert!(end.context.create_srq(&end.pd, SrqOptions { depth, max_sge }).is_err());
+        assert!(
+            end.context
+                .create_srq(&end.pd, SrqOptions::default().with_depth(depth).with_max_sge(max_sge))
+                .is_err()
+        );
     }
-    assert!(end.context.create_cq_with(CqOptions { entries: 0, ..CqOptions::default() }).is_err());
+    assert!(end.context.create_cq_with(CqOptions::default().with_entries(0)).is_err());
     assert_eq!(
         testbed.a.context.stats().queue_pairs,
         0,
         "queue pairs left after rejected creations"
     );
     // The minimum and maximum sizes.
-    let min = QpOptions {
-        send_depth: 0,
-        receive_depth: 0,
-        max_send_sge: 0,
-        max_recv_sge: 0,
-        max_inline_data: 0,
-        ..usual.clone()
-    };
+    let min = usual
+        .clone()
+        .with_send_depth(0)
+        .with_receive_depth(0)
+        .with_max_send_sge(0)
+        .with_max_recv_sge(0)
+        .with_max_inline_data(0);
     testbed.check_traffic(&testbed.join(min));
-    let max = QpOptions { receive_depth: 1 << 15, max_recv_sge: 16, send_depth: 1 << 13, ..usual };
+    let max = usual.with_receive_depth(1 << 15).with_max_recv_sge(16).with_send_depth(1 << 13);
     testbed.check_traffic(&testbed.join(max));
     let ranges = vec![warpwire::verbs::Sge { address: 0, len: 1, lkey: 0 }; 70];
     let conn = testbed.join(QpOptions::default());
@@ -319,18 +318,15 @@ fn receives_before_the_connection(fixture: &Fixture) {
 
 fn access_can_change(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let conn = testbed.join_with(
-        QpOptions::default(),
-        QpOptions { access: Access::NONE, ..QpOptions::default() },
-    );
+    let conn =
+        testbed.join_with(QpOptions::default(), QpOptions::default().with_access(Access::NONE));
     let far = fixture.memory(
         &testbed.b,
         crate::verbs::fixture::Kind::Host,
         64,
         Access::LOCAL_WRITE | Access::REMOTE_WRITE,
     );
-    let allow =
-        QpAttributes { access: Some(Access::REMOTE_WRITE), ..QpAttributes::new(State::Rts) };
+    let allow = QpAttributes::new(State::Rts).with_access(Access::REMOTE_WRITE);
     conn.b.qp.modify(&allow).unwrap();
     conn.a
         .qp

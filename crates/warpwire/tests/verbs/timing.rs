@@ -87,11 +87,11 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
     let hub = Hub::new();
     let endpoint = |text: &str| hub.endpoint(text.parse().unwrap()).unwrap();
     let (link, mut peer) = (endpoint("10.0.0.1:4791"), endpoint("10.0.0.2:4791"));
-    let options = HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() };
+    let options = HcaOptions::default().with_progress_mode(ProgressMode::Manual);
     let end = Endpoint::open(SlowLink(link), options);
     let flow = peer.open(end.context.path().local, 0).unwrap();
     let cq = end.context.create_cq(16).unwrap();
-    let options = QpOptions { timeout: 0, ..QpOptions::default() };
+    let options = QpOptions::default().with_timeout(0);
     let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
     let address = peer.local();
     let mtu = 1024;
@@ -128,7 +128,7 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
 /// error.
 fn messages_of_too_many_packets(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let options = QpOptions { mtu: warpwire::verbs::Mtu::new(256), ..QpOptions::default() };
+    let options = QpOptions::default().with_mtu(warpwire::verbs::Mtu::new(256));
     let memory = fixture.host(&testbed.a, 4096);
     // The memory is not touched: the length is checked first.
     for op in [WrOp::Write(memory.mr.remote(0)), WrOp::Read(memory.mr.remote(0))] {

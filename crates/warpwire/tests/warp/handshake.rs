@@ -67,8 +67,10 @@ fn invalid_messages_are_refused_with_the_reason(testbed: &Testbed) {
 
 fn slow_handshakes_are_dropped_and_harm_no_other(testbed: &Testbed) {
     let handshake_timeout = Duration::from_millis(300);
-    let testbed =
-        Testbed::with(testbed.test_link, NetOptions { handshake_timeout, ..NetOptions::default() });
+    let testbed = Testbed::with(
+        testbed.test_link,
+        NetOptions::default().with_handshake_timeout(handshake_timeout),
+    );
     let listener = testbed.listen();
     let begun = Instant::now();
     let mut slow: Vec<TcpStream> =
@@ -91,7 +93,7 @@ fn slow_handshakes_are_dropped_and_harm_no_other(testbed: &Testbed) {
 }
 
 fn more_handshakes_than_slots(testbed: &Testbed) {
-    let options = NetOptions { max_handshakes: 8, backlog: 4, ..NetOptions::default() };
+    let options = NetOptions::default().with_max_handshakes(8).with_backlog(4);
     let testbed = Testbed::with(testbed.test_link, options);
     let listener = testbed.listen();
     let flood: Vec<TcpStream> =

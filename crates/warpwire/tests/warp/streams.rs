@@ -41,13 +41,13 @@ fn all_sizes_in_random_pieces_both_ways(testbed: &Testbed) {
 
 fn small_rings_and_unequal_ones(testbed: &Testbed) {
     for (ring, stage) in [(4096, 4096), (4096, 65_536), (65_536, 4096)] {
-        let options = NetOptions { ring, stage, ..NetOptions::default() };
+        let options = NetOptions::default().with_ring(ring).with_send_buffer(stage);
         let small =
             Testbed { here: testbed.test_link.net(options), ..Testbed::new(testbed.test_link) };
         both_ways(&small, 300_001, 9000);
     }
     for (ring, stage) in [(5000, 4096), (4096, 2048), (1 << 31, 4096)] {
-        let options = NetOptions { ring, stage, ..NetOptions::default() };
+        let options = NetOptions::default().with_ring(ring).with_send_buffer(stage);
         let error = warpwire::sock::warp::Net::new(options).unwrap_err();
         assert!(error.to_string().contains("power of two"), "{error}");
     }
@@ -110,7 +110,7 @@ fn descriptors_for(many: u64) -> u64 {
 }
 
 fn a_thousand_connections(testbed: &Testbed) {
-    let options = NetOptions { ring: 4096, stage: 4096, ..NetOptions::default() };
+    let options = NetOptions::default().with_ring(4096).with_send_buffer(4096);
     let testbed = Testbed::with(testbed.test_link, options);
     let listener = testbed.listen();
     let address = listener.local_addr().unwrap();

@@ -134,7 +134,7 @@ pub(super) fn mapping_types_agree(target: &CheckTarget) -> CheckResult {
     let types = [MappingType::WriteCombining, MappingType::Cached, MappingType::Device];
     let mut windows = Vec::new();
     for mapping in types {
-        let options = WindowOptions { mapping: Some(mapping), ..WindowOptions::from_env()? };
+        let options = WindowOptions::from_env()?.with_mapping(mapping);
         if let Ok(window) = memory.window_with(0, memory.len(), &options) {
             windows.push(window);
         }
@@ -160,7 +160,7 @@ pub(super) fn mapping_types_agree(target: &CheckTarget) -> CheckResult {
 pub(super) fn reports_path(target: &CheckTarget) -> CheckResult {
     let window = target.alloc(4096)?.window()?;
     ensure(!window.path().to_string().is_empty(), || "the path has no name".to_owned())?;
-    for refusal in window.refused() {
+    for refusal in window.rejected_paths() {
         let why = refusal.why.reason();
         ensure(!why.is_empty(), || format!("{} was refused without a reason", refusal.path))?;
         ensure(refusal.path != window.path(), || {

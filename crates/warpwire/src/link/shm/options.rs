@@ -26,6 +26,7 @@ const MAX_PACKET_LEN: usize = 1 << 20;
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShmOptions {
     /// Size of a ring in bytes, one per peer and direction; 4 KiB to 64 MiB, default 1 MiB. Rounded
     /// up to a power of two that holds at least four packets of the maximum length.
@@ -37,6 +38,14 @@ pub struct ShmOptions {
     /// Maximum number of calls of `receive` between two polls for new connections and peer
     /// requests, for a receiver that never sleeps; default 256.
     pub control_poll_interval: u32,
+}
+
+setters! {
+    ShmOptions {
+        with_ring => ring: usize,
+        with_max_packet => max_packet: usize,
+        with_control_poll_interval => control_poll_interval: u32,
+    }
 }
 
 impl Default for ShmOptions {

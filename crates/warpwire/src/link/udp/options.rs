@@ -22,6 +22,7 @@ pub const ENV_VAR: &str = "WARPWIRE_UDP";
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UdpOptions {
     /// Generic segmentation offload (`UDP_SEGMENT`): runs of equal packets to one peer pass the
     /// stack as one. Default on.
@@ -39,6 +40,18 @@ pub struct UdpOptions {
     /// interface's MTU. `None`, the default, means RoCEv2's maximum ([`MAX_ROCE_PACKET`]), which
     /// none may exceed.
     pub max_packet: Option<usize>,
+}
+
+setters! {
+    UdpOptions {
+        with_gso => gso: bool,
+        with_gro => gro: bool,
+        with_mmsg => mmsg: bool,
+        with_no_checksum => no_checksum: bool,
+        with_buffer => buffer: usize,
+    } optional {
+        with_max_packet => max_packet: usize,
+    }
 }
 
 impl Default for UdpOptions {

@@ -20,6 +20,7 @@ pub const STAGING_ENV_VAR: &str = "WARPWIRE_STAGING";
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StagingOptions {
     /// Size of each of the two halves of pinned memory: the CPU works on one, the copy engine on
     /// the other. 4 KiB to 64 MiB; default: 1 MiB.
@@ -33,6 +34,15 @@ pub struct StagingOptions {
     /// Minimum length of reads through pinned memory; shorter ones are one call into pageable
     /// memory. Default: 1.
     pub reads: u64,
+}
+
+setters! {
+    StagingOptions {
+        with_half => half: u64,
+        with_step => step: u64,
+        with_small => small: u64,
+        with_reads => reads: u64,
+    }
 }
 
 impl Default for StagingOptions {

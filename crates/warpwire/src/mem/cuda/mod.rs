@@ -87,7 +87,7 @@ pub struct DriverCopies {
 
 impl DriverCopies {
     /// Makes the device's context current on this thread until the value is dropped.
-    pub fn on(ordinal: u32) -> Result<Self> {
+    pub fn new(ordinal: u32) -> Result<Self> {
         let device = open(ordinal)?;
         device.push()?;
         Ok(Self { device, _not_send: std::marker::PhantomData })
@@ -108,7 +108,7 @@ impl DriverCopies {
     }
 
     /// Waits until all copies have completed.
-    pub fn finish(&self) -> Result<()> {
+    pub fn synchronize(&self) -> Result<()> {
         call!(self.device.driver, stream_synchronize(sys::StreamHandle::NULL))
     }
 }

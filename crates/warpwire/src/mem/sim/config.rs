@@ -59,6 +59,7 @@ pub struct FailNth {
 /// assert!(error.to_string().contains("gpus"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SimConfig {
     /// Number of GPUs, 1 to 64 (`gpus=2`).
     pub gpus: u32,
@@ -79,6 +80,20 @@ pub struct SimConfig {
     pub free_at: Option<u64>,
     /// Whether streams can wait for NOR; some devices cannot (`nor=off`).
     pub wait_nor: bool,
+}
+
+setters! {
+    SimConfig {
+        with_gpus => gpus: u32,
+        with_memory => memory: u64,
+        with_copy_delay => copy_delay: Duration,
+        with_jitter => jitter: Duration,
+        with_wait_nor => wait_nor: bool,
+    } optional {
+        with_fail => fail: FailNth,
+        with_move_every => move_every: u64,
+        with_free_at => free_at: u64,
+    }
 }
 
 impl Default for SimConfig {

@@ -34,7 +34,7 @@ use memory::address_space;
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
-/// let sim = Sim::start(SimConfig { gpus: 4, ..SimConfig::default() }).unwrap();
+/// let sim = Sim::start(SimConfig::default().with_gpus(4)).unwrap();
 /// assert_eq!(sim.devices().len(), 4);
 /// assert_eq!(sim.device(3).unwrap().label(), "sim:3");
 /// assert!(sim.device(4).is_err());

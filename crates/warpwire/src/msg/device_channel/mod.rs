@@ -68,6 +68,7 @@ use tracker::CompletionTracker;
 
 /// Options of a device channel.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ChannelOptions {
     /// Queue depth: maximum number of sends, and of receives, in flight with each rank; a power of
     /// two. Default: 256.
@@ -76,6 +77,14 @@ pub struct ChannelOptions {
     pub wait_timeout: Duration,
     /// Whether to create queue pairs for kernels and graphs too. Default: true.
     pub kernels: bool,
+}
+
+setters! {
+    ChannelOptions {
+        with_depth => depth: u32,
+        with_wait_timeout => wait_timeout: Duration,
+        with_kernels => kernels: bool,
+    }
 }
 
 impl Default for ChannelOptions {
@@ -93,7 +102,7 @@ impl Default for ChannelOptions {
 /// use warpwire::msg::{Comm, CommOptions, ChannelOptions, CommLink};
 ///
 /// const SOON: Duration = Duration::from_secs(20);
-/// let options = CommOptions { link: CommLink::Hub(Hub::new()), ..CommOptions::for_streams() };
+/// let options = CommOptions::for_streams().with_link(CommLink::Hub(Hub::new()));
 /// std::thread::scope(|scope| {
 ///     for comm in Comm::local_with(2, &options)? {
 ///         scope.spawn(move || -> warpwire::Result<()> {
@@ -264,7 +273,7 @@ impl Comm {
                 max_recv_sge: MAX_SLICES as u32,
                 ..connection.clone()
             },
-            waits: options.depth * 2,
+            max_waits: options.depth * 2,
             wait_timeout: Some(options.wait_timeout),
             ..StreamQpOptions::default()
         };

@@ -98,7 +98,7 @@ impl LocalResources {
             ..QpOptions::default()
         };
         let qp = context.create_qp(&pd, &cq, &cq, queue)?;
-        let (ring, stage) = (options.ring, options.stage);
+        let (ring, stage) = (options.ring, options.send_buffer);
         let memory = HostMemory::new(RING + ring + stage)?;
         let slice = |at, len| MemorySource::from(memory.clone()).slice(at, len);
         let remote_access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;

@@ -20,12 +20,13 @@ use crate::verbs::{Context, EventFd};
 
 /// Sizes, limits and timeouts of the sockets of a [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NetOptions {
     /// Size of a receive ring in bytes: a power of two from 4096 to 1 GiB. Default 256 KiB.
     pub ring: u64,
     /// Size of the send buffer in bytes, whose bytes are in flight: a power of two from 4096 to 1
     /// GiB. Default 256 KiB.
-    pub stage: u64,
+    pub send_buffer: u64,
     /// Time limit of a handshake. Default 10 s.
     pub handshake_timeout: Duration,
     /// Maximum number of established connections that wait for `accept`, per listener. Default
@@ -36,11 +37,21 @@ pub struct NetOptions {
     pub max_handshakes: usize,
 }
 
+setters! {
+    NetOptions {
+        with_ring => ring: u64,
+        with_send_buffer => send_buffer: u64,
+        with_handshake_timeout => handshake_timeout: Duration,
+        with_backlog => backlog: usize,
+        with_max_handshakes => max_handshakes: usize,
+    }
+}
+
 impl Default for NetOptions {
     fn default() -> Self {
         Self {
             ring: 256 << 10,
-            stage: 256 << 10,
+            send_buffer: 256 << 10,
             handshake_timeout: Duration::from_secs(10),
             backlog: 1024,
             max_handshakes: 256,
@@ -53,7 +64,7 @@ impl NetOptions {
         let wrong = |why: String, fix: &'static str| {
             Err(Error::new(Kind::InvalidArgument, "use warp sockets").why(why).fix(fix))
         };
-        for size in [self.ring, self.stage] {
+        for size in [self.ring, self.send_buffer] {
             if !size.is_power_of_two() || !(MIN_RING..=MAX_RING).contains(&size) {
                 let why = format!("a ring of {size} bytes was requested");
                 return wrong(why, "choose a power of two from 4096 to 1 GiB");

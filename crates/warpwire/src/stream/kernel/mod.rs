@@ -28,7 +28,7 @@
 //! let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
-//!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
+//!     Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap()
 //! });
 //! let (pd, there) = (a.alloc_pd(), b.alloc_pd());
 //! let qp = KernelQp::create(&a, &pd, &gpu, KernelQpOptions::default())?;
@@ -84,6 +84,7 @@ use target::{KernelMemory, KernelTarget};
 
 /// Where the completion queues are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum CqPlacement {
     /// Device memory if the CPU can map it, else pinned memory.
     #[default]
@@ -96,6 +97,7 @@ pub enum CqPlacement {
 
 /// Options of a [`KernelQp`].
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct KernelQpOptions {
     /// Send queue size in WQEBBs, a power of two from 2 to 32768. Most operations take one,
     /// `put_signal` takes two.
@@ -115,6 +117,19 @@ pub struct KernelQpOptions {
     /// Connection options. Those of the queues are ignored: depths, SGE counts, inline data,
     /// memory, `signal_all`, `poll_doorbell`.
     pub connection: QpOptions,
+}
+
+setters! {
+    KernelQpOptions {
+        with_send_depth => send_depth: u32,
+        with_receive_depth => receive_depth: u32,
+        with_completions => completions: CqPlacement,
+        with_single_poster => single_poster: bool,
+        with_wait_timeout => wait_timeout: Duration,
+        with_connection => connection: QpOptions,
+    } optional {
+        with_kernels => kernels: Kernels,
+    }
 }
 
 impl Default for KernelQpOptions {

@@ -57,7 +57,7 @@ pub(super) fn constants(
         send_mask: depths[0] - 1,
         receive_mask: depths[1] - 1,
         number: qp.number(),
-        receive_stride: mlx5::SEGMENT as u32,
+        receive_stride: mlx5::SEGMENT_LEN as u32,
         sink_lkey: 0,
         flags: 0,
     }

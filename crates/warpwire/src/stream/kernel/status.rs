@@ -14,6 +14,7 @@ use crate::mlx5::{CqeSyndrome, Status};
 /// assert_eq!(KernelStatus::Timeout.to_string(), "timed out");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum KernelStatus {
     /// Success.
     Ok,
