@@ -215,7 +215,6 @@ impl<'a> Endpoint<'a> {
             max_recv_sge: 1,
             mtu: Mtu::new(arguments.mtu),
             max_rd_atomic: 1,
-            min_rnr_timer: 12,
             ..QpOptions::default()
         };
         let qp = context.create_qp(&pd, &cq, &cq, options)?;
