@@ -214,8 +214,7 @@ impl<'a> Endpoint<'a> {
             .with_max_send_sge(1)
             .with_max_recv_sge(1)
             .with_mtu(Mtu::new(arguments.mtu))
-            .with_max_rd_atomic(1)
-            .with_min_rnr_timer(12);
+            .with_max_rd_atomic(1);
         let qp = context.create_qp(&pd, &cq, &cq, options)?;
         // The peer may send its first message as soon as it is connected: receives must be posted.
         qp.modify(&qp.init_attr())?;

@@ -312,9 +312,11 @@ pub struct QpAttributes {
     pub min_rnr_timer: Option<u8>,
     /// The PSN of the first request to send.
     pub send_psn: Option<Psn>,
-    /// ACK timeout: 4.096 µs · 2^n, n from 1 to 31; 0 waits forever.
+    /// ACK timeout: 4.096 µs · 2^n, n from 1 to 31; 0 waits forever. The longest wait before a
+    /// packet is sent again; measured round trips shorten it.
     pub timeout: Option<u8>,
-    /// Retries without a response: 0 to 7.
+    /// Retries without a response, 0 to 7: a silence of `retry_count` + 1 timeouts fails the queue
+    /// pair, however often packets were sent again in that time.
     pub retry_count: Option<u8>,
     /// Retries after an RNR NAK: 0 to 6; 7 is unlimited.
     pub rnr_retry: Option<u8>,

@@ -13,6 +13,11 @@ use core::time::Duration;
 /// Initial backoff before data that the host could not place is requested again.
 const FAULT_BACKOFF: Duration = Duration::from_micros(100);
 
+/// How often the wait after an RNR NAK doubles, and the maximum that it reaches if the peer does not
+/// ask for more.
+const MAX_RNR_DOUBLINGS: u8 = 7;
+const MAX_RNR_WAIT: Duration = Duration::from_millis(100);
+
 /// The result of handling a response.
 pub(super) enum Outcome {
     /// It was used.
@@ -54,6 +59,7 @@ impl Requester {
         if self.unacked != before {
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
             self.last_nak = self.last_nak.filter(|at| at.distance_from(self.unacked) >= 0);
+            self.rto.on_progress(now, self.unacked);
             self.restart_timer(now, params);
             if let (Accepted, Some((psn, status))) = (&outcome, self.rejection)
                 && self.ack_until(psn)
@@ -141,18 +147,25 @@ impl Requester {
         self.on_response_gap(stats)
     }
 
-    /// The peer misses the packet with this PSN: go back, which costs a retry. Copies of that NAK
-    /// are ignored until there is progress or a timeout: each would send the whole window again.
+    /// The peer misses the packet with this PSN: go back. Copies of that NAK are ignored until there
+    /// is progress or a timeout (each would send the whole window again), and do not end the peer's
+    /// silence: a packet that never arrives fails in the end.
     fn on_sequence_nak(&mut self, psn: Psn) -> Outcome {
-        let is_copy = self.last_nak.replace(psn) == Some(psn);
-        // If nothing was sent since going back, the NAK says nothing new.
-        if is_copy || self.next == self.unacked {
+        if self.last_nak.replace(psn) != Some(psn) {
+            self.rto.on_answer();
+        } else if self.nak_ignored {
             return Accepted;
         }
-        self.retry().map_or_else(Failed, |()| Accepted)
+        self.nak_ignored = true;
+        // If nothing was sent since going back, the NAK says nothing new.
+        if self.next != self.unacked {
+            self.go_back();
+        }
+        Accepted
     }
 
-    /// The peer has no receive, or no resident page, for the packet at `unacked`.
+    /// The peer has no receive, or no resident page, for the packet at `unacked`. It gets that
+    /// packet alone, after a wait that doubles each time, until it accepts it.
     fn on_rnr_nak(&mut self, now: Instant, code: u8) -> Outcome {
         const INFINITE: u8 = 7;
         if now < self.resume {
@@ -164,10 +177,13 @@ impl Requester {
                 None => return Failed(Status::RnrRetryExceeded),
             }
         }
-        // The peer responds: retries are only for peers that do not.
-        self.retries_left = self.retry_count;
+        self.rto.on_answer();
         self.go_back();
-        self.resume = now + rnr_time(code);
+        self.probing = true;
+        let asked = rnr_time(code);
+        let wait = asked * (1 << self.rnr_streak.min(MAX_RNR_DOUBLINGS));
+        self.rnr_streak = self.rnr_streak.saturating_add(1);
+        self.resume = now + wait.min(asked.max(MAX_RNR_WAIT));
         Accepted
     }
 
@@ -264,8 +280,7 @@ impl Requester {
 
     /// The host could not place data that arrived: request it again, with exponential backoff.
     fn back_off_after_fault(&mut self, now: Instant) -> Outcome {
-        // The peer responds: retries are only for peers that do not.
-        self.retries_left = self.retry_count;
+        self.rto.on_answer();
         self.go_back();
         let backoff = FAULT_BACKOFF * (1 << self.fault_streak.min(7));
         self.fault_streak = self.fault_streak.saturating_add(1);

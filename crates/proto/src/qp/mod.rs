@@ -34,6 +34,7 @@
 //! | `responder`, `resource`, `response` | the peer's requests, and our responses |
 //! | `atomic` | atomics on the wire |
 //! | `pacer` | rate control by congestion notifications |
+//! | `rto` | the retransmission timeout, from measured round trips |
 //! | `ud` | datagrams |
 
 mod access;
@@ -46,6 +47,7 @@ mod requester;
 mod resource;
 mod responder;
 mod response;
+mod rto;
 mod stats;
 mod ud;
 mod work;
@@ -612,7 +614,8 @@ impl RcQp {
     /// Handles expired timers.
     pub fn handle_timeout(&mut self, now: Instant) {
         if matches!(self.state, State::Rts | State::Sqd)
-            && let Err(status) = self.requester.handle_timeout(now, &mut self.stats)
+            && let Err(status) =
+                self.requester.handle_timeout(now, &self.requester_params, &mut self.stats)
         {
             self.fail(Some(status));
         }

@@ -19,6 +19,7 @@ use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
+use super::rto::RtoEstimator;
 use super::work::{Fence, SendCompletion, SendOp, SendQueueError, SendWr, Status};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
@@ -34,7 +35,8 @@ pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
-    /// How long to wait for a response; `None` means forever.
+    /// The longest wait between two transmissions of a packet; `None` means forever. Silence of
+    /// `retry_count` + 1 times as long fails the queue pair.
     pub timeout: Option<Duration>,
     pub max_rd_atomic: u32,
     /// Maximum of unacknowledged packets of up to 4096 bytes.
@@ -69,6 +71,10 @@ pub(super) fn scale_to_payload(packets: u32, len: u32) -> u32 {
         _ => (packets / len.div_ceil(MAX_ROCE_PAYLOAD)).max(1),
     }
 }
+
+/// Packets that may be sent on a new connection before the first response: it may say that the peer
+/// has no receive, or is not there.
+const INITIAL_WINDOW: u32 = 16;
 
 /// Work in the ring, with the PSNs that it got when it was started.
 #[derive(Clone, Copy, Debug)]
@@ -110,11 +116,19 @@ pub(super) struct Requester {
     /// The PSN after the last packet that needs a response: the timer runs while it is ahead of
     /// `unacked`.
     ack_due: Psn,
-    /// Configured retries, and those left; refilled by every acknowledgement.
-    pub(super) retry_count: u8,
+    /// Configured retries, and those after RNR NAKs that are left; refilled by every
+    /// acknowledgement.
+    retry_count: u8,
     rnr_retry: u8,
-    pub(super) retries_left: u8,
     pub(super) rnr_left: u8,
+    /// How many RNR NAKs came in a row.
+    pub(super) rnr_streak: u8,
+    /// The retransmission timeout, and how long the peer has been silent.
+    pub(super) rto: RtoEstimator,
+    /// After a timeout or an RNR NAK only the first packet is sent, until there is progress.
+    pub(super) probing: bool,
+    /// There was progress on this connection: the window is open.
+    opened: bool,
     /// How many times in a row the host could not place a response.
     pub(super) fault_streak: u8,
     /// When the retransmission timer expires.
@@ -123,8 +137,9 @@ pub(super) struct Requester {
     pub(super) resume: Instant,
     /// The value of `unacked` at which a missing response already made us go back.
     pub(super) last_go_back: Option<Psn>,
-    /// The PSN of the last sequence-error NAK that made us go back.
+    /// The PSN of the last sequence-error NAK, and whether copies of it are ignored.
     pub(super) last_nak: Option<Psn>,
+    pub(super) nak_ignored: bool,
     /// The PSN in the middle of a chunk at which a read was last requested again.
     pub(super) resumed_at: Option<Psn>,
     /// A PSN that the peer rejected, with the status for its work, while responses before it are
@@ -152,13 +167,17 @@ impl Requester {
             ack_due: Psn::new(0),
             retry_count: 0,
             rnr_retry: 0,
-            retries_left: 0,
             rnr_left: 0,
+            rnr_streak: 0,
+            rto: RtoEstimator::default(),
+            probing: false,
+            opened: false,
             fault_streak: 0,
             deadline: Instant::NEVER,
             resume: Instant::default(),
             last_go_back: None,
             last_nak: None,
+            nak_ignored: false,
             resumed_at: None,
             rejection: None,
             failure: None,
@@ -177,7 +196,7 @@ impl Requester {
 
     pub(super) fn set_retries(&mut self, retry_count: Option<u8>, rnr_retry: Option<u8>) {
         if let Some(count) = retry_count {
-            (self.retry_count, self.retries_left) = (count, count);
+            self.retry_count = count;
         }
         if let Some(count) = rnr_retry {
             (self.rnr_retry, self.rnr_left) = (count, count);
@@ -187,8 +206,9 @@ impl Requester {
     /// Everything before `psn` is acknowledged: the retry counters are refilled.
     pub(super) fn advance_unacked(&mut self, psn: Psn) {
         self.unacked = psn;
-        (self.retries_left, self.rnr_left) = (self.retry_count, self.rnr_retry);
-        self.fault_streak = 0;
+        self.rnr_left = self.rnr_retry;
+        (self.fault_streak, self.rnr_streak) = (0, 0);
+        (self.probing, self.opened) = (false, true);
     }
 
     pub(super) fn footprint(&self) -> usize {
@@ -299,11 +319,14 @@ impl Requester {
         let in_flight = self.next.distance_from(self.unacked) as u32;
         let (next, unsent, outstanding_reads) = (self.next, self.unsent, self.outstanding_reads);
         let is_oldest = self.current == self.tail;
+        let (limited, limit) =
+            (self.probing || !self.opened, if self.probing { 1 } else { INITIAL_WINDOW });
         let entry = self.entry_mut(self.current);
         let awaits_response = entry.work.op.awaits_response();
         // Retransmissions were counted already: a limit that was lowered since must not block them.
         let is_new = next == unsent;
         if params.window_full(in_flight, entry.work.len)
+            || limited && in_flight >= limit
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
             let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
@@ -349,7 +372,8 @@ impl Requester {
         headers.ack_request = is_last
             || in_flight + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
-            || !is_new && next == self.unacked;
+            || !is_new && next == self.unacked
+            || limited && in_flight + segment.psn_count >= limit;
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
@@ -357,6 +381,9 @@ impl Requester {
         if headers.ack_request || awaits_response {
             self.since_ack_request = 0;
             self.ack_due = self.next;
+            if is_new {
+                self.rto.on_sent(now, next);
+            }
             if self.deadline == Instant::NEVER {
                 self.restart_timer(now, params);
             }
@@ -366,16 +393,23 @@ impl Requester {
 
     /// Restarts the timer, if a response is due.
     pub(super) fn restart_timer(&mut self, now: Instant, params: &ConnParams) {
-        let blocked = self.ack_due.distance_from(self.unacked) > 0;
-        let timeout = params.timeout.filter(|_| blocked);
-        self.deadline = timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+        self.deadline = Instant::NEVER;
+        if self.ack_due.distance_from(self.unacked) > 0 {
+            self.start_timer(now, params);
+        }
+    }
+
+    fn start_timer(&mut self, now: Instant, params: &ConnParams) {
+        if let Some(timeout) = params.timeout {
+            self.deadline = now + self.rto.next_wait(timeout, self.retry_count);
+        }
     }
 
     /// The link has no room for a packet that is due: the timer runs as if it had been sent, so
     /// that a peer that stopped draining is not waited for forever.
     pub(super) fn on_link_full(&mut self, now: Instant, params: &ConnParams) {
         if self.deadline == Instant::NEVER && self.has_work() && self.resume <= now {
-            self.deadline = params.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+            self.start_timer(now, params);
         }
     }
 
@@ -386,22 +420,27 @@ impl Requester {
         self.ack_due = self.unacked;
         self.outstanding_reads = 0;
         self.deadline = Instant::NEVER;
+        self.rto.forget_sample();
     }
 
     /// Handles an expired retransmission timer. `Err` fails the queue pair.
-    pub(super) fn handle_timeout(&mut self, now: Instant, stats: &mut Stats) -> Result<(), Status> {
+    pub(super) fn handle_timeout(
+        &mut self,
+        now: Instant,
+        params: &ConnParams,
+        stats: &mut Stats,
+    ) -> Result<(), Status> {
         if now < self.deadline {
             return Ok(());
         }
         stats.timeouts += 1;
-        (self.last_go_back, self.last_nak) = (None, None);
-        self.retry()
-    }
-
-    /// Goes back, if retries are left.
-    pub(super) fn retry(&mut self) -> Result<(), Status> {
-        self.retries_left = self.retries_left.checked_sub(1).ok_or(Status::RetryExceeded)?;
+        let timeout = params.timeout.unwrap_or(Duration::MAX);
+        if self.rto.on_timeout(timeout, self.retry_count) {
+            return Err(Status::RetryExceeded);
+        }
+        (self.last_go_back, self.nak_ignored) = (None, false);
         self.go_back();
+        self.probing = true;
         Ok(())
     }
 

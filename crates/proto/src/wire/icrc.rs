@@ -6,10 +6,10 @@
 //! traffic class, flow label and hop limit; the UDP checksum; the byte of the BTH with the
 //! congestion bits. It covers the IPv4 identification. It is stored least significant byte first.
 //!
-//! A sender knows its identification; a receiver with a plain UDP socket does not see it.
-//! [`IpIdSolver`] recovers it from the packet: the CRC is linear, so the difference between the
-//! ICRC carried and the ICRC computed with another identification depends only on the two
-//! identifications and the length, and can be inverted.
+//! A sender knows its identification and its flag "don't fragment"; a receiver with a plain UDP
+//! socket sees neither. [`IpIdSolver`] recovers them from the packet: the CRC is linear, so the
+//! difference between the ICRC carried and the ICRC computed with another identification depends
+//! only on the two identifications and the length, and can be inverted.
 
 use core::net::SocketAddr;
 
@@ -29,6 +29,9 @@ pub struct Portable;
 
 /// The CRC of the eight bytes of ones, in zlib's convention.
 const AFTER_ONES: u32 = !0xdebb_20e3;
+/// Offset in the IPv4 header of the byte with the flags, and the flag "don't fragment" in it.
+const FLAGS: usize = 6;
+const DONT_FRAGMENT: u8 = 0x40;
 /// Offset in the BTH of the byte with the congestion bits.
 const BTH_VARIANT: usize = 4;
 /// Maximum length of the headers with masked fields: IPv6, UDP and BTH.
@@ -124,6 +127,14 @@ impl IcrcPrefix {
         Self { masked, ip_len }
     }
 
+    /// Changes whether packets have the flag "don't fragment", which they have at first (IPv6 has
+    /// none).
+    pub fn toggle_dont_fragment(&mut self) {
+        if self.ip_len != IPV6_LEN {
+            self.masked[FLAGS] ^= DONT_FRAGMENT;
+        }
+    }
+
     /// The ICRC of `packet`, from the BTH through the space of its ICRC, with this IPv4
     /// identification (IPv6 has none). `None` if it is too short for BTH and ICRC, or longer than
     /// IP allows.
@@ -168,10 +179,11 @@ impl IcrcPrefix {
     }
 }
 
-/// Recovers the IPv4 identification of packets of one length from their ICRC.
+/// Recovers the IPv4 identification of packets of one length from their ICRC, and whether they have
+/// the flag "don't fragment".
 ///
-/// Recovering it leaves sixteen bits of the ICRC as a check: one in 65 536 randomly damaged packets
-/// passes.
+/// That leaves fifteen bits of the ICRC as a check: one in 32 768 randomly damaged packets has some
+/// solution. The caller must know which ones are plausible.
 ///
 /// ```
 /// use warpwire_proto::wire::icrc::{IcrcPrefix, IpIdSolver, Portable};
@@ -181,7 +193,7 @@ impl IcrcPrefix {
 /// let packet = [0x5a; 100];
 /// let carried = icrc_prefix.icrc::<Portable>(0xbeef, &packet).unwrap();
 /// let computed = icrc_prefix.icrc::<Portable>(0, &packet).unwrap();
-/// assert_eq!(IpIdSolver::new(100).solve(0, carried ^ computed), Some(0xbeef));
+/// assert_eq!(IpIdSolver::new(100).solve(0, carried ^ computed), Some((0xbeef, false)));
 /// assert_eq!(IpIdSolver::new(100).solve(0, carried ^ computed ^ 1), None);
 /// ```
 #[derive(Clone, Copy, Debug)]
@@ -219,15 +231,17 @@ impl IpIdSolver {
     }
 
     /// The identification that the sender used, if the packet's ICRC differs by `difference` from
-    /// the one computed with the identification `assumed`; `None` if no identification explains the
-    /// difference.
-    pub const fn solve(&self, assumed: u16, difference: u32) -> Option<u16> {
+    /// the one computed with the identification `assumed`, and whether its "don't fragment" differs
+    /// from the assumed one; `None` if nothing explains the difference.
+    pub const fn solve(&self, assumed: u16, difference: u32) -> Option<(u16, bool)> {
+        // The identification is followed by the byte with the flags.
+        const FLAG: u32 = (DONT_FRAGMENT as u32) << 16;
         let register = multiply(self.inverse, difference);
-        if register > 0xffff {
+        if register & !(FLAG | 0xffff) != 0 {
             return None;
         }
         // The first byte on the wire is the lowest of the register.
-        Some((register as u16).swap_bytes() ^ assumed)
+        Some(((register as u16).swap_bytes() ^ assumed, register & FLAG != 0))
     }
 }
 
@@ -341,7 +355,9 @@ mod tests {
         for bit in (BTH_LEN * 8)..(bytes.len() - ICRC_LEN) * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
             let computed = icrc_prefix.icrc::<Portable>(0, &bytes).unwrap();
-            assert_eq!(ip_id_solver.solve(0, carried ^ computed), None, "bit {bit}");
+            // With another flag some have a solution, but none with a small identification.
+            let solved = ip_id_solver.solve(0, carried ^ computed);
+            assert!(solved.is_none_or(|(id, flag_differs)| id > 63 && flag_differs), "bit {bit}");
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
     }
@@ -385,13 +401,20 @@ mod tests {
             bytes in proptest::collection::vec(any::<u8>(), 16..3000),
             actual in any::<u16>(),
             assumed in any::<u16>(),
+            flag_differs in any::<bool>(),
         ) {
             let (source, destination) = addresses(false);
             let mut icrc_prefix = IcrcPrefix::new(source, destination);
-            let carried = icrc_prefix.icrc::<Portable>(actual, &bytes).unwrap();
             let computed = icrc_prefix.icrc::<Portable>(assumed, &bytes).unwrap();
+            if flag_differs {
+                icrc_prefix.toggle_dont_fragment();
+            }
+            let carried = icrc_prefix.icrc::<Portable>(actual, &bytes).unwrap();
             let ip_id_solver = IpIdSolver::new(bytes.len());
-            prop_assert_eq!(ip_id_solver.solve(assumed, carried ^ computed), Some(actual));
+            prop_assert_eq!(
+                ip_id_solver.solve(assumed, carried ^ computed),
+                Some((actual, flag_differs))
+            );
         }
 
         #[test]

@@ -16,3 +16,4 @@ mod responses;
 mod retries;
 mod sending;
 mod states;
+mod timers;

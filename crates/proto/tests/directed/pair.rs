@@ -167,6 +167,16 @@ impl Pair {
         pair
     }
 
+    /// Has a message of one packet in each direction acknowledged, so that the windows are open. The
+    /// next PSNs are one further on.
+    pub fn open_windows(&mut self) {
+        for end in [A, B] {
+            self.post(end, 1000, SendOp::Write(REMOTE_ADDR), 1);
+        }
+        self.exchange();
+        self.endpoints.iter_mut().for_each(|end| end.sent.clear());
+    }
+
     pub fn post(&mut self, end: usize, id: u64, op: SendOp, len: u32) {
         self.post_work(end, SendWr::new(id, op, len));
     }

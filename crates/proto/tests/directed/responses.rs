@@ -183,8 +183,9 @@ fn after_a_timeout_a_missing_response_causes_another_go_back() {
     for missed in 1..3 {
         assert_eq!(pair.inject_ack(0x101, Syndrome::ACK), Err(DiscardReason::ResponseGap));
         assert_eq!(pair.endpoints[A].qp.stats().response_gaps, missed);
-        assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101]);
+        let again: &[u32] = if missed == 1 { &[0x100, 0x101] } else { &[0x100] };
+        assert_eq!(psns(&pair.send_all(A)), again);
         pair.wait(pair.params.ack_timeout());
-        pair.send_all(A);
+        assert_eq!(psns(&pair.send_all(A)), [0x100], "one packet after a timeout");
     }
 }

@@ -1,7 +1,7 @@
 //! What is sent, and when: window, ACK requests, fences, split reads.
 
 use warpwire_proto::qp::{Fence, SendOp, SendQueueError, SendWr, TransportOptions};
-use warpwire_proto::wire::{Extension, Opcode, Syndrome};
+use warpwire_proto::wire::{Extension, Nak, Opcode, Syndrome};
 
 use crate::directed::pair::{
     A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, one_of_each_op, opcodes, psns,
@@ -47,6 +47,7 @@ fn the_last_packet_of_every_message_requests_an_ack() {
 #[test]
 fn a_long_message_requests_periodic_acks() {
     let mut pair = Pair::with(with_options(TransportOptions::default().with_window(64)));
+    pair.open_windows();
     pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 60 * MTU);
     let packets = pair.send_all(A);
     let ack_requests: Vec<_> = (0..60).filter(|at| packets[*at].headers.ack_request).collect();
@@ -186,7 +187,7 @@ fn a_retransmission_requests_an_ack_with_its_first_packet() {
     let mut pair = Pair::new();
     pair.post(A, 0, SendOp::Send, 10 * MTU);
     assert!(!pair.send_all(A)[0].headers.ack_request);
-    pair.wait(pair.params.ack_timeout());
+    pair.inject_ack(0x102, Syndrome::Nak(Nak::Sequence)).unwrap();
     let again = pair.send_all(A);
     assert!(again[0].headers.ack_request, "only the ACK may have been lost");
     assert!(!again[1].headers.ack_request);
@@ -230,6 +231,7 @@ fn local_work_completes_in_order_and_sends_nothing() {
 #[test]
 fn responses_and_requests_alternate() {
     let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.open_windows();
     pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 20 * MTU);
     pair.transfer(A);
     pair.post(B, 1, SendOp::Write(REMOTE_ADDR), 20 * MTU);
@@ -265,6 +267,7 @@ fn fewer_long_packets_fit_in_the_window() {
     let params = || ConnParams { mtu: pages(15), ..with_options(TransportOptions::default()) };
     for (len, packets) in [(8, 128), (4096, 128), (4097, 128), (pages(4), 64), (pages(15), 17)] {
         let mut pair = Pair::with(params());
+        pair.open_windows();
         (0..128).for_each(|id| pair.post(A, id, SendOp::Write(REMOTE_ADDR), len));
         let sent = pair.send_all(A);
         assert_eq!(sent.len(), packets, "messages of {len} bytes");

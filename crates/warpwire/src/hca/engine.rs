@@ -385,7 +385,7 @@ impl Core {
         totals.packets_received += 1;
         let (headers, payload) = (transport.headers(), transport.payload());
         let payload_len = payload.len() as u32;
-        let rx = RxPacket { headers: &headers, payload_len, marked: frame.marked };
+        let rx = RxPacket { headers: &headers, payload_len, marked: frame.is_marked() };
         let mut view = HostView { qp_memory, registry, srqs, payload };
         // Discarded packets are counted by the queue pair.
         let _ = qp.handle_packet(now, &rx, &mut view);

@@ -7,7 +7,7 @@ use warpwire_proto::qp::{
     self, Datagram, GRH_LEN, Host, HostStatus, Mtu, ProtocolEvent, QpAttributes, RcQp, Receive,
     Remote, SendCompletion, SendOp, SendQueueError, SendWr, Service, Source, State, Target, Ud,
 };
-use warpwire_proto::wire::ip::{ECN_MARKED, IpRepr, UDP_LEN, mapped};
+use warpwire_proto::wire::ip::{IpRepr, UDP_LEN, mapped};
 
 use super::host::HostView;
 use crate::link::Frame;
@@ -217,15 +217,14 @@ impl Host for DatagramHostView<'_> {
 }
 
 /// The 40 bytes before a datagram: the IPv6 header that it arrived with, or 20 zero bytes and its
-/// IPv4 header. A socket does not report the hop limit and traffic class: they are what a sender on
-/// this network would have set.
+/// IPv4 header.
 fn grh(frame: &Frame<'_>) -> [u8; GRH_LEN as usize] {
     let mut grh = [0; GRH_LEN as usize];
     let header = IpRepr {
         source: frame.from.ip(),
         destination: frame.to.ip(),
-        traffic_class: if frame.marked { ECN_MARKED } else { 0 },
-        hop_limit: 64,
+        traffic_class: frame.traffic_class,
+        hop_limit: frame.hop_limit,
         identification: frame.identification,
         payload_len: u16::try_from(UDP_LEN + frame.bytes.len()).unwrap_or(u16::MAX),
     };

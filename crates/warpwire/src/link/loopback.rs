@@ -142,7 +142,8 @@ impl Slot {
             from: self.from,
             to: self.to,
             bytes: self.bytes.get(..self.len).unwrap_or_default(),
-            marked: false,
+            traffic_class: Frame::TRAFFIC_CLASS,
+            hop_limit: Frame::HOP_LIMIT,
             identification: 0,
             has_icrc: self.has_icrc,
         }

@@ -57,6 +57,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, ECN_MASK};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, MAX_HEADERS_LEN};
 
 #[doc(hidden)]
@@ -287,12 +288,27 @@ pub struct Frame<'a> {
     pub to: SocketAddr,
     /// The packet from the BTH through the ICRC.
     pub bytes: &'a [u8],
-    /// Congestion was experienced on the path (ECN CE).
-    pub marked: bool,
+    /// The traffic class that it arrived with, including the ECN bits. In memory, where there is no
+    /// IP header: what a network would have delivered.
+    pub traffic_class: u8,
+    /// Time to live or hop limit that it arrived with; in memory as above.
+    pub hop_limit: u8,
     /// The IPv4 identification covered by the ICRC: known to the sender, inferred by the receiver.
     pub identification: u16,
     /// Whether the last four bytes are an ICRC. Packets that stay in memory may omit it.
     pub has_icrc: bool,
+}
+
+impl Frame<'_> {
+    /// The traffic class of packets that are sent: capable of ECN.
+    pub(crate) const TRAFFIC_CLASS: u8 = ECN_CAPABLE;
+    /// The hop limit of packets that are sent: Linux's default.
+    pub(crate) const HOP_LIMIT: u8 = 64;
+
+    /// Whether congestion was experienced on the path (ECN CE).
+    pub fn is_marked(&self) -> bool {
+        self.traffic_class & ECN_MASK == ECN_MARKED
+    }
 }
 
 /// Why a packet could not be reserved.

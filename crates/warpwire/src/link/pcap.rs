@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use warpwire_proto::Instant;
 use warpwire_proto::wire::icrc::IcrcPrefix;
-use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, IpRepr, UDP_LEN, UdpRepr};
+use warpwire_proto::wire::ip::{IpRepr, UDP_LEN, UdpRepr};
 use warpwire_proto::wire::packet::ICRC_LEN;
 use warpwire_proto::wire::pcap;
 
@@ -28,8 +28,6 @@ use crate::error::{Error, Result};
 
 /// Write buffer in bytes.
 const BUFFER: usize = 1 << 20;
-/// Linux's default TTL.
-const HOP_LIMIT: u8 = 64;
 
 /// A capture file. Clones write to the same file.
 ///
@@ -140,8 +138,8 @@ fn headers_of(frame: &Frame<'_>, headers: &mut [u8; 48]) -> Option<usize> {
     let ip = IpRepr {
         source: frame.from.ip(),
         destination: frame.to.ip(),
-        traffic_class: if frame.marked { ECN_MARKED } else { ECN_CAPABLE },
-        hop_limit: HOP_LIMIT,
+        traffic_class: frame.traffic_class,
+        hop_limit: frame.hop_limit,
         identification: frame.identification,
         payload_len: udp.payload_len.checked_add(UDP_LEN as u16)?,
     };

@@ -75,18 +75,19 @@ pub struct QpOptions {
     pub mtu: Option<Mtu>,
     /// Remote access flags (`qp_access_flags`). Default: all.
     pub access: Access,
-    /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 14 (67 ms).
+    /// Local ACK timeout: 4.096 µs · 2^n, 1 to 31; 0 waits forever. Default: 17 (0.54 s). The
+    /// software HCA sends packets again sooner, by the round trips that it measures.
     pub timeout: u8,
-    /// Retransmissions without an answer before work fails with
-    /// [`RetryExceeded`](crate::mlx5::Status::RetryExceeded), 0 to 7. Default: 7.
+    /// Retries without an answer before work fails with
+    /// [`RetryExceeded`](crate::mlx5::Status::RetryExceeded), 0 to 7: the peer may be silent for
+    /// `retry_count` + 1 timeouts. Default: 7 (4.3 s in all).
     pub retry_count: u8,
     /// Retries after an RNR NAK (the peer has no receive posted) before work fails with
     /// [`RnrRetryExceeded`](crate::mlx5::Status::RnrRetryExceeded), 0 to 6; 7 (the default) retries
     /// without limit.
     pub rnr_retry: u8,
     /// Minimum RNR NAK timer: the code of the delay that peers must observe after an RNR NAK.
-    /// Default: 1 (10 µs), which suits the software HCA; 12 (0.64 ms) suits devices with many
-    /// peers that all retry.
+    /// Default: 12 (0.64 ms). The software HCA doubles the delay with each NAK for the same message.
     pub min_rnr_timer: u8,
     /// Maximum number of RDMA reads and atomics in flight, as initiator and as responder
     /// (`max_rd_atomic`, `max_dest_rd_atomic`). Default: 16; reduced to what hardware and the peer
@@ -140,10 +141,10 @@ impl Default for QpOptions {
             poll_doorbell: false,
             mtu: None,
             access: Access::ALL,
-            timeout: 14,
+            timeout: 17,
             retry_count: 7,
             rnr_retry: 7,
-            min_rnr_timer: 1,
+            min_rnr_timer: 12,
             max_rd_atomic: 16,
             tuning: protocol::TransportOptions::default(),
         }

@@ -22,6 +22,7 @@ cases!(Fixture; CASES:
     a_process_that_is_killed,
     a_process_that_is_killed_while_it_writes,
     a_process_that_is_stopped,
+    a_process_that_pauses_for_three_seconds,
     idle_processes_sleep,
 );
 
@@ -308,6 +309,32 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
         assert!(next(&pairs[0]).is_success());
         same(&big.read(0, LEN as usize), &wanted, "data written across a stop");
     }
+}
+
+/// With default options a peer may pause for three seconds, in the middle of a transfer.
+fn a_process_that_pauses_for_three_seconds(fixture: &Fixture) {
+    let LocalSetup { end, .. } = LocalSetup::new(fixture);
+    let mut peer = Peer::start(fixture.test_link);
+    let ours = test_qp(&end, QpOptions::default());
+    peer.join(&[&ours.qp], None);
+    let big = fixture.host(&end, LEN);
+    let wanted = big.pattern(0, LEN as usize, 77);
+    let data = [big.mr.sge(0, LEN as u32)];
+    let writes: Vec<_> =
+        (0..16).map(|id| SendRequest::new(id, WrOp::Write(peer.at(0))).with(&data)).collect();
+    ours.qp.post_send(&writes).unwrap();
+    let mut done = vec![next(&ours)];
+    peer.signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(3));
+    peer.signal(Signal::CONT);
+    done.extend((1..16).map(|_| next(&ours)));
+    for (id, done) in (0..).zip(&done) {
+        assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", ours.qp.stats());
+    }
+    big.write(0, &vec![0; LEN as usize]);
+    ours.qp.post_send(&[SendRequest::new(99, WrOp::Read(peer.at(0))).with(&data)]).unwrap();
+    assert!(next(&ours).is_success());
+    same(&big.read(0, LEN as usize), &wanted, "data written across a pause");
 }
 
 /// CPU time used by a process, from `/proc`.

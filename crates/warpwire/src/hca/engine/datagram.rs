@@ -171,7 +171,7 @@ impl Core {
         totals.packets_received += 1;
         let (headers, payload) = (transport.headers(), transport.payload());
         let payload_len = payload.len() as u32;
-        let rx = RxPacket { headers: &headers, payload_len, marked: frame.marked };
+        let rx = RxPacket { headers: &headers, payload_len, marked: frame.is_marked() };
         datagrams.from = frame.from;
         let view = HostView { qp_memory, registry, srqs, payload };
         let mut view = DatagramHostView { view, frame: Some(frame) };

@@ -70,7 +70,8 @@ struct Outgoing {
 struct PacketInfo {
     from: SocketAddr,
     to: SocketAddr,
-    marked: bool,
+    traffic_class: u8,
+    hop_limit: u8,
     identification: u16,
     has_icrc: bool,
 }
@@ -337,8 +338,9 @@ impl<L: Link> Link for FaultInjector<L> {
                 counters.drops.injected += 1;
                 return;
             }
-            let Frame { from, to, marked, identification, has_icrc, bytes } = frame;
-            let info = PacketInfo { from, to, marked, identification, has_icrc };
+            let Frame { from, to, traffic_class, hop_limit, identification, has_icrc, bytes } =
+                frame;
+            let info = PacketInfo { from, to, traffic_class, hop_limit, identification, has_icrc };
             if decision.duplicate && !delay_queue.enqueue(bytes, info, decision.schedule) {
                 counters.drops.overrun += 1;
             }
@@ -355,10 +357,11 @@ impl<L: Link> Link for FaultInjector<L> {
             if let Some((held, info)) =
                 delay_queue.held(slot).and_then(|held| Some((held, held.info?)))
             {
-                let PacketInfo { from, to, marked, identification, has_icrc } = info;
+                let PacketInfo { from, to, traffic_class, hop_limit, identification, has_icrc } =
+                    info;
                 let bytes = held.bytes.get(..held.len).unwrap_or_default();
                 delivered += 1;
-                take(Frame { from, to, bytes, marked, identification, has_icrc });
+                take(Frame { from, to, bytes, traffic_class, hop_limit, identification, has_icrc });
             }
             delay_queue.release(slot);
         }

@@ -303,7 +303,9 @@ impl Incoming {
                 counters.received += 1;
                 counters.received_bytes += bytes.len() as u64;
                 let (from, to) = (*from, *to);
-                take(Frame { from, to, bytes, marked: false, identification: 0, has_icrc });
+                let (traffic_class, hop_limit) = (Frame::TRAFFIC_CLASS, Frame::HOP_LIMIT);
+                let identification = 0;
+                take(Frame { from, to, bytes, traffic_class, hop_limit, identification, has_icrc });
             });
             *bad = taken.is_err();
             broken |= *bad;

@@ -577,7 +577,8 @@ impl Link for Shm {
             from,
             to,
             bytes,
-            marked: false,
+            traffic_class: Frame::TRAFFIC_CLASS,
+            hop_limit: Frame::HOP_LIMIT,
             identification: 0,
             has_icrc: self.append_icrc,
         })

@@ -219,7 +219,8 @@ impl Udp {
                     from: message.from,
                     to: SocketAddr::new(to, self.local.port()),
                     bytes: packet,
-                    marked: message.is_marked(),
+                    traffic_class: message.traffic_class,
+                    hop_limit: message.hop_limit,
                     identification,
                     has_icrc: true,
                 });
@@ -391,10 +392,12 @@ fn configure(
         sys::set(fd, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_DO)?;
         sys::set(fd, libc::IPPROTO_IP, libc::IP_TOS, ecn)?;
         sys::set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, ON)?;
+        sys::set(fd, libc::IPPROTO_IP, libc::IP_RECVTTL, ON)?;
     } else {
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_DO)?;
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ecn)?;
         sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, ON)?;
+        sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT, ON)?;
         // Hardware sends RoCEv2 without a UDP checksum.
         sys::set(fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, ON)?;
     }

@@ -138,7 +138,8 @@ impl TxBatch {
             from: flow.from,
             to: flow.to,
             bytes: self.buffer.get(start..self.end)?,
-            marked: false,
+            traffic_class: Frame::TRAFFIC_CLASS,
+            hop_limit: Frame::HOP_LIMIT,
             identification: if flow.to.is_ipv4() { number } else { 0 },
             has_icrc: true,
         })

@@ -13,10 +13,9 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
-use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
-/// Bytes for the control messages of one packet or run: segment size, traffic class, address, and
-/// what the kernel may add unrequested.
+/// Bytes for the control messages of one packet or run: segment size, traffic class, hop limit,
+/// address, and what the kernel may add unrequested.
 const CONTROL: usize = 128;
 
 /// An unbound socket of the address's IP version.
@@ -356,6 +355,7 @@ impl Headers {
             len: message.msg_len as usize,
             segment: 0,
             traffic_class: 0,
+            hop_limit: 0,
             to: None,
             truncated: message.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
         };
@@ -374,17 +374,12 @@ pub(super) struct Received {
     /// Length of each packet if the kernel coalesced several; else 0.
     pub segment: usize,
     pub traffic_class: u8,
+    /// Time to live (IPv4) or hop limit (IPv6).
+    pub hop_limit: u8,
     /// The destination address, if the socket has several.
     pub to: Option<IpAddr>,
     /// The message was longer than its buffer.
     pub truncated: bool,
-}
-
-impl Received {
-    /// Whether a switch marked the packet: congestion (ECN CE).
-    pub(super) fn is_marked(&self) -> bool {
-        self.traffic_class & ECN_MASK == ECN_MARKED
-    }
 }
 
 const HEADER: usize = size_of::<cmsghdr>();
@@ -443,6 +438,9 @@ fn parse_cmsgs(mut control: &[u8], received: &mut Received) {
             }
             (libc::IPPROTO_IP, libc::IP_TOS) => received.traffic_class = byte,
             (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => received.traffic_class = word() as u8,
+            (libc::IPPROTO_IP, libc::IP_TTL) | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
+                received.hop_limit = word() as u8;
+            }
             (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
                 // The third word: the destination in the packet.
                 let address = value.get(8..12).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
@@ -560,6 +558,7 @@ mod tests {
             len: 0,
             segment: 0,
             traffic_class: 0,
+            hop_limit: 0,
             to: None,
             truncated: false,
         };

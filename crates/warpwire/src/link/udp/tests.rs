@@ -212,7 +212,41 @@ fn congestion_marks_are_reported() {
                 one.flush().unwrap();
                 let mut left = 3;
                 while left > 0 {
-                    left -= two.receive(&mut |frame| assert_eq!(frame.marked, mark)).unwrap();
+                    left -= two.receive(&mut |frame| assert_eq!(frame.is_marked(), mark)).unwrap();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn hop_limit_and_traffic_class_are_the_packets_own() {
+    for address in addresses() {
+        for options in ["", "gso=off,gro=off"] {
+            let mut one = bind(address, options.parse().unwrap());
+            let mut two = bind(address, options.parse().unwrap());
+            let flow = one.open(two.local(), 0).unwrap();
+            for (hops, class) in [(64, 2), (1, 0x48), (255, 0xb8), (7, 0)] {
+                let options = match one.local().is_ipv4() {
+                    true => [(libc::IPPROTO_IP, libc::IP_TTL), (libc::IPPROTO_IP, libc::IP_TOS)],
+                    false => [
+                        (libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS),
+                        (libc::IPPROTO_IPV6, libc::IPV6_TCLASS),
+                    ],
+                };
+                for ((level, name), value) in options.into_iter().zip([hops, class]) {
+                    sys::set(one.socket.as_fd(), level, name, value).unwrap();
+                }
+                (0..3).for_each(|number| send(&mut one, flow, 64, number));
+                one.flush().unwrap();
+                let mut left = 3;
+                while left > 0 {
+                    left -= two
+                        .receive(&mut |frame| {
+                            let found = (frame.hop_limit, frame.traffic_class);
+                            assert_eq!(found, (hops as u8, class as u8), "{address}");
+                        })
+                        .unwrap();
                 }
             }
         }

@@ -92,8 +92,6 @@ impl LocalResources {
             max_inline_data: 8,
             signal_all: false,
             access: Access::REMOTE_WRITE,
-            // 268 ms: a busy machine may delay ACKs.
-            timeout: 16,
             max_rd_atomic: 1,
             ..QpOptions::default()
         };
