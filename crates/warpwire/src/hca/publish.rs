@@ -20,6 +20,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Once, Weak};
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use super::{Hca, HcaInner, QpTotals};
 use crate::error::{Error, Kind, Result};
 use crate::host::is_trusted_user;
+use crate::link::shm::peer_credentials;
 use crate::units::printable;
 
 /// Prefix of the socket names.
@@ -135,9 +137,9 @@ fn start() -> Result<()> {
 
 /// Replies if the client has the same user or is root.
 fn serve_client(mut stream: UnixStream) {
-    let Ok(client) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    if !is_trusted_user(client.uid.as_raw()) {
-        tracing::debug!(uid = client.uid.as_raw(), "query by another user refused");
+    let Ok((uid, _)) = peer_credentials(stream.as_fd()) else { return };
+    if !is_trusted_user(uid) {
+        tracing::debug!(uid, "query by another user refused");
         return;
     }
     if let Ok(mut line) = serde_json::to_vec(&snapshot()) {
@@ -253,7 +255,7 @@ fn ask(pid: u32, deadline: Instant) -> io::Result<Vec<u8>> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // Non-blocking: if the process is stopped and its queue is full, connecting would block.
     rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name(pid).as_bytes())?)?;
-    check_identity(pid, &rustix::net::sockopt::socket_peercred(&socket)?)?;
+    check_identity(pid, peer_credentials(socket.as_fd())?)?;
     read_line(socket.into(), deadline)
 }
 
@@ -272,20 +274,23 @@ fn read_line(mut stream: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Checks that the process which listens is `pid`, and runs as the user of that process.
-fn check_identity(pid: u32, peer: &rustix::net::UCred) -> io::Result<()> {
+/// Checks that the process which listens, by its user and number, is `pid`, and runs as the user of
+/// that process. The number is 0 if it is in another PID namespace.
+fn check_identity(pid: u32, (user, listener): (u32, i32)) -> io::Result<()> {
     let refused = |why: String| Err(io::Error::new(ErrorKind::PermissionDenied, why));
-    let listener = peer.pid.as_raw_nonzero().get() as u32;
-    if listener != pid {
-        return refused(format!("process {listener} listens in its name"));
+    if u32::try_from(listener) != Ok(pid) || listener == 0 {
+        return refused(match listener {
+            0 => "a process of another PID namespace listens in its name".to_owned(),
+            _ => format!("process {listener} listens in its name"),
+        });
     }
     // The owner of /proc/PID is root for some processes that are not.
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
     let owner = uids.and_then(|uids| uids.split_whitespace().nth(1)?.parse::<u32>().ok());
     match owner {
-        Some(owner) if owner != peer.uid.as_raw() => {
-            refused(format!("user {} listens in the name of user {owner}", peer.uid.as_raw()))
+        Some(owner) if owner != user => {
+            refused(format!("user {user} listens in the name of user {owner}"))
         }
         _ => Ok(()),
     }
@@ -360,6 +365,21 @@ mod tests {
         let own = std::process::id();
         assert!(error.to_string().contains(&format!("process {own} listens")), "{error}");
         assert_eq!(error.kind(), &Kind::PermissionDenied);
+    }
+
+    #[test]
+    fn only_the_process_itself_may_answer() {
+        let (own, user) = (std::process::id(), rustix::process::geteuid().as_raw());
+        check_identity(own, (user, own as i32)).unwrap();
+        for (other, why) in [
+            ((user, 0), "another PID namespace"),
+            ((user, own as i32 + 1), "listens in its name"),
+            ((user, -1), "listens in its name"),
+            ((user + 1, own as i32), "in the name of user"),
+        ] {
+            let error = check_identity(own, other).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
     }
 
     #[test]

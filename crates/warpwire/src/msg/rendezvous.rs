@@ -206,7 +206,8 @@ fn gather(
                     return Err(why);
                 }
                 // The address is that of the connection: only the port is the rank's to say.
-                members[rank] = SocketAddr::new(bootstrap.peer().ip(), listens.port());
+                let ip = bootstrap.peer().ip().to_canonical();
+                members[rank] = SocketAddr::new(ip, listens.port());
                 rank_links.links[rank] = Some(bootstrap);
             }
             Some((bootstrap, _)) => refuse(bootstrap, "it sent no rank"),

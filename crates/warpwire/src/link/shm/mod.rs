@@ -47,6 +47,7 @@ use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
 pub use options::{ENV_VAR, ShmOptions};
+pub(crate) use sys::peer_credentials;
 
 use super::flows::{FlowId, Flows};
 use super::{

@@ -280,7 +280,7 @@ fn check_file(file: &OwnedFd, len: usize) -> io::Result<()> {
 ///
 /// Not with `rustix`, whose type cannot represent the process id 0 of a peer in another PID
 /// namespace.
-pub(super) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, i32)> {
+pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, i32)> {
     // SAFETY: all zeros are valid credentials.
     let mut peer: libc::ucred = unsafe { zeroed() };
     let mut len = size_of::<libc::ucred>() as u32;

@@ -19,6 +19,8 @@ const MIN_PENDING_TIME: Duration = Duration::from_millis(200);
 const FIRST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum length of a first message, in bytes.
 const MAX_FIRST_LEN: usize = 16 << 10;
+/// Pause after a connection could not be accepted.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// Longest sleep: evictions and deadlines of connections are checked this often.
 const MAX_WAIT: Duration = Duration::from_millis(50);
 
@@ -149,16 +151,16 @@ impl BootstrapListener {
             return Ok(Some(complete));
         }
         let now = Instant::now();
-        self.pending.retain(|(_, since)| now - *since < FIRST_TIMEOUT);
-        let has_slot = self.has_slot(now);
+        self.pending.retain(|(_, since)| now.saturating_duration_since(*since) < FIRST_TIMEOUT);
+        let may_accept = self.slot_for_next(framing, now).is_some();
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let ready: Vec<bool> = {
             let fds = self
                 .pending
                 .iter()
                 .map(|(bootstrap, _)| PollFd::new(bootstrap.stream(), PollFlags::IN));
-            // Without a slot a waiting connection must not end the wait.
-            let listener = has_slot.then(|| PollFd::new(&self.listener, PollFlags::IN));
+            // If none can be accepted, a waiting connection must not end the wait.
+            let listener = may_accept.then(|| PollFd::new(&self.listener, PollFlags::IN));
             let mut fds: Vec<_> = fds.chain(listener).collect();
             poll_for(&mut fds, timeout)?;
             fds.iter().map(is_ready).collect()
@@ -167,9 +169,18 @@ impl BootstrapListener {
         self.pending.retain_mut(|(bootstrap, _)| {
             !ready.next().unwrap_or(false) || read_first(bootstrap, framing)
         });
-        while self.has_slot(now) {
-            // A failure, such as too many open files, may pass; the caller polls again.
-            let Ok((stream, _)) = self.listener.accept() else { break };
+        while let Some(evicted) = self.slot_for_next(framing, now) {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(why) if why.kind() == std::io::ErrorKind::WouldBlock => break,
+                Err(why) => {
+                    // Too many open files, for example: it may pass, and must not become a spin.
+                    tracing::warn!(%why, "cannot accept a connection; retrying");
+                    std::thread::sleep(RETRY_INTERVAL);
+                    break;
+                }
+            };
+            self.pending.remove(evicted);
             let Ok(mut bootstrap) = Bootstrap::from_stream(stream, FIRST_TIMEOUT) else { continue };
             if read_first(&mut bootstrap, framing) {
                 self.pending.push_back((bootstrap, Instant::now()));
@@ -186,16 +197,16 @@ impl BootstrapListener {
         self.pending.remove(at).map(|(bootstrap, _)| bootstrap)
     }
 
-    /// Whether another connection may be accepted; evicts the oldest if that is old enough.
-    fn has_slot(&mut self, now: Instant) -> bool {
+    /// Where another connection would be accepted: at the end, or in place of the oldest one whose
+    /// message is incomplete; `None` if that is too young to be evicted.
+    fn slot_for_next(&self, framing: Framing, now: Instant) -> Option<usize> {
         if self.pending.len() < MAX_PENDING {
-            return true;
+            return Some(self.pending.len());
         }
-        let evict = self.pending.front().is_some_and(|(_, since)| now - *since > MIN_PENDING_TIME);
-        if evict {
-            self.pending.pop_front();
-        }
-        evict
+        self.pending.iter().position(|(bootstrap, since)| {
+            let is_old = now.saturating_duration_since(*since) > MIN_PENDING_TIME;
+            is_old && !framing.is_complete(&bootstrap.buffered)
+        })
     }
 }
 
