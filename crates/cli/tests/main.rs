@@ -11,6 +11,7 @@ mod perf;
 mod pingpong;
 mod run;
 mod sock;
+mod verbs;
 
 use std::process::{Command, Output};
 
