@@ -48,8 +48,11 @@ fn open(
     }
     let (link, capture) =
         links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
-    let options =
-        HcaOptions { progress_mode: arguments.progress.mode(), direct: !arguments.no_direct };
+    let options = HcaOptions {
+        progress_mode: arguments.progress.mode(),
+        direct: !arguments.no_direct,
+        ..HcaOptions::default()
+    };
     Ok((Context::open_with(link, options)?, capture))
 }
 

@@ -570,8 +570,9 @@ fn a_device_that_does_not_answer(testbed: &Testbed) {
     let [server, other] = &hosts.there.scripted_kernels[..] else { panic!("two scripted kernels") };
     let (listener, name, (socket, accepted)) = with_bystanders(&hosts);
     // Its engine does not run, as if its network were down. The TCP connection is intact.
-    let raw_peer =
-        RawPeer::with(name, HcaOptions { progress_mode: ProgressMode::Manual, direct: false });
+    let options =
+        HcaOptions { progress_mode: ProgressMode::Manual, direct: false, ..HcaOptions::default() };
+    let raw_peer = RawPeer::with(name, options);
     let victim = server.expect(KernelOp::Accept, &[listener], None) as u64;
     let start = Instant::now();
     server.start(KernelOp::Recv, &[victim, 0, 10], None);
