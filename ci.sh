@@ -11,8 +11,8 @@
 #
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
-# Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, sanitizers, msrv,
-# no-std.
+# Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
+# verbs.h, sanitizers, msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -28,6 +28,7 @@ headers    | change full | the CUDA headers as C++ on CPU threads, under sanitiz
 wire       | change full | scapy and tshark decode a packet of every kind
 clients    | change full | redis, nc, curl and Python as peers of sockets inside kernels
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
+verbs      | change full | rdma-core's examples, perftest and UCX over libibverbs.so.1, as a user
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
 demo       | change full | the README's first command, doctor, and two examples
@@ -91,6 +92,12 @@ step_faults() {
   [ "$WARPWIRE_EFFORT" = change ] || trials=500
   tools/peer-faults --binary "$(bin warpwire)" -n $trials --jobs 4
 }
+step_verbs() {
+  local built=${CARGO_TARGET_DIR:-target}/debug libraries=${CARGO_TARGET_DIR:-target}/ibverbs
+  cargo build --workspace --quiet # tests link the libraries elsewhere
+  tools/install-ibverbs "$libraries" "$built/libibverbs.so" "$built/libwarpwire_ibpaths.so"
+  tools/ibverbs-clients "$libraries"
+}
 step_lab() { tools/rxe-lab test; }
 step_fuzz() { if [ "$WARPWIRE_EFFORT" = full ]; then tools/fuzz all 300; else tools/fuzz; fi; }
 step_demo() {
@@ -121,7 +128,7 @@ step_no-std() {
 # The other crates are `publish = false`.
 step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
-    -p warpwire-gdrapi -p warpwire-cli --allow-dirty --quiet
+    -p warpwire-gdrapi -p warpwire-ibverbs -p warpwire-ibpaths -p warpwire-cli --allow-dirty --quiet
 }
 
 prepare() {
@@ -142,6 +149,7 @@ prepare() {
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
+  missing ibverbs-utils ibverbs-providers perftest ucx-utils || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true
@@ -178,7 +186,7 @@ run() { # run NAME...
       # Tests leave some CPU time idle.
       tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
       # Concurrent installs would wait for apt's lock, or write the same files.
-      ptx | wire | clients | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
+      ptx | wire | clients | verbs | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
     esac

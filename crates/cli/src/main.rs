@@ -14,6 +14,7 @@ mod run;
 mod sock;
 mod stat;
 mod topo;
+mod verbs;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -47,6 +48,7 @@ Examples:
   warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
+  warpwire verbs -- ib_write_bw -x 0    any RDMA program, without an RDMA device
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
 Environment:
@@ -71,6 +73,7 @@ enum Command {
     Sock(sock::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
+    Verbs(verbs::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -88,6 +91,7 @@ fn main() -> ExitCode {
         Command::Sock(arguments) => sock::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
+        Command::Verbs(arguments) => verbs::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {
         // Standard error may be closed; the exit status still reports the failure.

@@ -12,6 +12,7 @@ mod perf;
 mod pingpong;
 mod run;
 mod sock;
+mod verbs;
 
 use std::process::{Command, Output};
 

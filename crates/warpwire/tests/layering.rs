@@ -47,6 +47,19 @@ const UNSAFE_FILES: &[&str] = &[
 /// The same for the other crates that may have unsafe code; paths are relative to their `src`.
 const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("doctor", &["trial.rs"]),
+    // Pointers of C, and calls of libc without a typed wrapper.
+    (
+        "ibverbs",
+        &[
+            "boundary.rs",
+            "context.rs",
+            "interfaces.rs",
+            "lib.rs",
+            "memory.rs",
+            "post.rs",
+            "process.rs",
+        ],
+    ),
     // Each of these launches its own kernels.
     (
         "apps",

@@ -343,9 +343,9 @@ impl Hca {
         self.0.engine.lock().add_cq(spec)
     }
 
-    /// Continues a completion queue in larger memory: `entries` CQEs, a power of two, all empty, and
-    /// the doorbell record behind them. CQEs from number `consumed` on are copied. The caller holds
-    /// off the queue's readers.
+    /// Continues a completion queue in larger memory: `entries` CQEs, a power of two, all empty,
+    /// and the doorbell record behind them. CQEs from number `consumed` on are copied. The caller
+    /// holds off the queue's readers.
     ///
     /// # Errors
     /// If the queue does not exist, or the memory is too small.

@@ -94,7 +94,7 @@ struct Soft {
     first: Ring,
     /// The rings that replaced it, each at least twice as large; earlier ones are kept, because
     /// [`Cq::memory`] lends them.
-    larger: [OnceLock<Ring>; 22],
+    larger: Box<[OnceLock<Ring>; 22]>,
     /// How many of `larger` exist; changed under the reader's lock.
     resized: AtomicUsize,
     /// Its memory belongs to this library, and only `poll` reads it.

@@ -1,0 +1,137 @@
+//! `warpwire verbs`: starts a program with this project's libibverbs.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::Args;
+
+use crate::output::{self, Failure};
+
+/// Run a program written for RDMA devices on this machine's network, without an RDMA device
+///
+/// The program finds a device per network interface (warp0, warp1, …), which is a software HCA in
+/// its own process: shared memory between processes of one machine, RoCEv2 over UDP between
+/// machines. No privilege and no kernel module is needed. tools/install-ibverbs builds the
+/// libraries.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// Folder with libibverbs.so.1 [default: the folder of this command, or ../lib/warpwire]
+    #[arg(long, value_name = "DIR")]
+    libraries: Option<PathBuf>,
+
+    /// Devices to offer: interfaces or addresses, as in eth0 or mlx5_0=10.0.0.1,lo
+    #[arg(long, value_name = "LIST")]
+    devices: Option<OsString>,
+
+    /// Print the variables that a shell must export, and start nothing
+    #[arg(long, conflicts_with = "program")]
+    env: bool,
+
+    /// Program to start, and its arguments
+    #[arg(required_unless_present = "env", last = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire verbs -- ibv_devinfo
+  warpwire verbs -- ib_write_bw -x 0
+  warpwire verbs --devices lo -- ucx_info -d
+  eval \"$(warpwire verbs --env)\"
+
+Environment of the program:
+  WARPWIRE_IB_DEVICES   devices, as --devices
+  WARPWIRE_IB_PROGRESS  auto, thread, or microseconds to spin [default: thread from 4 cores on]
+  WARPWIRE_IB_LINK      udp: no shared memory between processes of one machine
+  WARPWIRE_IB_PORT      4791: the port of NICs and soft-RoCE, for one process per address
+  WARPWIRE_IB_LOG       1: why calls are refused, on standard error";
+
+/// The preload that stands beside the library: where it is, the library is this project's.
+const PRELOAD: &str = "libwarpwire_ibpaths.so";
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    output::exit_result(start(arguments))
+}
+
+fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let library = find(arguments.libraries.as_deref())?;
+    let variables = variables(&library, arguments.devices.as_deref(), |name| {
+        std::env::var_os(name).filter(|value| !value.is_empty())
+    });
+    if arguments.env {
+        let lines =
+            variables.iter().map(|(name, value)| format!("export {name}={}\n", quoted(value)));
+        output::print(&lines.collect::<String>()).map_err(Failure::Runtime)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let [program, rest @ ..] = arguments.program.as_slice() else {
+        return Err(Failure::Usage("no program is given".to_owned()));
+    };
+    let why = Command::new(program).args(rest).envs(variables).exec();
+    Err(Failure::Runtime(format!("cannot start {}: {why}", program.to_string_lossy())))
+}
+
+/// The library in this folder, or in those where it is usually installed.
+fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
+    let folders = match folder {
+        Some(folder) => vec![folder.to_owned()],
+        None => {
+            let own = std::env::current_exe().ok();
+            let own = own.as_deref().and_then(Path::parent).map(Path::to_owned);
+            own.map(|own| vec![own.join("../lib/warpwire"), own]).unwrap_or_default()
+        }
+    };
+    let library_in = |folder: &PathBuf| {
+        let names = ["libibverbs.so.1", "libibverbs.so"];
+        let is_ours = folder.join(PRELOAD).is_file();
+        let found = names.iter().map(|name| folder.join(name)).find(|path| path.is_file());
+        found.filter(|_| is_ours).and_then(|path| path.canonicalize().ok())
+    };
+    folders.iter().find_map(library_in).ok_or_else(|| {
+        let places: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        Failure::Usage(format!(
+            "no libibverbs.so.1 with {PRELOAD} in {}; run tools/install-ibverbs DIR and pass \
+             --libraries DIR",
+            places.join(" or ")
+        ))
+    })
+}
+
+/// What the program's environment must have; `current` is the environment as it is.
+fn variables(
+    library: &Path,
+    devices: Option<&OsStr>,
+    current: impl Fn(&str) -> Option<OsString>,
+) -> Vec<(&'static str, OsString)> {
+    let folder = library.parent().unwrap_or(Path::new("."));
+    let before = |name: &str, mut first: OsString| {
+        if let Some(rest) = current(name) {
+            first.push(":");
+            first.push(rest);
+        }
+        first
+    };
+    // Preloaded, the library also replaces those that wheels bring along under other names.
+    let mut preload = library.as_os_str().to_owned();
+    preload.push(":");
+    preload.push(folder.join(PRELOAD));
+    let mut variables = vec![
+        ("LD_LIBRARY_PATH", before("LD_LIBRARY_PATH", folder.into())),
+        ("LD_PRELOAD", before("LD_PRELOAD", preload)),
+        ("NCCL_IBVERBS_LIB", library.into()),
+    ];
+    if current("NCCL_GIN_TYPE").is_none() {
+        // NCCL's probe of device-initiated networking ends the process on devices that are no mlx5.
+        variables.push(("NCCL_GIN_TYPE", "2".into()));
+    }
+    variables.extend(devices.map(|devices| ("WARPWIRE_IB_DEVICES", devices.to_owned())));
+    variables
+}
+
+/// The text as one word of a shell.
+fn quoted(text: &OsStr) -> String {
+    format!("'{}'", text.to_string_lossy().replace('\'', r"'\''"))
+}

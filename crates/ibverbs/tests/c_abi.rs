@@ -1,0 +1,213 @@
+//! The library as C programs use it: installed, linked with the system's header, loaded.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+
+const HEADER: &str = "/usr/include/infiniband/verbs.h";
+const PRIVATE: [u32; 6] = [25, 34, 57, 59, 64, 65];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// Whether something is missing: prints it, or fails if `WARPWIRE_REQUIRE` names it.
+fn missing(name: &str, why: &str) -> bool {
+    let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
+    assert!(!list.split(',').any(|required| required == name), "required: {why}");
+    println!("skipped: {why}");
+    true
+}
+
+fn no_header() -> bool {
+    !Path::new(HEADER).exists()
+        && missing("verbs.h", &format!("no {HEADER} (Debian: libibverbs-dev)"))
+}
+
+fn ok(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().expect("the command starts");
+    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
+    stdout.into_owned()
+}
+
+/// A folder with the library installed, made once; `None` if cargo's linker made no versions.
+fn folder() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let made = FOLDER.get_or_init(|| {
+        let library = std::env::current_exe().unwrap().with_file_name("libibverbs.so");
+        let versions = ok(Command::new("readelf").args(["-V", "--wide"]).arg(&library));
+        if !versions.contains("IBVERBS_PRIVATE_34") {
+            missing("versions", "the linker makes no symbol versions (tools/install-ibverbs does)");
+            return None;
+        }
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("ibverbs");
+        let _ = fs::remove_dir_all(&folder);
+        ok(Command::new(root().join("tools/install-ibverbs")).arg(&folder).arg(library));
+        Some(folder)
+    });
+    made.as_deref()
+}
+
+/// `verbs.c`, linked with the installed library.
+fn program() -> Option<&'static Path> {
+    static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let made = PROGRAM.get_or_init(|| {
+        let folder = folder()?;
+        let program = folder.join("verbs");
+        let mut cc = Command::new("cc");
+        cc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]);
+        cc.arg(root().join("crates/ibverbs/tests/verbs.c")).arg("-o").arg(&program);
+        ok(cc.arg(format!("-L{}", folder.display())).arg("-libverbs"));
+        Some(program)
+    });
+    made.as_deref()
+}
+
+/// The program, with the loopback interface as its only device.
+fn run(mode: &str) -> Option<Command> {
+    if no_header() {
+        return None;
+    }
+    let mut command = Command::new(program()?);
+    command.arg(mode).env("LD_LIBRARY_PATH", folder()?).env("WARPWIRE_IB_DEVICES", "lo");
+    Some(command)
+}
+
+macro_rules! parts {
+    ($($name:ident)*) => {
+        $(#[test]
+        fn $name() {
+            if let Some(mut command) = run(stringify!($name)) {
+                let printed = ok(&mut command);
+                assert_eq!(printed, concat!(stringify!($name), ": all good\n"));
+            }
+        })*
+    };
+}
+
+parts!(queries regions operations channels shared_receives datagrams extended forks signals);
+
+#[test]
+fn every_part_passes_over_udp() {
+    for part in ["operations", "datagrams", "extended"] {
+        let Some(mut command) = run(part) else { return };
+        ok(command.env("WARPWIRE_IB_LINK", "udp"));
+    }
+}
+
+#[test]
+fn every_part_passes_with_a_thread_that_spins() {
+    for part in ["operations", "channels", "shared_receives"] {
+        let Some(mut command) = run(part) else { return };
+        ok(command.env("WARPWIRE_IB_PROGRESS", "thread"));
+    }
+}
+
+/// A peer that exits right after its last completion has acknowledged it.
+#[test]
+fn a_program_that_exits_has_acknowledged() {
+    let start = |mode: &str| -> Option<Child> {
+        let mut command = run(mode)?;
+        Some(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap())
+    };
+    for _ in 0..10 {
+        let (Some(mut sender), Some(mut receiver)) = (start("sender"), start("receiver")) else {
+            return;
+        };
+        let mut lines = [&mut sender, &mut receiver]
+            .map(|child| BufReader::new(child.stdout.take().unwrap()).lines());
+        let [first, second] = lines.each_mut().map(|lines| lines.next().unwrap().unwrap());
+        // Each gets the other's number; and both are connected before the first message.
+        let inputs = [&mut sender, &mut receiver].map(|child| child.stdin.as_mut().unwrap());
+        for (input, number) in inputs.into_iter().zip([second, first]) {
+            writeln!(input, "{number}").unwrap();
+        }
+        for lines in &mut lines {
+            assert_eq!(lines.next().unwrap().unwrap(), "ready");
+        }
+        for child in [&mut receiver, &mut sender] {
+            writeln!(child.stdin.as_mut().unwrap(), "go").unwrap();
+        }
+        assert!(receiver.wait().unwrap().success());
+        assert!(sender.wait().unwrap().success(), "the sender's work failed");
+    }
+}
+
+/// The symbols of `exports.txt`, as `nm` prints them.
+fn listed() -> BTreeSet<String> {
+    let list = fs::read_to_string(root().join("crates/ibverbs/exports.txt")).unwrap();
+    let mut symbols = BTreeSet::new();
+    for line in list.lines().filter(|line| !line.starts_with('#')) {
+        match line.split_once(' ') {
+            Some(("PRIVATE", symbol)) => {
+                symbols.extend(PRIVATE.map(|node| format!("{symbol}@IBVERBS_PRIVATE_{node}")));
+            }
+            Some((node, symbol)) if node.contains("PRIVATE") => {
+                symbols.insert(format!("{symbol}@{node}"));
+            }
+            Some((node, symbol)) => {
+                symbols.insert(format!("{symbol}@@{node}"));
+            }
+            None => {}
+        }
+    }
+    symbols
+}
+
+#[test]
+fn exactly_the_listed_symbols_are_exported() {
+    let Some(folder) = folder() else { return };
+    let mut nm = Command::new("nm");
+    nm.args(["-D", "--defined-only", "--with-symbol-versions"]);
+    let printed = ok(nm.arg(folder.join("libibverbs.so.1")));
+    let symbols = printed.lines().filter_map(|line| line.split_whitespace().last());
+    // The nodes themselves are listed as absolute symbols.
+    let symbols: BTreeSet<String> =
+        symbols.filter(|name| !name.starts_with("IBVERBS_")).map(str::to_owned).collect();
+    let expected = listed();
+    assert!(expected.len() > 400, "{}", expected.len());
+    let unlisted: Vec<_> = symbols.difference(&expected).collect();
+    let absent: Vec<_> = expected.difference(&symbols).collect();
+    assert!(unlisted.is_empty() && absent.is_empty(), "{unlisted:?} {absent:?}");
+}
+
+#[test]
+fn the_installed_files_are_complete() {
+    let Some(folder) = folder() else { return };
+    assert_eq!(fs::read_link(folder.join("libibverbs.so")).unwrap(), Path::new("libibverbs.so.1"));
+    let dynamic = ok(Command::new("readelf").arg("-d").arg(folder.join("libibverbs.so.1")));
+    assert!(dynamic.contains("soname: [libibverbs.so.1]"), "{dynamic}");
+    assert!(dynamic.contains("NODELETE"), "{dynamic}");
+    // A missing folder argument or library fails.
+    let script = root().join("tools/install-ibverbs");
+    assert!(!Command::new(&script).output().unwrap().status.success());
+    let mut absent = Command::new(&script);
+    let absent = absent.arg(folder.join("other")).arg("/nowhere/libibverbs.so").output().unwrap();
+    assert!(!absent.status.success());
+}
+
+/// Libraries of vendors, which programs link, find every symbol that they want here.
+#[test]
+fn libraries_of_vendors_load() {
+    let Some(folder) = folder() else { return };
+    let places = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
+    let mut tried = 0;
+    for name in ["libmlx5.so.1", "libmlx4.so.1", "libefa.so.1", "libmana.so.1"] {
+        let found = places.iter().map(|place| Path::new(place).join(name)).find(|at| at.exists());
+        let Some(library) = found else { continue };
+        let mut ldd = Command::new("ldd");
+        let printed = ldd.arg("-r").arg(&library).env("LD_LIBRARY_PATH", folder).output().unwrap();
+        let text = String::from_utf8_lossy(&[printed.stdout, printed.stderr].concat()).into_owned();
+        assert!(text.contains(&format!("{}/libibverbs.so.1", folder.display())), "{text}");
+        assert!(!text.contains("undefined symbol") && !text.contains("not found"), "{text}");
+        tried += 1;
+    }
+    if tried == 0 {
+        missing("providers", "no library of a vendor (Debian: ibverbs-providers)");
+    }
+}
