@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 /// Kinds of code blocks that are not tests.
-const OTHER_KINDS: [&str; 4] = ["", "c++", "console", "text"];
+const OTHER_KINDS: [&str; 5] = ["", "c++", "console", "text", "yaml"];
 
 /// An open code block: the line of its fence, its kind, and its lines so far.
 struct Block<'a> {
@@ -48,7 +48,7 @@ pub fn tests_of(page: &Path, text: &str) -> Result<String, String> {
             if !["rust", "rust,no_run"].contains(&kind) && !OTHER_KINDS.contains(&kind) {
                 let why = format!(
                     "code blocks of kind {kind:?} are unknown; use rust, rust,no_run, c++, \
-                     console or text"
+                     console, text or yaml"
                 );
                 return Err(failure(line, &why));
             }

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use warpwire::Error;
 use warpwire::error::Kind;
+use warpwire::verbs::PostError;
 
 use crate::{log, process};
 
@@ -33,6 +34,16 @@ impl From<Error> for Errno {
         };
         log::line(|| &error);
         Self(errno)
+    }
+}
+
+impl From<PostError> for Errno {
+    fn from(error: PostError) -> Self {
+        match error {
+            // Programs post until the queue is full: nothing is logged or allocated.
+            PostError::Full => Self(libc::ENOMEM),
+            other => Error::from(other).into(),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::event::epoll;
 use warpwire::error::Kind;
-use warpwire::link::{Auto, Udp, shm, udp};
+use warpwire::link::{Auto, ShmOptions, Udp, UdpOptions};
 use warpwire::verbs::{self, AddressHandle, HcaOptions, ProgressMode, QpnSlot};
 
 use crate::abi::{self, Pointer};
@@ -152,16 +152,14 @@ fn open_hca(device: &Device) -> Result<verbs::Context> {
 
 fn bind(device: &Device, qpn_slot: Option<QpnSlot>) -> warpwire::error::Result<verbs::Context> {
     let at = SocketAddr::new(device.ip, numbers::port(qpn_slot));
-    let options = HcaOptions {
-        progress_mode: progress_mode(),
-        immediate_acks: true,
-        qpn_slot,
-        ..HcaOptions::default()
-    };
+    let options = HcaOptions::default()
+        .with_progress_mode(progress_mode())
+        .with_immediate_acks(true)
+        .with_qpn_slot(qpn_slot);
     match std::env::var("WARPWIRE_IB_LINK").as_deref() {
-        Ok("udp") => verbs::Context::open_with(Udp::bind(at, udp::Options::default())?, options),
+        Ok("udp") => verbs::Context::open_with(Udp::bind(at, UdpOptions::default())?, options),
         _ => {
-            let link = Auto::bind(at, udp::Options::default(), shm::Options::default())?;
+            let link = Auto::bind(at, UdpOptions::default(), ShmOptions::default())?;
             verbs::Context::open_with(link, options)
         }
     }

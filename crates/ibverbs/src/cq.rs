@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use warpwire::mlx5::Opcode;
+use warpwire::verbs::WqeOpcode;
 use warpwire::verbs::{self, Completion, CompletionKind};
 
 use crate::abi::{self, Wc};
@@ -189,13 +189,12 @@ pub(crate) fn wc(completion: &Completion) -> Wc {
     };
     wc.opcode = match completion.kind {
         CompletionKind::Send(opcode) => match opcode {
-            Opcode::RdmaWrite | Opcode::RdmaWriteImm => abi::WC_RDMA_WRITE,
-            Opcode::RdmaRead => abi::WC_RDMA_READ,
-            Opcode::CompareSwap | Opcode::MaskedCompareSwap => abi::WC_COMP_SWAP,
-            Opcode::FetchAdd | Opcode::MaskedFetchAdd => abi::WC_FETCH_ADD,
+            WqeOpcode::RdmaWrite | WqeOpcode::RdmaWriteImm => abi::WC_RDMA_WRITE,
+            WqeOpcode::RdmaRead => abi::WC_RDMA_READ,
+            WqeOpcode::CompareSwap | WqeOpcode::MaskedCompareSwap => abi::WC_COMP_SWAP,
+            WqeOpcode::FetchAdd | WqeOpcode::MaskedFetchAdd => abi::WC_FETCH_ADD,
             _ => abi::WC_SEND,
         },
-        CompletionKind::SendFailed => abi::WC_SEND,
         CompletionKind::Receive | CompletionKind::ReceiveFailed => abi::WC_RECV,
         CompletionKind::ReceiveImm(imm) => {
             (wc.imm_data, wc.wc_flags) = (imm, abi::WC_WITH_IMM);
@@ -209,6 +208,8 @@ pub(crate) fn wc(completion: &Completion) -> Wc {
             (wc.imm_data, wc.wc_flags) = (imm, abi::WC_WITH_IMM);
             abi::WC_RECV_RDMA_WITH_IMM
         }
+        // Failed sends; the opcode is undefined then.
+        _ => abi::WC_SEND,
     };
     if let Some(sender) = completion.sender {
         wc.src_qp = sender.qpn;

@@ -114,18 +114,16 @@ fn create(pd: &Pd, attr: &mut QpInitAttr, send_ops: Option<u64>) -> Result<*mut 
     // Inline data up to this length costs no room that a scatter-gather entry would not.
     attr.cap.max_inline_data = attr.cap.max_inline_data.max(64);
     let cap = attr.cap;
-    let mut options = QpOptions {
-        service,
-        send_depth: cap.max_send_wr.max(1),
-        receive_depth: cap.max_recv_wr.max(1),
-        max_send_sge: cap.max_send_sge.max(1),
-        max_recv_sge: cap.max_recv_sge.max(1),
-        max_inline_data: cap.max_inline_data,
-        signal_all: attr.sq_sig_all != 0,
-        srq: srq.map(|srq| srq.verbs.clone()),
-        mtu: (service == Service::Ud).then_some(context.device.mtu),
-        ..QpOptions::default()
-    };
+    let mut options = QpOptions::default()
+        .with_service(service)
+        .with_send_depth(cap.max_send_wr.max(1))
+        .with_receive_depth(cap.max_recv_wr.max(1))
+        .with_max_send_sge(cap.max_send_sge.max(1))
+        .with_max_recv_sge(cap.max_recv_sge.max(1))
+        .with_max_inline_data(cap.max_inline_data)
+        .with_signal_all(attr.sq_sig_all != 0)
+        .with_srq(srq.map(|srq| srq.verbs.clone()))
+        .with_mtu((service == Service::Ud).then_some(context.device.mtu));
     options.tuning.send_depth = options.send_depth;
     if srq.is_some() {
         (options.receive_depth, options.max_recv_sge) = (1, 1);
@@ -251,26 +249,26 @@ fn change(qp: &Qp, attr: &QpAttr, mask: u32, max_mtu: Mtu) -> Result<QpAttribute
     let path = has(abi::QP_AV).then(|| path(attr, destination)).transpose()?;
     let current_state = has(abi::QP_CUR_STATE).then(|| state(attr.cur_qp_state)).transpose()?;
     let psn = |number: u32| Psn::new(number & 0xff_ffff);
-    Ok(QpAttributes {
-        current_state,
-        partition_index: has(abi::QP_PKEY_INDEX).then_some(attr.pkey_index),
-        port: has(abi::QP_PORT).then_some(attr.port_num),
-        access: has(abi::QP_ACCESS_FLAGS).then(|| access(attr.qp_access_flags)),
-        qkey: has(abi::QP_QKEY).then_some(attr.qkey),
-        path,
-        mtu,
-        destination: has(abi::QP_DEST_QPN).then_some(attr.dest_qp_num),
-        receive_psn: has(abi::QP_RQ_PSN).then(|| psn(attr.rq_psn)),
-        max_dest_rd_atomic: has(abi::QP_MAX_DEST_RD_ATOMIC).then_some(attr.max_dest_rd_atomic),
-        min_rnr_timer: has(abi::QP_MIN_RNR_TIMER).then_some(attr.min_rnr_timer),
-        send_psn: has(abi::QP_SQ_PSN).then(|| psn(attr.sq_psn)),
-        timeout: has(abi::QP_TIMEOUT).then_some(timeout(attr.timeout)),
-        retry_count: has(abi::QP_RETRY_CNT).then_some(attr.retry_cnt),
-        rnr_retry: has(abi::QP_RNR_RETRY).then_some(attr.rnr_retry),
-        max_rd_atomic: has(abi::QP_MAX_QP_RD_ATOMIC).then_some(attr.max_rd_atomic),
-        notify_drained: has(abi::QP_EN_SQD_ASYNC_NOTIFY).then_some(attr.en_sqd_async_notify != 0),
-        ..QpAttributes::new(to)
-    })
+    let mut change = QpAttributes::new(to);
+    change.current_state = current_state;
+    change.partition_index = has(abi::QP_PKEY_INDEX).then_some(attr.pkey_index);
+    change.port = has(abi::QP_PORT).then_some(attr.port_num);
+    change.access = has(abi::QP_ACCESS_FLAGS).then(|| access(attr.qp_access_flags));
+    change.qkey = has(abi::QP_QKEY).then_some(attr.qkey);
+    change.path = path;
+    change.mtu = mtu;
+    change.destination = has(abi::QP_DEST_QPN).then_some(attr.dest_qp_num);
+    change.receive_psn = has(abi::QP_RQ_PSN).then(|| psn(attr.rq_psn));
+    change.max_dest_rd_atomic = has(abi::QP_MAX_DEST_RD_ATOMIC).then_some(attr.max_dest_rd_atomic);
+    change.min_rnr_timer = has(abi::QP_MIN_RNR_TIMER).then_some(attr.min_rnr_timer);
+    change.send_psn = has(abi::QP_SQ_PSN).then(|| psn(attr.sq_psn));
+    change.timeout = has(abi::QP_TIMEOUT).then_some(timeout(attr.timeout));
+    change.retry_count = has(abi::QP_RETRY_CNT).then_some(attr.retry_cnt);
+    change.rnr_retry = has(abi::QP_RNR_RETRY).then_some(attr.rnr_retry);
+    change.max_rd_atomic = has(abi::QP_MAX_QP_RD_ATOMIC).then_some(attr.max_rd_atomic);
+    change.notify_drained =
+        has(abi::QP_EN_SQD_ASYNC_NOTIFY).then_some(attr.en_sqd_async_notify != 0);
+    Ok(change)
 }
 
 pub(crate) fn modify_qp(qp: Option<&Qp>, attr: Option<&QpAttr>, mask: u32) -> Result<()> {

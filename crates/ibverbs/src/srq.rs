@@ -37,7 +37,7 @@ pub(crate) fn create_srq(
         return Err(INVALID);
     }
     attr.max_sge = attr.max_sge.max(1);
-    let options = SrqOptions { depth: attr.max_wr, max_sge: attr.max_sge };
+    let options = SrqOptions::default().with_depth(attr.max_wr).with_max_sge(attr.max_sge);
     let verbs = open.verbs.create_srq(&pd.verbs, options)?;
     let made = give(Srq {
         abi: abi::Srq {

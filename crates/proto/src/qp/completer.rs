@@ -59,7 +59,8 @@ impl Requester {
         if self.unacked != before {
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
             self.last_nak = self.last_nak.filter(|at| at.distance_from(self.unacked) >= 0);
-            self.rto.on_progress(now, self.unacked);
+            let measured = self.rto.on_progress(now, self.unacked);
+            self.signals.round_trip = measured.or(self.signals.round_trip);
             self.restart_timer(now, params);
             if let (Accepted, Some((psn, status))) = (&outcome, self.rejection)
                 && self.ack_until(psn)
@@ -159,6 +160,7 @@ impl Requester {
         self.nak_ignored = true;
         // If nothing was sent since going back, the NAK says nothing new.
         if self.next != self.unacked {
+            self.signals.lost = true;
             self.go_back();
         }
         Accepted
@@ -193,6 +195,7 @@ impl Requester {
         if self.last_go_back != Some(self.unacked) {
             stats.response_gaps += 1;
             self.last_go_back = Some(self.unacked);
+            self.signals.lost = true;
             self.go_back();
         }
         Dropped(DiscardReason::ResponseGap)

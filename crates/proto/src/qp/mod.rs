@@ -65,6 +65,7 @@ pub use work::{
     SendQueueError, SendWr, Status,
 };
 
+use crate::congestion::PathSignals;
 use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::packet::DEFAULT_PARTITION;
@@ -280,6 +281,36 @@ impl RcQp {
         size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
     }
 
+    /// Packets in flight: requests that are not acknowledged, and data that was asked for.
+    #[inline]
+    pub fn in_flight(&self) -> u32 {
+        match self.state {
+            State::Rts | State::Sqd => {
+                self.requester.next.distance_from(self.requester.unacked) as u32
+            }
+            _ => 0,
+        }
+    }
+
+    /// Limits [`in_flight`](Self::in_flight) until the next call: see
+    /// [`congestion`](crate::congestion). A read may exceed the limit by one request.
+    #[inline]
+    pub fn set_allowance(&mut self, packets: u32) {
+        self.requester.allowance = packets;
+    }
+
+    /// Whether, since the last call, a packet could not be sent because of the allowance alone.
+    #[inline]
+    pub fn take_blocked_by_path(&mut self) -> bool {
+        core::mem::take(&mut self.requester.blocked_by_path)
+    }
+
+    /// What it has seen of the path since the last call.
+    #[inline]
+    pub fn take_path_signals(&mut self) -> PathSignals {
+        core::mem::take(&mut self.requester.signals)
+    }
+
     /// Posted work requests whose completion has not been polled yet.
     pub fn outstanding(&self) -> u32 {
         self.requester.outstanding()
@@ -407,6 +438,7 @@ impl RcQp {
                     return Err(DiscardReason::State);
                 }
                 self.stats.cnp_received += 1;
+                self.requester.signals.marked = true;
                 self.pacer.cut(now);
                 Ok(())
             }

@@ -22,6 +22,7 @@ use super::host::{Host, HostStatus, Remote, Source};
 use super::rto::RtoEstimator;
 use super::work::{Fence, SendCompletion, SendOp, SendQueueError, SendWr, Status};
 use super::{Payload, Stats, Transmit};
+use crate::congestion::PathSignals;
 use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::ext::Reth;
@@ -142,6 +143,12 @@ pub(super) struct Requester {
     pub(super) nak_ignored: bool,
     /// The PSN in the middle of a chunk at which a read was last requested again.
     pub(super) resumed_at: Option<Psn>,
+    /// How many packets may be in flight, by the window of the path.
+    pub(super) allowance: u32,
+    /// There is a packet to send that only the allowance prevents.
+    pub(super) blocked_by_path: bool,
+    /// What the path has not been told yet.
+    pub(super) signals: PathSignals,
     /// A PSN that the peer rejected, with the status for its work, while responses before it are
     /// missing.
     pub(super) rejection: Option<(Psn, Status)>,
@@ -179,6 +186,9 @@ impl Requester {
             last_nak: None,
             nak_ignored: false,
             resumed_at: None,
+            allowance: u32::MAX,
+            blocked_by_path: false,
+            signals: PathSignals::default(),
             rejection: None,
             failure: None,
         }
@@ -205,6 +215,7 @@ impl Requester {
 
     /// Everything before `psn` is acknowledged: the retry counters are refilled.
     pub(super) fn advance_unacked(&mut self, psn: Psn) {
+        self.signals.acked += psn.distance_from(self.unacked) as u32;
         self.unacked = psn;
         self.rnr_left = self.rnr_retry;
         (self.fault_streak, self.rnr_streak) = (0, 0);
@@ -317,6 +328,10 @@ impl Requester {
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.next.distance_from(self.unacked) as u32;
+        if in_flight >= self.allowance {
+            self.blocked_by_path = true;
+            return Ok(false);
+        }
         let (next, unsent, outstanding_reads) = (self.next, self.unsent, self.outstanding_reads);
         let is_oldest = self.current == self.tail;
         let (limited, limit) =
@@ -373,7 +388,8 @@ impl Requester {
             || in_flight + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
             || !is_new && next == self.unacked
-            || limited && in_flight + segment.psn_count >= limit;
+            || limited && in_flight + segment.psn_count >= limit
+            || in_flight + segment.psn_count >= self.allowance;
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
@@ -434,6 +450,7 @@ impl Requester {
             return Ok(());
         }
         stats.timeouts += 1;
+        self.signals.timed_out = true;
         let timeout = params.timeout.unwrap_or(Duration::MAX);
         if self.rto.on_timeout(timeout, self.retry_count) {
             return Err(Status::RetryExceeded);

@@ -45,16 +45,13 @@ impl RtoEstimator {
         self.sample = None;
     }
 
-    /// Everything before `unacked` is acknowledged.
+    /// Everything before `unacked` is acknowledged. Returns a round trip, if one was measured.
     #[inline]
-    pub(super) fn on_progress(&mut self, now: Instant, unacked: Psn) {
+    pub(super) fn on_progress(&mut self, now: Instant, unacked: Psn) -> Option<Duration> {
         self.on_answer();
-        if let Some((psn, sent)) = self.sample
-            && unacked.distance_from(psn) > 0
-        {
-            self.sample = None;
-            self.measure((now - sent).as_nanos() as u64);
-        }
+        let (_, sent) = self.sample.take_if(|(psn, _)| unacked.distance_from(*psn) > 0)?;
+        self.measure((now - sent).as_nanos() as u64);
+        Some(now - sent)
     }
 
     /// The peer answered.

@@ -331,6 +331,8 @@ impl Engine {
             let Some(Some(qpc)) = self.core.qpcs.get(index) else { continue };
             if qpc.direct.direct_peer.is_some_and(|at| self.core.direct_peers.is_gone(at)) {
                 self.find_direct_peer(index as u32);
+                // The flow may have moved to another transport.
+                self.find_path(index as u32);
             }
         }
     }

@@ -28,6 +28,7 @@ use super::doorbell_bitmap::DoorbellBitmap;
 use super::event::{AsyncEvent, AsyncEventQueue};
 use super::host::HostView;
 use super::numbers::{Generation, Numbering};
+use super::paths::Paths;
 use super::protocol::Protocol;
 use super::qpc::{QpContext, RecvSource, TakeOutcome};
 use super::ring::{SharedReceiveQueue, WQE_ARRIVAL_TIMEOUT};
@@ -115,6 +116,7 @@ pub(super) struct Core {
     /// The time of the last step.
     pub last_step: Instant,
     pub totals: Totals,
+    pub paths: Paths,
 }
 
 /// What a step did.
@@ -180,6 +182,7 @@ impl Engine {
             has_direct_peers: Arc::default(),
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
+            paths: Paths::default(),
         };
         Self { link, acks_immediately: options.acks_immediately, clock, core }
     }
@@ -267,9 +270,10 @@ impl Engine {
     }
 
     fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
-        let Core { qpcs, registry, srqs, totals, .. } = &mut self.core;
+        let Core { qpcs, registry, srqs, totals, paths, .. } = &mut self.core;
         let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };
-        let QpContext { qp: Protocol::Connected(qp), qp_memory, flow, active, .. } = &mut **qpc
+        let QpContext { qp: Protocol::Connected(qp), qp_memory, flow, active, path_use, .. } =
+            &mut **qpc
         else {
             return self.transmit_datagrams(now, index);
         };
@@ -277,6 +281,7 @@ impl Engine {
             *active = false;
             return (0, TxOutcome::Done);
         };
+        path_use.admit(paths, qp);
         let max_len = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
         let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
         let outcome = loop {
@@ -327,6 +332,7 @@ impl Engine {
         };
         if matches!(outcome, TxOutcome::Done) {
             *active = false;
+            path_use.wait_if_blocked(paths, qp, index);
         }
         if std::mem::take(&mut qp_memory.resets_faults) {
             registry.reset_fault_state();
@@ -400,6 +406,7 @@ impl Core {
         if self.qpcs.get(index as usize).is_some_and(has_events) {
             self.report(now, index);
         }
+        self.update_path(now, index);
         let Core { qpcs, timers, .. } = self;
         if let Some(Some(qpc)) = qpcs.get_mut(index as usize) {
             set_timer(qpc, timers, now, index);

@@ -37,6 +37,7 @@ mod event;
 mod host;
 mod memory;
 mod numbers;
+mod paths;
 mod progress_mode;
 mod protocol;
 pub mod publish;

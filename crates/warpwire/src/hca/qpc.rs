@@ -9,6 +9,7 @@ use warpwire_proto::{Instant, Psn};
 use super::direct::DirectState;
 use super::direct_peer::{DirectOutcome, DirectPeers};
 use super::memory::QueueMemory;
+use super::paths::PathUse;
 use super::protocol::Protocol;
 use super::read_ahead::{FetchRequest, MessageId, ReadAhead};
 use super::ring::{
@@ -102,6 +103,8 @@ pub(super) struct QpContext {
     pub wait: Option<(mlx5::Wait, WireWork)>,
     /// Direct access to the peer's memory.
     pub direct: DirectState,
+    /// Congestion control.
+    pub path_use: PathUse,
 }
 
 /// What was taken from a send queue.
@@ -192,6 +195,7 @@ impl QpContext {
             signal_all: spec.signal_all,
             wait: None,
             direct: DirectState::new(),
+            path_use: PathUse::default(),
         }
     }
 

@@ -269,6 +269,13 @@ impl Link for Auto {
         }
     }
 
+    fn can_congest(&self, flow: FlowId) -> bool {
+        match self.flows.get(flow) {
+            Some(Flow { transport: Transport::Udp, inner, .. }) => self.udp.can_congest(*inner),
+            _ => false,
+        }
+    }
+
     #[inline]
     fn flush(&mut self) -> Result<Flushed> {
         if self.shm.as_ref().is_ok_and(Shm::has_lost_peers) {

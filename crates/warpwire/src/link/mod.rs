@@ -163,6 +163,12 @@ pub trait Link: Send {
     /// If the link has failed permanently.
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize>;
 
+    /// Whether packets of a flow can be lost to congestion, so that senders must control it.
+    fn can_congest(&self, flow: FlowId) -> bool {
+        let _ = flow;
+        false
+    }
+
     /// A file descriptor that is readable when packets are ready to be received. Call this again
     /// before each wait: the loopback and shared-memory links signal only after it was called.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
@@ -241,6 +247,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
 
     fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         (**self).commit_corrupted(corruption)
+    }
+
+    fn can_congest(&self, flow: FlowId) -> bool {
+        (**self).can_congest(flow)
     }
 
     fn flush(&mut self) -> Result<Flushed> {

@@ -213,6 +213,10 @@ impl<L: Link> Link for Tap<L> {
         Some(frame)
     }
 
+    fn can_congest(&self, flow: FlowId) -> bool {
+        self.inner.can_congest(flow)
+    }
+
     fn flush(&mut self) -> Result<Flushed> {
         self.inner.flush()
     }

@@ -48,6 +48,7 @@ impl Engine {
         if let Some(at) = qpc.direct.direct_peer.take() {
             core.direct_peers.detach(at);
         }
+        core.leave_path(&mut qpc.path_use);
         core.totals.absorb(qpc.qp.stats());
         if let Some(flow) = qpc.flow {
             self.link.close(flow);
@@ -121,6 +122,7 @@ impl Engine {
         qpc.publish(core.export_table.as_ref().ok());
         if flow.is_some() || is_reset {
             self.find_direct_peer(index);
+            self.find_path(index);
         }
         let core = &mut self.core;
         // Work posted before may start now, or must be flushed.

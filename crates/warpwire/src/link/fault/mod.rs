@@ -309,6 +309,10 @@ impl<L: Link> Link for FaultInjector<L> {
         None
     }
 
+    fn can_congest(&self, flow: FlowId) -> bool {
+        self.inner.can_congest(flow)
+    }
+
     fn flush(&mut self) -> Result<Flushed> {
         if self.out.is_some() {
             self.pump(self.clock.now())?;
