@@ -8,15 +8,12 @@ use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
-/// The RNR timer code when memory was not resident `fault_streak` times in a row: longer each time,
-/// up to 1.28 ms, so that long waits do not fill the wire.
+/// The RNR timer code: `code` if there is no receive. If memory was not resident, `fault_streak`
+/// times in a row: 10 µs at first, because most page faults are short, and longer each time, up to
+/// 1.28 ms, so that long waits do not fill the wire.
 fn rnr_timer_code(code: u8, fault_streak: u8) -> u8 {
-    const MAX_RNR_CODE: u8 = 14;
-    match code {
-        // Code 0 is the maximum, 655.36 ms.
-        0 => 0,
-        code => code.max(code.saturating_add(fault_streak.saturating_sub(1)).min(MAX_RNR_CODE)),
-    }
+    const MAX_FAULT_CODE: u8 = 14;
+    if fault_streak == 0 { code } else { fault_streak.min(MAX_FAULT_CODE) }
 }
 
 impl Responder {

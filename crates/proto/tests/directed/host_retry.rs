@@ -177,9 +177,8 @@ fn a_read_of_absent_memory_gets_rnr_naks_when_the_peer_retries() {
 
 #[test]
 fn rnr_timers_grow_while_memory_is_absent() {
-    for (code, wanted) in
-        [(1, &[1, 2, 3, 4][..]), (12, &[12, 13, 14, 14]), (20, &[20; 4]), (0, &[0; 4])]
-    {
+    // They begin at 10 µs: `min_rnr_timer` is for peers without a receive.
+    for code in [0, 1, 12, 20] {
         let params = ConnParams { min_rnr_timer: code, rnr_retry: 7, ..ConnParams::default() };
         let mut pair = Pair::with(params);
         pair.endpoints[B].host.answer(MayAccess, [Retry; 4]);
@@ -194,7 +193,7 @@ fn rnr_timers_grow_while_memory_is_absent() {
             }
             pair.advance_to(pair.next_deadline());
         }
-        assert_eq!(codes, wanted);
+        assert_eq!(codes, [1, 2, 3, 4]);
         pair.assert_all_succeed(1);
     }
 }
