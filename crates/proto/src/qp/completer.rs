@@ -13,8 +13,8 @@ use core::time::Duration;
 /// Initial backoff before data that the host could not place is requested again.
 const FAULT_BACKOFF: Duration = Duration::from_micros(100);
 
-/// How often the wait after an RNR NAK doubles, and the maximum that it reaches if the peer does not
-/// ask for more.
+/// How often the wait after an RNR NAK doubles, and the maximum that it reaches unless the peer
+/// asks for more.
 const MAX_RNR_DOUBLINGS: u8 = 7;
 const MAX_RNR_WAIT: Duration = Duration::from_millis(100);
 
@@ -148,9 +148,9 @@ impl Requester {
         self.on_response_gap(stats)
     }
 
-    /// The peer misses the packet with this PSN: go back. Copies of that NAK are ignored until there
-    /// is progress or a timeout (each would send the whole window again), and do not end the peer's
-    /// silence: a packet that never arrives fails in the end.
+    /// The peer misses the packet with this PSN: go back. Copies of that NAK are ignored until
+    /// there is progress or a timeout (each would send the whole window again), and do not end the
+    /// peer's silence: a packet that never arrives fails in the end.
     fn on_sequence_nak(&mut self, psn: Psn) -> Outcome {
         if self.last_nak.replace(psn) != Some(psn) {
             self.rto.on_answer();

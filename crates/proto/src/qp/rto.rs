@@ -1,5 +1,5 @@
-//! The retransmission timeout: measured round trips (RFC 6298) and exponential backoff; and how long
-//! the peer has been silent.
+//! The retransmission timeout: measured round trips (RFC 6298) and exponential backoff; and how
+//! long the peer has been silent.
 //!
 //! One packet at a time is timed, and only one that was sent once (Karn's rule). Waits are at least
 //! [`MIN_RTO`], because threads of the peer are scheduled, and at most the queue pair's `timeout`.

@@ -167,8 +167,8 @@ impl Pair {
         pair
     }
 
-    /// Has a message of one packet in each direction acknowledged, so that the windows are open. The
-    /// next PSNs are one further on.
+    /// Has a message of one packet in each direction acknowledged, so that the windows are open.
+    /// The next PSNs are one further on.
     pub fn open_windows(&mut self) {
         for end in [A, B] {
             self.post(end, 1000, SendOp::Write(REMOTE_ADDR), 1);

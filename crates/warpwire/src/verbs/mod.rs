@@ -347,8 +347,8 @@ impl Context {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
     }
 
-    /// The maximum path MTU of this device's link or port: at most 4096 bytes on a network, up to 64
-    /// KiB in memory (shared memory, and the loopback link of one process).
+    /// The maximum path MTU of this device's link or port: at most 4096 bytes on a network, up to
+    /// 64 KiB in memory (shared memory, and the loopback link of one process).
     pub fn max_mtu(&self) -> Mtu {
         if let Some(hardware) = &self.0.hardware {
             return hardware.max_mtu;

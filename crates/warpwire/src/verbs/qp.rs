@@ -87,7 +87,7 @@ pub struct QpOptions {
     /// without limit.
     pub rnr_retry: u8,
     /// Minimum RNR NAK timer: the code of the delay that peers must observe after an RNR NAK.
-    /// Default: 12 (0.64 ms). The software HCA doubles the delay with each NAK for the same message.
+    /// Default: 12 (0.64 ms). The software HCA doubles the delay with each NAK for one message.
     pub min_rnr_timer: u8,
     /// Maximum number of RDMA reads and atomics in flight, as initiator and as responder
     /// (`max_rd_atomic`, `max_dest_rd_atomic`). Default: 16; reduced to what hardware and the peer

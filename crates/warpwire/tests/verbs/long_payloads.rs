@@ -1,5 +1,5 @@
-//! Payloads of many packets: any length and alignment, and memory that changes or is deregistered in
-//! flight.
+//! Payloads of many packets: any length and alignment, and memory that changes or is deregistered
+//! in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -213,8 +213,8 @@ fn digest(from: SocketAddr, packet: &[u8]) -> u32 {
     SimdCrc32::update(state, rest)
 }
 
-/// Whether this is an ACK or a NAK without data, in the default partition, and with nothing set that
-/// such a packet does not have.
+/// Whether this is an ACK or a NAK without data, in the default partition, and with nothing set
+/// that such a packet does not have.
 fn is_bare_acknowledgement(packet: &[u8]) -> bool {
     const LEN: usize = BTH_LEN + 4 + ICRC_LEN;
     packet.len() == LEN && matches!(packet, [0x11, 0 | 0x40, 0x7f | 0xff, 0xff, _, _, _, _, 0, ..])
@@ -247,7 +247,7 @@ fn sender(
 #[inline]
 fn host(hosts: &mut [Option<HostCounter>], from: IpAddr) -> Option<&mut HostCounter> {
     let slot = hosts.get_mut(hash(from) % HOSTS)?;
-    if !slot.as_ref().is_some_and(|known| known.from == from) {
+    if slot.as_ref().is_none_or(|known| known.from != from) {
         let at = Instant::now();
         *slot = Some(HostCounter { from, last: 0, at, jumped_to: None, is_known: false });
     }

@@ -140,8 +140,8 @@ fn malformed(part: &str, why: &'static str) -> Error {
     Error::new(Kind::Malformed, format!("parse {part:?} as an option of the UDP link"))
         .why(why)
         .fix(
-            "use gso=off, gro=off, mmsg=off, nocheck=off, buffer=4MiB or max_packet=1064, separated \
-             by commas",
+            "use gso=off, gro=off, mmsg=off, nocheck=off, buffer=4MiB or max_packet=1064, \
+             separated by commas",
         )
 }
 
