@@ -142,8 +142,8 @@ pub(crate) struct Arguments {
     #[arg(long)]
     no_verify: bool,
 
-    /// Max memory that a client can make this server allocate [default: a quarter of the memory that
-    /// is available]
+    /// Max memory that a client can make this server allocate [default: a quarter of the memory
+    /// that is available]
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["host", "local"],
         value_parser = memory_size)]
     max_memory: Option<u64>,

@@ -62,8 +62,8 @@ impl System {
         parse_huge_pages(&self.read("/proc/meminfo")?)
     }
 
-    /// Memory that processes can still get, in bytes: `MemAvailable`, and not more than the limit of
-    /// this container. `None` if `/proc/meminfo` does not have it.
+    /// Memory that processes can still get, in bytes: `MemAvailable`, and not more than the limit
+    /// of this container. `None` if `/proc/meminfo` does not have it.
     pub fn available_memory(&self) -> Option<u64> {
         let text = self.read("/proc/meminfo")?;
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
