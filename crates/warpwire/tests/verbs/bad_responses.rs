@@ -90,7 +90,7 @@ impl Harness {
         let (mut seen, mut last) = (0, None);
         let start = Instant::now();
         while seen < wanted {
-            self.end.context.hca().poll().unwrap();
+            self.end.context.soft().unwrap().poll().unwrap();
             let mut take = |frame: warpwire::link::Frame<'_>| {
                 let transport = Transport::new_checked(frame.bytes).unwrap();
                 assert_eq!(transport.destination_qp(), NUMBER);
@@ -211,7 +211,7 @@ fn responses_to_no_request(fixture: &Fixture) {
         harness.send_response(Opcode::ReadResponseOnly, psn.add(psn_offset), ack, 64);
     }
     for _ in 0..20 {
-        harness.end.context.hca().poll().unwrap();
+        harness.end.context.soft().unwrap().poll().unwrap();
     }
     let mut one = [Completion::EMPTY];
     assert_eq!(harness.test_qp.sends.poll(&mut one).unwrap(), 0);
@@ -254,14 +254,14 @@ fn corrupted_long_packets(fixture: &Fixture) {
         harness.link.flush().unwrap();
         let (start, before) =
             (Instant::now(), harness.test_qp.qp.stats().unwrap().packets_received);
-        let dropped = || harness.end.context.hca().link_counters().drops.icrc;
+        let dropped = || harness.end.context.soft().unwrap().link_counters().drops.icrc;
         let dropped_before = dropped();
         // A packet dropped by the link does not reach the queue pair, unless its payload was
         // deferred.
         while harness.test_qp.qp.stats().unwrap().packets_received == before
             && dropped() == dropped_before
         {
-            harness.end.context.hca().poll().unwrap();
+            harness.end.context.soft().unwrap().poll().unwrap();
             assert!(start.elapsed() < test_timeout(), "the packet did not arrive");
         }
         (far.read(LONG as u64 - 64, 64), dropped() - dropped_before)
@@ -309,7 +309,7 @@ fn random_responses(fixture: &Fixture) {
         }
         harness.link.flush().unwrap();
         for _ in 0..4 {
-            harness.end.context.hca().poll().unwrap();
+            harness.end.context.soft().unwrap().poll().unwrap();
             harness.link.receive(&mut |_| {}).unwrap();
         }
         harness.reconnect();
