@@ -38,7 +38,7 @@ extern "C" fn on_exit() {
     let start = Instant::now();
     for (_, context) in open.iter() {
         let is_busy = |context: &verbs::Context| {
-            context.hca().poll().is_ok_and(|progress| !progress.is_idle())
+            context.soft().is_some_and(|hca| hca.poll().is_ok_and(|progress| !progress.is_idle()))
         };
         // Two idle steps in a row: the second sends what the first received.
         while (is_busy(context) || is_busy(context)) && start.elapsed() < EXIT_DEADLINE {}

@@ -48,22 +48,23 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut run = |polls_peer: bool| -> Result<(), warpwire::Error> {
         qp.post_send(&[request])?;
         while cq.poll(&mut one)? == 0 {
-            if polls_peer {
-                far.hca().poll()?;
+            if polls_peer && let Some(hca) = far.soft() {
+                hca.poll()?;
             }
         }
         Ok(())
     };
-    while near.stats().direct.operations == 0 {
+    let operations = || near.stats().map_or(0, |stats| stats.direct.operations);
+    while operations() == 0 {
         run(true)?;
     }
-    let before = near.stats().direct.operations;
+    let before = operations();
     let start = Instant::now();
     for _ in 0..count {
         run(false)?;
     }
     let each = start.elapsed().as_nanos() as f64 / count as f64;
-    let direct = near.stats().direct.operations - before;
+    let direct = operations() - before;
     let rate = f64::from(size) / each;
     println!(
         "{size} bytes: {each:.1} ns from post to completion ({rate:.2} GB/s), \

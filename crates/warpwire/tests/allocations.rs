@@ -235,9 +235,9 @@ fn rounds(pair: &Pair, mem_kind: MemKind, min_packets: u64, min_direct: u64) {
         pair.round();
     }
     let allocated = CountingAllocator::process_allocations() - before;
-    let packets = pair.contexts[0].stats().pairs.packets_sent;
+    let packets = pair.contexts[0].stats().unwrap().pairs.packets_sent;
     assert!(packets > min_packets, "{packets} packets");
-    let direct = pair.contexts[0].stats().direct;
+    let direct = pair.contexts[0].stats().unwrap().direct;
     assert!(direct.operations >= min_direct, "{direct:?}");
     assert_eq!(allocated, 0, "allocations in 200 rounds with {mem_kind:?}");
 }
@@ -252,7 +252,7 @@ fn datagram_rounds() {
         datagrams.round();
     }
     let allocated = CountingAllocator::process_allocations() - before;
-    assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
+    assert_eq!(datagrams.context.stats().unwrap().pairs.packets_sent, 5000);
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }
 

@@ -111,7 +111,7 @@ impl Harness {
     fn begin(&self) {
         for (qp, _) in &self.victims {
             qp.modify(&QpAttributes::new(State::Reset)).expect("RESET");
-            let (memory, layout) = qp.queues();
+            let (memory, layout) = qp.queues().unwrap();
             memory.bytes().fill(0, layout.dbrec, &[0]).expect("the queues");
         }
         connect([&self.victims[0].0, &self.victims[1].0]);
@@ -124,7 +124,7 @@ impl Harness {
         let mut done = [Completion::EMPTY; 16];
         for _ in 0..count {
             for end in &self.endpoints {
-                end.context.hca().poll().expect("a working device");
+                end.context.soft().unwrap().poll().expect("a working device");
             }
             for (_, cq) in &self.victims {
                 cq.poll(&mut done).expect("a working queue");
@@ -138,7 +138,7 @@ impl Harness {
             stores += 1;
             let which = script.int_in_range(0..=3)?;
             let qp = &self.victims[which].0;
-            let (memory, layout) = qp.queues();
+            let (memory, layout) = qp.queues().unwrap();
             let bytes = memory.bytes();
             match script.int_in_range(0..=9)? {
                 0..=3 => self.entry(script, which)?,
@@ -159,7 +159,7 @@ impl Harness {
                 }
                 _ => self.step(script.int_in_range(1..=6)?),
             }
-            self.endpoints[which % 2].context.hca().ring(qp.number());
+            self.endpoints[which % 2].context.soft().unwrap().ring(qp.number());
         }
         self.step(4);
         Ok(())

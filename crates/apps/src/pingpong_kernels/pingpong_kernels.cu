@@ -12,9 +12,9 @@ static __device__ void take_time(u64 nanoseconds) {
 
 extern "C" __global__ void pingpong_compute(u64 nanoseconds) { take_time(nanoseconds); }
 
-// One thread. The side that sends_first puts `length` bytes and adds one to the peer's word, then waits
-// until its own word is `start` plus the number of the round. The other side answers. A failure is
-// stored to `report`.
+// One thread. The side that sends first puts `length` bytes and adds one to the peer's word, then
+// waits until its own word is `start` plus the number of the round. The other side answers. A
+// failure is stored to `report`.
 extern "C" __global__ void pingpong_play(u64 qp, u64 report, u64 to, u64 rkey, u64 from, u64 lkey,
                                          u64 length, u64 word, u64 word_rkey, u64 own, u64 start,
                                          u64 rounds, u64 sends_first, u64 compute, u64 timeout) {
@@ -54,8 +54,8 @@ extern "C" __global__ void pingpong_move(u64 qp, u64 report, u64 there, u64 rkey
 
 // One thread, no queue pair: writes a value and a doorbell in host memory, which a host thread
 // forwards, and waits for the answer in its own word.
-extern "C" __global__ void pingpong_relay(u64 report, u64 bell, u64 own, u64 rounds, u64 sends_first,
-                                          u64 timeout) {
+extern "C" __global__ void pingpong_relay(u64 report, u64 bell, u64 own, u64 rounds,
+                                          u64 sends_first, u64 timeout) {
     Status status = kOk;
     for (u64 round = 1; round <= rounds && status == kOk; round++) {
         if (!sends_first) status = wait_signal((const u64 *)own, Condition::AtLeast, round, timeout);

@@ -194,12 +194,13 @@ impl Watchdog<'_> {
         }
         self.last_check = Instant::now();
         // Direct accesses by the peer, without packets, are a sign of life too.
-        let stats = self.context.stats();
-        let packets = stats.pairs.packets_received.wrapping_add(stats.direct.by_peers);
+        let packets = self
+            .context
+            .stats()
+            .map(|stats| stats.pairs.packets_received.wrapping_add(stats.direct.by_peers));
         // Hardware has no packet counters here: only the TCP connection shows that the peer is
         // gone.
-        let is_hardware = self.context.soft().is_none();
-        if std::mem::replace(&mut self.packets, packets) != packets || is_hardware {
+        if packets.is_none_or(|packets| std::mem::replace(&mut self.packets, packets) != packets) {
             self.last_activity = self.last_check;
         }
         if self.last_activity.elapsed() < self.peer.timeout {

@@ -117,7 +117,8 @@ impl<'a> PingPong<'a> {
     #[inline]
     fn adapt_polling(&mut self, count: u64) {
         if count.is_multiple_of(ADAPT_INTERVAL) && self.endpoint.test.verb == Verb::Write {
-            let direct_seen = self.endpoint.context.stats().direct.by_peers;
+            let stats = self.endpoint.context.stats();
+            let direct_seen = stats.map_or(0, |stats| stats.direct.by_peers);
             let mostly_direct = direct_seen
                 .wrapping_sub(std::mem::replace(&mut self.direct_seen, direct_seen))
                 >= ADAPT_INTERVAL / 2;

@@ -154,7 +154,7 @@ fn run_test(
         reporter.print(&row.render(arguments.report_gbits))?;
         rows.push(row);
     }
-    let counters = endpoint.context.stats().pairs;
+    let counters = endpoint.context.stats().map(|stats| stats.pairs);
     // A side that exits early leaves the peer's last packets unacknowledged.
     peer.barrier()?;
     endpoint.finish()?;

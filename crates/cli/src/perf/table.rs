@@ -111,7 +111,8 @@ pub(crate) struct Report {
     pub(super) remote: EndpointInfo,
     pub(super) rows: Vec<Row>,
     /// Counters of this side's device.
-    pub(super) counters: QpTotals,
+    /// `None` on hardware.
+    pub(super) counters: Option<QpTotals>,
 }
 
 pub(super) fn rule() -> String {

@@ -35,7 +35,6 @@ pub struct QueueMemory {
 }
 
 enum Backing {
-    Empty,
     /// A slice of other memory.
     Slice(QueueMemory, u64),
     /// Memory mapped by a driver.
@@ -83,7 +82,6 @@ impl fmt::Debug for QueueMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { base, len, .. } = self;
         match &*self.backing {
-            Backing::Empty => f.write_str("Empty"),
             Backing::Slice(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
             Backing::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
             Backing::Host(_) => write!(f, "Host({len} bytes at {base:p})"),
@@ -139,11 +137,6 @@ impl QueueMemory {
         Self::new(Backing::Mapped(owner), (base, len as usize), false)
     }
 
-    /// No memory: every access is out of range.
-    pub(crate) fn no_memory() -> Self {
-        Self::new(Backing::Empty, raw_parts(SharedBytes::empty()), false)
-    }
-
     /// The bytes, as the CPU sees them.
     #[inline]
     pub fn bytes(&self) -> SharedBytes<'_> {
@@ -170,7 +163,7 @@ impl QueueMemory {
     /// The address that a device accesses it by, if one can.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.backing {
-            Backing::Empty | Backing::Mapped(_) | Backing::Host(_) => None,
+            Backing::Mapped(_) | Backing::Host(_) => None,
             Backing::Slice(whole, offset) => {
                 whole.device_address().map(|at| DeviceAddr::new(at.raw() + offset))
             }

@@ -269,19 +269,6 @@ impl Hca {
         Ok(shared)
     }
 
-    /// A device without a network, in manual progress mode, absent from the published counters: a
-    /// placeholder for code that needs an [`Hca`].
-    pub(crate) fn placeholder() -> Result<Self> {
-        let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
-        let link = link::Hub::new().endpoint(unspecified)?;
-        let options = HcaOptions {
-            progress_mode: ProgressMode::Manual,
-            direct: false,
-            ..HcaOptions::default()
-        };
-        Ok(Self(Self::start(link, options)?))
-    }
-
     /// The memory registrations of this device.
     pub fn registry(&self) -> &Registry {
         &self.0.registry

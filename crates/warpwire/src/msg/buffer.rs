@@ -92,7 +92,7 @@ impl Buffer {
 
     /// Waits until all writes to memory without a CPU mapping have arrived.
     pub(super) fn flush(&self) -> Result<()> {
-        let registry = self.0.context.hca().registry();
+        let registry = self.0.context.registry()?;
         registry.publish_all();
         match self.0.mr.failure() {
             Some(error) => Err(error),
@@ -160,10 +160,8 @@ impl Buffer {
     pub(super) fn span(&self, need: Access, offset: u64, len: u64) -> Result<Span<'_>> {
         let inner = &*self.0;
         let address = inner.mr.iova().wrapping_add(offset);
-        let registry = inner.context.hca().registry();
-        let found = retry_transient(|| {
-            registry.resolve(inner.mr.lkey(), inner.pd.id(), need, address, len)
-        });
+        let (registry, pd) = (inner.context.registry()?, inner.pd.soft()?.id());
+        let found = retry_transient(|| registry.resolve(inner.mr.lkey(), pd, need, address, len));
         found.map_err(|why| self.denied(why))
     }
 
@@ -189,7 +187,7 @@ impl Buffer {
 
     /// Whether it was registered with that protection domain.
     pub(super) fn is_of(&self, pd: &Pd) -> bool {
-        self.0.pd.id() == pd.id()
+        self.0.pd == *pd
     }
 }
 

@@ -203,7 +203,7 @@ impl LeaveGuard {
         // would report our leaving as a loss.
         const LAST_STEPS: u32 = 8;
         for _ in 0..LAST_STEPS {
-            let _ = self.shared.context.hca().poll();
+            let _ = self.shared.context.soft().map(|hca| hca.poll());
         }
         let message = BootstrapMsg::Bye { why };
         for link in self.shared.links.iter().flatten() {
@@ -351,8 +351,8 @@ impl Comm {
     /// Starts to send. The memory must not change until the request has completed.
     ///
     /// Messages to one rank arrive in order; a receive takes the first that matches. A short
-    /// message (see [`CommOptions::eager`]) has completed when the peer has received it, a longer
-    /// one when the peer has read it.
+    /// message (see [`CommOptions::eager_limit`]) has completed when the peer has received it, a
+    /// longer one when the peer has read it.
     ///
     /// # Errors
     /// [`Kind::Busy`] if too many requests are queued: wait for some of them. [`Kind::PeerLost`] if

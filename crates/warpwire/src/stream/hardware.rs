@@ -43,7 +43,7 @@ pub(super) fn create_hardware_qp(
     check_blocks(queues.send_wqebbs.into(), device)?;
     let has_nor = device.capabilities().stream_wait_nor.is_yes();
     let tails = |cq: &Cq| {
-        let (memory, begin) = map_pages(device, cq.memory(), false)?;
+        let (memory, begin) = map_pages(device, cq.mapped_memory()?, false)?;
         CqeTails::new((&memory, begin), cq.entries(), has_nor)
     };
     let tails = [tails(&cqs[0])?, tails(&cqs[1])?];

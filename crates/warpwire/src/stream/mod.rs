@@ -408,7 +408,7 @@ fn create_soft_qp(
     let memory = device.alloc_pinned(Qp::required_memory(&wanted)?)?;
     wanted.memory = Some(QueueMemory::pinned(memory.clone())?);
     let qp = context.create_qp(pd, &sends, &receives, wanted)?;
-    let (_, layout) = qp.queues();
+    let layout = qp.soft_layout()?;
     check_blocks((layout.dbrec - layout.send) / WQEBB_LEN as u64, device)?;
     let has_nor = device.capabilities().stream_wait_nor.is_yes();
     let tails = [

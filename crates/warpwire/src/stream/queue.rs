@@ -191,7 +191,9 @@ impl Shared {
             for number in 0..shared.tails[side(queue)].entries() {
                 shared.clear(queue, number);
             }
-            shared.cqs[side(queue)].memory().flush_stores();
+            if let Some(memory) = shared.cqs[side(queue)].memory() {
+                memory.flush_stores();
+            }
         }
         shared
     }
@@ -202,8 +204,10 @@ impl Shared {
 
     /// Resets a CQE slot so that a written entry can be distinguished from an unwritten one.
     fn clear(&self, queue: Queue, number: u64) {
-        if let Some((at, value)) = self.tails[side(queue)].reset_store(number) {
-            let _ = self.cqs[side(queue)].memory().bytes().store_u32(at, value);
+        if let Some((at, value)) = self.tails[side(queue)].reset_store(number)
+            && let Some(memory) = self.cqs[side(queue)].memory()
+        {
+            let _ = memory.bytes().store_u32(at, value);
         }
     }
 
@@ -624,7 +628,7 @@ impl Shared {
             let entries = self.tails[at].entries();
             let cqe_slot = (ticket.number & (entries - 1)) * CQE_LEN + 60;
             let word = CqeWait::synthetic_error(ticket.queue, ticket.number, entries);
-            let memory = self.cqs[at].memory();
+            let Some(memory) = self.cqs[at].memory() else { continue };
             let _ = memory.bytes().store_u32(cqe_slot, word);
             memory.flush_stores();
         }

@@ -10,7 +10,7 @@ use rustix::event::epoll;
 use super::direct_verbs::{DirectVerbsCq, no_events};
 use super::hardware::Hardware;
 use super::qp::Core;
-use super::{Context, Device};
+use super::{Context, Device, SoftDevice};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, EventFd, QueueMemory};
 use crate::ibv;
@@ -89,7 +89,7 @@ enum Backend {
 /// A queue that the software HCA writes.
 #[derive(Debug)]
 struct Soft {
-    device: Arc<Device>,
+    device: Arc<SoftDevice>,
     number: u32,
     first: Ring,
     /// The rings that replaced it, each at least twice as large; earlier ones are kept, because
@@ -159,13 +159,13 @@ impl Cq {
             let error = Error::new(Kind::InvalidArgument, "create a completion queue").why(why);
             return Err(error.fix("ask for 1 to 4194304"));
         }
-        if let Some(hardware) = &context.0.hardware {
-            let hard = Hard::create(hardware, &options)?;
-            return Ok(Self(Arc::new(CqInner {
-                waiters: AtomicU32::new(0),
-                backend: Backend::Hard(hard),
-            })));
-        }
+        let device = match &context.0 {
+            Device::Soft(device) => device.clone(),
+            Device::Hard(hardware) => {
+                let backend = Backend::Hard(Hard::create(hardware, &options)?);
+                return Ok(Self(Arc::new(CqInner { waiters: AtomicU32::new(0), backend })));
+            }
+        };
         let entries = options.entries.next_power_of_two();
         let has_memory = options.memory.is_some();
         let memory = match options.memory {
@@ -174,7 +174,7 @@ impl Cq {
         };
         let first = Ring::new(memory, entries)?;
         let signal = Arc::new(EventFd::new()?);
-        let number = context.0.hca.create_cq(CqSpec {
+        let number = device.hca.create_cq(CqSpec {
             memory: first.memory.clone(),
             entries,
             dbrec: first.dbrec(),
@@ -183,7 +183,6 @@ impl Cq {
             signal: Some(signal.clone()),
         })?;
         let reader = BiasedMutex::new(Reader { consumed: 0, last: None, sequence: 1 });
-        let device = context.0.clone();
         let ignores_overrun = options.collapsed || options.ignore_overrun;
         let manual_release = options.manual_release;
         let soft = Soft {
@@ -209,15 +208,25 @@ impl Cq {
         }
     }
 
-    /// Memory of the entries, for callers that read them directly. On hardware it is empty unless
-    /// the queue uses direct verbs ([`CqOptions::manual_release`]).
-    pub fn memory(&self) -> &QueueMemory {
+    /// Memory of the entries, for callers that read them directly. `None` on hardware, unless the
+    /// queue uses direct verbs ([`CqOptions::manual_release`]).
+    pub fn memory(&self) -> Option<&QueueMemory> {
         match &self.0.backend {
-            Backend::Soft(soft) => &soft.ring().memory,
-            Backend::Hard(hard) => {
-                hard.direct_verbs.as_ref().map_or(&hard.no_memory, |queue| &queue.entries)
-            }
+            Backend::Soft(soft) => Some(&soft.ring().memory),
+            Backend::Hard(hard) => hard.direct_verbs.as_ref().map(|queue| &queue.entries),
         }
+    }
+
+    /// The same, for callers that cannot do without.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] if there is none.
+    pub(crate) fn mapped_memory(&self) -> Result<&QueueMemory> {
+        self.memory().ok_or_else(|| {
+            Error::new(Kind::Unsupported, "access the entries of a completion queue")
+                .why("the queue does not use direct verbs")
+                .fix("set CqOptions::manual_release on an mlx5 device, or use the software HCA")
+        })
     }
 
     /// The mapped queue, if it is read with direct verbs.
@@ -647,7 +656,6 @@ struct Hard {
     /// Readable when `pending_event` is raised or the device's own event has occurred.
     epoll_fd: OwnedFd,
     entries: u32,
-    no_memory: QueueMemory,
     /// Set if the queue is read with direct verbs.
     direct_verbs: Option<DirectVerbsCq>,
 }
@@ -674,14 +682,7 @@ impl Hard {
         let direct_verbs = options.manual_release || options.ignore_overrun;
         let direct_verbs = direct_verbs.then(|| cq.mlx5dv().map(DirectVerbsCq::new)).transpose()?;
         let entries = direct_verbs.as_ref().map_or(options.entries, |queue| queue.count);
-        Ok(Self {
-            cq,
-            pending_event,
-            epoll_fd,
-            entries,
-            no_memory: QueueMemory::no_memory(),
-            direct_verbs,
-        })
+        Ok(Self { cq, pending_event, epoll_fd, entries, direct_verbs })
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {

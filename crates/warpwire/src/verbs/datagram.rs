@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
-use super::{Context, Device};
+use super::{Context, Device, SoftDevice};
 use crate::error::Result;
 use crate::ibv;
 
@@ -55,15 +55,20 @@ pub struct AddressHandle(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    device: Arc<Device>,
     peer: SocketAddr,
-    hardware: Option<PerPdHandles>,
+    backend: Backend,
+}
+
+#[derive(Debug)]
+enum Backend {
+    Soft(Arc<SoftDevice>),
+    Hard(PerPdHandles),
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.hardware.is_none() {
-            self.device.hca.close_destination(self.peer);
+        if let Backend::Soft(device) = &self.backend {
+            device.hca.close_destination(self.peer);
         }
     }
 }
@@ -80,7 +85,7 @@ const MAX_PDS: usize = 8;
 
 impl ibv::AsAddressHandle for AddressHandle {
     fn hardware(&self, pd: &ibv::Pd) -> Option<&ibv::AddressHandle> {
-        let PerPdHandles { route, handles } = self.0.hardware.as_ref()?;
+        let Backend::Hard(PerPdHandles { route, handles }) = &self.0.backend else { return None };
         for slot in handles {
             // `create` has checked the address: this fails only if the device is out of handles.
             let found = slot.get_or_init(|| pd.create_address_handle(route).ok()).as_ref();
@@ -94,19 +99,18 @@ impl ibv::AsAddressHandle for AddressHandle {
 
 impl AddressHandle {
     pub(super) fn create(context: &Context, peer: SocketAddr) -> Result<Self> {
-        let device = context.0.clone();
-        let hardware = match &device.hardware {
-            None => {
+        let backend = match &context.0 {
+            Device::Soft(device) => {
                 device.hca.open_destination(peer)?;
-                None
+                Backend::Soft(device.clone())
             }
-            Some(hardware) => {
+            Device::Hard(hardware) => {
                 let route = hardware.route(peer.ip())?;
                 hardware.probe_pd()?.create_address_handle(&route)?;
-                Some(PerPdHandles { route, handles: Default::default() })
+                Backend::Hard(PerPdHandles { route, handles: Default::default() })
             }
         };
-        Ok(Self(Arc::new(Inner { device, peer, hardware })))
+        Ok(Self(Arc::new(Inner { peer, backend })))
     }
 
     /// The address given to [`Context::create_address_handle`].
@@ -116,7 +120,7 @@ impl AddressHandle {
 
     /// Whether it was created by this device.
     pub(super) fn belongs_to(&self, hca: &crate::hca::Hca) -> bool {
-        self.0.device.hca.is_same(hca)
+        matches!(&self.0.backend, Backend::Soft(device) if device.hca.is_same(hca))
     }
 }
 

@@ -12,7 +12,6 @@ use super::post::SendRequest;
 use super::queues::DirectQueues;
 use super::{Context, Cq, Pd, QpOptions, Srq};
 use crate::error::{Error, Kind, Result};
-use crate::hca::QueueMemory;
 use crate::work::{PostError, PostResult, ReceiveRequest};
 use crate::{ibv, link};
 
@@ -23,7 +22,6 @@ pub(super) struct Hard {
     pub(super) local_port: LocalPort,
     /// The queue pair has reached `RTS`, or has failed since: sends may be posted.
     accepts_posts: AtomicBool,
-    pub(super) no_memory: QueueMemory,
     /// Set if the queue pair is driven with direct verbs.
     pub(super) direct_verbs: Option<Arc<DirectVerbsQp>>,
     name: String,
@@ -81,8 +79,8 @@ impl Hard {
             },
         )?;
         let direct_verbs = direct_verbs(&qp, cqs, options.poll_doorbell)?;
-        let (accepts_posts, no_memory) = (AtomicBool::new(false), QueueMemory::no_memory());
-        Ok(Self { qp, local_port, accepts_posts, no_memory, direct_verbs, name })
+        let accepts_posts = AtomicBool::new(false);
+        Ok(Self { qp, local_port, accepts_posts, direct_verbs, name })
     }
 
     pub(super) fn path(&self) -> link::LinkPath {
@@ -253,7 +251,7 @@ impl HardBatch<'_> {
 
 /// Checks that the queues belong to the same kind of device as the context.
 pub(super) fn same_device(context: &Context, cqs: [&Cq; 2], srq: Option<&Srq>) -> Result<()> {
-    let hardware = context.0.hardware.is_some();
+    let hardware = context.device().is_some();
     let same = cqs.iter().all(|cq| cq.hardware().is_some() == hardware)
         && srq.is_none_or(|srq| srq.hardware().is_some() == hardware);
     if same { Ok(()) } else { Err(wrong_context()) }

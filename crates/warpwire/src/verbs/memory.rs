@@ -16,12 +16,14 @@ use crate::work::{Remote, Sge};
 /// A protection domain (`ibv_pd`): work of its queue pairs can only access its memory regions.
 /// Clones refer to the same domain.
 ///
-/// Derefs to the [`mr::SoftPd`] that identifies it. On hardware the `ibv_pd` is allocated on first
-/// use.
+/// On hardware the `ibv_pd` is allocated on first use.
 #[derive(Clone, Debug)]
-pub struct Pd {
-    id: mr::SoftPd,
-    hardware: Option<Arc<LazyPd>>,
+pub struct Pd(PdBackend);
+
+#[derive(Clone, Debug)]
+enum PdBackend {
+    Soft(mr::SoftPd),
+    Hard(Arc<LazyPd>),
 }
 
 #[derive(Debug)]
@@ -31,12 +33,23 @@ struct LazyPd {
 }
 
 impl Pd {
-    pub(super) fn soft(id: mr::SoftPd) -> Self {
-        Self { id, hardware: None }
+    pub(super) fn of_soft(pd: mr::SoftPd) -> Self {
+        Self(PdBackend::Soft(pd))
     }
 
-    pub(super) fn hard(id: mr::SoftPd, context: ibv::Context) -> Self {
-        Self { id, hardware: Some(Arc::new(LazyPd { context, pd_cell: OnceLock::new() })) }
+    pub(super) fn of_hard(context: ibv::Context) -> Self {
+        Self(PdBackend::Hard(Arc::new(LazyPd { context, pd_cell: OnceLock::new() })))
+    }
+
+    /// The domain of the software HCA, for use with its [`Registry`](mr::Registry).
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if this domain belongs to hardware.
+    pub fn soft(&self) -> Result<&mr::SoftPd> {
+        match &self.0 {
+            PdBackend::Soft(pd) => Ok(pd),
+            PdBackend::Hard(_) => Err(wrong_context()),
+        }
     }
 
     /// The hardware domain, allocated by the first call.
@@ -44,8 +57,19 @@ impl Pd {
     /// # Errors
     /// If the device has no domain left, or this domain belongs to the software HCA.
     pub(super) fn hardware(&self) -> Result<&ibv::Pd> {
-        let lazy_pd = self.hardware.as_ref().ok_or_else(wrong_context)?;
+        let PdBackend::Hard(lazy_pd) = &self.0 else { return Err(wrong_context()) };
         lazy_pd.pd_cell.get_or_init(|| lazy_pd.context.create_pd()).as_ref().map_err(Clone::clone)
+    }
+}
+
+impl PartialEq for Pd {
+    /// Whether both are handles of one domain.
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (PdBackend::Soft(own), PdBackend::Soft(other)) => own.id() == other.id(),
+            (PdBackend::Hard(own), PdBackend::Hard(other)) => Arc::ptr_eq(own, other),
+            _ => false,
+        }
     }
 }
 
@@ -54,14 +78,6 @@ fn wrong_context() -> Error {
     Error::new(Kind::InvalidArgument, "use a protection domain")
         .why("it belongs to another context")
         .fix("create it from the context that uses it")
-}
-
-impl std::ops::Deref for Pd {
-    type Target = mr::SoftPd;
-
-    fn deref(&self) -> &mr::SoftPd {
-        &self.id
-    }
 }
 
 /// A memory region (`ibv_mr`). Dropping it deregisters the memory: see
@@ -158,11 +174,11 @@ impl Mr {
         either!(self, mr => mr.access())
     }
 
-    /// The identity of its protection domain.
-    pub fn pd(&self) -> &mr::SoftPd {
+    /// Its protection domain.
+    pub fn pd(&self) -> Pd {
         match &self.0 {
-            Backend::Soft(mr) => mr.pd(),
-            Backend::Hard(hard) => &hard.pd,
+            Backend::Soft(mr) => Pd::of_soft(mr.pd().clone()),
+            Backend::Hard(hard) => hard.pd.clone(),
         }
     }
 

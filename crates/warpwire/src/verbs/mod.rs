@@ -90,7 +90,7 @@ pub use warpwire_proto::qp::{
     Atomic, AtomicWidth, Mtu, PathAttributes, QpAttributes, Service, State, Status,
 };
 
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::hca::Hca;
 use crate::ibv;
 use crate::link::{self, Link};
@@ -101,16 +101,20 @@ use qp::Core;
 /// An open device (`ibv_context`). Clones refer to the same device; queues and address handles that
 /// were created from it keep it open.
 #[derive(Clone, Debug)]
-pub struct Context(pub(crate) Arc<Device>);
+pub struct Context(Device);
 
+#[derive(Clone, Debug)]
+enum Device {
+    Soft(Arc<SoftDevice>),
+    Hard(Arc<Hardware>),
+}
+
+/// A software HCA and its queue pairs.
 #[derive(Debug)]
-pub(crate) struct Device {
-    /// The software HCA. With hardware: a placeholder that only allocates PD ids.
-    pub hca: Hca,
-    /// `None` for the software HCA.
-    pub hardware: Option<Hardware>,
+struct SoftDevice {
+    hca: Hca,
     /// Queue pairs by user index, which their CQEs carry.
-    pub pairs: Mutex<Vec<Option<Arc<Core>>>>,
+    pairs: Mutex<Vec<Option<Arc<Core>>>>,
 }
 
 impl Context {
@@ -129,7 +133,7 @@ impl Context {
     /// As for [`open`](Self::open).
     pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let hca = Hca::open(link, options)?;
-        Ok(Self(Arc::new(Device { hca, hardware: None, pairs: Mutex::new(Vec::new()) })))
+        Ok(Self(Device::Soft(Arc::new(SoftDevice { hca, pairs: Mutex::new(Vec::new()) }))))
     }
 
     /// Opens an RDMA device of this machine through libibverbs; [`devices`] lists their names.
@@ -156,35 +160,39 @@ impl Context {
     /// As for [`open_device`](Self::open_device). If a port or GID index was given: also if the
     /// port is not active or the port has no such GID.
     pub fn open_device_with(name: &str, options: DeviceOptions) -> Result<Self> {
-        let hardware = Some(Hardware::open(name, options)?);
-        let hca = Hca::placeholder()?;
-        Ok(Self(Arc::new(Device { hca, hardware, pairs: Mutex::new(Vec::new()) })))
+        Ok(Self(Device::Hard(Arc::new(Hardware::open(name, options)?))))
     }
 
-    /// The software HCA, for callers that fill its queues themselves. On hardware it is a
-    /// placeholder without a network and without queues: use [`soft`](Self::soft) to tell the two
-    /// apart.
-    pub fn hca(&self) -> &Hca {
-        &self.0.hca
-    }
-
-    /// The software HCA; `None` on hardware.
+    /// The software HCA, for callers that fill its queues themselves; `None` on hardware.
     pub fn soft(&self) -> Option<&Hca> {
-        self.0.hardware.is_none().then_some(&self.0.hca)
+        match &self.0 {
+            Device::Soft(soft) => Some(&soft.hca),
+            Device::Hard(_) => None,
+        }
+    }
+
+    /// The registrations of the software HCA, for example for an [`MrCache`](mr::MrCache).
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] on hardware, whose registrations the driver keeps.
+    pub fn registry(&self) -> Result<&mr::Registry> {
+        self.soft().map(Hca::registry).ok_or_else(|| soft_only("access registrations"))
     }
 
     /// The libibverbs device; `None` for the software HCA.
     pub fn device(&self) -> Option<&ibv::Context> {
-        self.0.hardware.as_ref().map(|hardware| &hardware.context)
+        match &self.0 {
+            Device::Soft(_) => None,
+            Device::Hard(hardware) => Some(&hardware.context),
+        }
     }
 
     /// Allocates a protection domain. Never fails: on hardware the domain is allocated when it is
     /// first used, and that call reports the error.
     pub fn alloc_pd(&self) -> Pd {
-        let id = self.0.hca.registry().pd();
-        match &self.0.hardware {
-            None => Pd::soft(id),
-            Some(hardware) => Pd::hard(id, hardware.context.clone()),
+        match &self.0 {
+            Device::Soft(soft) => Pd::of_soft(soft.hca.registry().pd()),
+            Device::Hard(hardware) => Pd::of_hard(hardware.context.clone()),
         }
     }
 
@@ -204,7 +212,7 @@ impl Context {
     /// [`Access::ON_DEMAND`] is set.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`](crate::error::Kind::InvalidArgument) if the memory is empty, the
+    /// [`Kind::InvalidArgument`] if the memory is empty, the
     /// addresses overflow, `access` has a remote write or atomic right without
     /// [`Access::LOCAL_WRITE`], or a zero-based region was given another `iova`. On hardware also
     /// if the locked-memory limit is reached or the device cannot reach GPU memory in any way: the
@@ -216,10 +224,14 @@ impl Context {
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
-        if self.0.hardware.is_some() {
-            return memory::register(pd, memory.into(), iova, access, mr::RegisteredBy::Handle);
+        match &self.0 {
+            Device::Soft(soft) => {
+                Ok(soft.hca.registry().register(pd.soft()?, memory, iova, access)?.into())
+            }
+            Device::Hard(_) => {
+                memory::register(pd, memory.into(), iova, access, mr::RegisteredBy::Handle)
+            }
         }
-        Ok(self.0.hca.registry().register(pd, memory, iova, access)?.into())
     }
 
     /// Registers `len` bytes at `address`: memory of this process, of a GPU, or of a [peer-memory
@@ -239,13 +251,13 @@ impl Context {
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
-        if self.0.hardware.is_some() {
+        let Device::Soft(soft) = &self.0 else {
             // SAFETY: guaranteed by the caller.
             return unsafe { memory::register_address(pd, (address, len), iova, access) };
-        }
+        };
+        let (registry, pd) = (soft.hca.registry(), pd.soft()?);
         // SAFETY: guaranteed by the caller.
-        let made =
-            unsafe { self.0.hca.registry().register_address(pd, address, len, iova, access) };
+        let made = unsafe { registry.register_address(pd, address, len, iova, access) };
         Ok(made?.into())
     }
 
@@ -255,8 +267,8 @@ impl Context {
     /// the exporter may move the memory; `attach` is only recorded.
     ///
     /// # Errors
-    /// On hardware: [`Kind::Unsupported`](crate::error::Kind::Unsupported) if the driver cannot
-    /// register dma-bufs, [`Kind::Unavailable`](crate::error::Kind::Unavailable) before rdma-core
+    /// On hardware: [`Kind::Unsupported`] if the driver cannot
+    /// register dma-bufs, [`Kind::Unavailable`] before rdma-core
     /// 34.
     pub fn register_dmabuf(
         &self,
@@ -266,16 +278,22 @@ impl Context {
         access: Access,
         attach: AttachMode,
     ) -> Result<Mr> {
-        if self.0.hardware.is_some() {
+        let Device::Soft(soft) = &self.0 else {
             return memory::register_dmabuf(pd, range, iova, access, attach);
-        }
-        Ok(self.0.hca.registry().register_dmabuf(pd, range, iova, access, attach)?.into())
+        };
+        let registry = soft.hca.registry();
+        Ok(registry.register_dmabuf(pd.soft()?, range, iova, access, attach)?.into())
     }
 
     /// Adds a peer-memory client, which is asked before those already present when memory is
-    /// registered by address. Affects the software HCA only.
-    pub fn add_client(&self, client: Arc<dyn PeerClient>) {
-        self.0.hca.registry().add_client(client);
+    /// registered by address.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] on hardware, whose driver has clients of its own.
+    pub fn add_client(&self, client: Arc<dyn PeerClient>) -> Result<()> {
+        let hca = self.soft().ok_or_else(|| soft_only("add a peer-memory client"))?;
+        hca.registry().add_client(client);
+        Ok(())
     }
 
     /// Creates a completion queue with at least `entries` entries (`ibv_create_cq`).
@@ -330,39 +348,71 @@ impl Context {
     /// Takes the oldest pending asynchronous event (`ibv_get_async_event`) and acknowledges it;
     /// `None` if there is none. Never blocks.
     pub fn next_event(&self) -> Option<AsyncEvent> {
-        if let Some(hardware) = &self.0.hardware {
-            return hardware.next_event();
+        match &self.0 {
+            Device::Soft(soft) => soft.hca.next_event(),
+            Device::Hard(hardware) => hardware.next_event(),
         }
-        self.0.hca.next_event()
     }
 
     /// Raised (readable) while asynchronous events are pending. It is a file descriptor, for use
     /// with `poll` or `epoll`.
     pub fn events(&self) -> &EventFd {
-        self.0.hardware.as_ref().map_or_else(|| self.0.hca.events(), |hardware| &hardware.events)
+        match &self.0 {
+            Device::Soft(soft) => soft.hca.events(),
+            Device::Hard(hardware) => &hardware.events,
+        }
     }
 
     /// The link or device in use, and the reason for the choice.
     pub fn path(&self) -> &link::LinkPath {
-        self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
+        match &self.0 {
+            Device::Soft(soft) => soft.hca.path(),
+            Device::Hard(hardware) => &hardware.path,
+        }
     }
 
     /// The maximum path MTU of this device's link or port: at most 4096 bytes on a network, up to
     /// 64 KiB in memory (shared memory, and the loopback link of one process).
     pub fn max_mtu(&self) -> Mtu {
-        if let Some(hardware) = &self.0.hardware {
-            return hardware.max_mtu;
+        match &self.0 {
+            Device::Soft(soft) => soft.max_mtu(),
+            Device::Hard(hardware) => hardware.max_mtu,
         }
-        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.max_payload();
-        let in_memory = matches!(self.path().kind, link::LinkKind::Shm | link::LinkKind::Loopback);
+    }
+
+    /// Counters of the software HCA; `None` on hardware, whose counters are in sysfs.
+    ///
+    /// ```
+    /// use warpwire::{link::Hub, verbs::Context};
+    /// let context = Context::open(Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?)?;
+    /// assert_eq!(context.stats().map(|stats| stats.pairs.packets_sent), Some(0));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    /// A program that does not think of hardware does not compile:
+    /// ```compile_fail,E0609
+    /// # use warpwire::verbs::Context;
+    /// let packets = |context: &Context| context.stats().pairs.packets_sent;
+    /// ```
+    pub fn stats(&self) -> Option<HcaStats> {
+        self.soft().map(Hca::stats)
+    }
+}
+
+impl SoftDevice {
+    fn max_mtu(&self) -> Mtu {
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.hca.max_payload();
+        let kind = self.hca.path().kind;
+        let in_memory = matches!(kind, link::LinkKind::Shm | link::LinkKind::Loopback);
         let jumbo = [16 << 10, 32 << 10, 60 << 10, 64 << 10].into_iter();
         let jumbo = jumbo.filter_map(Mtu::new).filter(|_| in_memory);
         let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(jumbo).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
+}
 
-    /// Counters of the software HCA; all zero on hardware, whose counters are in sysfs.
-    pub fn stats(&self) -> HcaStats {
-        self.0.hca.stats()
-    }
+#[cold]
+fn soft_only(what: &'static str) -> Error {
+    Error::new(Kind::Unsupported, what)
+        .why("the context is an RDMA device")
+        .fix("use the software HCA: Context::open")
 }

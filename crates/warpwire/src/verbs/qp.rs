@@ -13,7 +13,7 @@ use super::hard::{Hard, same_device};
 use super::post::{Batch, BatchThread, SendBatch, SendRequest, SendState};
 use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
-use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, Srq, State};
+use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
@@ -31,7 +31,7 @@ use crate::work::{PostError, ReceiveRequest};
 /// Like all options it is built with setters, so that a new field breaks no program:
 /// ```compile_fail,E0639
 /// # use warpwire::verbs::QpOptions;
-/// let options = QpOptions { send_depth: 512, ..QpOptions::default() };
+/// let options = QpOptions::default().with_send_depth(512);
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -208,7 +208,7 @@ pub struct Qp(pub(super) Arc<Inner>);
 #[derive(Debug)]
 pub(super) struct Inner {
     backend: Backend,
-    device: Arc<Device>,
+    context: Context,
     options: QpOptions,
     // Keeps the domain alive.
     _pd: Pd,
@@ -225,6 +225,7 @@ enum Backend {
 /// A queue pair of the software HCA.
 #[derive(Debug)]
 struct Soft {
+    device: Arc<SoftDevice>,
     core: Arc<Core>,
     user_index: u32,
     /// Initial packet sequence number of the next connection.
@@ -325,11 +326,11 @@ impl Core {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let Backend::Soft(Soft { core, user_index, .. }) = &self.backend else { return };
+        let Backend::Soft(Soft { device, core, user_index, .. }) = &self.backend else { return };
         core.hca.destroy_qp(core.number);
         // Unpolled completions still refer to it.
         self.clean_cqs(core);
-        if let Some(slot) = self.device.pairs.lock().get_mut(*user_index as usize) {
+        if let Some(slot) = device.pairs.lock().get_mut(*user_index as usize) {
             *slot = None;
         }
         // Only now: until the slot was cleared, a poll could have cached it again.
@@ -367,15 +368,14 @@ impl Qp {
         same_device(context, [send_cq, receive_cq], options.srq.as_ref())?;
         let cqs = [send_cq.clone(), receive_cq.clone()];
         let batch_thread = BatchThread::default();
-        if let Some(hardware) = &context.0.hardware {
-            let backend = Backend::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
-            let (device, _pd) = (context.0.clone(), pd.clone());
-            return Ok(Self(Arc::new(Inner { backend, device, options, _pd, cqs, batch_thread })));
-        }
-        let soft = Soft::create(context, pd, &cqs, &options)?;
-        let (device, _pd) = (context.0.clone(), pd.clone());
-        let backend = Backend::Soft(soft);
-        Ok(Self(Arc::new(Inner { backend, device, options, _pd, cqs, batch_thread })))
+        let backend = match &context.0 {
+            Device::Soft(device) => Backend::Soft(Soft::create(device, pd, &cqs, &options)?),
+            Device::Hard(hardware) => {
+                Backend::Hard(Hard::create(hardware, pd, &cqs, &mut options)?)
+            }
+        };
+        let (context, _pd) = (context.clone(), pd.clone());
+        Ok(Self(Arc::new(Inner { backend, context, options, _pd, cqs, batch_thread })))
     }
 
     /// Queue pair number, 24 bits; unique within its device.
@@ -394,15 +394,19 @@ impl Qp {
         }
     }
 
-    /// Memory of the queues and their offsets in it, for callers that post by other means. On
-    /// hardware it is empty: use [`direct_queues`](Self::direct_queues).
-    pub fn queues(&self) -> (&QueueMemory, QpLayout) {
-        match &self.0.backend {
-            Backend::Soft(soft) => (&soft.core.memory, soft.core.layout),
-            Backend::Hard(hard) => {
-                (&hard.no_memory, QpLayout { receive: 0, send: 0, dbrec: 0, doorbell: 0 })
-            }
-        }
+    /// Memory of the queues and their offsets in it, for callers that post by other means. `None`
+    /// on hardware: use [`direct_queues`](Self::direct_queues).
+    pub fn queues(&self) -> Option<(&QueueMemory, QpLayout)> {
+        self.soft_core().map(|core| (&core.memory, core.layout))
+    }
+
+    /// Offsets in the memory of the queues.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] on hardware.
+    pub(crate) fn soft_layout(&self) -> Result<QpLayout> {
+        let core = self.soft_core().ok_or_else(|| super::soft_only("access the queues' memory"))?;
+        Ok(core.layout)
     }
 
     /// The mapped queues in ConnectX format, of the software HCA or an mlx5 device. A caller that
@@ -449,7 +453,7 @@ impl Qp {
             Backend::Soft(soft) => soft,
             Backend::Hard(hard) => return hard.endpoint(options),
         };
-        let context = Context(self.0.device.clone());
+        let context = &self.0.context;
         let mtu = options.mtu.unwrap_or_else(|| context.max_mtu());
         QpEndpoint {
             address: context.path().local,
@@ -640,22 +644,27 @@ impl Qp {
 }
 
 impl Soft {
-    fn create(context: &Context, pd: &Pd, cqs: &[Cq; 2], options: &QpOptions) -> Result<Self> {
+    fn create(
+        device: &Arc<SoftDevice>,
+        pd: &Pd,
+        cqs: &[Cq; 2],
+        options: &QpOptions,
+    ) -> Result<Self> {
+        let pd = pd.soft()?.id();
         let Sizes { wqebbs, receives, stride, layout, len } = options.sizes()?;
         let memory = match &options.memory {
             Some(memory) => memory.clone(),
             None => QueueMemory::host(len)?,
         };
         memory.bytes().fill(0, len, &[0])?;
-        let device = context.0.clone();
         let mut pairs = device.pairs.lock();
         let free = pairs.iter().position(Option::is_none);
         let user_index = free.unwrap_or(pairs.len());
         let datagrams = match options.service {
             Service::Rc => None,
-            Service::Ud => Some(options.mtu.unwrap_or_else(|| context.max_mtu())),
+            Service::Ud => Some(options.mtu.unwrap_or_else(|| device.max_mtu())),
         };
-        let number = context.0.hca.create_qp(QpSpec {
+        let number = device.hca.create_qp(QpSpec {
             memory: memory.clone(),
             layout,
             send_wqebbs: wqebbs,
@@ -664,7 +673,7 @@ impl Soft {
             send_cq: cqs[0].number(),
             receive_cq: cqs[1].number(),
             srq: options.srq.as_ref().map(Srq::number),
-            pd: pd.id(),
+            pd,
             signal_all: options.signal_all,
             user_index: user_index as u32,
             poll_doorbell: options.poll_doorbell,
@@ -675,7 +684,7 @@ impl Soft {
             number,
             service: options.service,
             accepts_posts: AtomicBool::new(false),
-            hca: context.0.hca.clone(),
+            hca: device.hca.clone(),
             memory,
             layout,
             wqebbs,
@@ -691,7 +700,8 @@ impl Soft {
         }
         pairs[user_index] = Some(core.clone());
         drop(pairs);
-        Ok(Self { core, user_index: user_index as u32, psn: random_psn().into() })
+        let (device, psn) = (device.clone(), random_psn().into());
+        Ok(Self { device, core, user_index: user_index as u32, psn })
     }
 
     fn modify(&self, handle: &Inner, change: &QpAttributes) -> Result<()> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::receive::{MAX_RECV_SGE, too_many};
-use super::{Context, Device, Pd};
+use super::{Context, Device, Pd, SoftDevice};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
 use crate::ibv;
@@ -52,7 +52,7 @@ enum Backend {
 
 #[derive(Debug)]
 struct SrqInner {
-    device: Arc<Device>,
+    device: Arc<SoftDevice>,
     number: u32,
     memory: QueueMemory,
     dbrec: u64,
@@ -88,24 +88,24 @@ impl Srq {
         if options.max_sge == 0 || options.max_sge as usize >= MAX_RECV_SGE {
             return Err(wrong("max_sge must be 1 to 15"));
         }
-        if context.0.hardware.is_some() {
+        let Device::Soft(device) = &context.0 else {
             let made = pd.hardware()?.create_srq(options.depth, options.max_sge)?;
             return Ok(Self(Backend::Hard(made)));
-        }
+        };
         // One slot more than receives: the last entry always links to a free slot.
         let entries = (options.depth + 1).next_power_of_two();
         let stride = ((options.max_sge + 1) * SEGMENT_LEN as u32).next_power_of_two();
         let dbrec = u64::from(entries) * u64::from(stride);
         let memory = QueueMemory::host(dbrec + 64)?;
         let spec = SrqSpec { memory: memory.clone(), entries, stride, dbrec };
-        let number = context.0.hca.create_srq(spec)?;
+        let number = device.hca.create_srq(spec)?;
         let state = Mutex::new(Slots {
             wr_ids: vec![0; entries as usize].into(),
             free: (1..entries as u16).collect(),
             next: 0,
             posted: 0,
         });
-        let device = context.0.clone();
+        let device = device.clone();
         let shared = SrqInner { device, number, memory, dbrec, stride, state, _pd: pd.clone() };
         Ok(Self(Backend::Soft(Arc::new(shared))))
     }

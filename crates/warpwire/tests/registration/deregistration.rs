@@ -190,7 +190,7 @@ fn handle_registrations_keep_memory_allocated(harness: &Harness) {
 /// Many registrations of every kind leave no descriptor, mapping or key behind.
 fn many_registrations_leave_nothing_behind(harness: &Harness) {
     let testbed = harness.fixture.testbed();
-    let registry = testbed.a.context.hca().registry().clone();
+    let registry = testbed.a.context.registry().unwrap().clone();
     let round = |count| {
         for _ in 0..count {
             for mem_kind in MEM_KINDS {
@@ -199,7 +199,7 @@ fn many_registrations_leave_nothing_behind(harness: &Harness) {
                 assert!(Buffer::with(harness, &testbed.a, mem_kind, 4096, 1, wrong).is_err());
             }
         }
-        assert!(registry.is_empty() && !testbed.a.pd.is_in_use());
+        assert!(registry.is_empty() && !testbed.a.pd.soft().unwrap().is_in_use());
     };
     round(20);
     harness.control().wait_empty(crate::verbs::fixture::test_timeout()).unwrap();
@@ -223,7 +223,7 @@ fn a_late_duplicate_read_is_harmless(harness: &Harness) {
         assert_eq!((done.id, done.status), (round, Status::Success));
         same(&near.read(0, len), &wanted, "a read");
     }
-    let discarded = testbed.b.context.stats().discarded;
+    let discarded = testbed.b.context.stats().unwrap().discarded;
     let has_duplicates = discarded.iter().any(|(why, count)| *why == "duplicate" && *count > 0);
     assert!(has_duplicates, "no duplicate request arrived: {discarded:?}");
     assert_eq!(testbed.b.async_events(), []);
@@ -239,10 +239,10 @@ fn a_delayed_responder_is_harmless(harness: &Harness) {
         let far = Buffer::new(harness, &testbed.b, MemKind::HostHandle, LEN, 0);
         let (op, data) = (WrOp::Read(far.mr().remote(0)), [near.mr().sge(0, 20_000)]);
         conn.a.qp.post_send(&[SendRequest::new(round, op).with(&data)]).unwrap();
-        let requester = testbed.a.context.hca();
-        let before = testbed.a.context.stats().pairs.timeouts;
+        let requester = testbed.a.context.soft().unwrap();
+        let before = testbed.a.context.stats().unwrap().pairs.timeouts;
         requester.poll().unwrap();
-        while testbed.a.context.stats().pairs.timeouts == before {
+        while testbed.a.context.stats().unwrap().pairs.timeouts == before {
             requester.poll().unwrap();
         }
         requester.poll().unwrap();

@@ -45,7 +45,7 @@ pub fn exchange(testbed: &Testbed, conn: &QpPair, near: &Buffer, far: &Buffer, s
     (1..=3).for_each(|id| {
         let done = testbed.next(&conn.a.sends);
         let [ours, theirs] = [near, far].map(|end| (end.mr().faults(), end.mr().failure()));
-        let why = testbed.b.context.hca().qp_denied(conn.b.qp.number());
+        let why = testbed.b.context.soft().unwrap().qp_denied(conn.b.qp.number());
         let context_text = format!("{what}: {ours:?} {theirs:?}, responder denied: {why:?}");
         assert_eq!((done.id, done.status), (id, Status::Success), "{context_text}");
     });
@@ -261,7 +261,10 @@ fn invalid_access_flags_bad_flow(harness: &Harness) {
             let made = Buffer::with(harness, &testbed.a, mem_kind, 4096, 0, access);
             refused(made.map(drop), &["register"]);
         }
-        assert!(testbed.a.context.hca().registry().is_empty(), "{mem_kind:?} left a registration");
+        assert!(
+            testbed.a.context.registry().unwrap().is_empty(),
+            "{mem_kind:?} left a registration"
+        );
     }
 }
 

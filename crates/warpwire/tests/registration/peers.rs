@@ -84,7 +84,7 @@ impl PeerPages for Pages {
 /// Adds a client for this memory and registers it.
 fn register(end: &Endpoint, memory: Arc<dyn CustomMemory>) -> (Mr, Arc<RemoteClient>) {
     let client = Arc::new(RemoteClient { memory, handles: Mutex::default() });
-    end.context.add_client(client.clone());
+    end.context.add_client(client.clone()).unwrap();
     // SAFETY: the client keeps its memory, and copies it under a lock.
     let mr = unsafe { end.context.register_address(&end.pd, BASE, LEN as u64, None, Access::ALL) };
     (mr.unwrap(), client)

@@ -117,7 +117,8 @@ fn one_seed(seed: u64, counters: &Counters) {
     let harness = Harness::new(TestLink::Loopback, None);
     {
         let testbed = harness.fixture.faulty(PLAN, seed, ProgressMode::Manual);
-        let registries = [&testbed.a, &testbed.b].map(|end| end.context.hca().registry().clone());
+        let registries =
+            [&testbed.a, &testbed.b].map(|end| end.context.registry().unwrap().clone());
         let mut rng = Rng::new(seed);
         let mut flows: Vec<_> =
             (0..FLOWS).map(|_| Flow::new(&harness, &testbed, &mut rng)).collect();
@@ -164,7 +165,7 @@ fn round(
                 });
                 eprintln!("unfinished: {ends:?}, freed: {}", flow.freed.is_some());
             }
-            let stats = [&testbed.a, &testbed.b].map(|end| end.context.stats());
+            let stats = [&testbed.a, &testbed.b].map(|end| end.context.stats().unwrap());
             panic!("a batch hangs: {stats:#?}");
         }
         testbed.step();

@@ -160,7 +160,7 @@ impl PeerPages for Pages {
 /// Memory of a separate device, registered by its address and accessed through bounce buffers.
 fn by_address(end: &Endpoint, sim: &Sim) -> (Allocation, Mr, InvalidateHandle) {
     let memory = sim.device(0).unwrap().alloc(LEN).unwrap();
-    let registry = end.context.hca().registry();
+    let registry = end.context.registry().unwrap();
     let invalidate = InvalidateHandle::default();
     let client = NoWindowClient { memory: memory.clone(), invalidate: invalidate.clone() };
     registry.add_client(Arc::new(client));
@@ -222,13 +222,19 @@ fn freed_by_the_stream_that_an_atomic_waits_for_bad_flow(harness: &Harness) {
 fn invalidation_flushes_staged_writes(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let sim = Sim::start(SimConfig::default()).unwrap();
-    let registry = testbed.b.context.hca().registry();
+    let registry = testbed.b.context.registry().unwrap();
     for len in [100, 5000, 200_000] {
         let (memory, mr, invalidate) = by_address(&testbed.b, &sim);
         let wanted = vec![7; len];
         let find = || {
             let need = Access::REMOTE_WRITE;
-            registry.resolve(mr.rkey(), testbed.b.pd.id(), need, mr.iova(), len as u64)
+            registry.resolve(
+                mr.rkey(),
+                testbed.b.pd.soft().unwrap().id(),
+                need,
+                mr.iova(),
+                len as u64,
+            )
         };
         find().unwrap().scatter(0, &wanted).unwrap();
         invalidate.lock().clone().unwrap().invalidate();
@@ -248,11 +254,11 @@ fn invalidation_flushes_staged_writes(harness: &Harness) {
 fn a_failed_copy_is_reported_by_the_flush_bad_flow(harness: &Harness) {
     let testbed = harness.fixture.testbed();
     let sim = Sim::start(SimConfig::default()).unwrap();
-    let registry = testbed.b.context.hca().registry();
+    let registry = testbed.b.context.registry().unwrap();
     let memory = sim.device(0).unwrap().alloc(LEN).unwrap();
     let mr = staged(&testbed.b, &memory, StagingOptions::default());
     let other = harness.fixture.host(&testbed.b, 4096);
-    let pd = testbed.b.pd.id();
+    let pd = testbed.b.pd.soft().unwrap().id();
     let span = registry.resolve(mr.rkey(), pd, Access::REMOTE_WRITE, mr.iova(), LEN).unwrap();
     sim.control(0).unwrap().fail(FailNth { kind: OpKind::Copy, number: 1 });
     span.scatter(0, &[1; 100_000]).unwrap();

@@ -90,7 +90,7 @@ impl Harness {
         let (mut seen, mut last) = (0, None);
         let start = Instant::now();
         while seen < wanted {
-            self.end.context.hca().poll().unwrap();
+            self.end.context.soft().unwrap().poll().unwrap();
             let mut take = |frame: warpwire::link::Frame<'_>| {
                 let transport = Transport::new_checked(frame.bytes).unwrap();
                 assert_eq!(transport.destination_qp(), NUMBER);
@@ -211,7 +211,7 @@ fn responses_to_no_request(fixture: &Fixture) {
         harness.send_response(Opcode::ReadResponseOnly, psn.add(psn_offset), ack, 64);
     }
     for _ in 0..20 {
-        harness.end.context.hca().poll().unwrap();
+        harness.end.context.soft().unwrap().poll().unwrap();
     }
     let mut one = [Completion::EMPTY];
     assert_eq!(harness.test_qp.sends.poll(&mut one).unwrap(), 0);
@@ -240,7 +240,8 @@ fn damaged_packets_of_a_known_sender(fixture: &Fixture) {
     let to = far.mr.remote(0);
     let number = harness.test_qp.qp.number();
     let reth = |rkey| Extension::Reth(Reth { address: to.address, rkey, len: PAYLOAD as u32 });
-    let dropped = |harness: &Harness| harness.end.context.hca().link_counters().drops.icrc;
+    let dropped =
+        |harness: &Harness| harness.end.context.soft().unwrap().link_counters().drops.icrc;
     let mut send = |opcode, psn, extension, corruption| {
         let headers = Headers::new(opcode, number, Psn::new(psn), extension);
         let slot = harness.link.reserve(harness.flow, headers.wire_len(PAYLOAD)).unwrap();
@@ -253,7 +254,7 @@ fn damaged_packets_of_a_known_sender(fixture: &Fixture) {
         };
         let (start, before) = (Instant::now(), counts(&harness));
         while counts(&harness) == before {
-            harness.end.context.hca().poll().unwrap();
+            harness.end.context.soft().unwrap().poll().unwrap();
             assert!(start.elapsed() < test_timeout(), "the packet did not arrive");
         }
         let after = counts(&harness);
@@ -311,7 +312,7 @@ fn random_responses(fixture: &Fixture) {
         }
         harness.link.flush().unwrap();
         for _ in 0..4 {
-            harness.end.context.hca().poll().unwrap();
+            harness.end.context.soft().unwrap().poll().unwrap();
             harness.link.receive(&mut |_| {}).unwrap();
         }
         harness.reconnect();

@@ -174,10 +174,10 @@ fn a_storm(fixture: &Fixture) {
         })
         .collect();
     let mut rounds: Vec<_> = all.iter_mut().map(Traffic::begin).collect();
-    let registered = testbed.b.context.hca().registry().len();
+    let registered = testbed.b.context.registry().unwrap().len();
     let injected_drops = || {
-        let ends =
-            [&testbed.a, &testbed.b].map(|end| end.context.hca().link_counters().drops.injected);
+        let ends = [&testbed.a, &testbed.b]
+            .map(|end| end.context.soft().unwrap().link_counters().drops.injected);
         ends.iter().sum::<u64>()
     };
     let (mut over, mut failures) = (0, 0);
@@ -217,8 +217,8 @@ fn a_storm(fixture: &Fixture) {
         next = std::time::Instant::now() + Duration::from_millis(20 + rng.below(100));
     }
     assert!(failures <= 2 + over / 500, "{failures} of {over} rounds failed");
-    assert_eq!(testbed.b.context.hca().registry().len(), registered);
-    assert_eq!(testbed.a.context.stats().queue_pairs, 12);
+    assert_eq!(testbed.b.context.registry().unwrap().len(), registered);
+    assert_eq!(testbed.a.context.stats().unwrap().queue_pairs, 12);
     println!("{:?}: {over} rounds, {failures} failed", fixture.test_link);
 }
 
@@ -226,7 +226,7 @@ fn a_storm(fixture: &Fixture) {
 fn stall(only: &Endpoint) {
     let start = std::time::Instant::now();
     while start.elapsed() < Duration::from_millis(30) {
-        only.context.hca().poll().unwrap();
+        only.context.soft().unwrap().poll().unwrap();
     }
 }
 
@@ -269,7 +269,7 @@ fn a_device_that_vanishes(fixture: &Fixture) {
         assert_eq!(responder.qp.state().unwrap(), State::Rts);
         testbed.expect_no_completion(&responder.receives);
     }
-    assert_eq!(testbed.a.context.stats().queue_pairs, 1);
+    assert_eq!(testbed.a.context.stats().unwrap().queue_pairs, 1);
 }
 
 fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {
@@ -279,7 +279,7 @@ fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {
         for _ in 0..8 {
             traffic.round(&testbed);
         }
-        let stats = testbed.a.context.stats();
+        let stats = testbed.a.context.stats().unwrap();
         assert!(stats.pairs.resent > 0, "no retransmissions despite faults: {stats:?}");
     }
 }
@@ -365,7 +365,7 @@ fn an_engine_that_stalls(fixture: &Fixture) {
     testbed.step();
     let start = std::time::Instant::now();
     while start.elapsed() < Duration::from_millis(200) {
-        testbed.a.context.hca().poll().unwrap();
+        testbed.a.context.soft().unwrap().poll().unwrap();
     }
     testbed.done(&conn.a.sends, 1);
     same(&far.read(0, 1 << 20), &wanted, "a write across a stall");

@@ -69,7 +69,7 @@ fn address(end: &Endpoint) -> SocketAddr {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().unwrap().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// Two queue pairs in RTS, a buffer for each, and an address handle from `a` to `b`.
@@ -136,7 +136,7 @@ impl UdPair {
 
     /// How many datagrams the receiver dropped for `reason`.
     fn dropped(&self, reason: &str) -> u64 {
-        let stats = self.testbed.b.context.stats();
+        let stats = self.testbed.b.context.stats().unwrap();
         stats.discarded.iter().find(|(name, _)| *name == reason).unwrap().1
     }
 
@@ -245,7 +245,7 @@ fn many_peers_in_one_batch(fixture: &Fixture) {
     let step = || {
         testbed.step();
         for end in &others {
-            end.context.hca().poll().unwrap();
+            end.context.soft().unwrap().poll().unwrap();
         }
     };
     for (n, (test_qp, memory, ..)) in there.iter().enumerate() {
@@ -598,7 +598,7 @@ fn invalid_addresses(fixture: &Fixture) {
     let test_qp = activate_ud(&testbed, &testbed.a, QKEY);
     test_qp.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&absent, 17, QKEY)]).unwrap();
     testbed.done(&test_qp.sends, 1);
-    assert_eq!(testbed.a.context.hca().link_counters().drops.no_peer, 1);
+    assert_eq!(testbed.a.context.soft().unwrap().link_counters().drops.no_peer, 1);
 }
 
 fn invalid_requests(fixture: &Fixture) {
@@ -662,12 +662,12 @@ fn invalid_local_memory(fixture: &Fixture) {
 
 /// Writes a WQE directly into the send queue, as a stream or a kernel does.
 fn put(ud_pair: &UdPair, index: u16, entry: &[u8]) {
-    let (memory, layout) = ud_pair.a.qp.queues();
+    let (memory, layout) = ud_pair.a.qp.queues().unwrap();
     let at = u64::from(index) * 64;
     memory.bytes().write(layout.send + at, entry).unwrap();
     let word = u32::from_ne_bytes(DoorbellRecord::word(index + entry.len().div_ceil(64) as u16));
     memory.bytes().store_u32(layout.dbrec + DoorbellRecord::SEND as u64, word).unwrap();
-    ud_pair.testbed.a.context.hca().ring(ud_pair.a.qp.number());
+    ud_pair.testbed.a.context.soft().unwrap().ring(ud_pair.a.qp.number());
 }
 
 /// A WQE may contain any address; only those with an address handle are sent to.

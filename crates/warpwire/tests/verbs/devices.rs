@@ -52,6 +52,10 @@ fn device_and_path_are_described(fixture: &Fixture) {
     let refused = qp.direct_queues().unwrap_err().to_string();
     assert!(refused.contains("its driver is rxe"), "{refused}");
     assert_eq!(qp.stats().unwrap_err().kind(), &ErrorKind::Unsupported);
+    // What only the software HCA has is absent, not empty.
+    assert!(end.context.stats().is_none() && qp.queues().is_none() && cq.memory().is_none());
+    assert_eq!(end.context.registry().unwrap_err().kind(), &ErrorKind::Unsupported);
+    assert_eq!(end.pd.soft().unwrap_err().kind(), &ErrorKind::InvalidArgument);
 }
 
 /// Streams and kernels write WQEs in the mlx5 format, which rxe does not have.

@@ -43,7 +43,7 @@ struct TransferTest {
 }
 
 fn operations(end: &Endpoint) -> u64 {
-    end.context.stats().direct.operations
+    end.context.stats().unwrap().direct.operations
 }
 
 impl TransferTest {
@@ -66,7 +66,7 @@ impl TransferTest {
                 return;
             }
             let path = self.conn.a.qp.path().unwrap();
-            let stats = self.testbed.a.context.stats().direct;
+            let stats = self.testbed.a.context.stats().unwrap().direct;
             assert!(start.elapsed() < test_timeout(), "never direct: {path}; {stats:?}");
         }
     }
@@ -101,7 +101,8 @@ fn direct_where_possible(fixture: &Fixture) {
     for op in [WrOp::Send, WrOp::WriteImm(remote, [1; 4]), WrOp::Write(remote)] {
         assert!(!transfer.is_direct(SendRequest::new(2, op)), "{op:?}");
     }
-    let (mine, theirs) = (testbed.a.context.stats().direct, testbed.b.context.stats().direct);
+    let (mine, theirs) =
+        (testbed.a.context.stats().unwrap().direct, testbed.b.context.stats().unwrap().direct);
     assert_eq!(mine.operations > 0, direct);
     assert_eq!((theirs.by_peers, theirs.bytes_by_peers), (mine.operations, mine.bytes));
     let path = conn.a.qp.path().unwrap().why;
@@ -198,7 +199,7 @@ fn direct_data_is_right_at_every_size(fixture: &Fixture) {
         transfer.run(SendRequest::new(2, WrOp::Read(far.mr.remote(to))).with(&ranges));
         same(&near.read(from, len), &wanted, "a read");
     }
-    let direct = testbed.a.context.stats().direct;
+    let direct = testbed.a.context.stats().unwrap().direct;
     assert_eq!(
         direct.operations >= 2 * sizes.len() as u64,
         fixture.test_link.is_direct(),
@@ -447,7 +448,7 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
             same(&to.read(0, 8192), &wanted, "a write by packets");
         }
     }
-    let not = transfer.testbed.a.context.stats().direct.not;
+    let not = transfer.testbed.a.context.stats().unwrap().direct.not;
     let counted = not.contains_key("key-not-granted") && not.contains_key("local-memory");
     assert_eq!(counted, fixture.test_link.is_direct(), "{not:?}");
     // Read-only memory can be read directly.
@@ -480,7 +481,7 @@ fn direct_access_restarts_with_the_next_connection(fixture: &Fixture) {
         drop(conn);
         testbed.poll_for(Duration::from_millis(2));
     }
-    let direct_ops = testbed.b.context.stats().direct.by_peers;
+    let direct_ops = testbed.b.context.stats().unwrap().direct.by_peers;
     assert_eq!(direct_ops > 150, fixture.test_link.is_direct());
 }
 

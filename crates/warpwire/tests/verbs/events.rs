@@ -37,7 +37,7 @@ fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
     let testbed = fixture.with_progress(ProgressMode::Thread { spin: Duration::ZERO, core: None });
     let conn = testbed.join(QpOptions::default().with_poll_doorbell(true));
     let QpPair { a: test_qp, .. } = &conn;
-    let (memory, layout) = test_qp.qp.queues();
+    let (memory, layout) = test_qp.qp.queues().unwrap();
     let (bytes, mut scratch) = (memory.bytes(), Scratch::default());
     for (block, rest) in (0u16..).zip([0, 5, 300, 300]) {
         std::thread::sleep(Duration::from_millis(rest));
@@ -352,11 +352,11 @@ fn waits_and_late_wqes_on_a_thread(fixture: &Fixture) {
     assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
     // The doorbell announces a WQE that is never written.
     let qp = &all[5].a.qp;
-    let (memory, layout) = qp.queues();
+    let (memory, layout) = qp.queues().unwrap();
     let doorbell = warpwire::mlx5::Doorbell::next(qp.number(), 3);
     memory.bytes().store_u64(layout.doorbell, u64::from_ne_bytes(doorbell)).unwrap();
     let start = Instant::now();
-    testbed.a.context.hca().ring(qp.number());
+    testbed.a.context.soft().unwrap().ring(qp.number());
     all[5].a.sends.wait_next(test_timeout()).unwrap().expect("the completion of the nop");
     let done = all[5].a.sends.wait_next(test_timeout()).unwrap().expect("an error completion");
     assert_eq!(done.status, Status::LocalQpOperation);
@@ -373,9 +373,9 @@ fn an_idle_device_sleeps(fixture: &Fixture) {
         let two = testbed.test_qp(&testbed.b, QpOptions::default());
         connect(&one.qp, &two.qp);
         std::thread::sleep(Duration::from_millis(20));
-        let before = testbed.a.context.stats().steps;
+        let before = testbed.a.context.stats().unwrap().steps;
         std::thread::sleep(Duration::from_millis(200));
-        let steps = testbed.a.context.stats().steps - before;
+        let steps = testbed.a.context.stats().unwrap().steps - before;
         assert!(steps < 20, "{progress_mode:?}: {steps} steps");
         assert!(!one.sends.wait_event(Duration::from_millis(2)).unwrap());
     }

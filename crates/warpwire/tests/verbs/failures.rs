@@ -356,7 +356,7 @@ fn a_peer_that_stops_draining(fixture: &Fixture) {
 }
 
 fn lost(end: &Endpoint, reason: &str) -> u64 {
-    end.context.stats().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
+    end.context.stats().unwrap().dropped.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// The next completion, polling only this end.
@@ -364,7 +364,7 @@ fn next_polling_one_end(end: &Endpoint, test_qp: &TestQp) -> Completion {
     let mut one = [Completion::EMPTY];
     let start = std::time::Instant::now();
     while test_qp.sends.poll(&mut one).unwrap() == 0 {
-        end.context.hca().poll().unwrap();
+        end.context.soft().unwrap().poll().unwrap();
         assert!(start.elapsed() < crate::verbs::fixture::test_timeout());
     }
     one[0]

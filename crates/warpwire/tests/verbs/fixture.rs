@@ -476,7 +476,7 @@ impl Testbed {
         let start = Instant::now();
         while !condition() {
             self.step();
-            let stats_now = || [&self.a, &self.b].map(|end| end.context.stats());
+            let stats_now = || [&self.a, &self.b].map(|end| end.context.stats().unwrap());
             assert!(
                 start.elapsed() < test_timeout(),
                 "timed out waiting for: {what} {:#?}",

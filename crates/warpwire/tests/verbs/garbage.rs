@@ -95,7 +95,7 @@ fn options() -> QpOptions {
 
 /// Writes bytes into a send queue from WQEBB `index` on, wrapping, and rings the doorbell.
 fn put(testbed: &Testbed, test_qp: &TestQp, index: u16, bytes: &[u8]) {
-    let (memory, layout) = test_qp.qp.queues();
+    let (memory, layout) = test_qp.qp.queues().unwrap();
     let size = layout.dbrec - layout.send;
     let at = u64::from(index) * 64 % size;
     let first = ((size - at) as usize).min(bytes.len());
@@ -104,7 +104,7 @@ fn put(testbed: &Testbed, test_qp: &TestQp, index: u16, bytes: &[u8]) {
     let next = index.wrapping_add(bytes.len().div_ceil(64) as u16);
     let word = u32::from_ne_bytes(DoorbellRecord::word(next));
     memory.bytes().store_u32(layout.dbrec + 4, word).unwrap();
-    testbed.a.context.hca().ring(test_qp.qp.number());
+    testbed.a.context.soft().unwrap().ring(test_qp.qp.number());
 }
 
 /// Random bytes. The index and the size of the first WQE are mostly valid; otherwise the engine
@@ -217,7 +217,7 @@ fn random_doorbells_and_records(fixture: &Fixture) {
     let garbage = GarbageTest::new(fixture, options().with_poll_doorbell(true));
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
-        let (memory, layout) = garbage.victim.a.qp.queues();
+        let (memory, layout) = garbage.victim.a.qp.queues().unwrap();
         for _ in 0..6 {
             let places = [layout.dbrec, layout.doorbell, layout.doorbell + 256];
             let at = places[rng.below(3) as usize];
@@ -242,7 +242,7 @@ fn random_receives(fixture: &Fixture) {
     let garbage = GarbageTest::new(fixture, options().with_max_recv_sge(4));
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
-        let (memory, layout) = garbage.victim.b.qp.queues();
+        let (memory, layout) = garbage.victim.b.qp.queues().unwrap();
         let mut entries = [0; 256];
         entries.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         for segment in 0..16 {
@@ -279,7 +279,7 @@ fn random_srq_links(fixture: &Fixture) {
     use warpwire::hca::{QpLayout, QpSpec, QueueMemory, SrqSpec};
     let testbed = fixture.testbed();
     let bystander = testbed.join(QpOptions::default());
-    let hca = testbed.b.context.hca();
+    let hca = testbed.b.context.soft().unwrap();
     let near = fixture.host(&testbed.a, 4096);
     for_each_seed(seeds(1000), |seed| {
         let mut rng = Rng::new(seed);
@@ -309,7 +309,7 @@ fn random_srq_links(fixture: &Fixture) {
                 send_cq: cq.number(),
                 receive_cq: cq.number(),
                 srq: Some(srq),
-                pd: testbed.b.pd.id(),
+                pd: testbed.b.pd.soft().unwrap().id(),
                 signal_all: true,
                 user_index: 0xffff,
                 poll_doorbell: false,
@@ -352,7 +352,7 @@ fn random_completions(fixture: &Fixture) {
         let srq = (seed % 2 == 0).then(|| srq.clone());
         let conn = testbed.join_with(options().with_srq(srq), options());
         let cq = &conn.a.sends;
-        let bytes = cq.memory().bytes();
+        let bytes = cq.memory().unwrap().bytes();
         for word in 0..bytes.len() / 8 {
             if rng.below(3) == 0 {
                 bytes.store_u64(word * 8, rng.next_u64()).unwrap();
@@ -384,7 +384,7 @@ fn queues_that_change_while_they_are_read(fixture: &Fixture) {
     let stop = std::sync::atomic::AtomicBool::new(false);
     let scribble = |qp: &Qp, seed: u64| {
         let mut rng = Rng::new(seed);
-        let (memory, layout) = qp.queues();
+        let (memory, layout) = qp.queues().unwrap();
         let bytes = memory.bytes();
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
             let at = rng.below((bytes.len() - layout.receive) / 8) * 8;

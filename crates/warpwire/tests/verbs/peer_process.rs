@@ -93,7 +93,7 @@ fn write_forever(name: &str) -> Option<()> {
         if !one[0].is_success() {
             break;
         }
-        let direct = end.context.stats().direct.operations;
+        let direct = end.context.stats().unwrap().direct.operations;
         if reported == 0 || direct > 0 && reported < 2 {
             reported = if direct > 0 { 2 } else { 1 };
             print_line(&format!("wrote {direct}"));

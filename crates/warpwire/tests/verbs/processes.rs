@@ -259,8 +259,9 @@ fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
     doomed.join(&[&ours.qp], Some(target.mr.remote(0)));
     let start = Instant::now();
     // Bytes by packets, and by direct access.
-    let bytes_received_so_far =
-        || ours.qp.stats().unwrap().bytes_received + end.context.stats().direct.bytes_by_peers;
+    let bytes_received_so_far = || {
+        ours.qp.stats().unwrap().bytes_received + end.context.stats().unwrap().direct.bytes_by_peers
+    };
     while bytes_received_so_far() < 2 * LEN {
         assert!(start.elapsed() < test_timeout(), "{:?}", ours.qp.stats());
         std::thread::sleep(Duration::from_millis(1));

@@ -452,7 +452,7 @@ fn ignored_overruns(fixture: &Fixture) {
         qp.post_send(&[SendRequest::new(0, WrOp::Nop)]).unwrap();
         testbed.poll_for(Duration::from_millis(1));
         let slot = u64::from(count - 1) % 4;
-        let tail = cq.memory().bytes().load_u32(slot * 64 + 60).unwrap();
+        let tail = cq.memory().unwrap().bytes().load_u32(slot * 64 + 60).unwrap();
         let tail = mlx5::CqeTail::parse(tail.to_ne_bytes());
         assert_eq!((tail.counter, tail.owner), (count - 1, (count - 1) / 4 % 2 == 1));
     }
@@ -472,7 +472,7 @@ fn a_collapsed_queue(fixture: &Fixture) {
     let peer = testbed.test_qp(&testbed.b, QpOptions::default());
     connect(&qp, &peer.qp);
     let latest = |reserved| {
-        let tail = cq.memory().bytes().load_u32(60).unwrap();
+        let tail = cq.memory().unwrap().bytes().load_u32(60).unwrap();
         mlx5::collapsed_latest(reserved, mlx5::CqeTail::parse(tail.to_ne_bytes()).counter)
     };
     assert_eq!(latest(0), None);
@@ -522,7 +522,7 @@ fn queues_in_device_memory(fixture: &Fixture) {
 
 /// Writes a WQE into a send queue of `wqebbs` WQEBBs.
 fn put(qp: &Qp, index: u16, wqebbs: u64, entry: &[u8]) {
-    let (memory, layout) = qp.queues();
+    let (memory, layout) = qp.queues().unwrap();
     let slot = u64::from(index) % wqebbs;
     memory.bytes().write(layout.send + slot * 64, entry).unwrap();
 }
@@ -536,7 +536,7 @@ fn wqes_of_other_writers(fixture: &Fixture) {
     let conn = testbed.join(QpOptions::default().with_poll_doorbell(true));
     let qp = &conn.a.qp;
     let far = fixture.host(&testbed.b, 4096);
-    let (memory, layout) = qp.queues();
+    let (memory, layout) = qp.queues().unwrap();
     let Remote { address, rkey } = far.mr.remote(8);
     let mut scratch = Scratch::default();
     for index in 0..60u16 {
@@ -577,7 +577,7 @@ fn only_the_first_error(fixture: &Fixture) {
     let testbed = fixture.testbed();
     let conn = testbed.join(QpOptions::default().with_signal_all(false));
     let qp = &conn.a.qp;
-    let (memory, layout) = qp.queues();
+    let (memory, layout) = qp.queues().unwrap();
     let mut scratch = Scratch::default();
     for index in 0..4u16 {
         let entry = Builder::new(&mut scratch, WqeOpcode::RdmaWrite, index, qp.number());
@@ -587,7 +587,7 @@ fn only_the_first_error(fixture: &Fixture) {
     }
     let word = u32::from_ne_bytes(DoorbellRecord::word(4));
     memory.bytes().store_u32(layout.dbrec + 4, word).unwrap();
-    testbed.a.context.hca().ring(qp.number());
+    testbed.a.context.soft().unwrap().ring(qp.number());
     assert_eq!(testbed.next(&conn.a.sends).status, Status::RemoteAccess);
     testbed.expect_no_completion(&conn.a.sends);
 }

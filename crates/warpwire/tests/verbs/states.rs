@@ -261,7 +261,7 @@ fn invalid_sizes(fixture: &Fixture) {
     }
     assert!(end.context.create_cq_with(CqOptions::default().with_entries(0)).is_err());
     assert_eq!(
-        testbed.a.context.stats().queue_pairs,
+        testbed.a.context.stats().unwrap().queue_pairs,
         0,
         "queue pairs left after rejected creations"
     );

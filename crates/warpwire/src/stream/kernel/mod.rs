@@ -396,7 +396,8 @@ impl KernelQp {
 
     /// Adds the cause and a remedy for a status.
     fn explain(&self, error: Error, status: Status) -> Error {
-        let denied = self.0.context.hca().qp_denied(self.number());
+        // Hardware gives no reason beside the status.
+        let denied = self.0.context.soft().and_then(|hca| hca.qp_denied(self.number()));
         let why = match denied {
             Some(denied) if matches!(status, Status::LocalProtection | Status::LocalAccess) => {
                 format!("{status}: {denied}")
@@ -457,7 +458,7 @@ fn create_soft_qp(
     connection.memory = Some(queues.queue()?);
     let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
     let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
-    let constants = prealloc::constants(&qp, queues.address()?.raw(), completions, depths);
+    let constants = prealloc::constants(&qp, queues.address()?.raw(), completions, depths)?;
     let mapped = vec![queues, send_cqes, receive_cqes];
     Ok(KernelQpParts { qp, cqs: [send_cq, receive_cq], mapped, constants })
 }

@@ -44,9 +44,9 @@ pub(super) fn constants(
     queues: u64,
     completions: [u64; 2],
     depths: [u32; 2],
-) -> Constants {
-    let (_, QpLayout { receive, send, dbrec, doorbell }) = qp.queues();
-    Constants {
+) -> Result<Constants> {
+    let QpLayout { receive, send, dbrec, doorbell } = qp.soft_layout()?;
+    Ok(Constants {
         send_queue: queues + send,
         receive_queue: queues + receive,
         dbrec: queues + dbrec,
@@ -60,7 +60,7 @@ pub(super) fn constants(
         receive_stride: mlx5::SEGMENT_LEN as u32,
         sink_lkey: 0,
         flags: 0,
-    }
+    })
 }
 
 impl PreallocQp {
@@ -101,7 +101,7 @@ impl PreallocQp {
         // No messages are received, so one completion queue serves both directions.
         let qp = context.create_qp(pd, &cq, &cq, connection)?;
         let at = completions.1;
-        let mut constants = constants(&qp, queues.1, [at, at], [depth, 1]);
+        let mut constants = constants(&qp, queues.1, [at, at], [depth, 1])?;
         constants.flags |= layout::SINGLE_POSTER;
         Ok(Self { qp, _cq: cq, constants, completions: completions.0, depth })
     }
