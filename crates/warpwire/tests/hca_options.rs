@@ -123,9 +123,18 @@ fn a_completion_queue_grows_with_completions_in_it() {
         post(1);
         assert!(cq.wait_event(WAIT).unwrap());
         poll(1);
-        // Smaller is no change.
+        // Smaller is no change, and refused if completions would not fit.
         cq.resize(1).unwrap();
         assert_eq!(cq.entries(), 128);
+        post(2);
+        let start = std::time::Instant::now();
+        while a.stats().completions < before + 64 + 64 + 1 + 2 && start.elapsed() < WAIT {
+            a.hca().poll().unwrap();
+        }
+        let refused = cq.resize(1).unwrap_err();
+        assert!(refused.to_string().contains("2 completions that were not polled"), "{refused}");
+        cq.resize(2).unwrap();
+        poll(2);
     }
 }
 

@@ -113,7 +113,7 @@ mod tests {
             for index in [0, 1, 777, numbering.max_qps() - 1] {
                 for generation in [0, 1, 127, 128, 255] {
                     let number = numbering.number(index, generation);
-                    assert!(number < 1 << 24 && number >= FIRST_INDEX, "{number:#x}");
+                    assert!((FIRST_INDEX..1 << 24).contains(&number), "{number:#x}");
                     assert_eq!(qpn_to_index(number), index, "{number:#x}");
                     assert_eq!(QpnSlot::of(number), slot, "{number:#x}");
                 }
