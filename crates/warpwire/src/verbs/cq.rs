@@ -311,8 +311,9 @@ impl Cq {
     ///
     /// # Errors
     /// [`Kind::InvalidArgument`] if `entries` is not 1 to 4194304, or less than the number of
-    /// completions that were not polled. [`Kind::Unsupported`] on hardware, and on queues with memory of the caller's, `collapsed`, `ignore_overrun` or
-    /// `manual_release`: streams and kernels may be reading their entries.
+    /// completions that were not polled. [`Kind::Unsupported`] on hardware, and on queues with
+    /// memory of the caller's, `collapsed`, `ignore_overrun` or `manual_release`: streams and
+    /// kernels may be reading their entries.
     pub fn resize(&self, entries: u32) -> Result<()> {
         let what = "resize a completion queue";
         if entries == 0 || entries > 1 << 22 {
