@@ -123,17 +123,46 @@ impl Open {
     }
 }
 
-/// Opens a software HCA on the first free slot of the device's address; with
-/// `WARPWIRE_IB_PORT=4791` on RoCE's own port, where NICs and soft-RoCE send to.
-fn open_hca(device: &Device) -> Result<verbs::Context> {
-    let standard = std::env::var("WARPWIRE_IB_PORT").ok().filter(|port| !port.is_empty());
-    match standard.as_deref() {
-        None => {}
-        Some("4791") => return Ok(bind(device, None)?),
-        Some(other) => {
-            log::line(|| format!("WARPWIRE_IB_PORT is {other:?}; unset it, or set 4791"));
-            return Err(INVALID);
+/// The settings of a device, from the environment.
+#[derive(Clone, Copy)]
+struct Settings {
+    progress_mode: ProgressMode,
+    /// No shared memory.
+    is_udp_only: bool,
+    /// RoCE's own port, where NICs and soft-RoCE send to.
+    is_standard_port: bool,
+}
+
+impl Settings {
+    /// # Errors
+    /// `EINVAL` for a value that is none; the log has its variable.
+    fn read() -> Result<Self> {
+        let value = |name: &str| std::env::var(name).unwrap_or_default().trim().to_owned();
+        let wrong = |name: &str, value: &str, known: &str| {
+            log::line(|| format!("{name} is {value:?}; unset it, or set {known}"));
+            INVALID
+        };
+        let port = value("WARPWIRE_IB_PORT");
+        let link = value("WARPWIRE_IB_LINK");
+        let progress = value("WARPWIRE_IB_PROGRESS");
+        if !["", "4791"].contains(&port.as_str()) {
+            return Err(wrong("WARPWIRE_IB_PORT", &port, "4791"));
         }
+        if !["", "auto", "udp"].contains(&link.as_str()) {
+            return Err(wrong("WARPWIRE_IB_LINK", &link, "auto or udp"));
+        }
+        let progress_mode = progress_mode(&progress).ok_or_else(|| {
+            wrong("WARPWIRE_IB_PROGRESS", &progress, "auto, thread or microseconds to spin")
+        })?;
+        Ok(Self { progress_mode, is_udp_only: link == "udp", is_standard_port: !port.is_empty() })
+    }
+}
+
+/// Opens a software HCA on the first free slot of the device's address, or on RoCE's own port.
+fn open_hca(device: &Device) -> Result<verbs::Context> {
+    let settings = Settings::read()?;
+    if settings.is_standard_port {
+        return Ok(bind(device, None, settings)?);
     }
     // Processes start at different slots: a port that was just closed is not taken at once.
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -141,7 +170,7 @@ fn open_hca(device: &Device) -> Result<verbs::Context> {
     let start = (std::process::id().wrapping_mul(37) ^ clock >> 10) as u16 % QpnSlot::COUNT;
     for offset in 0..QpnSlot::COUNT {
         let slot = QpnSlot::new((start + offset) % QpnSlot::COUNT);
-        match bind(device, slot) {
+        match bind(device, slot, settings) {
             Err(busy) if matches!(busy.kind(), Kind::Os(libc::EADDRINUSE)) => {}
             opened => return Ok(opened?),
         }
@@ -150,37 +179,37 @@ fn open_hca(device: &Device) -> Result<verbs::Context> {
     Err(Errno(libc::EADDRINUSE))
 }
 
-fn bind(device: &Device, qpn_slot: Option<QpnSlot>) -> warpwire::error::Result<verbs::Context> {
+fn bind(
+    device: &Device,
+    qpn_slot: Option<QpnSlot>,
+    settings: Settings,
+) -> warpwire::error::Result<verbs::Context> {
     let at = SocketAddr::new(device.ip, numbers::port(qpn_slot));
     let options = HcaOptions::default()
-        .with_progress_mode(progress_mode())
+        .with_progress_mode(settings.progress_mode)
         .with_immediate_acks(true)
         .with_qpn_slot(qpn_slot);
-    match std::env::var("WARPWIRE_IB_LINK").as_deref() {
-        Ok("udp") => verbs::Context::open_with(Udp::bind(at, UdpOptions::default())?, options),
-        _ => {
-            let link = Auto::bind(at, UdpOptions::default(), ShmOptions::default())?;
-            verbs::Context::open_with(link, options)
-        }
+    if settings.is_udp_only {
+        return verbs::Context::open_with(Udp::bind(at, UdpOptions::default())?, options);
     }
+    let link = Auto::bind(at, UdpOptions::default(), ShmOptions::default())?;
+    verbs::Context::open_with(link, options)
 }
 
 /// Peers expect answers while the program does not poll, as from a NIC. A thread that spins gives
 /// them soonest, if there is a core to spare for it; otherwise a thread that takes over when
-/// nothing polls. `WARPWIRE_IB_PROGRESS` decides: `auto`, `thread`, or the microseconds to spin.
-fn progress_mode() -> ProgressMode {
-    let thread = |spin| ProgressMode::Thread { spin, core: None };
+/// nothing polls. `None` if the text is no such setting.
+fn progress_mode(text: &str) -> Option<ProgressMode> {
+    let thread = |spin| Some(ProgressMode::Thread { spin, core: None });
     let spin = Duration::from_micros(200);
-    match std::env::var("WARPWIRE_IB_PROGRESS").as_deref().map(str::trim) {
-        Ok("auto") => ProgressMode::Auto,
-        Ok("thread") => thread(spin),
-        Ok(text) if text.parse::<u32>().is_ok() => {
-            thread(Duration::from_micros(text.parse().unwrap_or(0)))
-        }
-        _ => match std::thread::available_parallelism() {
+    match text {
+        "" => match std::thread::available_parallelism() {
             Ok(cores) if cores.get() >= 4 => thread(spin),
-            _ => ProgressMode::Auto,
+            _ => Some(ProgressMode::Auto),
         },
+        "auto" => Some(ProgressMode::Auto),
+        "thread" => thread(spin),
+        micros => thread(Duration::from_micros(micros.parse::<u32>().ok()?.into())),
     }
 }
 
@@ -189,7 +218,8 @@ pub(crate) fn open_device(device: &'static Device) -> Result<*mut abi::Context> 
     let context = abi::Context {
         device: &raw const device.abi,
         ops: context_ops(),
-        cmd_fd: -1,
+        // There is no kernel to command; programs that share devices duplicate the descriptor.
+        cmd_fd: async_fd.as_raw_fd(),
         async_fd: async_fd.as_raw_fd(),
         num_comp_vectors: 1,
         mutex: [0; 5],
@@ -396,4 +426,23 @@ pub(crate) fn gid_entry(context: ContextPtr, port: u32, index: u32) -> Result<ab
         gid_type: abi::GID_ROCE_V2,
         ndev_ifindex: device.ifindex,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_the_engine() {
+        let spins = |text: &str| match progress_mode(text) {
+            Some(ProgressMode::Thread { spin, core: None }) => Some(spin.as_micros()),
+            _ => None,
+        };
+        assert_eq!(progress_mode("auto"), Some(ProgressMode::Auto));
+        assert_eq!((spins("thread"), spins("0"), spins("1500")), (Some(200), Some(0), Some(1500)));
+        assert!(progress_mode("").is_some());
+        for wrong in ["Thread", "-1", "5us", "99999999999"] {
+            assert_eq!(progress_mode(wrong), None, "{wrong}");
+        }
+    }
 }

@@ -28,6 +28,9 @@ pub(crate) struct Cq {
     pub reader: Reader,
 }
 
+/// Steps of the engine before a queue is resized, at most.
+const RESIZE_STEPS: u32 = 16;
+
 /// How a queue is to be made.
 struct Request {
     cqe: u32,
@@ -132,6 +135,14 @@ pub(crate) fn destroy_cq(cq: Option<Box<Cq>>) -> Result<()> {
 
 pub(crate) fn resize_cq(cq: Option<&Cq>, cqe: c_int) -> Result<()> {
     let cq = some(cq)?;
+    let (_, open) = ContextPtr(cq.abi.context).of()?;
+    // Work that was posted would have completed on a NIC: its completions must fit, too.
+    for _ in 0..RESIZE_STEPS {
+        let Some(hca) = open.verbs.soft() else { break };
+        if hca.poll()?.is_idle() {
+            break;
+        }
+    }
     cq.verbs.resize(u32::try_from(cqe).map_err(|_| INVALID)?)?;
     cq.abi.cqe.store(cq.verbs.entries() as c_int, Ordering::Relaxed);
     Ok(())

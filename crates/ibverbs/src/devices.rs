@@ -133,7 +133,8 @@ fn choose(
         let matches = |at: &&InterfaceAddress| at.name == place || Some(at.ip) == ip;
         let at = addresses.iter().filter(matches).min_by_key(|at| at.ip.is_ipv6());
         let at = at.ok_or_else(|| {
-            let known: Vec<&str> = addresses.iter().map(|at| at.name.as_str()).collect();
+            let known = addresses.iter().map(|at| format!("{} ({})", at.name, at.ip));
+            let known: Vec<String> = known.collect();
             format!("no interface or address {place:?} is up; there are {}", known.join(", "))
         })?;
         let mut choice = numbered(chosen.len(), at);

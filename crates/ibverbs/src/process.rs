@@ -19,6 +19,8 @@ static IS_CHILD: AtomicBool = AtomicBool::new(false);
 static OPEN: Mutex<Vec<(u64, verbs::Context)>> = Mutex::new(Vec::new());
 /// How long an exit waits for packets to leave.
 const EXIT_DEADLINE: Duration = Duration::from_millis(200);
+/// How long a step of another thread may take.
+const EXIT_PAUSE: Duration = Duration::from_micros(200);
 
 #[inline]
 pub(crate) fn is_forked_child() -> bool {
@@ -37,11 +39,18 @@ extern "C" fn on_exit() {
     let Some(open) = OPEN.try_lock() else { return };
     let start = Instant::now();
     for (_, context) in open.iter() {
-        let is_busy = |context: &verbs::Context| {
-            context.soft().is_some_and(|hca| hca.poll().is_ok_and(|progress| !progress.is_idle()))
-        };
-        // Two idle steps in a row: the second sends what the first received.
-        while (is_busy(context) || is_busy(context)) && start.elapsed() < EXIT_DEADLINE {}
+        // Two idle steps in a row. A step also counts as idle while another thread is making one,
+        // which the pause lets it finish: waiting for it could hang an exit in a signal handler.
+        let mut idle_steps = 0;
+        while idle_steps < 2 && start.elapsed() < EXIT_DEADLINE {
+            let is_busy = context
+                .soft()
+                .is_some_and(|hca| hca.poll().is_ok_and(|progress| !progress.is_idle()));
+            idle_steps = if is_busy { 0 } else { idle_steps + 1 };
+            if idle_steps == 1 {
+                std::thread::sleep(EXIT_PAUSE);
+            }
+        }
     }
 }
 

@@ -113,6 +113,10 @@ fn create(pd: &Pd, attr: &mut QpInitAttr, send_ops: Option<u64>) -> Result<*mut 
     check_cap(&attr.cap, srq.is_some())?;
     // Inline data up to this length costs no room that a scatter-gather entry would not.
     attr.cap.max_inline_data = attr.cap.max_inline_data.max(64);
+    if srq.is_none() {
+        // As many as the queue holds: programs post until it is full.
+        attr.cap.max_recv_wr = attr.cap.max_recv_wr.max(1).next_power_of_two();
+    }
     let cap = attr.cap;
     let mut options = QpOptions::default()
         .with_service(service)

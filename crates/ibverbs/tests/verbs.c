@@ -321,9 +321,8 @@ static void operations(void) {
   one.length = 200, list[2].send_flags = IBV_SEND_INLINE; // more than max_inline_data
   CHECK(ibv_post_send(qp, &list[2], &bad) == EINVAL && bad == &list[2]);
   // A full queue is ENOMEM: here of receives.
-  int posted = 0, full;
-  while (!(full = post_recv(qp, 30, at(0, 8)))) CHECK(++posted < 1000);
-  CHECK(full == ENOMEM && posted >= 16);
+  for (uint32_t i = 0; i < made.cap.max_recv_wr; i++) CHECK(!post_recv(qp, 30, at(0, 8)));
+  CHECK(post_recv(qp, 31, at(0, 8)) == ENOMEM);
   REFUSED(ibv_destroy_cq(cq), EBUSY);
   MINUS(ibv_poll_cq(cq, 1, NULL), EINVAL);
   MINUS(ibv_poll_cq(cq, -1, wc), EINVAL);
@@ -346,7 +345,10 @@ static void operations(void) {
   REFUSED(ibv_resize_cq(cq, 0), EINVAL);
   REFUSED(ibv_resize_cq(cq, -4), EINVAL);
   CHECK(!ibv_resize_cq(cq, 1000) && cq->cqe >= 1000);
+  usleep(20000);
+  REFUSED(ibv_resize_cq(cq, 2), EINVAL); // less than there are completions
   for (int i = 0; i < 5; i++) CHECK(next(cq).wr_id == 40 + (uint64_t)i);
+  CHECK(!ibv_resize_cq(cq, 2) && cq->cqe >= 2);
   CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
 }
 

@@ -258,7 +258,7 @@ impl Cubic {
     fn curve(&self, elapsed: Duration) -> u64 {
         let begin = self.max.saturating_sub(self.threshold.min(self.max));
         // K in milliseconds: the cube root of 2.5 times the difference in packets, times 10^9.
-        let k = cube_root(u128::from(begin) * 2_500_000_000 >> FRACTION);
+        let k = cube_root((u128::from(begin) * 2_500_000_000) >> FRACTION);
         let from_k = elapsed.as_millis() as i128 - i128::from(k);
         let cube = from_k.clamp(-1_000_000, 1_000_000).pow(3);
         let grown = i128::from(self.max) + cube * i128::from(ONE) * 2 / 5_000_000_000;

@@ -75,7 +75,7 @@ fn immediate_acks_leave_with_the_completion() {
         sender.post_send(&[SendRequest::new(2, WrOp::Send)]).unwrap();
         assert!(received.wait_next(WAIT).unwrap().is_some());
         // Reading the counters waits for the end of a step, and makes none.
-        assert_eq!(b.stats().pairs.packets_sent, 1);
+        assert_eq!(b.stats().unwrap().pairs.packets_sent, 1);
     }
 }
 
@@ -106,8 +106,8 @@ fn a_completion_queue_grows_with_completions_in_it() {
         }
         post(unread);
         let start = std::time::Instant::now();
-        while a.stats().completions < before + unread && start.elapsed() < WAIT {
-            a.hca().poll().unwrap();
+        while a.stats().unwrap().completions < before + unread && start.elapsed() < WAIT {
+            a.soft().unwrap().poll().unwrap();
         }
         cq.resize(50).unwrap();
         assert_eq!(cq.entries(), 64);
@@ -123,9 +123,18 @@ fn a_completion_queue_grows_with_completions_in_it() {
         post(1);
         assert!(cq.wait_event(WAIT).unwrap());
         poll(1);
-        // Smaller is no change.
+        // Smaller is no change, and refused if completions would not fit.
         cq.resize(1).unwrap();
         assert_eq!(cq.entries(), 128);
+        post(2);
+        let start = std::time::Instant::now();
+        while a.stats().unwrap().completions < before + 64 + 64 + 1 + 2 && start.elapsed() < WAIT {
+            a.soft().unwrap().poll().unwrap();
+        }
+        let refused = cq.resize(1).unwrap_err();
+        assert!(refused.to_string().contains("2 completions that were not polled"), "{refused}");
+        cq.resize(2).unwrap();
+        poll(2);
     }
 }
 

@@ -352,6 +352,12 @@ impl Hca {
         }
     }
 
+    /// How many completions a queue has received since it was created.
+    pub(crate) fn cq_produced(&self, cqn: u32) -> u64 {
+        let engine = self.0.engine.lock();
+        engine.core.cqs.get(cqn as usize).and_then(Option::as_ref).map_or(0, |cq| cq.produced())
+    }
+
     /// Destroys a completion queue; further completions for it are dropped.
     pub fn destroy_cq(&self, cqn: u32) {
         if let Some(slot) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {

@@ -331,9 +331,10 @@ impl Cq {
     /// polled stay in it. A queue that is large enough is left as it is: queues do not shrink.
     ///
     /// # Errors
-    /// [`Kind::InvalidArgument`] if `entries` is not 1 to 4194304. [`Kind::Unsupported`] on
-    /// hardware, and on queues with memory of the caller's, `collapsed`, `ignore_overrun` or
-    /// `manual_release`: streams and kernels may be reading their entries.
+    /// [`Kind::InvalidArgument`] if `entries` is not 1 to 4194304, or less than the number of
+    /// completions that were not polled. [`Kind::Unsupported`] on hardware, and on queues with
+    /// memory of the caller's, `collapsed`, `ignore_overrun` or `manual_release`: streams and
+    /// kernels may be reading their entries.
     pub fn resize(&self, entries: u32) -> Result<()> {
         let what = "resize a completion queue";
         if entries == 0 || entries > 1 << 22 {
@@ -343,7 +344,7 @@ impl Cq {
                 .fix("ask for 1 to 4194304"));
         }
         match &self.0.backend {
-            Backend::Soft(soft) if soft.resizable => soft.resize(entries.next_power_of_two()),
+            Backend::Soft(soft) if soft.resizable => soft.resize(entries),
             Backend::Soft(_) => Err(Error::new(Kind::Unsupported, what)
                 .why("its options let a stream or a kernel read the entries")
                 .fix("create a larger queue")),
@@ -491,10 +492,18 @@ impl Soft {
         }
     }
 
-    fn resize(&self, entries: u32) -> Result<()> {
+    fn resize(&self, asked: u32) -> Result<()> {
+        let entries = asked.next_power_of_two();
         let reader = self.reader.lock();
         if entries <= self.ring().entries {
-            return Ok(());
+            let produced = self.device.hca.cq_produced(self.number);
+            let unread = produced.saturating_sub(reader.consumed);
+            if unread <= asked.into() {
+                return Ok(());
+            }
+            return Err(Error::new(Kind::InvalidArgument, "resize a completion queue")
+                .why(format!("it has {unread} completions that were not polled"))
+                .fix("poll them first, or ask for more entries"));
         }
         let memory = QueueMemory::host(Cq::required_memory(entries))?;
         let larger = Ring::new(memory.clone(), entries)?;

@@ -279,7 +279,7 @@ fn processes_of_two_users_connect(_: &Fixture) {
         peer.write_to(TestLink::AutoPackets, at);
         let path = peer.end.qp.path().unwrap();
         assert_eq!(path.kind, LinkKind::Udp, "{path}");
-        assert_eq!(peer.end.context.stats().direct.by_peers, 0);
+        assert_eq!(peer.end.context.stats().unwrap().direct.by_peers, 0);
     }
 }
 

@@ -101,7 +101,7 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
     let next = |peer: &mut Loopback| {
         let (start, mut found) = (Instant::now(), None);
         while found.is_none() {
-            end.context.hca().poll().unwrap();
+            end.context.soft().unwrap().poll().unwrap();
             peer.receive(&mut |frame| found = Some(frame.bytes[8..12].to_vec())).unwrap();
             assert!(start.elapsed() < test_timeout(), "nothing was sent");
         }
