@@ -50,6 +50,12 @@ struct Anonymous {
     len: usize,
 }
 
+// SAFETY: a mapping may be used and unmapped by any thread; its bytes are accessed only through
+// `SharedBytes`.
+unsafe impl Send for Anonymous {}
+// SAFETY: as above.
+unsafe impl Sync for Anonymous {}
+
 impl Anonymous {
     fn new(len: u64) -> Result<Self> {
         let failed = |why: std::io::Error| Error::os(format!("map {len} bytes for queues"), &why);

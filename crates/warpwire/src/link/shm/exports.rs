@@ -206,9 +206,7 @@ impl ExportTable {
         }
         let importers = self.importers.lock().clone();
         let deadline = Instant::now() + limit;
-        importers
-            .iter()
-            .fold(true, |unused, importer| importer.wait_for_exit(row as u32, deadline) && unused)
+        importers.iter().all(|importer| importer.wait_for_exit(row as u32, deadline))
     }
 
     /// Operations and bytes that peers have executed directly in our memory.
