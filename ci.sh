@@ -32,6 +32,7 @@ verbs      | change full | rdma-core's examples, perftest and UCX over libibverb
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
 demo       | change full | the README's first command, doctor, and two examples
+network    | full        | a bottleneck between namespaces: goodput beside TCP, packets resent
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 counts     | full        | machine instructions per packet do not exceed their ceilings
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
@@ -105,6 +106,11 @@ step_demo() {
   "$(bin warpwire)" doctor
   "$(bin examples/01_move)"
   "$(bin examples/12_together)"
+}
+step_network() {
+  command -v tc >/dev/null || missing iproute2 || true
+  cargo build --release -p warpwire-cli --quiet
+  tools/net-lab --full --seconds 8
 }
 step_sanitizers() { tools/sock-sanitizers; }
 step_counts() { tools/instructions; }

@@ -34,6 +34,7 @@ use How::{Client, Run, Serve, Skip, Watch};
 const GPU: How = Skip("needs a GPU");
 const NIC: How = Skip("needs an RDMA device");
 const SECOND_MACHINE: How = Skip("needs a second machine with a RoCE device");
+const CLIENTS: How = Skip("needs RDMA programs; tools/ibverbs-clients runs them");
 const ALONE: How = Skip("needs a machine on which only one process publishes counters");
 
 const ECHO: &str = "warpwire sock serve -d sim:0 --bind 127.0.0.1:0";
@@ -62,6 +63,10 @@ const TABLE: &[(&str, How)] = &[
     ("warpwire topo", Run(&[], "")),
     (r#"warpwire topo --json | jq -r '.best[] | "\(.gpu) \(.name)"'"#, Run(&[], "")),
     ("warpwire topo --root ./recorded", Run(RECORDED, "")),
+    ("warpwire verbs -- ibv_devinfo", CLIENTS),
+    ("warpwire verbs -- ib_write_bw -x 0", CLIENTS),
+    ("warpwire verbs --devices lo -- ucx_info -d", CLIENTS),
+    ("eval \"$(warpwire verbs --env)\"", CLIENTS),
     ("warpwire devices", Run(&[], "")),
     ("warpwire devices -v mlx5_0", NIC),
     ("warpwire devices --json | jq -r '.devices[].ports[].gids[].address'", Run(&[], "")),

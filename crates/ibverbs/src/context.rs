@@ -295,7 +295,7 @@ fn device_attr(device: &Device) -> abi::DeviceAttr {
         vendor_id: 0x02_7777,
         vendor_part_id: 1,
         hw_ver: 0,
-        max_qp: 4080,
+        max_qp: 4096,
         max_qp_wr: MAX_QP_WR as c_int,
         device_cap_flags: abi::CAP_CURR_QP_STATE_MOD
             | abi::CAP_PORT_ACTIVE_EVENT
@@ -309,7 +309,7 @@ fn device_attr(device: &Device) -> abi::DeviceAttr {
         max_pd: 1 << 16,
         max_qp_rd_atom: MAX_RD_ATOMIC,
         max_ee_rd_atom: 0,
-        max_res_rd_atom: MAX_RD_ATOMIC * 4080,
+        max_res_rd_atom: MAX_RD_ATOMIC * 4096,
         max_qp_init_rd_atom: MAX_RD_ATOMIC,
         max_ee_init_rd_atom: 0,
         atomic_cap: abi::ATOMIC_HCA as c_int,

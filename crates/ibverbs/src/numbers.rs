@@ -59,12 +59,12 @@ mod tests {
         assert_eq!(address(host, 0x12).port(), 4791);
         assert_eq!(address(host, 0x7f_ffff).port(), 4791);
         assert_eq!(address(host, 0x80_0010).port(), 24576);
-        assert_eq!(address(host, 0xff_ffff).port(), 24576 + 2047);
-        for index in [0, 1, 2047] {
+        assert_eq!(address(host, 0xff_efff).port(), 24576 + 2046);
+        for index in [0, 1, 2046] {
             let slot = QpnSlot::new(index);
             assert_eq!(port(slot), address(host, 0x80_0010 | u32::from(index) << 12).port());
         }
         // Ephemeral ports begin at 32768.
-        assert!(port(QpnSlot::new(2047)) < 32768);
+        assert!(port(QpnSlot::new(2046)) < 32768);
     }
 }

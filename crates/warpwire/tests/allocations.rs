@@ -226,15 +226,22 @@ fn the_data_path_does_not_allocate() {
     datagram_rounds();
 }
 
+/// Allocations of the process in 200 rounds: the smallest of three counts, because threads that have
+/// nothing to do with it may be starting or ending.
+fn allocations_of(mut round: impl FnMut()) -> u64 {
+    let counts = (0..3).map(|_| {
+        let before = CountingAllocator::process_allocations();
+        (0..200).for_each(|_| round());
+        CountingAllocator::process_allocations() - before
+    });
+    counts.min().unwrap_or(0)
+}
+
 fn rounds(pair: &Pair, mem_kind: MemKind, min_packets: u64, min_direct: u64) {
     for _ in 0..50 {
         pair.round();
     }
-    let before = CountingAllocator::process_allocations();
-    for _ in 0..200 {
-        pair.round();
-    }
-    let allocated = CountingAllocator::process_allocations() - before;
+    let allocated = allocations_of(|| pair.round());
     let packets = pair.contexts[0].stats().unwrap().pairs.packets_sent;
     assert!(packets > min_packets, "{packets} packets");
     let direct = pair.contexts[0].stats().unwrap().direct;
@@ -247,12 +254,8 @@ fn datagram_rounds() {
     for _ in 0..50 {
         datagrams.round();
     }
-    let before = CountingAllocator::process_allocations();
-    for _ in 0..200 {
-        datagrams.round();
-    }
-    let allocated = CountingAllocator::process_allocations() - before;
-    assert_eq!(datagrams.context.stats().unwrap().pairs.packets_sent, 5000);
+    let allocated = allocations_of(|| datagrams.round());
+    assert_eq!(datagrams.context.stats().unwrap().pairs.packets_sent, 13_000);
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }
 

@@ -178,16 +178,16 @@ fn numbers_carry_the_slot_and_are_reused_late() {
 
     // One number after the other, none of them twice.
     let mut numbers = HashSet::new();
-    for _ in 0..4080 {
+    for _ in 0..4096 {
         let qp = create().unwrap();
         assert_eq!(QpnSlot::of(qp.number()), Some(slot));
         assert!(numbers.insert(qp.number()), "{:#x} again", qp.number());
     }
     assert!(numbers.contains(&create().unwrap().number()), "the oldest is used again");
     // As many at a time as there are numbers, and no more.
-    let all: Vec<Qp> = (0..4080).map(|_| create().unwrap()).collect();
+    let all: Vec<Qp> = (0..4096).map(|_| create().unwrap()).collect();
     let refused = create().unwrap_err();
-    assert!(refused.to_string().contains("its maximum of 4080"), "{refused}");
+    assert!(refused.to_string().contains("its maximum of 4096"), "{refused}");
     assert_eq!(all.iter().map(Qp::number).collect::<HashSet<_>>(), numbers);
 }
 

@@ -136,14 +136,32 @@ fn steps(destination: u32, mtu: Mtu) -> [QpAttributes; 3] {
     let path = PathAttributes { peer, traffic_class: 0, hop_limit: 1, flow_label: 0 };
     let psn = Some(Psn::new(0xff_fff0));
     [
-        QpAttributes::new(State::Init).with_partition_index(0).with_port(1).with_access(Access::ALL),
-        QpAttributes::new(State::Rtr).with_path(path).with_mtu(mtu).with_destination(destination).with_receive_psn(psn).with_max_dest_rd_atomic(3).with_min_rnr_timer(1),
-        QpAttributes::new(State::Rts).with_send_psn(psn).with_timeout(1).with_retry_count(2).with_rnr_retry(2).with_max_rd_atomic(3),
+        QpAttributes::new(State::Init)
+            .with_partition_index(0)
+            .with_port(1)
+            .with_access(Access::ALL),
+        QpAttributes::new(State::Rtr)
+            .with_path(path)
+            .with_mtu(mtu)
+            .with_destination(destination)
+            .with_receive_psn(psn)
+            .with_max_dest_rd_atomic(3)
+            .with_min_rnr_timer(1),
+        QpAttributes::new(State::Rts)
+            .with_send_psn(psn)
+            .with_timeout(1)
+            .with_retry_count(2)
+            .with_rnr_retry(2)
+            .with_max_rd_atomic(3),
     ]
 }
 
 fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
-    let options = TransportOptions::default().with_send_depth(script.int_in_range(1..=9)?).with_window(script.int_in_range(1..=9)?).with_read_chunk(script.int_in_range(1..=5)?).with_line_rate(script.arbitrary::<bool>()?.then_some(1_000_000));
+    let options = TransportOptions::default()
+        .with_send_depth(script.int_in_range(1..=9)?)
+        .with_window(script.int_in_range(1..=9)?)
+        .with_read_chunk(script.int_in_range(1..=5)?)
+        .with_line_rate(script.arbitrary::<bool>()?.then_some(1_000_000));
     let mtu = Mtu::ALL[script.int_in_range(0..=2)?];
     let mut endpoints = [Endpoint::new(1, 2, options, mtu), Endpoint::new(2, 1, options, mtu)];
     let mut now = Instant::default();

@@ -87,7 +87,12 @@ impl Harness {
         let hub = Hub::new();
         let endpoints =
             ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| Endpoint::new(&hub, address));
-        let small = QpOptions::default().with_send_depth(8).with_receive_depth(8).with_timeout(6).with_retry_count(1).with_rnr_retry(1);
+        let small = QpOptions::default()
+            .with_send_depth(8)
+            .with_receive_depth(8)
+            .with_timeout(6)
+            .with_retry_count(1)
+            .with_rnr_retry(1);
         let srq = SrqOptions::default().with_depth(7).with_max_sge(1);
         let srq = endpoints[1].context.create_srq(&endpoints[1].pd, srq).expect("a shared queue");
         let shared = small.clone().with_srq(srq.clone());
@@ -153,7 +158,7 @@ impl Harness {
                 6 => receive(script, memory, layout.receive, layout.send)?,
                 7 => self.post(script, which)?,
                 8 => {
-                    let cq = self.victims[which].1.memory().bytes();
+                    let cq = self.victims[which].1.memory().unwrap().bytes();
                     let at = cq.len() - 64 + 4 * script.int_in_range(0..=1)?;
                     let _ = cq.store_u32(at, script.arbitrary()?);
                 }
@@ -197,7 +202,7 @@ impl Harness {
             let to = AddressVector::new(to.peer(), self.victims[5 - which].0.number(), QKEY);
             entry[16..64].copy_from_slice(&to.encode());
         }
-        let (memory, layout) = self.victims[which].0.queues();
+        let (memory, layout) = self.victims[which].0.queues().unwrap();
         let blocks = (layout.dbrec - layout.send) / 64;
         for (n, part) in (0..).zip(entry[..len].chunks(64)) {
             let at = (u64::from(block) + n) % blocks * 64;

@@ -90,7 +90,7 @@ pub struct TransportOptions {
     /// beyond RoCE's maximum of 4096 bytes, so that the bytes in flight stay the same.
     pub window: u32,
     /// Maximum of packets per read request, longer reads are split; clamped to 1..=16384. Default
-    /// 64. Reduced for long packets as above.
+    /// 16: what a read may exceed the window of its path by. Reduced for long packets as above.
     pub read_chunk: u32,
     /// The line rate in bytes per second, from which congestion notifications slow down; `None`
     /// (default) ignores them.
@@ -109,7 +109,7 @@ setters! {
 
 impl Default for TransportOptions {
     fn default() -> Self {
-        Self { send_depth: 128, window: 256, read_chunk: 64, line_rate: None }
+        Self { send_depth: 128, window: 256, read_chunk: 16, line_rate: None }
     }
 }
 

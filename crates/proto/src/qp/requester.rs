@@ -328,8 +328,8 @@ impl Requester {
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.next.distance_from(self.unacked) as u32;
-        // The allowance may have shrunk since packets were sent that request no ACK: one more packet
-        // must, or none would ever come.
+        // The allowance may have shrunk since packets were sent that request no ACK: one more
+        // packet must, or none would ever come.
         let may_wait = in_flight == 0 || self.since_ack_request == 0;
         if in_flight >= self.allowance && may_wait {
             self.blocked_by_path = true;

@@ -221,8 +221,8 @@ pub(super) enum DirectOutcome {
 }
 
 impl DirectPeer {
-    /// The index of a key in `keys`. The owner masks the indexes in its keys (`mr/keys.rs`), and the
-    /// difference to another key cancels the mask: the table stays as small as theirs.
+    /// The index of a key in `keys`. The owner masks the indexes in its keys (`mr/keys.rs`), and
+    /// the difference to another key cancels the mask: the table stays as small as theirs.
     #[inline]
     fn key_slot(&self, key: u32) -> usize {
         (key >> 8 ^ self.first_key >> 8) as usize

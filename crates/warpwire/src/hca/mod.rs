@@ -92,7 +92,7 @@ pub struct HcaOptions {
     /// with a reply that the program has posted by then.
     pub immediate_acks: bool,
     /// A slot that all numbers of queue pairs carry, for devices that share an IP address. The
-    /// device then has at most 4080 queue pairs. Default: none, and at most 65 520.
+    /// device then has at most 4096 queue pairs. Default: none, and at most 65 536.
     pub qpn_slot: Option<QpnSlot>,
 }
 

@@ -9,8 +9,8 @@
 //!
 //! A number is all that a stranger on the network needs, besides a sequence number, to end a
 //! connection. So it cannot be guessed: indices are masked (exclusive or) with a random number of
-//! the device, and the generation begins at a random one. A number alone tells which kind it is, and
-//! its masked index.
+//! the device, and the generation begins at a random one. A number alone tells which kind it is,
+//! and its masked index.
 
 use std::fmt;
 

@@ -462,9 +462,9 @@ impl Registry {
     }
 
     /// Ends remote use of a key (send with invalidate). To allow remote access again, register the
-    /// memory anew. Local use is unaffected. When it returns, no packet's access is in progress, and
-    /// no peer's direct access begins; one that has begun ends within its quantum. The caller must
-    /// hold no [`Span`] of the key.
+    /// memory anew. Local use is unaffected. When it returns, no packet's access is in progress,
+    /// and no peer's direct access begins; one that has begun ends within its quantum. The caller
+    /// must hold no [`Span`] of the key.
     pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), AccessDenied> {
         let slot = self.0.slot(rkey).ok_or(AccessDenied::Unknown)?;
         let wanted = rkey & TAG | USED;

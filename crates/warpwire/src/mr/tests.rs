@@ -112,10 +112,9 @@ fn access_is_checked_against_key_pd_rights_and_range() {
     assert_eq!(ask(key + 0x100, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
     assert_eq!(ask(0xffff_ff01, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
     assert_eq!(ask(0, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
-    assert_eq!(
-        ask(crate::mlx5::INVALID_KEY, &pd, Access::NONE, 0x1000, 1),
-        Some(AccessDenied::Stale)
-    );
+    // Its index may have been used.
+    let denied = ask(crate::mlx5::INVALID_KEY, &pd, Access::NONE, 0x1000, 1);
+    assert!(matches!(denied, Some(AccessDenied::Stale | AccessDenied::Unknown)), "{denied:?}");
     assert_eq!(ask(key + 1, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Stale));
     assert_eq!(ask(key, &other, Access::NONE, 0x1000, 1), Some(AccessDenied::WrongPd));
     assert_eq!(ask(key, &pd, Access::REMOTE_WRITE, 0x1000, 1), Some(AccessDenied::Rights));

@@ -31,7 +31,7 @@ use crate::work::{PostError, ReceiveRequest};
 /// Like all options it is built with setters, so that a new field breaks no program:
 /// ```compile_fail,E0639
 /// # use warpwire::verbs::QpOptions;
-/// let options = QpOptions::default().with_send_depth(512);
+/// let options = QpOptions { send_depth: 512, ..QpOptions::default() };
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]

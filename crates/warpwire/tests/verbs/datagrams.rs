@@ -174,11 +174,9 @@ fn messages_of_every_length(fixture: &Fixture) {
             let route: [u8; 40] = ud_pair.far.read(0, 40).try_into().unwrap();
             if !fixture.test_link.has_device() {
                 // Traffic class and hop limit, as sent: capable of ECN, and Linux's default.
-                let found = match address(&ud_pair.testbed.b).is_ipv4() {
-                    true => (route[21], route[28]),
-                    false => (route[0] << 4 | route[1] >> 4, route[7]),
-                };
-                assert_eq!(found, (2, 64));
+                let is_ipv4 = address(&ud_pair.testbed.b).is_ipv4();
+                let ipv6 = (route[0] << 4 | route[1] >> 4, route[7]);
+                assert_eq!(if is_ipv4 { (route[21], route[28]) } else { ipv6 }, (2, 64));
             }
             let route = Grh::parse(&route).expect("a header");
             let ends = [&ud_pair.testbed.a, &ud_pair.testbed.b].map(|end| address(end).ip());
@@ -341,10 +339,8 @@ fn longer_than_a_packet(fixture: &Fixture) {
 fn a_shared_receive_queue(fixture: &Fixture) {
     let ud_pair = UdPair::new(fixture);
     let end = &ud_pair.testbed.b;
-    let srq = end
-        .context
-        .create_srq(&end.pd, SrqOptions::default().with_depth(4).with_max_sge(1))
-        .unwrap();
+    let small_srq = SrqOptions::default().with_depth(4).with_max_sge(1);
+    let srq = end.context.create_srq(&end.pd, small_srq).unwrap();
     let shared = options().with_srq(srq.clone());
     let test_qps: Vec<_> = (0..3).map(|_| ud_pair.testbed.test_qp(end, shared.clone())).collect();
     test_qps.iter().for_each(|test_qp| test_qp.qp.activate_ud(QKEY).unwrap());
@@ -615,8 +611,8 @@ fn invalid_requests(fixture: &Fixture) {
     assert!(why.contains("omit the destination"), "{why}");
     let foreign =
         ud_pair.testbed.b.context.create_address_handle(address(&ud_pair.testbed.a)).unwrap();
-    let why =
-        posted(ud_pair.a.qp.post_send(&[SendRequest::new(1, WrOp::Send).to(&foreign, 17, 1)]));
+    let to_foreign = SendRequest::new(1, WrOp::Send).to(&foreign, 17, 1);
+    let why = posted(ud_pair.a.qp.post_send(&[to_foreign]));
     assert!(why.contains("another context"), "{why}");
     let why = text(
         ud_pair.testbed.test_qp(&ud_pair.testbed.a, options()).qp.connect(&ud_pair.b.qp.endpoint()),
@@ -789,9 +785,8 @@ fn random_datagram_wqes(fixture: &Fixture) {
         entry[3] = codes[rng.below(codes.len() as u64) as usize];
         entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
         if rng.below(2) == 0 {
-            // A valid address.
-            let to = AddressVector::new(peer, ud_pair.b.qp.number(), QKEY).encode();
-            entry[16..64].copy_from_slice(&to);
+            let valid = AddressVector::new(peer, ud_pair.b.qp.number(), QKEY);
+            entry[16..64].copy_from_slice(&valid.encode());
         }
         ud_pair.receive(1, 0, 4096);
         put(&ud_pair, 0, &entry);

@@ -338,8 +338,8 @@ fn begin_access(owner: SocketAddr) {
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
-/// After a row was closed, the wait for an importer's access lasts while that process lives, stopped
-/// or not, and no longer.
+/// After a row was closed, the wait for an importer's access lasts while that process lives,
+/// stopped or not, and no longer.
 fn revocation_waits_for_a_live_importer(_: &Fixture) {
     for killed in [true, false] {
         let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();

@@ -197,8 +197,8 @@ impl ExportTable {
         }
     }
 
-    /// Waits until no access that uses this closed row is in progress; `false` if one still is after
-    /// `limit`, because its process is stopped or does not get to run.
+    /// Waits until no access that uses this closed row is in progress; `false` if one still is
+    /// after `limit`, because its process is stopped or does not get to run.
     #[must_use = "memory that a peer may still access must not be reused"]
     pub fn wait_until_unused(&self, row: usize, limit: Duration) -> bool {
         if !self.owner.is_this_process() {
