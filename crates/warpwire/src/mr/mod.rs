@@ -38,8 +38,9 @@
 //! 1. **No access after deregistration.** [`SoftMr::deregister`], and dropping the [`SoftMr`],
 //!    return when the last [`Span`] of the registration has been dropped. A thread that holds a
 //!    span must not deregister: it would deadlock. A peer process that is stopped during a direct
-//!    access is waited for half a second; deregistration then reports [`Kind::Busy`], and the
-//!    memory is quarantined ([`Registry::quarantined`]).
+//!    access is waited for half a second; deregistration then reports
+//!    [`Kind::Busy`](crate::error::Kind::Busy), and the memory is quarantined
+//!    ([`Registry::quarantined`]).
 //! 2. **Memory outlives its registration.** A [`SoftMr`] holds its memory and its [`SoftPd`]; the
 //!    handles of an allocation cannot free it while it is registered.
 //! 3. **Freed memory is never read.** If memory is freed under its registration nevertheless (its
