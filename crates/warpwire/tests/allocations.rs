@@ -226,8 +226,8 @@ fn the_data_path_does_not_allocate() {
     datagram_rounds();
 }
 
-/// Allocations of the process in 200 rounds: the smallest of three counts, because threads that have
-/// nothing to do with it may be starting or ending.
+/// Allocations of the process in 200 rounds: the smallest of three counts, because threads that
+/// have nothing to do with it may be starting or ending.
 fn allocations_of(mut round: impl FnMut()) -> u64 {
     let counts = (0..3).map(|_| {
         let before = CountingAllocator::process_allocations();
