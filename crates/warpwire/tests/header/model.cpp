@@ -163,7 +163,10 @@ void one_thread_alone() {
     CHECK_EQ(word, 500);
     link.device.hold(true);
     for (int i = 0; i < 8; i++) CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kSoon).status, kOk);
-    CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status, kNotReady);
+    // The device may have been executing an entry when it was held.
+    auto last = signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status;
+    if (last == kOk) last = signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status;
+    CHECK_EQ(last, kNotReady);
 }
 
 void no_doorbell_is_lost() {
