@@ -205,6 +205,7 @@ fn path(attr: &QpAttr, destination: u32) -> Result<PathAttributes> {
         traffic_class: route.traffic_class & !3,
         hop_limit: route.hop_limit.max(1),
         flow_label: route.flow_label & 0xf_ffff,
+        source_port: None,
     })
 }
 

@@ -52,6 +52,7 @@ fn connected_qp(options: TransportOptions, retry: u8, rnr: u8, rd: u8) -> RcQp {
         traffic_class: 0,
         hop_limit: 64,
         flow_label: 0,
+        source_port: None,
     };
     qp.modify(
         &QpAttributes::new(State::Init)

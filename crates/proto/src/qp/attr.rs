@@ -113,6 +113,9 @@ pub struct PathAttributes {
     pub hop_limit: u8,
     /// Spreads queue pairs over the network's paths (ECMP): 20 bits.
     pub flow_label: u32,
+    /// The UDP port that the peer sends from. `None` if it is not known: NICs, and Linux's
+    /// soft-RoCE (rxe), receive on port 4791 and send from one port per queue pair.
+    pub source_port: Option<u16>,
 }
 
 /// A set of attributes.

@@ -62,7 +62,13 @@ impl ConnParams {
     pub fn rtr_attr(self, end: usize) -> QpAttributes {
         let peer = SocketAddr::from(([10, 0, 0, 1], 4791));
         QpAttributes::new(State::Rtr)
-            .with_path(PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 })
+            .with_path(PathAttributes {
+                peer,
+                traffic_class: 0,
+                hop_limit: 64,
+                flow_label: 1,
+                source_port: None,
+            })
             .with_mtu(Mtu::new(self.mtu))
             .with_destination(QPNS[1 - end])
             .with_receive_psn(Psn::new(self.psn[1 - end]))

@@ -476,6 +476,7 @@ fn bring_to_rts(qp: &mut RcQp, params: &ConnParams, end: usize, destination: u32
         traffic_class: 0,
         hop_limit: 64,
         flow_label: 0,
+        source_port: None,
     };
     let steps = [
         QpAttributes::new(State::Init)

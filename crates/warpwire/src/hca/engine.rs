@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status, Transmit,
+    PathAttributes, Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status, Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
@@ -385,7 +385,7 @@ impl Core {
         let QpContext { qp: Protocol::Connected(qp), qp_memory, .. } = &mut **qpc else {
             return self.on_datagram(now, index, &transport, frame);
         };
-        if !qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
+        if !qp.path().is_some_and(|path| is_from(path, frame.from)) {
             return totals.count_drop(DropReason::WrongPeer);
         }
         totals.packets_received += 1;
@@ -706,11 +706,17 @@ impl Core {
     }
 }
 
-/// Whether a packet from `from` is the peer's. A peer on port 4791 may send from any port: NICs,
-/// and Linux's soft-RoCE (rxe), use one per queue pair, not always from the range that the standard
-/// has for it. Only their IP address can be checked; the rest is left to the sequence number.
-fn is_from(peer: SocketAddr, from: SocketAddr) -> bool {
-    peer.ip() == from.ip() && (peer.port() == UDP_PORT || peer.port() == from.port())
+/// Whether a packet from `from` is the peer's. A peer on port 4791 that did not say which port it
+/// sends from may use any: NICs, and Linux's soft-RoCE (rxe), use one per queue pair, not always
+/// from the range that the standard has for it. Only their IP address can be checked; the rest is
+/// left to the sequence number.
+fn is_from(path: &PathAttributes, from: SocketAddr) -> bool {
+    let PathAttributes { peer, source_port, .. } = *path;
+    peer.ip() == from.ip()
+        && match source_port {
+            Some(port) => port == from.port(),
+            None => peer.port() == UDP_PORT || peer.port() == from.port(),
+        }
 }
 
 /// Puts a queue pair into the timer heap if it needs an earlier deadline than it has.

@@ -33,5 +33,5 @@ pub use pci::{Bar, PciAddress, PciDevice};
 pub use platform::{Container, Iommu, KernelVersion, Virtualization};
 pub use rdma::{Gid, RdmaDevice, RdmaPort};
 pub use system::{FileAccess, System};
-pub use users::{is_trusted_user, make_private_folder, runtime_folder};
+pub use users::{is_own_user, is_trusted_user, make_private_folder, runtime_folder};
 pub use verbs_library::VerbsLibrary;

@@ -7,12 +7,17 @@ use std::path::{Path, PathBuf};
 
 /// Whether a process or a file of this user may be trusted: it is this process's effective user,
 /// or root.
+pub fn is_trusted_user(uid: u32) -> bool {
+    uid == 0 || is_own_user(uid)
+}
+
+/// Whether this is the process's effective user.
 ///
 /// In a user namespace every user without a mapping appears as the overflow user (65534, `nobody`),
-/// so that one is trusted only where all users are mapped.
-pub fn is_trusted_user(uid: u32) -> bool {
+/// so that one is nobody's own unless all users are mapped.
+pub fn is_own_user(uid: u32) -> bool {
     let own = rustix::process::geteuid().as_raw();
-    uid == 0 || uid == own && !is_ambiguous(uid, Path::new("/proc"))
+    uid == own && !is_ambiguous(uid, Path::new("/proc"))
 }
 
 /// Whether other users than this one appear with this number.
@@ -102,7 +107,8 @@ mod tests {
         assert!(!is_ambiguous(1000, folder.path()));
         // Without /proc, the number that Linux starts with.
         assert!(is_ambiguous(65_534, Path::new("/no/such/proc")));
-        assert!(is_trusted_user(0));
-        assert!(!is_trusted_user(rustix::process::geteuid().as_raw() ^ 0x4000));
+        let own = rustix::process::geteuid().as_raw();
+        assert!(is_trusted_user(0) && is_trusted_user(own) && is_own_user(own));
+        assert!(!is_trusted_user(own ^ 0x4000) && !is_own_user(own ^ 0x4000));
     }
 }

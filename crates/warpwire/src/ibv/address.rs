@@ -58,7 +58,7 @@ impl AhAttributes {
     }
 
     pub(super) fn from_path(path: &PathAttributes, port: u8, gid_index: u8) -> Self {
-        let PathAttributes { peer, traffic_class, hop_limit, flow_label } = *path;
+        let PathAttributes { peer, traffic_class, hop_limit, flow_label, .. } = *path;
         Self { traffic_class, hop_limit, flow_label, ..Self::to(peer.ip(), port, gid_index) }
     }
 
@@ -145,6 +145,7 @@ mod tests {
             traffic_class: 0x68,
             hop_limit: 3,
             flow_label: 0xabcde,
+            source_port: None,
         };
         let attr = AhAttributes::from_path(&path, 2, 5).attributes();
         let [first, last] = attr.grh.dgid.map(u64::to_ne_bytes);

@@ -432,6 +432,7 @@ impl Qp {
                 traffic_class: 0,
                 hop_limit: 0,
                 flow_label: 0,
+                source_port: None,
             })));
         as_listed.check(self.0.options.service, self.state()?).map_err(|refused| {
             let what = format!("move queue pair {:#x} to {}", self.number(), change.to);

@@ -44,6 +44,10 @@ pub struct QpEndpoint {
     pub mtu: u32,
     /// Maximum number of RDMA reads and atomics that it executes at a time (`max_dest_rd_atomic`).
     pub max_rd_atomic: u8,
+    /// The UDP port that it sends from; packets from other ports are discarded. 0 if that is not
+    /// known, as with hardware.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub source_port: u16,
     /// LID of its port on InfiniBand; 0 on Ethernet.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub lid: u16,

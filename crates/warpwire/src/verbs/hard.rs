@@ -93,6 +93,7 @@ impl Hard {
         let LocalPort { address, gid, lid, mtu, .. } = self.local_port;
         QpEndpoint {
             address,
+            source_port: 0,
             qpn: self.qp.number(),
             psn: self.qp.psn(),
             mtu: options.mtu.map_or(mtu, Mtu::bytes),

@@ -455,8 +455,10 @@ impl Qp {
         };
         let context = &self.0.context;
         let mtu = options.mtu.unwrap_or_else(|| context.max_mtu());
+        let address = context.path().local;
         QpEndpoint {
-            address: context.path().local,
+            address,
+            source_port: address.port(),
             qpn: self.number(),
             psn: soft.psn.load(Ordering::Relaxed),
             mtu: mtu.bytes(),
@@ -523,8 +525,13 @@ impl Qp {
                 .fix("offer 256, 512, 1024, 2048 or 4096")
         })?;
         let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
-        let path =
-            PathAttributes { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
+        let path = PathAttributes {
+            peer: peer.address,
+            traffic_class: 0,
+            hop_limit: 64,
+            flow_label,
+            source_port: (peer.source_port != 0).then_some(peer.source_port),
+        };
         Ok(QpAttributes::new(State::Rtr)
             .with_path(path)
             .with_mtu(mtu)

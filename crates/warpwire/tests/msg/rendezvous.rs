@@ -139,18 +139,23 @@ fn no_listener_at_the_address(_: &Fixture) {
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
-/// Sends a line to rank 0 and returns its answer.
-fn send_line(address: &str, line: &str) -> String {
+/// Connects to rank 0 as soon as it listens.
+fn connect_to(address: &str) -> TcpStream {
     let start = Instant::now();
-    let mut stream = loop {
+    loop {
         match TcpStream::connect(address) {
-            Ok(stream) => break stream,
+            Ok(stream) => return stream,
             Err(_) if start.elapsed() < test_timeout() => {
                 std::thread::sleep(Duration::from_millis(5))
             }
             Err(why) => panic!("{why}"),
         }
-    };
+    }
+}
+
+/// Sends a line to rank 0 and returns its answer.
+fn send_line(address: &str, line: &str) -> String {
+    let mut stream = connect_to(address);
     stream.set_read_timeout(Some(test_timeout())).unwrap();
     stream.write_all(line.as_bytes()).unwrap();
     let mut answer = String::new();
@@ -230,16 +235,7 @@ fn the_address_file_is_replaced_and_removed(_: &Fixture) {
 
 /// Connects, and sends a blank every 50 ms until it is disconnected.
 fn drip(address: &str) -> JoinHandle<()> {
-    let start = Instant::now();
-    let mut stream = loop {
-        match TcpStream::connect(address) {
-            Ok(stream) => break stream,
-            Err(_) if start.elapsed() < test_timeout() => {
-                std::thread::sleep(Duration::from_millis(5))
-            }
-            Err(why) => panic!("{why}"),
-        }
-    };
+    let mut stream = connect_to(address);
     stream.write_all(b" ").unwrap();
     std::thread::spawn(move || {
         while stream.write_all(b" ").is_ok() {

@@ -3,17 +3,23 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use warpwire::link::{Link, MIN_PACKET, Udp, UdpOptions};
+use warpwire::link::{Hub, Link, MIN_PACKET, Udp, UdpOptions};
 use warpwire::verbs::{
-    Completion, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
+    Completion, ProgressMode, Qp, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
 };
+use warpwire_proto::Psn;
 use warpwire_proto::wire::packet::Transport;
+use warpwire_proto::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
-use crate::verbs::fixture::{Fixture, Rng, TestLink, connect, same};
+use crate::verbs::fixture::{Fixture, Rng, TestLink, Testbed, connect, same};
 use testkit::cases;
 
 cases!(Fixture; CASES: a_thousand_queue_pairs, strangers_are_dropped);
-cases!(Fixture; ONCE: nothing_is_left_over, queue_pair_numbers_are_not_reused_soon);
+cases!(Fixture; ONCE:
+    nothing_is_left_over,
+    queue_pair_numbers_are_not_reused_soon,
+    other_ports_of_the_peers_host_are_dropped,
+);
 
 fn a_thousand_queue_pairs(fixture: &Fixture) {
     const PAIRS: usize = 1000;
@@ -194,4 +200,53 @@ fn strangers_are_dropped(fixture: &Fixture) {
     assert_eq!(conn.b.qp.state().unwrap(), State::Rts);
     same(&far.read(0, 4096), &[0; 4096], "memory named in foreign packets");
     testbed.check_traffic(&conn);
+}
+
+/// On port 4791 too, a software peer's packets come from its own port: whoever else sends from its
+/// host is dropped. Hardware does not say which port it sends from, and is believed.
+fn other_ports_of_the_peers_host_are_dropped(_: &Fixture) {
+    let hub = Hub::new();
+    let end = |at: &str| hub.endpoint(at.parse().unwrap()).unwrap();
+    let testbed = Testbed::over(end("10.0.0.1:4791"), end("10.0.0.2:4791"), ProgressMode::Manual);
+    let mut stranger = end("10.0.0.1:5000");
+    let flow = stranger.open(testbed.b.context.path().local, 0).unwrap();
+    let mut reset = |qp: &Qp, psn: u32| {
+        // An answer that ends the connection if it is believed.
+        let aeth = Extension::Aeth(Aeth { syndrome: Syndrome::Nak(Nak::RemoteOperational), msn: 0 });
+        let headers = Headers::new(Opcode::Acknowledge, qp.number(), Psn::new(psn), aeth);
+        let slot = stranger.reserve(flow, headers.wire_len(0)).unwrap();
+        headers.emit(slot, 0).unwrap();
+        stranger.commit();
+        stranger.flush().unwrap();
+        testbed.poll_for(Duration::from_millis(1));
+    };
+    let dropped = || testbed.b.context.stats().unwrap().dropped;
+    let strangers = || dropped().iter().find(|(reason, _)| *reason == "stranger").unwrap().1;
+    for known in [true, false] {
+        let (a, b) = (
+            testbed.test_qp(&testbed.a, QpOptions::default()),
+            testbed.test_qp(&testbed.b, QpOptions::default()),
+        );
+        let mut there = a.qp.endpoint();
+        assert_eq!(there.source_port, 4791);
+        if !known {
+            there.source_port = 0;
+        }
+        b.qp.connect(&there).unwrap();
+        let psn = b.qp.endpoint().psn;
+        // Its peer is not connected yet, so nothing but the forged answer comes.
+        b.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
+        testbed.poll_for(Duration::from_millis(1));
+        let before = strangers();
+        reset(&b.qp, psn);
+        assert_eq!(strangers() - before, u64::from(known));
+        let state = if known { State::Rts } else { State::Err };
+        assert_eq!(b.qp.state().unwrap(), state);
+        if known {
+            a.qp.connect(&b.qp.endpoint()).unwrap();
+            a.qp.post_receive(&[ReceiveRequest { id: 2, data: &[] }]).unwrap();
+            testbed.done(&b.sends, 1);
+            testbed.done(&a.receives, 2);
+        }
+    }
 }

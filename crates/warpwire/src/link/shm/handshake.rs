@@ -14,7 +14,6 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -25,6 +24,7 @@ use rustix::net::{
 use super::super::{address_bytes, address_from};
 use super::ring::SIZES;
 use super::sys;
+use crate::host::is_own_user;
 
 /// Incremented when the hello or the ring changes. Part of the socket name too, so that different
 /// versions do not connect.
@@ -34,8 +34,6 @@ const HELLO_LEN: usize = 72;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// Maximum number of connections that wait to be accepted; the kernel may allow fewer.
 const BACKLOG: i32 = 1024;
-/// The kernel's default, if it does not tell.
-const DEFAULT_OVERFLOW_UID: u32 = 65_534;
 
 /// The namespace of a link's name. A UDP socket may have the same address as a shared-memory-only
 /// link of another process: the two are unrelated. So a link that belongs to a UDP socket has a
@@ -121,17 +119,7 @@ pub(super) fn connect(peer: SocketAddr, names: &[Namespace]) -> io::Result<(Owne
 /// Any process on the machine can bind any name and connect to any; hence both sides check. The
 /// rule is symmetric, so that a sender which trusts a listener is trusted by it.
 pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
-    let mine = rustix::process::geteuid().as_raw();
-    Ok(is_allowed_uid(mine, sys::peer_credentials(socket)?.0, overflow_uid()))
-}
-
-/// The user number that the kernel reports for every user that has none in this user namespace.
-fn overflow_uid() -> u32 {
-    static UID: OnceLock<u32> = OnceLock::new();
-    *UID.get_or_init(|| {
-        let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
-        text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT_OVERFLOW_UID)
-    })
+    Ok(is_own_user(sys::peer_credentials(socket)?.0))
 }
 
 /// A pidfd of the process that connected, readable once it has exited; `None` if the kernel has no
@@ -140,11 +128,6 @@ pub(super) fn peer_pidfd(socket: &OwnedFd) -> Option<OwnedFd> {
     let (_, process) = sys::peer_credentials(socket.as_fd()).ok()?;
     let process = rustix::process::Pid::from_raw(process)?;
     rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).ok()
-}
-
-/// The overflow uid stands for many users: it is equal to none.
-fn is_allowed_uid(mine: u32, theirs: u32, overflow: u32) -> bool {
-    theirs == mine && mine != overflow
 }
 
 /// The first message on a connection: describes a new ring, whose two files come along.
@@ -328,15 +311,6 @@ pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Option<O
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_the_same_user_is_allowed_and_the_overflow_uid_is_nobody() {
-        let allowed = |mine, theirs| is_allowed_uid(mine, theirs, 65_534);
-        assert!(allowed(1000, 1000) && allowed(0, 0));
-        assert!(!allowed(1000, 1001) && !allowed(0, 1000) && !allowed(1000, 0));
-        assert!(!allowed(65_534, 65_534));
-        assert!(is_allowed_uid(65_534, 65_534, 1 << 20));
-    }
 
     #[test]
     fn control_messages_carry_files_and_other_bytes_are_skipped() {

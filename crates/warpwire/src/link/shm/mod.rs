@@ -424,7 +424,7 @@ impl Shm {
             Some(Errno::PERM) => Error::new(ErrorKind::PermissionDenied, what)
                 .on(on)
                 .why("the listening process runs as another user, or as one unknown here")
-                .fix("run both as one user (not as the overflow user, 65534), or use UDP"),
+                .fix("run both as one user that this user namespace maps, or use UDP"),
             Some(Errno::AGAIN) => Error::new(ErrorKind::Busy, what)
                 .on(on)
                 .why("too many connections are waiting for the peer to accept them")
