@@ -270,8 +270,9 @@ fn many_threads_open_and_close_windows(f: &Fixture) {
         }
     });
     let after = (descriptors(), mappings());
-    // Threads leave stacks and malloc arenas behind; windows must leave nothing.
-    assert!(after.0 <= before.0 + 4 && after.1 <= before.1 + 64, "{before:?} became {after:?}");
+    // Threads leave stacks and malloc arenas behind, and other cases run at the same time. Windows
+    // must leave nothing: there were 10 000.
+    assert!(after.0 < before.0 + 1000 && after.1 < before.1 + 1000, "{before:?} became {after:?}");
 }
 
 fn a_child_process_does_not_inherit_windows(f: &Fixture) {
