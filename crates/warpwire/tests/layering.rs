@@ -20,6 +20,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mem/share.rs",
     "mem/sim/memory.rs",
     "mem/agent/mod.rs",
+    "mem/copy_list/mod.rs",
     "mem/device.rs",
     "mem/stream.rs",
     "mem/window.rs",

@@ -255,6 +255,14 @@ impl Device {
         Ok(Allocation::new(self.clone(), memory))
     }
 
+    /// Whether kernels of this device can access the memory: it is the device's own, or pinned
+    /// memory, which all devices of a backend can access. That of another GPU would need peer
+    /// access.
+    pub(super) fn can_access(&self, memory: &Allocation) -> bool {
+        let same_backend = memory.device().info().backend == self.info().backend;
+        *memory.device() == *self || same_backend && memory.kind() == MemoryKind::Pinned
+    }
+
     /// Opens memory that another process exported with [`Allocation::export_ipc`].
     pub fn open_ipc(&self, handle: &IpcHandle) -> Result<Allocation> {
         let memory = self.backend.clone().open_ipc(handle)?;

@@ -5,6 +5,7 @@
 //! | [`Device`] | a GPU: properties, capabilities, allocation of memory and streams |
 //! | [`Allocation`], [`Region`], [`Word`] | device-accessible memory, ranges and words of it |
 //! | [`Stream`], [`Event`], [`Graph`] | ordered asynchronous work, points in it, captured work |
+//! | [`ScatterGather`], [`CopyList`] | many copies as one operation of a stream |
 //! | [`Program`], [`Kernel`], [`Launch`] | device code: PTX, or simulator block functions |
 //! | [`DmaBuf`], [`IpcHandle`] | memory exported to a NIC or to another process |
 //! | [`Window`] | a CPU mapping of device memory, for loads and stores |
@@ -30,6 +31,7 @@ mod allocation;
 pub mod backend;
 mod bytes;
 pub mod copy;
+mod copy_list;
 pub mod cuda;
 mod device;
 mod exports;
@@ -49,6 +51,7 @@ pub use allocation::{
     WatchGuard, Word, WordWidth,
 };
 pub use bytes::SharedBytes;
+pub use copy_list::{CopyList, CopyRange, ScatterGather};
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::allocation::{Allocation, MemoryKind, Region, Word};
+use super::allocation::{Allocation, Region, Word};
 use super::backend::{EventBackend, GraphBackend, StreamBackend};
 use super::device::Device;
 use super::op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
@@ -308,7 +308,7 @@ impl Stream {
     /// can access.
     fn check_accessible(&self, memory: &Allocation, what: &'static str) -> Result<()> {
         self.check_backend(memory.device(), what)?;
-        if *memory.device() == self.device || memory.kind() == MemoryKind::Pinned {
+        if self.device.can_access(memory) {
             return Ok(());
         }
         Err(Error::new(Kind::InvalidArgument, what)

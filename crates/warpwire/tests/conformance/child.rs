@@ -7,11 +7,12 @@ use testkit::Role;
 use warpwire::mem::Backend;
 
 use crate::conformance::fixture::Fixture;
-use crate::conformance::{program, sharing, sim_only};
+use crate::conformance::{copy_lists, program, sharing, sim_only};
 
 pub enum Task {
     OpenIpc(Backend, Vec<u8>),
     FailToOpenIpc(Backend, Vec<u8>),
+    CopyListToIpc(Backend, Vec<u8>),
     Trespass(Backend),
     Discover,
     ForkWithWindow(Backend),
@@ -28,6 +29,7 @@ impl Task {
         let text = match self {
             Self::OpenIpc(backend, bytes) => format!("open-ipc {backend} {}", hex(bytes)),
             Self::FailToOpenIpc(backend, bytes) => format!("fail-ipc {backend} {}", hex(bytes)),
+            Self::CopyListToIpc(backend, bytes) => format!("copy-list {backend} {}", hex(bytes)),
             Self::Trespass(backend) => format!("trespass {backend}"),
             Self::Discover => "discover".into(),
             Self::ForkWithWindow(backend) => format!("fork {backend}"),
@@ -59,6 +61,7 @@ pub fn run(task: &str) {
     match name {
         "open-ipc" => sharing::open_ipc(&fixture, &bytes),
         "fail-ipc" => sharing::fail_to_open_ipc(&fixture, &bytes),
+        "copy-list" => copy_lists::copy_list_to_ipc(&fixture, &bytes),
         "trespass" => program::trespass(&fixture),
         "fork" => fork_with_window(&fixture),
         other => panic!("unknown task {other}"),

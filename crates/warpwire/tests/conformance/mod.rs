@@ -3,6 +3,7 @@
 //! Each case runs on the simulated GPU, and on CUDA if available. Without CUDA a line
 //! `skipped: <reason>` is printed; `WARPWIRE_REQUIRE=cuda` turns that into a failure.
 mod child;
+mod copy_lists;
 mod cuda_only;
 mod fixture;
 mod kernels;
@@ -21,8 +22,14 @@ use fixture::Fixture;
 
 pub const SUITE: Suite = Suite { name: "conformance", env: &[], collect, role: child::run };
 
-const EVERYWHERE: &[&[Case<Fixture>]] =
-    &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, windows::CASES];
+const EVERYWHERE: &[&[Case<Fixture>]] = &[
+    memory::CASES,
+    streams::CASES,
+    copy_lists::CASES,
+    program::CASES,
+    sharing::CASES,
+    windows::CASES,
+];
 
 fn collect(suite: &mut Collector) {
     silence_expected_panics();

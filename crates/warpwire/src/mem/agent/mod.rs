@@ -95,11 +95,7 @@ impl Agent {
     ///
     /// Fast only if both addresses are equal modulo 16; otherwise it copies byte by byte.
     pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
-        let accessible = |region: &Region| {
-            let memory = region.allocation();
-            let same_backend = memory.device().info().backend == self.device.info().backend;
-            *memory.device() == self.device || same_backend && memory.kind() == MemoryKind::Pinned
-        };
+        let accessible = |region: &Region| self.device.can_access(region.allocation());
         if to.len() != from.len() || !accessible(to) || !accessible(from) || to.overlaps(from) {
             return Err(Error::new(Kind::InvalidArgument, "copy by agent")
                 .on(self.device.label())

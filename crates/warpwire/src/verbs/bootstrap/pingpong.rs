@@ -57,6 +57,8 @@ impl PingpongHandshake {
     pub fn endpoint(&self, mtu: u32) -> QpEndpoint {
         let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
         QpEndpoint {
+            // Programs of rdma-core do not say it.
+            source_port: 0,
             address,
             qpn: self.qpn,
             psn: self.psn,
