@@ -119,6 +119,7 @@ pub struct SockOptions {
     /// Maximum number of kernel requests in flight, a power of two up to 65536.
     pub requests: u32,
     /// Kernels consider the host dead after this time without a heartbeat; at least 100 ms.
+    /// Default: 10 s, since a thread may wait for a CPU for seconds on a busy machine.
     pub heartbeat_timeout: Duration,
     /// How long the service thread keeps polling after its last work before it sleeps.
     pub spin: Duration,
@@ -147,7 +148,7 @@ impl Default for SockOptions {
             ring: 64 << 10,
             arena: 64 << 20,
             requests: 256,
-            heartbeat_timeout: Duration::from_secs(3),
+            heartbeat_timeout: Duration::from_secs(10),
             spin: Duration::from_micros(50),
             memory: SockMemory::Auto,
         }
