@@ -1,7 +1,7 @@
 //! Device-accessible memory, and ranges and words of it.
 
 use std::fmt;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -344,9 +344,25 @@ impl Allocation {
     }
 
     /// A handle with which another process can open this memory.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`], or the driver's error, if the memory was allocated in a way that
+    /// cannot be shared, with the reason.
     pub fn export_ipc(&self) -> Result<IpcHandle> {
         let _in_use = self.whole()?;
         self.shared.memory.export_ipc()
+    }
+
+    /// Duplicates of the descriptors that belong to [`export_ipc`](Self::export_ipc)'s handle, to be
+    /// sent with it over a Unix socket for [`Device::open_ipc_with`]. None for memory of
+    /// `cuMemAlloc`, whose handle consists of bytes only. Each keeps the memory allocated while it
+    /// is open.
+    ///
+    /// # Errors
+    /// Those of [`export_ipc`](Self::export_ipc), and of duplicating descriptors.
+    pub fn ipc_descriptors(&self) -> Result<Vec<OwnedFd>> {
+        let _in_use = self.whole()?;
+        self.shared.memory.ipc_descriptors()
     }
 
     /// Calls `listener` when the memory moves or is freed.

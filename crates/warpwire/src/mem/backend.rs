@@ -4,6 +4,7 @@
 //! A third kind of GPU would implement these seven traits and be added to
 //! [`discover`](super::discover).
 
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,8 +48,13 @@ pub trait DeviceBackend: Send + Sync + 'static {
             .why("this device can only access memory that it allocated itself")
             .fix("use pinned memory of the device"))
     }
-    /// Opens memory exported by another process.
-    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>>;
+    /// Opens memory exported by another process; `descriptors` are those that came with the handle,
+    /// in the order of [`MemoryBackend::ipc_descriptors`].
+    fn open_ipc(
+        self: Arc<Self>,
+        handle: &IpcHandle,
+        descriptors: Option<Vec<OwnedFd>>,
+    ) -> Result<Arc<dyn MemoryBackend>>;
     /// Creates a stream.
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>>;
     /// Creates an event.
@@ -79,6 +85,8 @@ pub trait MemoryBackend: Send + Sync + std::any::Any {
     fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf>;
     /// Creates a handle for another process.
     fn export_ipc(&self) -> Result<IpcHandle>;
+    /// The descriptors that belong to that handle, duplicated; none if it consists of bytes only.
+    fn ipc_descriptors(&self) -> Result<Vec<OwnedFd>>;
     /// Calls `listener` when the memory moves or is freed.
     fn watch(self: Arc<Self>, listener: MemoryListener) -> Result<WatchGuard>;
     /// Keeps the memory from moving. A no-op for memory that never moves, which is most.

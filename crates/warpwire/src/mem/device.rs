@@ -1,6 +1,7 @@
 //! A GPU: properties, capabilities, and allocation of its memory and streams.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -264,8 +265,27 @@ impl Device {
     }
 
     /// Opens memory that another process exported with [`Allocation::export_ipc`].
+    ///
+    /// # Errors
+    /// [`Kind::PermissionDenied`] if the exporter's descriptors cannot be duplicated: see
+    /// [`open_ipc_with`](Self::open_ipc_with). [`Kind::Stale`] if the exporter is gone.
     pub fn open_ipc(&self, handle: &IpcHandle) -> Result<Allocation> {
-        let memory = self.backend.clone().open_ipc(handle)?;
+        let memory = self.backend.clone().open_ipc(handle, None)?;
+        Ok(Allocation::new(self.clone(), memory))
+    }
+
+    /// Like [`open_ipc`](Self::open_ipc), with the descriptors of [`Allocation::ipc_descriptors`]
+    /// that came with the handle over a Unix socket (`SCM_RIGHTS`). The exporter may then be in
+    /// another PID namespace, and its permission is what it sent.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if the number of descriptors does not match.
+    pub fn open_ipc_with(
+        &self,
+        handle: &IpcHandle,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Allocation> {
+        let memory = self.backend.clone().open_ipc(handle, Some(descriptors))?;
         Ok(Allocation::new(self.clone(), memory))
     }
 

@@ -83,7 +83,8 @@ impl AsFd for DmaBuf {
 const MAGIC: &[u8; 4] = b"WWIH";
 const VERSION: u8 = 1;
 const HEADER_LEN: usize = 16;
-const MAX_BODY_LEN: usize = 256;
+/// Virtual memory that consists of many allocations needs the most.
+const MAX_BODY_LEN: usize = 60_000;
 
 /// A handle with which another process opens device memory: bytes to send over any channel.
 ///

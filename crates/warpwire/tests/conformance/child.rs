@@ -1,6 +1,7 @@
 //! Tasks for a second process: the test binary starts itself with a task in its environment.
 #![allow(unsafe_code)] // fork
 
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::Output;
 
 use testkit::Role;
@@ -11,6 +12,7 @@ use crate::conformance::{copy_lists, program, sharing, sim_only};
 
 pub enum Task {
     OpenIpc(Backend, Vec<u8>),
+    OpenIpcWith(Backend, Vec<u8>, Vec<i32>),
     FailToOpenIpc(Backend, Vec<u8>),
     CopyListToIpc(Backend, Vec<u8>),
     Trespass(Backend),
@@ -28,6 +30,10 @@ impl Task {
     pub fn spawn_with(&self, environment: &[(&str, &str)]) -> ChildOutput {
         let text = match self {
             Self::OpenIpc(backend, bytes) => format!("open-ipc {backend} {}", hex(bytes)),
+            Self::OpenIpcWith(backend, bytes, fds) => {
+                let fds: Vec<_> = fds.iter().map(ToString::to_string).collect();
+                format!("open-ipc-with {backend} {} {}", hex(bytes), fds.join(" "))
+            }
             Self::FailToOpenIpc(backend, bytes) => format!("fail-ipc {backend} {}", hex(bytes)),
             Self::CopyListToIpc(backend, bytes) => format!("copy-list {backend} {}", hex(bytes)),
             Self::Trespass(backend) => format!("trespass {backend}"),
@@ -60,6 +66,12 @@ pub fn run(task: &str) {
     let fixture = Fixture::new(backend);
     match name {
         "open-ipc" => sharing::open_ipc(&fixture, &bytes),
+        "open-ipc-with" => {
+            let fds = words.filter(|word| !word.is_empty()).map(|fd| fd.parse().unwrap());
+            // SAFETY: the parent passed its descriptors on, and nothing else here knows them.
+            let fds = fds.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect();
+            sharing::open_ipc_with(&fixture, &bytes, fds);
+        }
         "fail-ipc" => sharing::fail_to_open_ipc(&fixture, &bytes),
         "copy-list" => copy_lists::copy_list_to_ipc(&fixture, &bytes),
         "trespass" => program::trespass(&fixture),

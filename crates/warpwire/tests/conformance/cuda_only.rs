@@ -5,8 +5,9 @@ use std::ffi::c_void;
 
 use libloading::Library;
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, DeviceAddr, Launch, MemoryKind, Program, Stream, Word};
+use warpwire::mem::{Condition, DeviceAddr, IpcHandle, Launch, MemoryKind, Program, Stream, Word};
 
+use crate::conformance::child::Task;
 use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, test_timeout};
 use crate::conformance::kernels;
 use testkit::cases;
@@ -16,6 +17,7 @@ cases!(Fixture; CASES:
     borrowing_pinned_host_memory_is_refused,
     managed_memory_is_copied_but_has_no_window,
     windows_span_several_handles,
+    memory_of_several_handles_is_shared,
     windows_show_whole_pages_around_small_memory,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
@@ -182,6 +184,41 @@ fn windows_span_several_handles(f: &Fixture) {
         let past = borrow(&f.gpu, DeviceAddr::new(address), 2 * size as u64 + 1);
         assert_eq!(past.unwrap_err().kind(), &Kind::NotDeviceMemory);
     }
+}
+
+/// As PyTorch's expandable segments: a range that begins and ends inside of allocations.
+fn memory_of_several_handles_is_shared(f: &Fixture) {
+    let foreign = ForeignContext::new();
+    foreign.enter();
+    let size = 2 << 20;
+    let address = foreign.reserve_and_map(size, 3, 1) + 4096;
+    let memory = borrow(&f.gpu, DeviceAddr::new(address), 3 * size as u64 - 10_000).unwrap();
+    put_pattern(&memory, 1);
+    let handle = memory.export_ipc().unwrap();
+    assert_eq!(memory.ipc_descriptors().unwrap().len(), 3);
+    Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
+    expect_pattern(&memory, 2);
+    put_pattern(&memory, 1);
+    Task::CopyListToIpc(f.backend, memory_of(f, &foreign, 1 << 20).to_bytes())
+        .spawn()
+        .expect_success();
+    // Handles that were not made to be shared.
+    let address = foreign.reserve_and_map(size, 1, 0);
+    let memory = borrow(&f.gpu, DeviceAddr::new(address), 4096).unwrap();
+    let error = memory.export_ipc().unwrap_err();
+    assert!(error.to_string().contains("shareable handle"), "{error}");
+}
+
+/// A handle to `len` bytes with pattern 1, across two allocations.
+fn memory_of(f: &Fixture, foreign: &ForeignContext, len: u64) -> IpcHandle {
+    let size = 2 << 20;
+    let address = foreign.reserve_and_map(size, 2, 1) + size as u64 - len / 2;
+    let memory = borrow(&f.gpu, DeviceAddr::new(address), len).unwrap();
+    put_pattern(&memory, 1);
+    let handle = memory.export_ipc().unwrap();
+    // Its descriptors stay open for the rest of the process, as its mapping does.
+    std::mem::forget(memory);
+    handle
 }
 
 fn windows_show_whole_pages_around_small_memory(f: &Fixture) {

@@ -1,9 +1,9 @@
 //! Exporting memory to other processes (IPC handles) and to NICs (dma-buf).
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use warpwire::error::Kind;
-use warpwire::mem::{Backend, IpcHandle, MemoryKind};
+use warpwire::mem::{Allocation, Backend, IpcHandle, MemoryKind};
 
 use crate::conformance::child::Task;
 use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern};
@@ -11,6 +11,7 @@ use testkit::cases;
 
 cases!(Fixture; CASES:
     another_process_opens_memory,
+    descriptors_travel_with_a_handle,
     stale_handles_are_refused,
     handles_of_another_backend_are_refused,
     dmabufs_name_the_right_pages,
@@ -38,7 +39,10 @@ fn another_process_opens_memory(f: &Fixture) {
 
 pub fn open_ipc(f: &Fixture, bytes: &[u8]) {
     let handle = IpcHandle::from_bytes(bytes).unwrap();
-    let memory = f.gpu.open_ipc(&handle).unwrap();
+    check_opened(f, f.gpu.open_ipc(&handle).unwrap());
+}
+
+fn check_opened(f: &Fixture, memory: Allocation) {
     assert_eq!(memory.kind(), MemoryKind::Imported);
     expect_pattern(&memory, 1);
     put_pattern(&memory, 2);
@@ -49,6 +53,44 @@ pub fn open_ipc(f: &Fixture, bytes: &[u8]) {
     expect_pattern(&copy, 2);
     memory.free().unwrap();
     assert_eq!(memory.whole().unwrap_err().kind(), &Kind::Freed);
+}
+
+fn descriptors_travel_with_a_handle(f: &Fixture) {
+    for kind in f.device_kinds() {
+        let memory = f.gpu.alloc_kind(300_001, kind).unwrap();
+        put_pattern(&memory, 1);
+        let (handle, fds) = (memory.export_ipc().unwrap(), memory.ipc_descriptors().unwrap());
+        let bytes_only = f.backend == Backend::Cuda && kind == MemoryKind::Plain;
+        assert_eq!(fds.len(), usize::from(!bytes_only), "{kind}");
+        // The child inherits them, as a stand-in for a Unix socket.
+        let fds = fds.into_iter().map(|fd| inheritable(&fd)).collect::<Vec<_>>();
+        let task = Task::OpenIpcWith(
+            f.backend,
+            handle.to_bytes(),
+            fds.iter().map(std::os::fd::AsRawFd::as_raw_fd).collect(),
+        );
+        task.spawn().expect_success();
+        expect_pattern(&memory, 2);
+        // Too few, and too many.
+        if !bytes_only {
+            for given in [0, 2] {
+                let given = (0..given).map(|_| inheritable(&fds[0])).collect();
+                let error = f.gpu.open_ipc_with(&handle, given).unwrap_err();
+                assert_eq!(error.kind(), &Kind::Malformed, "{error}");
+            }
+        }
+    }
+}
+
+/// A duplicate that child processes inherit.
+fn inheritable(fd: &OwnedFd) -> OwnedFd {
+    rustix::io::dup(fd).unwrap()
+}
+
+/// In the child of [`descriptors_travel_with_a_handle`].
+pub fn open_ipc_with(f: &Fixture, bytes: &[u8], fds: Vec<OwnedFd>) {
+    let handle = IpcHandle::from_bytes(bytes).unwrap();
+    check_opened(f, f.gpu.open_ipc_with(&handle, fds).unwrap());
 }
 
 fn stale_handles_are_refused(f: &Fixture) {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_char};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -215,8 +216,12 @@ impl DeviceBackend for CudaDevice {
         Ok(Arc::new(memory::register_host(self, (base, len), io, owner)?))
     }
 
-    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {
-        Ok(Arc::new(share::open(self, handle)?))
+    fn open_ipc(
+        self: Arc<Self>,
+        handle: &IpcHandle,
+        descriptors: Option<Vec<OwnedFd>>,
+    ) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(Arc::new(share::open(self, handle, descriptors)?))
     }
 
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {

@@ -1,7 +1,7 @@
 //! Memory of an NVIDIA GPU: plain, VMM, pool, pinned, registered, borrowed and imported.
 
 use std::ffi::c_void;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,14 +28,13 @@ pub(super) struct CudaMemory {
     pub(super) address: DeviceAddr,
     pub(super) len: u64,
     pub(super) origin: Origin,
-    /// The descriptor behind an inter-process handle; open as long as the memory is allocated.
-    pub(super) exported: Mutex<Option<OwnedFd>>,
+    /// The descriptors behind an inter-process handle; open as long as the memory is allocated.
+    pub(super) exported: Mutex<Vec<OwnedFd>>,
     /// Keeps registered memory mapped.
     owner: Option<HostOwner>,
 }
 
 /// How memory was obtained, which decides how it is freed.
-#[derive(Clone, Copy)]
 pub(super) enum Origin {
     Plain,
     Vmm(VmmAllocation),
@@ -51,8 +50,8 @@ pub(super) enum Origin {
     Imported {
         base: u64,
     },
-    /// From a virtual memory handle of another process.
-    ImportedVmm(VmmAllocation),
+    /// From virtual memory handles of another process.
+    ImportedVmm(ImportedPieces),
     /// From a pool of another process.
     ImportedPool(PoolHandle),
 }
@@ -70,10 +69,16 @@ pub(super) struct VmmAllocation {
     pub(super) size: usize,
 }
 
+/// Virtual memory allocations of another process, mapped side by side.
+pub(super) struct ImportedPieces {
+    pub(super) base: u64,
+    pub(super) sizes: Box<[usize]>,
+}
+
 impl CudaMemory {
     pub(super) fn new(device: Arc<CudaDevice>, address: u64, len: u64, origin: Origin) -> Self {
         let address = DeviceAddr::new(address);
-        Self { device, address, len, origin, exported: Mutex::new(None), owner: None }
+        Self { device, address, len, origin, exported: Mutex::default(), owner: None }
     }
 
     fn pinned_bytes(&self) -> Option<SharedBytes<'_>> {
@@ -179,6 +184,42 @@ fn unmap_vmm(device: &CudaDevice, address: u64, vmm_allocation: VmmAllocation) -
     let released = call!(driver, vmm_release(vmm_allocation.handle));
     let unreserved = call!(driver, vmm_unreserve(address, vmm_allocation.size));
     unmapped.and(released).and(unreserved)
+}
+
+/// Maps virtual memory allocations of another process side by side; returns where the first is.
+/// The mappings keep them allocated.
+pub(super) fn import_vmm(device: &CudaDevice, fds: &[OwnedFd], sizes: &[usize]) -> Result<u64> {
+    let driver = device.driver;
+    let total = sizes.iter().sum();
+    let base = get!(driver, 0, vmm_reserve(total, 0, 0, 0))?;
+    let (mut at, mut mapped) = (base, 0);
+    let outcome = fds.iter().zip(sizes).try_for_each(|(fd, size)| {
+        let shareable = fd.as_raw_fd() as usize as *mut c_void;
+        let handle = get!(driver, 0, vmm_import(shareable, sys::HANDLE_POSIX_FD))?;
+        let done = call!(driver, vmm_map(at, *size, 0, handle, 0));
+        drop(call!(driver, vmm_release(handle)));
+        done?;
+        at += *size as u64;
+        mapped += 1;
+        Ok(())
+    });
+    let access = AccessDesc::read_write(device.ordinal());
+    outcome
+        .and_then(|()| call!(driver, vmm_set_access(base, total, &access, 1)))
+        .inspect_err(|_| drop(unmap_pieces(device, base, &sizes[..mapped], total)))?;
+    Ok(base)
+}
+
+/// Unmaps pieces from `base` on, and releases the `total` bytes that are reserved for them.
+fn unmap_pieces(device: &CudaDevice, base: u64, sizes: &[usize], total: usize) -> Result<()> {
+    let driver = device.driver;
+    let (mut at, mut outcome) = (base, Ok(()));
+    for size in sizes {
+        // Continue after a failure: release whatever can be released.
+        outcome = outcome.and(call!(driver, vmm_unmap(at, *size)));
+        at += *size as u64;
+    }
+    outcome.and(call!(driver, vmm_unreserve(base, total)))
 }
 
 fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
@@ -456,6 +497,11 @@ impl MemoryBackend for CudaMemory {
         share::export(self).map_err(self.device.error_context("export an inter-process handle"))
     }
 
+    fn ipc_descriptors(&self) -> Result<Vec<OwnedFd>> {
+        share::descriptors(self)
+            .map_err(self.device.error_context("export inter-process descriptors"))
+    }
+
     fn watch(self: Arc<Self>, _listener: MemoryListener) -> Result<WatchGuard> {
         let device = &self.device;
         device.capabilities().notify.require("watch memory", device.info())?;
@@ -501,8 +547,8 @@ impl MemoryBackend for CudaMemory {
         let driver = device.driver;
         let _current = device.make_current()?;
         // An open descriptor would keep the memory allocated and its handle valid.
-        drop(self.exported.lock().take());
-        let outcome = match self.origin {
+        drop(std::mem::take(&mut *self.exported.lock()));
+        let outcome = match &self.origin {
             Origin::Borrowed => Ok(()),
             Origin::Plain => {
                 device.deferred_free.defer(device, PendingFree::Memory(address));
@@ -511,18 +557,19 @@ impl MemoryBackend for CudaMemory {
             // The CPU may hold views of it: it is freed with the last handle.
             Origin::Pinned(_) | Origin::Registered { .. } => Ok(()),
             Origin::Imported { base } => {
-                device.deferred_free.defer(device, PendingFree::Imported(base));
+                device.deferred_free.defer(device, PendingFree::Imported(*base));
                 Ok(())
             }
             Origin::Pool => call!(driver, pool_free(address, device.internal_stream())),
-            Origin::Vmm(vmm_allocation) | Origin::ImportedVmm(vmm_allocation) => {
-                unmap_vmm(device, address, vmm_allocation)
+            Origin::Vmm(vmm_allocation) => unmap_vmm(device, address, *vmm_allocation),
+            Origin::ImportedVmm(ImportedPieces { base, sizes }) => {
+                unmap_pieces(device, *base, sizes, sizes.iter().sum())
             }
             Origin::ImportedPool(pool) => {
                 let internal_handle = device.internal_stream();
                 call!(driver, pool_free(address, internal_handle))
                     .and_then(|()| call!(driver, stream_synchronize(internal_handle)))
-                    .and(call!(driver, pool_destroy(pool)))
+                    .and(call!(driver, pool_destroy(*pool)))
             }
         };
         outcome.map_err(device.error_context("free memory"))

@@ -1,8 +1,12 @@
 //! Handles with which another process opens this GPU's memory.
 //!
 //! CUDA has three kinds: `cuMemAlloc` memory has a handle that consists of bytes only; virtual
-//! memory and pools are exported as a file descriptor, which the importer duplicates from the
-//! exporting process with `pidfd_getfd`.
+//! memory and pools are exported as file descriptors. The exporter sends them beside the bytes, or
+//! the importer duplicates them from the exporting process with `pidfd_getfd`.
+//!
+//! Virtual memory may consist of several allocations that are mapped side by side, as with
+//! PyTorch's expandable segments: there is a descriptor for each, and the importer maps them side
+//! by side again.
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -14,7 +18,7 @@ use super::super::device::Backend;
 use super::super::share::IpcHandle;
 use super::device::CudaDevice;
 use super::driver::{call, get};
-use super::memory::{self, CudaMemory, Origin, VmmAllocation};
+use super::memory::{self, CudaMemory, ImportedPieces, Origin};
 use super::sys::{self, AccessDesc, Opaque64, PoolHandle, pointer};
 use crate::error::{Error, Kind, Result};
 
@@ -22,39 +26,48 @@ const PLAIN: u8 = 1;
 const VMM: u8 = 2;
 const POOL: u8 = 3;
 const UUID_LEN: usize = 40;
+/// Bytes of a piece in a handle: its descriptor, and its size.
+const PIECE_LEN: usize = 12;
+/// As many as fit into the handle, which has a 16-bit length.
+const MAX_PIECES: usize = 4096;
 
 /// Contents of a handle's body, after the device UUID.
 enum IpcPayload {
     Plain { offset: u64, handle: Opaque64 },
-    Vmm { owner: RemoteFd, size: u64 },
-    Pool { owner: RemoteFd, pointer: Opaque64 },
+    Vmm { pid: u32, offset: u64, pieces: Vec<Piece> },
+    Pool { pid: u32, fd: i32, pointer: Opaque64 },
 }
 
-/// A file descriptor of another process.
-#[derive(Clone, Copy)]
-struct RemoteFd {
-    pid: u32,
+/// A virtual memory allocation: a descriptor of the exporting process, and the mapped size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
     fd: i32,
+    size: u64,
 }
 
 pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     let device = &memory.device;
     let _current = device.make_current()?;
+    let pid = std::process::id();
     let body = match memory.origin {
-        Origin::Plain | Origin::Borrowed => export_plain(memory)?,
-        Origin::Vmm(vmm_allocation) => {
-            let export = || {
-                get!(device.driver, -1, vmm_export(vmm_allocation.handle, sys::HANDLE_POSIX_FD, 0))
-            };
-            IpcPayload::Vmm { owner: shared_fd(memory, export)?, size: vmm_allocation.size as u64 }
+        Origin::Plain => export_plain(memory)?,
+        Origin::Borrowed if is_legacy_capable(memory) => export_plain(memory)?,
+        Origin::Vmm(_) | Origin::Borrowed => {
+            let (offset, pieces) = exported_pieces(memory)?;
+            IpcPayload::Vmm { pid, offset, pieces }
         }
         Origin::Pool => {
             let pool = device.pool()?;
-            let export = || get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0));
-            let owner = shared_fd(memory, export)?;
+            let mut exported = memory.exported.lock();
+            if exported.is_empty() {
+                let fd = get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0))?;
+                // SAFETY: the driver has just opened the descriptor for the caller.
+                exported.push(unsafe { OwnedFd::from_raw_fd(fd) });
+            }
+            let fd = exported.first().map_or(-1, AsRawFd::as_raw_fd);
             let pointer =
                 get!(device.driver, Opaque64([0; 64]), pool_export_address(memory.address.raw()))?;
-            IpcPayload::Pool { owner, pointer }
+            IpcPayload::Pool { pid, fd, pointer }
         }
         Origin::Pinned(_)
         | Origin::Registered { .. }
@@ -69,46 +82,105 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     Ok(IpcHandle::new(Backend::Cuda, memory.len, encode(device.uuid(), &body)))
 }
 
-fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
+/// The descriptors that belong to a handle of this memory, duplicated.
+pub(super) fn descriptors(memory: &CudaMemory) -> Result<Vec<OwnedFd>> {
+    export(memory)?;
+    let exported = memory.exported.lock();
+    let copies: std::io::Result<_> = exported.iter().map(OwnedFd::try_clone).collect();
+    copies.map_err(|why| Error::os("", &why))
+}
+
+fn is_legacy_capable(memory: &CudaMemory) -> bool {
     let (device, address) = (&memory.device, memory.address.raw());
     let capable = memory::pointer_attribute_u32(device, pointer::IS_LEGACY_IPC_CAPABLE, address);
-    if capable.is_ok_and(|capable| capable == 0) {
-        return Err(Error::new(Kind::Unsupported, "")
-            .why("borrowed memory from a pool or from cuMemCreate has no inter-process handle")
-            .fix("export it through its owner"));
-    }
+    capable.is_ok_and(|capable| capable != 0)
+}
+
+fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
+    let (device, address) = (&memory.device, memory.address.raw());
     let (mut base, mut size) = (0, 0);
     call!(device.driver, address_range(&mut base, &mut size, address))?;
     let handle = get!(device.driver, Opaque64([0; 64]), ipc_export(address))?;
     Ok(IpcPayload::Plain { offset: address - base, handle })
 }
 
-/// The descriptor that other processes duplicate: exported once, kept with the memory.
-fn shared_fd(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Result<RemoteFd> {
+/// The virtual memory allocations behind memory, exported once and kept with it; and where in the
+/// first of them it begins.
+fn exported_pieces(memory: &CudaMemory) -> Result<(u64, Vec<Piece>)> {
+    let driver = memory.device.driver;
+    let start = memory.address.raw();
+    let end = start + memory.len;
     let mut exported = memory.exported.lock();
-    let fd = match &*exported {
-        Some(fd) => fd.as_raw_fd(),
-        None => {
-            let fd = export()?;
-            // SAFETY: the driver has just opened the descriptor for the caller.
-            *exported = Some(unsafe { OwnedFd::from_raw_fd(fd) });
-            fd
+    let (mut pieces, mut fds) = (Vec::new(), Vec::new());
+    let (mut at, mut first) = (start, start);
+    while at < end {
+        let (mut base, mut size) = (0, 0);
+        call!(driver, address_range(&mut base, &mut size, at))?;
+        if base > at || base + size as u64 <= at || pieces.len() == MAX_PIECES {
+            return Err(Error::new(Kind::Unsupported, "")
+                .why(format!("it consists of more than {MAX_PIECES} allocations"))
+                .fix("export a smaller range"));
         }
-    };
-    Ok(RemoteFd { pid: std::process::id(), fd })
+        if pieces.is_empty() {
+            first = base;
+        }
+        let fd = match exported.get(pieces.len()) {
+            Some(known) => known.as_raw_fd(),
+            None => {
+                let fd = export_piece(&memory.device, base)?;
+                let number = fd.as_raw_fd();
+                fds.push(fd);
+                number
+            }
+        };
+        pieces.push(Piece { fd, size: size as u64 });
+        at = base + size as u64;
+    }
+    exported.append(&mut fds);
+    Ok((start - first, pieces))
 }
 
-pub(super) fn open(device: Arc<CudaDevice>, handle: &IpcHandle) -> Result<CudaMemory> {
+/// A descriptor of the virtual memory allocation that is mapped at `base`.
+fn export_piece(device: &CudaDevice, base: u64) -> Result<OwnedFd> {
+    let driver = device.driver;
+    let handle = get!(driver, 0, vmm_retain(base)).map_err(|error| {
+        error
+            .why("it comes from another library's memory pool, or is managed memory")
+            .fix("allocate it with cuMemAlloc or cuMemCreate")
+    })?;
+    let exported = get!(driver, -1, vmm_export(handle, sys::HANDLE_POSIX_FD, 0));
+    drop(call!(driver, vmm_release(handle)));
+    let fd = exported.map_err(|error| {
+        error.why("it was allocated without a shareable handle").fix(
+            "request CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in cuMemCreate, or use cuMemAlloc",
+        )
+    })?;
+    // SAFETY: the driver has just opened the descriptor for the caller.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Opens memory of another process: with the descriptors that came with the handle, or with those
+/// that it names.
+pub(super) fn open(
+    device: Arc<CudaDevice>,
+    handle: &IpcHandle,
+    descriptors: Option<Vec<OwnedFd>>,
+) -> Result<CudaMemory> {
     let body = handle.body_for(Backend::Cuda)?;
     let opened = decode(device.uuid(), body).and_then(|body| {
         let _current = device.make_current()?;
-        open_body(&device, &body, handle.len())
+        open_body(&device, &body, handle.len(), descriptors)
     });
     let (address, origin) = opened.map_err(device.error_context("open an inter-process handle"))?;
     Ok(CudaMemory::new(device, address, handle.len(), origin))
 }
 
-fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, Origin)> {
+fn open_body(
+    device: &CudaDevice,
+    body: &IpcPayload,
+    len: u64,
+    descriptors: Option<Vec<OwnedFd>>,
+) -> Result<(u64, Origin)> {
     let driver = device.driver;
     match body {
         IpcPayload::Plain { offset, handle } => {
@@ -123,19 +195,22 @@ fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, O
             }
             Ok((base + offset, Origin::Imported { base }))
         }
-        IpcPayload::Vmm { owner, size } => {
-            if *size < len || isize::try_from(*size).is_err() {
+        IpcPayload::Vmm { pid, offset, pieces } => {
+            let total = pieces.iter().try_fold(0, |sum: u64, piece| sum.checked_add(piece.size));
+            let total = total.filter(|total| isize::try_from(*total).is_ok()).unwrap_or(0);
+            if offset.checked_add(len).is_none_or(|end| end > total) {
                 return Err(malformed("it describes more than the memory's size"));
             }
-            let fd = copy_remote_fd(*owner)?;
-            let shareable = fd.as_raw_fd() as usize as *mut c_void;
-            let handle = get!(driver, 0, vmm_import(shareable, sys::HANDLE_POSIX_FD))?;
-            let vmm_allocation = VmmAllocation { handle, size: *size as usize };
-            Ok((memory::map_vmm(device, vmm_allocation)?, Origin::ImportedVmm(vmm_allocation)))
+            let numbers: Vec<_> = pieces.iter().map(|piece| piece.fd).collect();
+            let fds = take_descriptors(descriptors, *pid, &numbers)?;
+            let sizes: Vec<_> = pieces.iter().map(|piece| piece.size as usize).collect();
+            let base = memory::import_vmm(device, &fds, &sizes)?;
+            let imported = ImportedPieces { base, sizes: sizes.into() };
+            Ok((base + offset, Origin::ImportedVmm(imported)))
         }
-        IpcPayload::Pool { owner, pointer } => {
-            let fd = copy_remote_fd(*owner)?;
-            let shareable = fd.as_raw_fd() as usize as *mut c_void;
+        IpcPayload::Pool { pid, fd, pointer } => {
+            let fds = take_descriptors(descriptors, *pid, &[*fd])?;
+            let shareable = fds.first().map_or(-1, AsRawFd::as_raw_fd) as usize as *mut c_void;
             let pool =
                 get!(driver, PoolHandle::NULL, pool_import(shareable, sys::HANDLE_POSIX_FD, 0))?;
             let access = AccessDesc::read_write(device.ordinal());
@@ -145,6 +220,19 @@ fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, O
                 .inspect_err(|_| drop(call!(driver, pool_destroy(pool))))?;
             Ok((address, Origin::ImportedPool(pool)))
         }
+    }
+}
+
+/// The descriptors of a handle: those that came with it, or duplicates of the exporter's.
+fn take_descriptors(given: Option<Vec<OwnedFd>>, pid: u32, fds: &[i32]) -> Result<Vec<OwnedFd>> {
+    match given {
+        Some(given) if given.len() == fds.len() => Ok(given),
+        Some(given) => Err(malformed(&format!(
+            "{} descriptors came with it, and it has {}",
+            given.len(),
+            fds.len()
+        ))),
+        None => copy_remote_fds(pid, fds),
     }
 }
 
@@ -158,27 +246,28 @@ fn explain_open(error: Error) -> Error {
     }
 }
 
-fn copy_remote_fd(owner: RemoteFd) -> Result<OwnedFd> {
+fn copy_remote_fds(owner: u32, fds: &[i32]) -> Result<Vec<OwnedFd>> {
     let stale = |why: String| {
         Error::new(Kind::Stale, "")
             .why(why)
             .fix("keep the memory alive in the process that exported it")
     };
-    let pid = i32::try_from(owner.pid).ok().and_then(Pid::from_raw);
+    let pid = i32::try_from(owner).ok().and_then(Pid::from_raw);
     let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-    let process = process.ok_or_else(|| stale(format!("process {} is gone", owner.pid)))?;
-    pidfd_getfd(&process, owner.fd, PidfdGetfdFlags::empty()).map_err(|error| match error {
-        rustix::io::Errno::BADF => {
-            stale(format!("process {} has closed the descriptor", owner.pid))
-        }
-        rustix::io::Errno::PERM => Error::new(Kind::PermissionDenied, "")
-            .why(format!("this user may not duplicate descriptors of process {}", owner.pid))
-            .fix(
-                "run both processes as one user, and set kernel.yama.ptrace_scope=0 or let the \
-                 exporter be a child of the importer",
-            ),
-        other => Error::os("", &other.into()),
-    })
+    let process = process.ok_or_else(|| stale(format!("process {owner} is gone")))?;
+    let copy = |fd: &i32| {
+        pidfd_getfd(&process, *fd, PidfdGetfdFlags::empty()).map_err(|error| match error {
+            rustix::io::Errno::BADF => stale(format!("process {owner} has closed the descriptor")),
+            rustix::io::Errno::PERM => Error::new(Kind::PermissionDenied, "")
+                .why(format!("this user may not duplicate descriptors of process {owner}"))
+                .fix(
+                    "send the descriptors (Allocation::ipc_descriptors) beside the handle, or run \
+                     both processes as one user and set kernel.yama.ptrace_scope=0",
+                ),
+            other => Error::os("", &other.into()),
+        })
+    };
+    fds.iter().map(copy).collect()
 }
 
 fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
@@ -193,14 +282,19 @@ fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
             bytes.extend_from_slice(&offset.to_le_bytes());
             bytes.extend_from_slice(&handle.0);
         }
-        IpcPayload::Vmm { owner, size } => {
+        IpcPayload::Vmm { pid, offset, pieces } => {
             bytes.push(VMM);
-            bytes.extend_from_slice(&owner.encode());
-            bytes.extend_from_slice(&size.to_le_bytes());
+            bytes.extend_from_slice(&offset.to_le_bytes());
+            bytes.extend_from_slice(&pid.to_le_bytes());
+            for piece in pieces {
+                bytes.extend_from_slice(&piece.fd.to_le_bytes());
+                bytes.extend_from_slice(&piece.size.to_le_bytes());
+            }
         }
-        IpcPayload::Pool { owner, pointer } => {
+        IpcPayload::Pool { pid, fd, pointer } => {
             bytes.push(POOL);
-            bytes.extend_from_slice(&owner.encode());
+            bytes.extend_from_slice(&pid.to_le_bytes());
+            bytes.extend_from_slice(&fd.to_le_bytes());
             bytes.extend_from_slice(&pointer.0);
         }
     }
@@ -224,27 +318,38 @@ fn decode(uuid: &str, bytes: &[u8]) -> Result<IpcPayload> {
             offset: u64::from_le_bytes(*head),
             handle: Opaque64(tail.try_into().map_err(|_| short())?),
         }),
-        VMM => Ok(IpcPayload::Vmm {
-            owner: RemoteFd::decode(*head),
-            size: u64::from_le_bytes(tail.try_into().map_err(|_| short())?),
-        }),
-        POOL => Ok(IpcPayload::Pool {
-            owner: RemoteFd::decode(*head),
-            pointer: Opaque64(tail.try_into().map_err(|_| short())?),
-        }),
+        VMM => {
+            let (pid, tail) = tail.split_first_chunk::<4>().ok_or_else(short)?;
+            let (pieces, rest) = tail.as_chunks::<PIECE_LEN>();
+            if pieces.is_empty() || !rest.is_empty() {
+                return Err(short());
+            }
+            Ok(IpcPayload::Vmm {
+                pid: u32::from_le_bytes(*pid),
+                offset: u64::from_le_bytes(*head),
+                pieces: pieces.iter().map(Piece::decode).collect(),
+            })
+        }
+        POOL => {
+            let [pid, fd] = halves(*head);
+            let pointer = Opaque64(tail.try_into().map_err(|_| short())?);
+            Ok(IpcPayload::Pool { pid, fd: fd as i32, pointer })
+        }
         other => Err(malformed(&format!("its kind {other} is unknown"))),
     }
 }
 
-impl RemoteFd {
-    fn encode(self) -> [u8; 8] {
-        (u64::from(self.pid) | u64::from(self.fd as u32) << 32).to_le_bytes()
+impl Piece {
+    fn decode(bytes: &[u8; PIECE_LEN]) -> Self {
+        let word = |at: usize| bytes.get(at..).and_then(|rest| rest.first_chunk::<4>().copied());
+        let [fd, low, high] = [0, 4, 8].map(|at| word(at).map_or(0, u32::from_le_bytes));
+        Self { fd: fd as i32, size: u64::from(high) << 32 | u64::from(low) }
     }
+}
 
-    fn decode(bytes: [u8; 8]) -> Self {
-        let both = u64::from_le_bytes(bytes);
-        Self { pid: both as u32, fd: (both >> 32) as i32 }
-    }
+fn halves(bytes: [u8; 8]) -> [u32; 2] {
+    let both = u64::from_le_bytes(bytes);
+    [both as u32, (both >> 32) as u32]
 }
 
 #[cold]
@@ -263,12 +368,37 @@ mod tests {
     #[test]
     fn payloads_round_trip() {
         assert_eq!(UUID.len(), UUID_LEN);
-        let owner = RemoteFd { pid: 77, fd: 12 };
-        let vmm = encode(UUID, &IpcPayload::Vmm { owner, size: 2 << 20 });
-        let IpcPayload::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else {
+        let pieces = vec![Piece { fd: 12, size: 2 << 20 }, Piece { fd: -1, size: u64::MAX }];
+        let sent = IpcPayload::Vmm { pid: 77, offset: 5 << 40, pieces: pieces.clone() };
+        let bytes = encode(UUID, &sent);
+        let IpcPayload::Vmm { pid, offset, pieces: found } = decode(UUID, &bytes).unwrap() else {
             panic!("wrong kind")
         };
-        assert_eq!((owner.pid, owner.fd, size), (77, 12, 2 << 20));
+        assert_eq!((pid, offset, found), (77, 5 << 40, pieces));
+        for cut in 0..bytes.len() {
+            // A handle with fewer pieces is one of less memory.
+            let pieces = (cut.checked_sub(UUID_LEN + 13)).filter(|rest| *rest > 0);
+            let whole = pieces.is_some_and(|rest| rest % PIECE_LEN == 0);
+            assert_eq!(decode(UUID, &bytes[..cut]).is_ok(), whole, "cut at {cut}");
+        }
+        let pool = IpcPayload::Pool { pid: 8, fd: -3, pointer: Opaque64([9; 64]) };
+        let IpcPayload::Pool { pid, fd, pointer } = decode(UUID, &encode(UUID, &pool)).unwrap()
+        else {
+            panic!("wrong kind")
+        };
+        assert_eq!((pid, fd, pointer.0), (8, -3, [9; 64]));
+    }
+
+    #[test]
+    fn descriptors_must_be_as_many_as_the_handle_names() {
+        let file = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        assert_eq!(take_descriptors(Some(vec![file()]), 0, &[7]).unwrap().len(), 1);
+        for (given, fds) in [(vec![], &[7][..]), (vec![file(), file()], &[7])] {
+            let error = take_descriptors(Some(given), 0, fds).unwrap_err();
+            assert_eq!(error.kind(), &Kind::Malformed, "{error}");
+        }
+        let error = take_descriptors(None, u32::MAX, &[7]).unwrap_err();
+        assert_eq!(error.kind(), &Kind::Stale, "{error}");
     }
 
     #[test]

@@ -269,6 +269,7 @@ functions! {
     vmm_granularity = "cuMemGetAllocationGranularity"(*mut usize, *const AllocationProp, c_int);
     vmm_create = "cuMemCreate"(*mut u64, usize, *const AllocationProp, u64);
     vmm_release = "cuMemRelease"(u64);
+    vmm_retain = "cuMemRetainAllocationHandle"(*mut u64, Address);
     vmm_reserve = "cuMemAddressReserve"(*mut Address, usize, usize, Address, u64);
     vmm_unreserve = "cuMemAddressFree"(Address, usize);
     vmm_map = "cuMemMap"(Address, usize, usize, u64, u64);

@@ -1,6 +1,7 @@
 //! One simulated GPU.
 
 use std::cell::Cell;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -332,8 +333,12 @@ impl DeviceBackend for SimDevice {
         Ok(SimMemory::register(self, (base, len), owner)?)
     }
 
-    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {
-        Ok(SimMemory::open(self, handle)?)
+    fn open_ipc(
+        self: Arc<Self>,
+        handle: &IpcHandle,
+        descriptors: Option<Vec<OwnedFd>>,
+    ) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(SimMemory::open(self, handle, descriptors)?)
     }
 
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {

@@ -181,9 +181,20 @@ impl SimMemory {
     }
 
     /// Opens memory that this or another process exported.
-    pub(super) fn open(device: Arc<SimDevice>, handle: &IpcHandle) -> Result<Arc<Self>> {
+    pub(super) fn open(
+        device: Arc<SimDevice>,
+        handle: &IpcHandle,
+        descriptors: Option<Vec<OwnedFd>>,
+    ) -> Result<Arc<Self>> {
         let name = MemfdHandle::decode(handle.body_for(Backend::Sim)?)?;
-        let file = name.open()?;
+        let file = match descriptors.map(<[OwnedFd; 1]>::try_from) {
+            Some(Ok([file])) => file,
+            Some(Err(given)) => {
+                let why = format!("{} descriptors came with it, and it has 1", given.len());
+                return Err(Error::new(Kind::Malformed, "open an inter-process handle").why(why));
+            }
+            None => name.open()?,
+        };
         let size = fstat(&file).map_err(|e| memfd_error(e, handle.len()))?;
         // The seals show that this is simulated memory, not another file that a handle might name.
         let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
@@ -325,6 +336,11 @@ impl MemoryBackend for SimMemory {
     fn export_ipc(&self) -> Result<IpcHandle> {
         let name = self.with_file(MemfdHandle::of)??;
         Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
+    }
+
+    fn ipc_descriptors(&self) -> Result<Vec<OwnedFd>> {
+        let file = self.with_file(|file| file.try_clone_to_owned())?;
+        Ok(vec![file.map_err(|e| Error::os("export inter-process descriptors", &e))?])
     }
 
     fn pin(self: Arc<Self>) -> Result<PinGuard> {
@@ -531,6 +547,18 @@ impl Borrowed {
                 .why(format!("the owner of the memory at {} has freed it", self.address))
         })
     }
+
+    /// The owner, if all of its memory is borrowed.
+    fn whole_owner(&self) -> Result<Arc<SimMemory>> {
+        let (owner, start) = self.owner()?;
+        if start == 0 && owner.len == self.len {
+            return Ok(owner);
+        }
+        Err(Error::new(Kind::Unsupported, "export an inter-process handle")
+            .on(self.device.label())
+            .why("only a part of the owner's memory is borrowed")
+            .fix("borrow all of it"))
+    }
 }
 
 impl MemoryBackend for Borrowed {
@@ -566,14 +594,11 @@ impl MemoryBackend for Borrowed {
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
-        let (owner, start) = self.owner()?;
-        if start == 0 && owner.len == self.len {
-            return owner.export_ipc();
-        }
-        Err(Error::new(Kind::Unsupported, "export an inter-process handle")
-            .on(self.device.label())
-            .why("only a part of the owner's memory is borrowed")
-            .fix("borrow all of it"))
+        self.whole_owner()?.export_ipc()
+    }
+
+    fn ipc_descriptors(&self) -> Result<Vec<OwnedFd>> {
+        self.whole_owner()?.ipc_descriptors()
     }
 
     fn pin(self: Arc<Self>) -> Result<PinGuard> {
