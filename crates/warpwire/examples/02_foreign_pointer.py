@@ -1,12 +1,16 @@
 """Passes the memory of PyTorch tensors to Warpwire, which writes a pattern; PyTorch checks it.
 
-python3 02_foreign_pointer.py lib02_foreign_pointer.so [PYTORCH_CUDA_ALLOC_CONF]
+python3 02_foreign_pointer.py lib02_foreign_pointer.so [PYTORCH_CUDA_ALLOC_CONF] [13_copy_lists]
+
+With the example 13_copy_lists a second process then opens a tensor and copies to and from it.
 """
 import ctypes
 import os
+import subprocess
 import sys
+import tempfile
 
-if len(sys.argv) == 3:  # PyTorch reads its allocator settings when it is imported
+if len(sys.argv) > 2:  # PyTorch reads its allocator settings when it is imported
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[2]
 import numpy
 import torch
@@ -52,3 +56,19 @@ for stamp in by_kernel, by_cpu:
     assert stamp(0, host.data_ptr(), count * 8, 7) == -1, "host memory must be refused"
     assert stamp(0, inner.data_ptr(), 1 << 45, 7) == -1, "a range past the end must be refused"
 print(f"ok: torch {torch.__version__}, {torch.cuda.memory.get_allocator_backend()} allocator")
+
+if len(sys.argv) > 3:
+    shared = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    library.warpwire_export.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64]
+    with tempfile.TemporaryFile("w+") as file:  # the library prints to standard output
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        done = library.warpwire_export(0, shared.data_ptr(), shared.numel())
+        os.dup2(kept, 1)
+        assert done == 0, "the tensor cannot be shared"
+        file.seek(0)
+        handle = file.read().strip()
+    subprocess.run([sys.argv[3], "cuda:0", handle], check=True)
+    assert (shared != 0).any(), "the second process wrote nothing"

@@ -27,6 +27,19 @@ pub extern "C" fn warpwire_stamp_by_cpu(device: u32, address: u64, len: u64, see
     report(borrow(device, address, len).and_then(|memory| stamp_by_cpu(&memory, seed)))
 }
 
+/// Prints the handle with which another process opens the memory: `13_copy_lists cuda:0 HANDLE`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpwire_export(device: u32, address: u64, len: u64) -> i32 {
+    report(borrow(device, address, len).and_then(|memory| {
+        let handle = memory.export_ipc()?;
+        let text: String = handle.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+        println!("{text}");
+        // Its descriptors stay open until the process ends.
+        std::mem::forget(memory);
+        Ok(())
+    }))
+}
+
 fn borrow(device: u32, address: u64, len: u64) -> Result<Allocation> {
     // SAFETY: the C caller keeps the memory allocated for the duration of the call.
     unsafe { cuda::device(device)?.borrow(DeviceAddr::new(address), len) }

@@ -5,7 +5,7 @@
 
 use super::address::{DeviceAddr, is_inside};
 use super::allocation::{MemoryKind, Region};
-use super::device::Device;
+use super::device::{Backend, Device};
 use super::program::{Kernel, Launch, Program};
 use super::sim::{Block, KernelFault};
 use super::stream::Stream;
@@ -13,8 +13,10 @@ use crate::error::{Error, Kind, Result};
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;
-/// More blocks than any device runs at a time; each then takes several ranges.
+/// More blocks than a GPU runs at a time; each then takes several ranges. Blocks of the simulated
+/// GPU are threads.
 const MAX_BLOCKS: u64 = 2048;
+const MAX_SIM_BLOCKS: u64 = 4;
 /// Longer ranges are divided, so that blocks have equal shares.
 const MAX_CHUNK: u64 = 64 << 10;
 /// Bytes of a descriptor: target, source, length.
@@ -122,7 +124,7 @@ impl ScatterGather {
         memory.write(0, &descriptors)?;
         let chunks = (descriptors.len() / DESCRIPTOR_LEN) as u64;
         let launch = Launch::new(&self.kernel)
-            .grid(chunks.min(MAX_BLOCKS) as u32)
+            .grid(chunks.min(self.max_blocks()) as u32)
             .threads(THREADS)
             .region(&memory.whole()?)
             .value(chunks)
@@ -133,6 +135,13 @@ impl ScatterGather {
 
     fn label(&self) -> String {
         self.device.label()
+    }
+
+    fn max_blocks(&self) -> u64 {
+        match self.device.info().backend {
+            Backend::Cuda => MAX_BLOCKS,
+            Backend::Sim => MAX_SIM_BLOCKS,
+        }
     }
 
     fn list_kind(&self) -> MemoryKind {
