@@ -104,13 +104,8 @@ impl Pump {
 fn connected(mine: u32, theirs: u32, mtu: u32, options: TransportOptions) -> RcQp {
     let mut qp = RcQp::new(mine, options);
     let peer = (Ipv4Addr::LOCALHOST, 4791).into();
-    let path = PathAttributes {
-        peer,
-        traffic_class: 0,
-        hop_limit: 64,
-        flow_label: 0,
-        source_port: None,
-    };
+    let path =
+        PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0, source_port: None };
     let psn = Some(Psn::new(0));
     let steps = [
         QpAttributes::new(State::Init)

@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    PathAttributes, Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status, Transmit,
+    PathAttributes, Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status,
+    Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};

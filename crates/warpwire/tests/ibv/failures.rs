@@ -160,13 +160,8 @@ fn no_host_at_the_address() {
     let std::net::IpAddr::V4(own) = own else { panic!("the guest has no IPv4 address") };
     let [a, b, c, _] = own.octets();
     let peer = (std::net::Ipv4Addr::new(a, b, c, 99), 4791).into();
-    let path = PathAttributes {
-        peer,
-        traffic_class: 0,
-        hop_limit: 64,
-        flow_label: 0,
-        source_port: None,
-    };
+    let path =
+        PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0, source_port: None };
     let refused = testbed.a.qp.modify(&rtr_attr().with_path(path), None).unwrap_err();
     assert_eq!(refused.kind(), &Kind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("no reply to ARP"), "{refused}");

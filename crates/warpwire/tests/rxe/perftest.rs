@@ -201,6 +201,7 @@ impl PerftestPeer {
                 psn,
                 mtu,
                 max_rd_atomic: reads,
+                source_port: 0,
                 lid: 0,
                 gid: 0,
             })

@@ -202,6 +202,7 @@ impl Testbed {
             psn: theirs,
             mtu: params.mtu,
             max_rd_atomic: params.reads,
+            source_port: 0,
             lid: 0,
             gid: 0,
         };

@@ -68,6 +68,7 @@ impl Harness {
             psn: 5,
             mtu: 1024,
             max_rd_atomic: 4,
+            source_port: 0,
             lid: 0,
             gid: 0,
         };

@@ -212,7 +212,8 @@ fn other_ports_of_the_peers_host_are_dropped(_: &Fixture) {
     let flow = stranger.open(testbed.b.context.path().local, 0).unwrap();
     let mut reset = |qp: &Qp, psn: u32| {
         // An answer that ends the connection if it is believed.
-        let aeth = Extension::Aeth(Aeth { syndrome: Syndrome::Nak(Nak::RemoteOperational), msn: 0 });
+        let aeth =
+            Extension::Aeth(Aeth { syndrome: Syndrome::Nak(Nak::RemoteOperational), msn: 0 });
         let headers = Headers::new(Opcode::Acknowledge, qp.number(), Psn::new(psn), aeth);
         let slot = stranger.reserve(flow, headers.wire_len(0)).unwrap();
         headers.emit(slot, 0).unwrap();

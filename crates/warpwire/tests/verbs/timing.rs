@@ -95,7 +95,16 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
     let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
     let address = peer.local();
     let mtu = 1024;
-    let there = QpEndpoint { address, qpn: QPN, psn: 5, mtu, max_rd_atomic: 4, source_port: 0, lid: 0, gid: 0 };
+    let there = QpEndpoint {
+        address,
+        qpn: QPN,
+        psn: 5,
+        mtu,
+        max_rd_atomic: 4,
+        source_port: 0,
+        lid: 0,
+        gid: 0,
+    };
     qp.connect(&there).unwrap();
     qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
     let next = |peer: &mut Loopback| {

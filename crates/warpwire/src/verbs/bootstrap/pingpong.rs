@@ -62,6 +62,7 @@ impl PingpongHandshake {
             psn: self.psn,
             mtu,
             max_rd_atomic: 1,
+            source_port: 0,
             lid: self.lid,
             gid: 0,
         }
