@@ -57,12 +57,13 @@ impl PingpongHandshake {
     pub fn endpoint(&self, mtu: u32) -> QpEndpoint {
         let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
         QpEndpoint {
+            // Programs of rdma-core do not say it.
+            source_port: 0,
             address,
             qpn: self.qpn,
             psn: self.psn,
             mtu,
             max_rd_atomic: 1,
-            source_port: 0,
             lid: self.lid,
             gid: 0,
         }
