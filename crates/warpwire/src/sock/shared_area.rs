@@ -260,7 +260,7 @@ impl SharedArea {
         self.set_device_counters(index, 0)
     }
 
-    /// Test hook: writes device counters, as a kernel does.
+    /// Writes device counters, as kernels do.
     pub(super) fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.store_u64(at, word)
