@@ -281,7 +281,8 @@ fn row(line: &Line<'_>) -> String {
         totals.resent.to_string(),
         totals.timeouts.to_string(),
         totals.rnr_naks.to_string(),
-        line.dropped.values().sum::<u64>().to_string(),
+        // The numbers of another process: their sum may exceed 64 bits.
+        line.dropped.values().fold(0_u64, |sum, count| sum.saturating_add(*count)).to_string(),
     ])
 }
 

@@ -4,7 +4,7 @@
 //! thread) is opened when its first object is created.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_void};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -21,6 +21,7 @@ use crate::abi::{self, Pointer};
 use crate::boundary::{Errno, INVALID, Result, give, some};
 use crate::devices::Device;
 use crate::events::Registry;
+use crate::memory::Users;
 use crate::numbers::{self, gid};
 use crate::{cq, exports, log, memory, post, process, qp, srq};
 
@@ -43,6 +44,8 @@ pub(crate) struct Context {
     pub device: &'static Device,
     pub async_fd: OwnedFd,
     pub registry: Registry,
+    /// Protection domains and completion queues, which point to this structure.
+    pub users: Users,
     opened: OnceLock<Open>,
     opening: Mutex<()>,
 }
@@ -50,9 +53,8 @@ pub(crate) struct Context {
 /// The software HCA of an open device.
 pub(crate) struct Open {
     pub verbs: verbs::Context,
-    /// Where datagrams may be sent. Kept until the device is closed: address handles may be
-    /// destroyed while messages are still queued.
-    destinations: Mutex<HashMap<SocketAddr, AddressHandle>>,
+    /// Where datagrams may be sent.
+    destinations: Mutex<Destinations<AddressHandle>>,
     /// In the list of devices that an exit flushes.
     exit_number: u64,
 }
@@ -113,12 +115,43 @@ impl Context {
 impl Open {
     /// Where a datagram for this queue pair goes.
     pub(crate) fn destination(&self, peer: SocketAddr) -> Result<AddressHandle> {
-        let mut known = self.destinations.lock();
-        if let Some(handle) = known.get(&peer) {
+        let create = || Ok(self.verbs.create_address_handle(peer)?);
+        self.destinations.lock().get(peer, create)
+    }
+}
+
+/// Handles of the last [`MAX_DESTINATIONS`] peers. They are kept when the program destroys its
+/// address handles, because messages may still be queued; not for ever, because a program that
+/// answers datagrams has a destination for each sender that somebody makes up.
+struct Destinations<H> {
+    known: HashMap<SocketAddr, H>,
+    /// The oldest first.
+    order: VecDeque<SocketAddr>,
+}
+
+/// As many as the messages that fit into a queue.
+const MAX_DESTINATIONS: usize = MAX_QP_WR as usize;
+
+impl<H> Default for Destinations<H> {
+    fn default() -> Self {
+        Self { known: HashMap::new(), order: VecDeque::new() }
+    }
+}
+
+impl<H: Clone> Destinations<H> {
+    /// The handle of a peer, made by `create` if there is none.
+    fn get(&mut self, peer: SocketAddr, create: impl FnOnce() -> Result<H>) -> Result<H> {
+        if let Some(handle) = self.known.get(&peer) {
             return Ok(handle.clone());
         }
-        let handle = self.verbs.create_address_handle(peer)?;
-        known.insert(peer, handle.clone());
+        let handle = create()?;
+        if self.order.len() >= MAX_DESTINATIONS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+        }
+        self.known.insert(peer, handle.clone());
+        self.order.push_back(peer);
         Ok(handle)
     }
 }
@@ -250,6 +283,7 @@ pub(crate) fn open_device(device: &'static Device) -> Result<*mut abi::Context> 
         device,
         async_fd,
         registry: Registry::default(),
+        users: Users::default(),
         opened: OnceLock::new(),
         opening: Mutex::new(()),
     });
@@ -274,10 +308,17 @@ fn context_ops() -> abi::ContextOps {
     }
 }
 
-/// Closes a device. Objects that the program has not destroyed keep its software HCA open.
+/// Closes a device. Objects that the program has not destroyed keep its software HCA open, and its
+/// memory: calls that destroy them later, in the wrong order, still find it.
 pub(crate) fn close_device(context: ContextPtr) -> Result<()> {
-    let whole = std::ptr::from_ref(context.get()?).cast_mut();
-    // SAFETY: `open_device` leaked it, and the program does not use it after this call.
+    let whole = context.get()?;
+    if whole.users.check_none().is_err() {
+        log::line(|| "a device was closed before its protection domains and completion queues");
+        return Ok(());
+    }
+    let whole = std::ptr::from_ref(whole).cast_mut();
+    // SAFETY: `open_device` leaked it; no object points to it, and the program does not use it
+    // after this call.
     drop(unsafe { Box::from_raw(whole) });
     Ok(())
 }
@@ -430,7 +471,29 @@ pub(crate) fn gid_entry(context: ContextPtr, port: u32, index: u32) -> Result<ab
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+
     use super::*;
+
+    #[test]
+    fn the_oldest_of_too_many_destinations_is_forgotten() {
+        let mut destinations = Destinations::default();
+        let peer = |number: u32| SocketAddr::new(Ipv4Addr::from(number).into(), 24576);
+        let handle = Arc::new(());
+        for number in 0..3 * MAX_DESTINATIONS as u32 {
+            for _ in 0..2 {
+                destinations.get(peer(number), || Ok(handle.clone())).unwrap();
+            }
+        }
+        let count = MAX_DESTINATIONS;
+        assert_eq!((destinations.known.len(), destinations.order.len()), (count, count));
+        assert_eq!(Arc::strong_count(&handle), count + 1, "the others are dropped");
+        let known = |number: u32| destinations.known.contains_key(&peer(number));
+        assert!(known(3 * count as u32 - 1) && known(2 * count as u32) && !known(count as u32));
+        assert_eq!(destinations.get(peer(7), || Err(INVALID)).err(), Some(INVALID));
+        assert_eq!(destinations.known.len(), count, "a failure evicts nothing");
+    }
 
     #[test]
     fn settings_of_the_engine() {

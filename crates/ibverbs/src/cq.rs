@@ -14,7 +14,7 @@ use crate::channel::{self, Channel};
 use crate::context::{ContextPtr, MAX_CQE};
 use crate::cq_ex::{self, Reader};
 use crate::events::{Kind, Unacked};
-use crate::memory::{Users, destroy, object};
+use crate::memory::{Used, Users, destroy, object};
 
 /// `struct ibv_cq`, and `struct ibv_cq_ex`.
 #[repr(C)]
@@ -26,6 +26,7 @@ pub(crate) struct Cq {
     unacked: Arc<Unacked>,
     channel: Option<Arc<channel::Shared>>,
     pub reader: Reader,
+    _device: Used,
 }
 
 /// Steps of the engine before a queue is resized, at most.
@@ -109,6 +110,7 @@ fn create(context: ContextPtr, request: &Request) -> Result<*mut Cq> {
         unacked: Arc::clone(&unacked),
         channel: channel.map(|channel| channel.shared.clone()),
         reader: Reader::new(request.single_threaded),
+        _device: device.users.add(),
     });
     if let Some(channel) = channel {
         channel.shared.add(&raw const *made, request.cq_context, &verbs, &unacked)?;

@@ -19,8 +19,8 @@ pub(crate) struct Pd {
     pub abi: abi::Pd,
     pub verbs: verbs::Pd,
     users: Users,
-    /// The domain that a parent domain stands for.
-    _of: Option<Used>,
+    /// The device, and the domain that a parent domain stands for.
+    _uses: (Used, Option<Used>),
 }
 
 /// How many objects use another one: it cannot be destroyed as long as there are any.
@@ -87,15 +87,16 @@ pub(crate) fn destroy<T>(
     Ok(())
 }
 
-fn new_pd(context: ContextPtr, verbs: verbs::Pd, of: Option<Used>) -> Pd {
+fn new_pd(context: ContextPtr, verbs: verbs::Pd, of: Option<Used>) -> Result<*mut Pd> {
     static LAST: AtomicU32 = AtomicU32::new(0);
-    let handle = LAST.fetch_add(1, Ordering::Relaxed);
-    Pd { abi: abi::Pd { context: context.0, handle }, verbs, users: Users::default(), _of: of }
+    let uses = (context.get()?.users.add(), of);
+    let abi = abi::Pd { context: context.0, handle: LAST.fetch_add(1, Ordering::Relaxed) };
+    Ok(give(Pd { abi, verbs, users: Users::default(), _uses: uses }))
 }
 
 pub(crate) fn alloc_pd(context: ContextPtr) -> Result<*mut Pd> {
     let (_, open) = context.of()?;
-    Ok(give(new_pd(context, open.verbs.alloc_pd(), None)))
+    new_pd(context, open.verbs.alloc_pd(), None)
 }
 
 pub(crate) fn dealloc_pd(pd: Option<Box<Pd>>) -> Result<()> {
@@ -113,7 +114,7 @@ pub(crate) extern "C" fn alloc_parent_domain(
         if attr.comp_mask & !0b11 != 0 {
             return Err(INVALID);
         }
-        Ok(give(new_pd(context, pd.verbs.clone(), Some(pd.add_user()))))
+        new_pd(context, pd.verbs.clone(), Some(pd.add_user()))
     })
 }
 

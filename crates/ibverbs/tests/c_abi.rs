@@ -92,6 +92,14 @@ macro_rules! parts {
 
 parts!(queries regions operations channels shared_receives datagrams extended forks signals);
 
+/// glibc overwrites freed memory here, so that its use is noticed.
+#[test]
+fn objects_that_outlive_their_device() {
+    if let Some(mut command) = run("wrong_order") {
+        ok(command.env("MALLOC_PERTURB_", "165"));
+    }
+}
+
 #[test]
 fn every_part_passes_over_udp() {
     for part in ["operations", "datagrams", "extended"] {

@@ -596,6 +596,25 @@ static void forks(void) {
   CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
 }
 
+// A program closes the device first, and destroys its objects after that: nothing may be freed
+// that they still need.
+static void wrong_order(void) {
+  struct ibv_comp_channel *channel = ibv_create_comp_channel(context);
+  struct ibv_cq *cq = new_cq(16, channel);
+  struct ibv_srq_init_attr init = { .attr = { .max_wr = 4, .max_sge = 1 } };
+  struct ibv_srq *srq = ibv_create_srq(pd, &init);
+  struct ibv_qp *qp = new_qp(IBV_QPT_RC, cq, srq), *ud = new_qp(IBV_QPT_UD, cq, NULL);
+  struct ibv_ah_attr path = self_path();
+  struct ibv_ah *ah = ibv_create_ah(pd, &path);
+  connect_to(qp, path, qp->qp_num);
+  to_rts_ud(ud);
+  CHECK(channel && srq && ah && !ibv_close_device(context));
+  CHECK(!post_send(qp, 5, IBV_WR_RDMA_WRITE, at(0, 8), 2048) && next(cq).wr_id == 5);
+  REFUSED(ibv_destroy_cq(cq), EBUSY);
+  CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_qp(ud) && !ibv_destroy_ah(ah));
+  CHECK(!ibv_destroy_srq(srq) && !ibv_destroy_cq(cq) && !ibv_destroy_comp_channel(channel));
+}
+
 static void nap(int signal) { (void)signal; }
 
 // Waiting for an event is interrupted like a read: by handlers without SA_RESTART only.
@@ -643,7 +662,8 @@ int main(int count, char **arguments) {
   struct { const char *name; void (*run)(void); } parts[] = {
     { "queries", queries }, { "regions", regions }, { "operations", operations },
     { "channels", channels }, { "shared_receives", shared_receives }, { "datagrams", datagrams },
-    { "extended", extended }, { "forks", forks }, { "signals", signals } };
+    { "extended", extended }, { "forks", forks }, { "signals", signals },
+    { "wrong_order", wrong_order } };
   open_first();
   if (!strcmp(mode, "sender")) ends(0);
   if (!strcmp(mode, "receiver")) ends(1);

@@ -298,8 +298,10 @@ fn check_identity(pid: u32, (user, listener): (u32, i32)) -> io::Result<()> {
 
 /// The processes in this network namespace that publish counters, of any user.
 pub fn processes() -> Result<Vec<u32>> {
-    let table = std::fs::read_to_string("/proc/net/unix")
-        .map_err(|why| Error::os("read /proc/net/unix", &why))?;
+    let table =
+        std::fs::read("/proc/net/unix").map_err(|why| Error::os("read /proc/net/unix", &why))?;
+    // Any user may bind names that are not UTF-8.
+    let table = String::from_utf8_lossy(&table);
     let mut found: Vec<u32> = table.lines().filter_map(parse_unix_line).collect();
     found.sort_unstable();
     found.dedup();
@@ -413,6 +415,15 @@ mod tests {
             let error = parse_reply(7, wrong).unwrap_err().to_string();
             assert!(!error.contains('\u{1b}'), "{error:?}");
         }
+    }
+
+    #[test]
+    fn names_of_others_do_not_hide_processes() {
+        let pid = u32::MAX - 2;
+        let foreign = SocketAddr::from_abstract_name(b"\xff\xfe \n\x80").unwrap();
+        let _foreign = UnixListener::bind_addr(&foreign).unwrap();
+        impostor(pid, drop);
+        assert!(processes().unwrap().contains(&pid));
     }
 
     #[test]

@@ -102,27 +102,15 @@ impl HostMemory {
 
     /// The same. Unless `writable`, the mapping is read-only, and its bytes must not be written.
     pub(super) fn open_with(file: OwnedFd, writable: bool) -> Result<Self> {
-        let about = |kind, why: &'static str| {
-            Error::new(kind, "map host memory of another process").why(why)
-        };
-        let invalid = |why| about(Kind::InvalidArgument, why);
-        let status = fstat(&file).map_err(|e| failure(e, 0))?;
-        let seals = fcntl_get_seals(&file).map_err(|_| invalid("the descriptor is not a memfd"))?;
-        if !seals.contains(SealFlags::SHRINK) {
-            return Err(invalid("it is not sealed against shrinking")
-                .fix("share memory made by HostMemory::new, or add F_SEAL_SHRINK"));
-        }
+        let len = final_len(|| fcntl_get_seals(&file), || Ok(fstat(&file)?.st_size))?;
         let explain = |error: Error| match error.kind() {
             Kind::PermissionDenied => {
-                about(Kind::PermissionDenied, "it may not be mapped writable")
+                foreign(Kind::PermissionDenied, "it may not be mapped writable")
                     .fix("do not seal it against writing, and open it for reading and writing")
             }
             _ => error,
         };
-        match u64::try_from(status.st_size) {
-            Ok(len) if len > 0 => Self::map(file, len, writable).map_err(explain),
-            _ => Err(invalid("it is empty")),
-        }
+        Self::map(file, len, writable).map_err(explain)
     }
 
     /// How many clones share the memory.
@@ -355,6 +343,27 @@ impl MemorySource {
     }
 }
 
+fn foreign(kind: Kind, why: &'static str) -> Error {
+    Error::new(kind, "map host memory of another process").why(why)
+}
+
+/// The length of a file of another process, which can no longer shrink. The seal is asked for
+/// first: before it is there, the owner can truncate the file at any moment, and pages behind the
+/// end raise `SIGBUS`.
+fn final_len(
+    seals: impl FnOnce() -> rustix::io::Result<SealFlags>,
+    len: impl FnOnce() -> rustix::io::Result<i64>,
+) -> Result<u64> {
+    let invalid = |why| foreign(Kind::InvalidArgument, why);
+    let seals = seals().map_err(|_| invalid("the descriptor is not a memfd"))?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(invalid("it is not sealed against shrinking")
+            .fix("share memory made by HostMemory::new, or add F_SEAL_SHRINK"));
+    }
+    let len = u64::try_from(len().map_err(|e| failure(e, 0))?).unwrap_or(0);
+    if len == 0 { Err(invalid("it is empty")) } else { Ok(len) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -374,6 +383,24 @@ mod tests {
         assert_eq!(&back, b"\0\0\0\0last");
         for len in [0, u64::MAX] {
             HostMemory::in_huge_pages(len).unwrap_err();
+        }
+    }
+
+    /// The owner truncates its file and seals it while the file is being checked: the length that
+    /// counts is the one after that.
+    #[test]
+    fn a_file_that_is_truncated_while_it_is_checked() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        for (left, expected) in [(4096, Some(4096)), (0, None)] {
+            let file = memfd_create("truncated", flags).unwrap();
+            ftruncate(&file, 8192).unwrap();
+            let seals = || {
+                ftruncate(&file, left)?;
+                fcntl_add_seals(&file, SealFlags::SHRINK)?;
+                fcntl_get_seals(&file)
+            };
+            let len = final_len(seals, || Ok(fstat(&file)?.st_size));
+            assert_eq!(len.ok(), expected);
         }
     }
 

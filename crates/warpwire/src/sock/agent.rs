@@ -49,6 +49,12 @@ const SLEEP_DIVISOR: u32 = 16;
 const POLL_ROUNDS: u32 = 4;
 /// A closed socket with unsent bytes is reset after this time without progress.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Events of a socket, edge-triggered. `PRI` is urgent data (`MSG_OOB`), at which a read stops.
+const WATCHED: EventFlags = EventFlags::IN
+    .union(EventFlags::PRI)
+    .union(EventFlags::OUT)
+    .union(EventFlags::RDHUP)
+    .union(EventFlags::ET);
 /// The epoll data of the wake-up eventfd.
 const WAKE: u64 = u64::MAX;
 /// How often sockets on the retry list are checked: no event announces what they wait for.
@@ -172,9 +178,7 @@ impl Agent {
         while !self.stop_flags.stop.load(Ordering::Acquire) {
             let mut worked = false;
             for _ in 0..POLL_ROUNDS {
-                worked |= self.take_requests()?;
-                worked |= self.poll_all_counters()?;
-                worked |= self.serve_some()?;
+                worked |= self.poll_round()?;
             }
             let now = Instant::now();
             if worked {
@@ -201,6 +205,11 @@ impl Agent {
             }
         }
         Ok(())
+    }
+
+    /// Serves requests, counters and sockets once; true if there was work.
+    pub(super) fn poll_round(&mut self) -> Result<bool> {
+        Ok(self.take_requests()? | self.poll_all_counters()? | self.serve_some()?)
     }
 
     /// How long to sleep when nothing has happened for `idle`.
@@ -278,7 +287,7 @@ impl Agent {
     }
 
     /// Handles events of the operating system; sleeps for at most `idle_wait`.
-    fn take_events(&mut self, idle_wait: Duration) -> Result<bool> {
+    pub(super) fn take_events(&mut self, idle_wait: Duration) -> Result<bool> {
         let mut buffer = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let timeout = Timespec { tv_sec: 0, tv_nsec: idle_wait.as_nanos() as _ };
         let events = match epoll::wait(&self.poll, &mut buffer[..], Some(&timeout)) {
@@ -304,10 +313,11 @@ impl Agent {
             }
             let flags = event.flags;
             let ended = EventFlags::ERR | EventFlags::HUP | EventFlags::RDHUP;
-            socket.readable |= flags.intersects(EventFlags::IN | ended);
+            let uneven = ended | EventFlags::PRI;
+            socket.readable |= flags.intersects(EventFlags::IN | uneven);
             socket.writable |=
                 flags.intersects(EventFlags::OUT | EventFlags::ERR | EventFlags::HUP);
-            socket.end_seen |= flags.intersects(ended);
+            socket.read_until_empty |= flags.intersects(uneven);
             self.queue(index);
             worked = true;
         }
@@ -320,8 +330,7 @@ impl Agent {
         fd: &OwnedFd,
         data: u64,
     ) -> std::result::Result<(), Errno> {
-        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        epoll::add(&self.poll, fd, EventData::new_u64(data), flags)
+        epoll::add(&self.poll, fd, EventData::new_u64(data), WATCHED)
     }
 
     /// Replaces the epoll data of a descriptor, of a pending handshake so far, by that of a socket.
@@ -338,8 +347,7 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(index)];
         let data = socket.handle(index) as u64;
         let Some(fd) = socket.fd.as_ref().filter(|_| !socket.watched) else { return Ok(()) };
-        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        epoll::add(&self.poll, fd, EventData::new_u64(data), flags)?;
+        epoll::add(&self.poll, fd, EventData::new_u64(data), WATCHED)?;
         socket.watched = true;
         Ok(())
     }
@@ -487,8 +495,12 @@ impl Agent {
         self.publish_state(index)?;
         self.vacant.push_back(index);
         self.counters.open.fetch_sub(1, Ordering::Relaxed);
-        for pending_index in unaccepted {
-            self.release_socket(pending_index)?;
+        for handle in unaccepted {
+            // A kernel may have closed it without having accepted it: then another socket may have
+            // its slot.
+            if let Ok(pending_index) = self.find(handle) {
+                self.release_socket(pending_index)?;
+            }
         }
         Ok(())
     }

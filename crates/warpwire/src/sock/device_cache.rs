@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use super::qp_slots::QpSlots;
-use super::warp::{Hello, RemoteAddr};
+use super::warp::{DevicesByAddress, Hello, RemoteAddr};
 use crate::error::Result;
 use crate::hca::HcaOptions;
 use crate::link::{Auto, ShmOptions, UdpOptions};
@@ -22,12 +22,12 @@ const TIMEOUT: u8 = 17;
 /// Open devices by the local address that they are bound to.
 pub(super) struct DeviceCache {
     fixed: Option<Context>,
-    opened: Vec<(SocketAddr, Context)>,
+    opened: DevicesByAddress<SocketAddr>,
 }
 
 impl DeviceCache {
     pub(super) fn new(fixed: Option<Context>) -> Self {
-        Self { fixed, opened: Vec::new() }
+        Self { fixed, opened: DevicesByAddress::default() }
     }
 
     /// Whether the device is a NIC, whose address may differ from that of TCP connections.
@@ -45,15 +45,11 @@ impl DeviceCache {
             IpAddr::V6(_) => local,
         };
         local.set_port(0);
-        if let Some((_, context)) = self.opened.iter().find(|(bound, _)| *bound == local) {
-            return Ok(context.clone());
-        }
-        let link = Auto::bind(local, UdpOptions::from_env()?, ShmOptions::from_env()?)?;
-        let progress_mode = ProgressMode::Thread { spin: SPIN, core: None };
-        let context =
-            Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() })?;
-        self.opened.push((local, context.clone()));
-        Ok(context)
+        self.opened.get(local, || {
+            let link = Auto::bind(local, UdpOptions::from_env()?, ShmOptions::from_env()?)?;
+            let progress_mode = ProgressMode::Thread { spin: SPIN, core: None };
+            Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() })
+        })
     }
 }
 

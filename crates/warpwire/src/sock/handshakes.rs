@@ -420,7 +420,7 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(listener)];
         self.shared_area.put(socket.receive_ring, socket.received, &entry)?;
         socket.received += record::LEN;
-        socket.waiting.push_back(index);
+        socket.waiting.push_back(handle);
         let received = socket.received;
         self.shared_area.store_word(listener, host_state::RECEIVED, received)?;
         self.counters.accepted.fetch_add(1, Ordering::Relaxed);

@@ -63,6 +63,8 @@ mod qp_slots;
 mod requests;
 mod shared_area;
 mod socket;
+#[cfg(test)]
+mod tests;
 mod transfer;
 pub mod warp;
 
@@ -180,7 +182,7 @@ impl SockOptions {
             return refuse(why, "choose a multiple of 4096 up to 64 GiB");
         }
         // The 32-bit halves of the counters must distinguish a full ring from an empty one.
-        if self.ring == 0 || self.ring > 1 << 30 || self.ring > self.arena {
+        if self.ring == 0 || self.ring > requests::MAX_RING || self.ring > self.arena {
             let why = format!("rings of {} bytes were requested", self.ring);
             return refuse(why, "choose 4096 bytes to 1 GiB, at most SockOptions::arena");
         }
@@ -363,7 +365,7 @@ impl SockHost {
     /// Writes an impossible value into a socket's device counters. For tests of the check.
     #[doc(hidden)]
     pub fn corrupt_counters(&self, index: u16) {
-        if let Err(error) = self.shared_area.corrupt_device_counters(index) {
+        if let Err(error) = self.shared_area.set_device_counters(index, u64::MAX / 3) {
             tracing::error!(%error, "cannot corrupt the device counters");
         }
     }

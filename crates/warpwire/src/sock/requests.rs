@@ -18,23 +18,26 @@ use super::socket::{Socket, SocketRole};
 use crate::error::Result;
 
 /// The result of a request: a number of 0 or more and an optional address, or an errno.
-type ReplyResult = std::result::Result<(i64, Option<SocketAddr>), Errno>;
+pub(super) type ReplyResult = std::result::Result<(i64, Option<SocketAddr>), Errno>;
 
 const DONE: ReplyResult = Ok((0, None));
 /// Maximum number of connections that wait at a listener.
 const MAX_BACKLOG: u64 = 4096;
+/// Maximum size of a ring.
+pub(super) const MAX_RING: u64 = 1 << 30;
 /// Requests answered before sockets are polled again.
 const MAX_BATCH: u32 = 64;
 
 /// A decoded request of a kernel.
-struct Request {
-    op: u32,
-    handle: i32,
-    value: u64,
-    option: u32,
-    address: Option<SocketAddr>,
+#[derive(Default)]
+pub(super) struct Request {
+    pub(super) op: u32,
+    pub(super) handle: i32,
+    pub(super) value: u64,
+    pub(super) option: u32,
+    pub(super) address: Option<SocketAddr>,
     /// Close only: bytes that the kernel has sent and read.
-    bytes: ByteCounts,
+    pub(super) bytes: ByteCounts,
 }
 
 impl Request {
@@ -80,7 +83,7 @@ impl Agent {
         Ok(worked)
     }
 
-    fn answer(&mut self, request: &Request) -> Result<ReplyResult> {
+    pub(super) fn answer(&mut self, request: &Request) -> Result<ReplyResult> {
         let Some(op) = RequestOp::from_raw(request.op) else { return Ok(Err(Errno::NOSYS)) };
         if op == RequestOp::Socket {
             return self.open(request.value);
@@ -192,6 +195,8 @@ impl Agent {
         // A listener's ring holds accepted connections; its size options apply to those
         // connections.
         let size = arena::rounded(backlog * record::LEN).unwrap_or(arena::MIN_BLOCK);
+        // A connect that failed at once has left rings.
+        self.free_rings(index);
         let Some(at) = self.receive_arena.take(size) else { return Ok(Err(Errno::NOBUFS)) };
         let socket = self.socket(index);
         socket.receive_ring = (at, size);
@@ -260,7 +265,7 @@ impl Agent {
         if socket.errno() != 0 {
             // An earlier attempt failed; a new descriptor may succeed.
             socket.fd = Some(new_descriptor(socket.v6, SocketRole::Stream)?);
-            (socket.flags, socket.watched, socket.end_seen) = (0, false, false);
+            (socket.flags, socket.watched, socket.read_until_empty) = (0, false, false);
             socket.send_window = 0;
         }
         self.alloc_rings(index)
@@ -371,7 +376,8 @@ impl Agent {
     /// Sets a ring size, rounded up to a power of two. `EISCONN` once bytes may have passed through
     /// it.
     fn set_size(&mut self, index: u16, setting: SockOption, value: i64) -> Result<ReplyResult> {
-        let max_size = self.options.arena;
+        // As `SockOptions::check`: kernels see sizes and counters as 32-bit numbers.
+        let max_size = self.options.arena.min(MAX_RING);
         let socket = self.socket(index);
         let size = u64::try_from(value).ok().filter(|size| (1..=max_size).contains(size));
         let Some(size) = size.and_then(arena::rounded) else { return Ok(Err(Errno::INVAL)) };

@@ -257,14 +257,13 @@ impl SharedArea {
 
     /// Zeroes the device counters of a new socket.
     pub(super) fn clear_device_counters(&self, index: u16) -> Result<()> {
-        let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
-        self.kernel_area.host_bytes()?.store_u64(at, 0)
+        self.set_device_counters(index, 0)
     }
 
-    /// Test hook: writes impossible device counters.
-    pub(super) fn corrupt_device_counters(&self, index: u16) -> Result<()> {
+    /// Writes device counters, as kernels do.
+    pub(super) fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
-        self.kernel_area.host_bytes()?.store_u64(at, u64::MAX / 3)
+        self.kernel_area.host_bytes()?.store_u64(at, word)
     }
 
     /// A socket's word `RECEIVED`, as the host or the peer's HCA has written it.

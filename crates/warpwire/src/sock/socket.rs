@@ -58,8 +58,9 @@ pub(super) struct Socket {
     /// The last readiness that epoll reported: a read, or a write, may succeed.
     pub(super) readable: bool,
     pub(super) writable: bool,
-    /// epoll has reported a hang-up or error: read on after a short read, up to the end.
-    pub(super) end_seen: bool,
+    /// epoll has reported a hang-up, an error or urgent data: a short read does not mean that
+    /// nothing is left.
+    pub(super) read_until_empty: bool,
     /// It is queued for service.
     pub(super) queued: bool,
     /// It is on the retry list: no event announces what it waits for.
@@ -72,8 +73,8 @@ pub(super) struct Socket {
     pub(super) shut_send: bool,
     /// Closed by its kernel: freed when the ring is empty, or reset at this deadline.
     pub(super) closing: Option<Instant>,
-    /// A listener's connections that no kernel has accepted yet.
-    pub(super) waiting: VecDeque<u16>,
+    /// Handles of a listener's connections that no kernel has accepted yet.
+    pub(super) waiting: VecDeque<i32>,
 }
 
 impl Socket {
@@ -104,7 +105,7 @@ impl Socket {
             taken: 0,
             readable: false,
             writable: false,
-            end_seen: false,
+            read_until_empty: false,
             queued: false,
             in_retry_list: false,
             watched: false,
@@ -170,11 +171,16 @@ impl Socket {
     }
 
     /// Takes over the device counters, the lower 32 bits of each. False if they are impossible:
-    /// more was sent than the ring holds, or more consumed than received.
+    /// more was sent than the ring holds, or more consumed than received, or a stream that was
+    /// never connected has sent, whose ring may still be replaced by a smaller one.
     pub(super) fn update_counters(&mut self, word: u64) -> bool {
         let sent = advance(self.sent, word as u32);
         let consumed = advance(self.consumed, (word >> 32) as u32);
-        if sent - self.taken > self.send_ring.1 || consumed > self.received {
+        let may_send = self.role == SocketRole::Datagram || self.has(state::CONNECTED);
+        if sent - self.taken > self.send_ring.1
+            || consumed > self.received
+            || sent != self.sent && !may_send
+        {
             return false;
         }
         (self.sent, self.consumed) = (sent, consumed);
@@ -226,7 +232,8 @@ mod tests {
     fn impossible_counters_are_rejected() {
         let mut socket = Socket::vacant();
         (socket.send_ring, socket.receive_ring) = ((0, 4096), (0, 4096));
-        socket.received = 10;
+        assert!(!socket.update_counters(1), "sent before it was connected");
+        (socket.flags, socket.received) = (state::CONNECTED, 10);
         assert!(socket.update_counters(10 << 32 | 4096));
         assert_eq!((socket.sent, socket.consumed), (4096, 10));
         assert!(!socket.update_counters(10 << 32 | 4097), "more sent than the ring holds");

@@ -131,8 +131,9 @@ impl Agent {
                     &self.bounce[..count],
                 )?;
                 socket.received += count as u64;
-                // A short read has emptied the queue, unless the end of the stream follows.
-                socket.readable = count == wanted || socket.end_seen;
+                // A short read has emptied the queue, unless the end of the stream follows or urgent
+                // data stopped it.
+                socket.readable = count == wanted || socket.read_until_empty;
                 self.counters.received.fetch_add(count as u64, Ordering::Relaxed);
                 let (received, more) = (socket.received, socket.readable && socket.room() > 0);
                 self.shared_area.store_word(index, host_state::RECEIVED, received)?;

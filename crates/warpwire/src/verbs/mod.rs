@@ -163,6 +163,14 @@ impl Context {
         Ok(Self(Device::Hard(Arc::new(Hardware::open(name, options)?))))
     }
 
+    /// Whether there are other clones of this context, or queues of the device.
+    pub(crate) fn is_in_use(&self) -> bool {
+        match &self.0 {
+            Device::Soft(soft) => Arc::strong_count(soft) > 1,
+            Device::Hard(hardware) => Arc::strong_count(hardware) > 1,
+        }
+    }
+
     /// The software HCA, for callers that fill its queues themselves; `None` on hardware.
     pub fn soft(&self) -> Option<&Hca> {
         match &self.0 {

@@ -1,12 +1,13 @@
 //! Peers that violate the handshake or the protocol: the test implements the peer itself.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use warpwire::hca::publish;
 use warpwire::link::{Link, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mr::HostMemory;
-use warpwire::sock::warp::{FIN, Handshake, Hello, NetOptions, RemoteAddr, WarpStream};
+use warpwire::sock::warp::{FIN, Handshake, Hello, Net, NetOptions, RemoteAddr, WarpStream};
 use warpwire::verbs::{Access, Context, Cq, Mr, Qp, QpOptions, Remote, SendRequest, WrOp};
 
 use crate::warp::testbed::{TestLink, Testbed, test_timeout};
@@ -22,6 +23,7 @@ cases!(Testbed; CASES:
     data_on_the_tcp_connection,
     a_peer_that_writes_where_it_must_not,
     a_hello_for_a_third_party_is_refused,
+    many_local_addresses_open_few_devices,
 );
 
 fn hello_line() -> Vec<u8> {
@@ -296,4 +298,33 @@ fn a_hello_for_a_third_party_is_refused(testbed: &Testbed) {
     assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
     serving.join().unwrap();
     assert!(third.recv(&mut [0; 64]).is_err(), "the third party got a packet");
+}
+
+/// A client chooses at which local address it reaches a wildcard listener: the devices that are
+/// opened for them do not stay.
+fn many_local_addresses_open_few_devices(_: &Testbed) {
+    let net = Net::new(NetOptions::default()).unwrap();
+    let listener = net.listen("0.0.0.0:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let meet = |number: u8| {
+        let address = (Ipv4Addr::new(127, 77, 0, number), port);
+        // Refused while too many connections are still being closed.
+        testkit::until("a connection", || match net.connect(address) {
+            Ok(_here) => listener.accept().is_ok(),
+            Err(_) => false,
+        });
+    };
+    let open = || {
+        let stats = publish::query(std::process::id()).ok()?;
+        let ours = stats.devices.iter().filter(|device| device.link.contains("127.77.0."));
+        Some(ours.count())
+    };
+    (1..=60).for_each(meet);
+    testkit::until("devices are counted", || open().is_some_and(|count| count <= 32));
+    let mut number = 60;
+    testkit::until("unused ones are closed", || {
+        number = if number < 250 { number + 1 } else { 61 };
+        meet(number);
+        open().is_some_and(|count| (1..=2).contains(&count))
+    });
 }

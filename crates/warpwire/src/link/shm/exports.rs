@@ -25,7 +25,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -317,6 +317,9 @@ pub struct ShmPeer {
     /// The owner issues heavy fences before it checks for accesses, and they reach this process.
     fence_free: AtomicBool,
     gone: AtomicBool,
+    /// Requests without a reply: nothing else is accepted as one, because replies are kept, with a
+    /// descriptor each, until they are taken.
+    unanswered: AtomicU32,
     /// `answers` is not empty.
     replies_ready: AtomicBool,
     answers: Mutex<Vec<FileReply>>,
@@ -361,6 +364,7 @@ impl ShmPeer {
             table: OnceLock::new(),
             fence_free: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            unanswered: AtomicU32::new(0),
             replies_ready: AtomicBool::new(false),
             answers: Mutex::default(),
             accesses: AtomicU64::new(0),
@@ -410,7 +414,7 @@ impl ShmPeer {
                 }
             }
             (MSG_ACCEPTED, None) => self.accepted.store(true, Ordering::Relaxed),
-            (MSG_FILE_REPLY, file) => {
+            (MSG_FILE_REPLY, file) if self.take_unanswered() => {
                 self.answers.lock().push(FileReply { key: msg.key, word: msg.word, file });
                 self.replies_ready.store(true, Ordering::Release);
             }
@@ -421,7 +425,18 @@ impl ShmPeer {
     /// Requests the file of a key; `false` if the request cannot be sent now. The reply carries
     /// `word`.
     pub fn request_file(&self, key: u32, word: u64) -> bool {
-        ControlMsg { kind: MSG_FILE_REQUEST, key, word }.send(&self.socket, None)
+        self.unanswered.fetch_add(1, Ordering::Relaxed);
+        let sent = ControlMsg { kind: MSG_FILE_REQUEST, key, word }.send(&self.socket, None);
+        if !sent {
+            self.take_unanswered();
+        }
+        sent
+    }
+
+    /// Whether a reply is expected; counts it.
+    fn take_unanswered(&self) -> bool {
+        let fewer = |count: u32| count.checked_sub(1);
+        self.unanswered.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer).is_ok()
     }
 
     /// Whether replies are waiting.
@@ -581,6 +596,26 @@ mod tests {
         assert!(!export_table.wait_until_unused(9, Duration::ZERO));
         peer.disconnect();
         assert!(export_table.wait_until_unused(9, Duration::from_secs(20)));
+    }
+
+    /// Each reply holds a descriptor until it is taken: those that were not requested are dropped.
+    #[test]
+    fn files_that_were_not_requested_are_dropped() {
+        let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        let (peer, socket) = peer(&export_table, 0);
+        let reply = ControlMsg { kind: MSG_FILE_REPLY, key: 7, word: 1 };
+        let receive = |count: usize| {
+            for _ in 0..count {
+                assert!(reply.send(&socket, Some(export_table.file.as_fd())));
+                assert!(peer.poll_control());
+            }
+            assert_eq!(peer.has_replies(), !peer.answers.lock().is_empty());
+            peer.take_replies().len()
+        };
+        assert_eq!(receive(100), 0);
+        assert!(peer.request_file(7, 1) && peer.request_file(8, 1));
+        assert_eq!(receive(100), 2);
+        assert_eq!(receive(1), 0);
     }
 
     /// What a forked child drops changes neither the rows nor the connections of its parent.

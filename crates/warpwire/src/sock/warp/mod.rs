@@ -40,6 +40,7 @@
 //! per [`Net`] polls for all sleeping callers; it sleeps for 1/64 of the idle time, 20 µs to 4 ms.
 
 mod connection;
+mod devices;
 mod flow;
 mod handshake;
 mod listener;
@@ -47,6 +48,7 @@ mod net;
 mod service;
 mod stream;
 
+pub(super) use devices::DevicesByAddress;
 #[doc(hidden)]
 pub use flow::{FIN, READ_CLOSED, ReceiveFlow, SendFlow};
 #[doc(hidden)]

@@ -1,6 +1,5 @@
 //! Shared state of CPU programs' sockets: devices by address, and the service thread.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,6 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::connection::{Connection, LocalResources, io_error};
+use super::devices::DevicesByAddress;
 use super::handshake::{Handshake, Hello, MAX_RING, MIN_RING};
 use super::listener::WarpListener;
 use super::service::{Command, CommandQueue, Service};
@@ -111,7 +111,7 @@ pub(super) struct Inner {
 
 enum Devices {
     One(Context),
-    ByAddress(Mutex<HashMap<IpAddr, Context>>),
+    ByAddress(Mutex<DevicesByAddress<IpAddr>>),
 }
 
 impl Net {
@@ -218,14 +218,10 @@ impl Inner {
             Devices::ByAddress(map) => map,
         };
         let local = local.to_canonical();
-        let mut map = by_address.lock();
-        if let Some(context) = map.get(&local) {
-            return Ok(context.clone());
-        }
-        let (udp, shm) = (UdpOptions::from_env()?, ShmOptions::from_env()?);
-        let context = Context::open(Auto::bind((local, 0).into(), udp, shm)?)?;
-        map.insert(local, context.clone());
-        Ok(context)
+        by_address.lock().get(local, || {
+            let (udp, shm) = (UdpOptions::from_env()?, ShmOptions::from_env()?);
+            Context::open(Auto::bind((local, 0).into(), udp, shm)?)
+        })
     }
 
     /// Starts the handshake of a connecting end.
