@@ -91,6 +91,9 @@ enum Backend {
 struct Soft {
     device: Arc<SoftDevice>,
     number: u32,
+    /// The engines that a thread which polls the queue runs, one bit each: those of its queue
+    /// pairs, or all where nothing else runs them.
+    engines: AtomicU32,
     first: Ring,
     /// The rings that replaced it, each at least twice as large; earlier ones are kept, because
     /// [`Cq::memory`] lends them.
@@ -185,7 +188,9 @@ impl Cq {
         let reader = BiasedMutex::new(Reader { consumed: 0, last: None, sequence: 1 });
         let ignores_overrun = options.collapsed || options.ignore_overrun;
         let manual_release = options.manual_release;
+        let runs_all = device.hca.engines() == 1 || !device.hca.supports_blocking_wait();
         let soft = Soft {
+            engines: AtomicU32::new(if runs_all { device.hca.all_engines() } else { 0 }),
             device,
             number,
             first,
@@ -249,7 +254,8 @@ impl Cq {
     /// were written. Never blocks.
     ///
     /// On the software HCA, an empty queue is polled again after one step of the engine, so polling
-    /// also sends and receives packets. Acquire ordering: data that the completed work placed in
+    /// also sends and receives packets: on a device with several engines, those of this queue's
+    /// queue pairs. Acquire ordering: data that the completed work placed in
     /// memory is visible to the caller. Completions of destroyed queue pairs are skipped.
     ///
     /// # Errors
@@ -266,8 +272,15 @@ impl Cq {
         if found > 0 || into.is_empty() {
             return Ok(found);
         }
-        soft.device.hca.poll()?;
+        soft.device.hca.poll_engines(soft.engines.load(Ordering::Relaxed))?;
         Ok(soft.take(into))
+    }
+
+    /// Adds the engine of a new queue pair to those that polling runs.
+    pub(super) fn add_engines(&self, engines: u32) {
+        if let Backend::Soft(soft) = &self.0.backend {
+            soft.engines.fetch_or(engines, Ordering::Relaxed);
+        }
     }
 
     /// Voids the unread completions of a queue pair that was reset or destroyed.
@@ -630,7 +643,7 @@ impl Soft {
             shared.signal.raise();
         }
         // A thread that arms usually stops polling: let the fallback thread take over.
-        shared.device.hca.wake_fallback();
+        shared.device.hca.wake_fallbacks(shared.engines.load(Ordering::Relaxed));
         Ok(())
     }
 

@@ -69,7 +69,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{DirectStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals, QpnSlot};
+pub use crate::hca::{
+    DirectStats, EngineStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals, QpnSlot,
+};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::WqeOpcode;
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};

@@ -15,7 +15,7 @@ use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
+use crate::hca::{EngineRef, PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::{BiasedMutex, random_u64};
@@ -240,6 +240,7 @@ pub(crate) struct Core {
     /// The queue pair has reached `RTS`, or has failed since: sends may be posted.
     pub accepts_posts: AtomicBool,
     pub hca: crate::hca::Hca,
+    pub engine: EngineRef,
     pub memory: QueueMemory,
     pub layout: QpLayout,
     pub wqebbs: u32,
@@ -456,7 +457,8 @@ impl Qp {
         let context = &self.0.context;
         let mtu = options.mtu.unwrap_or_else(|| context.max_mtu());
         QpEndpoint {
-            address: context.path().local,
+            // Each engine of a device has an address of its own.
+            address: soft.core.engine.local(),
             qpn: self.number(),
             psn: soft.psn.load(Ordering::Relaxed),
             mtu: mtu.bytes(),
@@ -684,6 +686,7 @@ impl Soft {
             number,
             service: options.service,
             accepts_posts: AtomicBool::new(false),
+            engine: device.hca.engine_ref(number)?,
             hca: device.hca.clone(),
             memory,
             layout,
@@ -700,6 +703,7 @@ impl Soft {
         }
         pairs[user_index] = Some(core.clone());
         drop(pairs);
+        cqs.iter().for_each(|cq| cq.add_engines(device.hca.engine_set(number)));
         let (device, psn) = (device.clone(), random_psn().into());
         Ok(Self { device, core, user_index: user_index as u32, psn })
     }
