@@ -40,11 +40,17 @@ struct BwSender<'a> {
     signal_interval: u64,
     /// The completion queue.
     group: usize,
-    /// Messages posted, per queue pair of the group.
-    posted: Vec<u64>,
-    /// Messages completed, per queue pair of the group.
-    completed: Vec<u64>,
+    /// Of each queue pair of the group.
+    counts: Vec<Counts>,
     name: &'a str,
+}
+
+/// Messages of a queue pair, on a cache line of their own.
+#[derive(Clone, Default)]
+#[repr(align(128))]
+struct Counts {
+    posted: u64,
+    completed: u64,
 }
 
 /// Messages that a sender has completed, on a cache line of its own.
@@ -64,9 +70,8 @@ pub(super) fn run(
     let signal_interval = (depth / 4).min(MAX_UNSIGNALED / size).max(1);
     let name = &watchdog.peer.name.clone();
     let sender = |group| {
-        let posted = vec![0; endpoint.group(group).count()];
-        let completed = posted.clone();
-        BwSender { endpoint, size, depth, signal_interval, group, posted, completed, name }
+        let counts = vec![Counts::default(); endpoint.group(group).count()];
+        BwSender { endpoint, size, depth, signal_interval, group, counts, name }
     };
     let mut senders: Vec<_> = (0..endpoint.cqs.len()).map(sender).collect();
     let some = depth.min((WARM_UP / size).max(1));
@@ -85,8 +90,8 @@ pub(super) fn run(
     let row = Row::new(size, iterations, Figures::bw(size, rate, peak.max(rate)));
     let mut per_qp = vec![0; endpoint.qps.len()];
     for sender in &senders {
-        let group = endpoint.group(sender.group).zip(&sender.completed);
-        group.for_each(|(index, completed)| per_qp[index] = *completed);
+        let group = endpoint.group(sender.group).zip(&sender.counts);
+        group.for_each(|(index, counts)| per_qp[index] = counts.completed);
     }
     Ok(Done { per_qp, row })
 }
@@ -162,7 +167,7 @@ fn in_threads<T: Send, R: Send>(
 
 impl BwSender<'_> {
     fn total(&self) -> u64 {
-        self.completed.iter().sum()
+        self.counts.iter().map(|counts| counts.completed).sum()
     }
 
     /// Posts and polls up to the limit, or until `idle`, which is called when a poll found nothing,
@@ -195,7 +200,7 @@ impl BwSender<'_> {
                     return Err(failed(completion, self.name));
                 }
                 let (at, count) = ((completion.id >> 32) as usize, completion.id & 0xffff_ffff);
-                self.completed[at] += count;
+                self.counts[at].completed += count;
                 mine += count;
                 in_window += count;
             }
@@ -208,8 +213,10 @@ impl BwSender<'_> {
                 (window, before, in_window) = (now, total, 0);
             }
             stopped = stopped || limit.time.is_some_and(|time| start.elapsed() >= time);
-            let all_posted = stopped || self.posted.iter().all(|posted| *posted >= limit.messages);
-            if all_posted && self.posted == self.completed {
+            let is_done = |Counts { posted, completed }: &Counts| {
+                (stopped || *posted >= limit.messages) && posted == completed
+            };
+            if self.counts.iter().all(is_done) {
                 return Ok((start, Instant::now(), peak));
             }
         }
@@ -218,8 +225,9 @@ impl BwSender<'_> {
     fn post_all(&mut self, messages: u64) -> Result<(), Failure> {
         for (at, index) in self.endpoint.group(self.group).enumerate() {
             loop {
-                let in_flight = self.posted[at] - self.completed[at];
-                let count = self.signal_interval.min(messages.saturating_sub(self.posted[at]));
+                let Counts { posted, completed } = self.counts[at];
+                let in_flight = posted - completed;
+                let count = self.signal_interval.min(messages.saturating_sub(posted));
                 if count == 0 || in_flight + count > self.depth.max(self.signal_interval) {
                     break;
                 }
@@ -253,7 +261,7 @@ impl BwSender<'_> {
             }
             endpoint.qps[index].post_send(&requests[..step])?;
         }
-        self.posted[at] += count;
+        self.counts[at].posted += count;
         Ok(())
     }
 }

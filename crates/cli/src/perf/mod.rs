@@ -85,10 +85,10 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     qps: u32,
 
-    /// Number of engines of this side's device, 1 to 16; with --local, on both sides. Each has a
-    /// socket, and a thread that posts and polls; queue pairs are spread over them [default: as
-    /// many as queue pairs, half the cores and 4 allow; 1 on links other than udp]
-    #[arg(long, value_name = "N")]
+    /// Number of engines of this side's device, 1 to 16; with --local, of both. Each has a socket,
+    /// and a thread that posts and polls; queue pairs are spread over them [default: as many as
+    /// queue pairs, half the cores and 4 allow; 1 on links other than udp]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
     engines: Option<u32>,
 
     /// Messages in flight per queue pair (bandwidth only)

@@ -39,6 +39,12 @@ pub(super) struct Overrun {
     pub first: bool,
 }
 
+/// The number of CQEs of a queue, for other engines. It changes with each, so it shares no cache
+/// line with other data.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct PublishedCount(AtomicU64);
+
 /// A completion queue in the table of an engine. Where a device has several engines, each has all
 /// its queues in its table, under the same number.
 #[derive(Debug)]
@@ -48,7 +54,7 @@ pub(super) enum CqSlot {
     /// Queue pairs of several engines use it.
     Shared(Arc<Mutex<CompletionRing>>),
     /// Queue pairs of other engines use it, or none: the number of its CQEs, for `WAIT`.
-    Elsewhere(Arc<AtomicU64>),
+    Elsewhere(Arc<PublishedCount>),
 }
 
 impl CqSlot {
@@ -71,7 +77,7 @@ impl CqSlot {
             Self::Own(ring) => ring.produced,
             Self::Shared(ring) => ring.lock().produced,
             // Acquire: what the completed work placed is visible, and may be sent.
-            Self::Elsewhere(produced) => produced.load(Ordering::Acquire),
+            Self::Elsewhere(produced) => produced.0.load(Ordering::Acquire),
         }
     }
 
@@ -112,7 +118,7 @@ pub(super) struct CompletionRing {
     /// CQEs written.
     produced: u64,
     /// The same, for other engines of the device; `None` if it has only one.
-    published: Option<Arc<AtomicU64>>,
+    published: Option<Arc<PublishedCount>>,
     /// CQEs consumed, as of the last read of the doorbell record.
     consumed: u64,
     /// The arm word that was last answered with an event.
@@ -121,7 +127,7 @@ pub(super) struct CompletionRing {
 }
 
 impl CompletionRing {
-    pub(super) fn new(spec: CqSpec, published: Option<Arc<AtomicU64>>) -> Self {
+    pub(super) fn new(spec: CqSpec, published: Option<Arc<PublishedCount>>) -> Self {
         Self { spec, produced: 0, published, consumed: 0, last_armed: 0, overrun: false }
     }
 
@@ -190,7 +196,7 @@ impl CompletionRing {
         }
         self.produced += 1;
         if let Some(published) = &self.published {
-            published.store(self.produced, Ordering::Release);
+            published.0.store(self.produced, Ordering::Release);
         }
         self.wake(solicited);
         Ok(())

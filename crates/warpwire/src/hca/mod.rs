@@ -57,7 +57,7 @@ mod stats;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 use warpwire_proto::qp::{self, QpAttributes, State};
@@ -76,7 +76,7 @@ pub use stats::{DirectStats, DropReason, EngineStats, HcaStats, IndirectReason, 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
 use crate::mr::Registry;
-use cq::{CompletionRing, CqSlot};
+use cq::{CompletionRing, CqSlot, PublishedCount};
 use engine::Engine;
 use event::AsyncEventQueue;
 use numbers::Numbering;
@@ -279,7 +279,7 @@ impl Hca {
         let mut placement = self.0.placement.lock();
         let number = placement.add_cq()?;
         let (first, others) = (&self.0.engines[0], &self.0.engines[1..]);
-        let published: Option<Arc<AtomicU64>> = (!others.is_empty()).then(Arc::default);
+        let published: Option<Arc<PublishedCount>> = (!others.is_empty()).then(Arc::default);
         let ring = CompletionRing::new(spec, published.clone());
         first.engine.lock().put_cq(number, Some(CqSlot::Own(ring)));
         for shared in others {

@@ -48,7 +48,9 @@ const FALLBACK_SPIN: Duration = Duration::from_micros(50);
 const FALLBACK_BACKOFF: Duration = Duration::from_millis(1);
 
 /// Wakes the engine's thread.
+// Pollers write to it with each step, so it shares no cache line with another engine's.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct Waker {
     signal: EventFd,
     asleep: AtomicBool,
