@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 use warpwire::hca::publish::{self, DeviceStats, ProcessStats};
-use warpwire::hca::{DirectStats, QpTotals};
+use warpwire::hca::{DirectStats, EngineStats, QpTotals};
 use warpwire::units;
 
 use crate::output::{self, Failure};
@@ -17,7 +17,7 @@ use crate::output::{self, Failure};
 /// Every process that uses the software HCA answers queries by the same user or root, at no cost
 /// between queries (WARPWIRE_STAT=0 in its environment turns this off). Prints a line per device
 /// and interval: rates of the last interval, and totals of errors (resent, timeouts, not ready,
-/// lost).
+/// lost). A device with several engines has another line per engine.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -42,7 +42,7 @@ pub(crate) struct Arguments {
     count: Option<u64>,
 
     /// Print JSON, an object per device and line: {"pid": …, "device": …, "totals": {…},
-    /// "per_second": {…}, …}
+    /// "engines": […], "per_second": {…}, …}
     #[arg(long)]
     json: bool,
 }
@@ -73,6 +73,8 @@ struct Line<'a> {
     direct: &'a DirectStats,
     completions: u64,
     dropped: &'a BTreeMap<String, u64>,
+    /// Totals of each engine.
+    engines: &'a [EngineStats],
     /// `None` without an earlier snapshot of the device, as with `--once`.
     per_second: Option<Rates>,
 }
@@ -88,7 +90,7 @@ struct Rates {
     direct_bytes: f64,
 }
 
-/// Counters of a device at one time.
+/// Counters of a device, or of one of its engines, at one time.
 #[derive(Clone, Copy)]
 struct Snapshot {
     when: Instant,
@@ -102,6 +104,10 @@ impl Snapshot {
         let DirectStats { operations, bytes, .. } = device.direct;
         let (pairs, completions) = (device.pairs, device.completions);
         Self { when: Instant::now(), pairs, completions, direct: [operations, bytes] }
+    }
+
+    fn of_engine(&EngineStats { pairs, completions, .. }: &EngineStats) -> Self {
+        Self { when: Instant::now(), pairs, completions, direct: [0; 2] }
     }
 
     fn rates(&self, now: &Self) -> Rates {
@@ -119,6 +125,9 @@ impl Snapshot {
         }
     }
 }
+
+/// The process, the device, and the engine if it is of one.
+type Source = (u32, u64, Option<usize>);
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     output::exit_result(run_loop(arguments))
@@ -149,7 +158,7 @@ fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
 }
 
 fn run_loop(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let mut snapshots: BTreeMap<(u32, u64), Snapshot> = BTreeMap::new();
+    let mut snapshots: BTreeMap<Source, Snapshot> = BTreeMap::new();
     let mut rounds = 0;
     loop {
         let pids = match choose(arguments) {
@@ -178,7 +187,11 @@ fn run_loop(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
         for process in &published {
             for device in &process.devices {
-                snapshots.insert((process.pid, device.number), Snapshot::of(device));
+                let (pid, number) = (process.pid, device.number);
+                snapshots.insert((pid, number, None), Snapshot::of(device));
+                for (at, engine) in device.engines.iter().enumerate() {
+                    snapshots.insert((pid, number, Some(at)), Snapshot::of_engine(engine));
+                }
             }
         }
         rounds += 1;
@@ -208,7 +221,7 @@ const PAGE: u64 = 20;
 fn print_lines(
     arguments: &Arguments,
     published: &[ProcessStats],
-    snapshots: &BTreeMap<(u32, u64), Snapshot>,
+    snapshots: &BTreeMap<Source, Snapshot>,
     round: u64,
 ) -> Result<(), Failure> {
     let mut text = String::new();
@@ -217,7 +230,7 @@ fn print_lines(
     }
     for process in published {
         for device in &process.devices {
-            let before = snapshots.get(&(process.pid, device.number));
+            let before = snapshots.get(&(process.pid, device.number, None));
             let per_second = before.map(|before| before.rates(&Snapshot::of(device)));
             let line = Line {
                 pid: process.pid,
@@ -229,20 +242,38 @@ fn print_lines(
                 direct: &device.direct,
                 completions: device.completions,
                 dropped: &device.dropped,
+                engines: &device.engines,
                 per_second,
             };
             text += &match arguments.json {
                 true => serde_json::to_string(&line)
                     .map(|line| line + "\n")
                     .map_err(|why| Failure::Runtime(format!("cannot write JSON: {why}")))?,
-                false => row(&line),
+                false => row(&line, None),
             };
+            if !arguments.json && device.engines.len() > 1 {
+                let (nothing, none) = (DirectStats::default(), BTreeMap::new());
+                for (at, engine) in device.engines.iter().enumerate() {
+                    let before = snapshots.get(&(process.pid, device.number, Some(at)));
+                    let line = Line {
+                        queue_pairs: engine.queue_pairs,
+                        totals: &engine.pairs,
+                        direct: &nothing,
+                        completions: engine.completions,
+                        dropped: &none,
+                        per_second: before.map(|it| it.rates(&Snapshot::of_engine(engine))),
+                        ..line
+                    };
+                    text += &row(&line, Some(at));
+                }
+            }
         }
     }
     output::print(&text).map_err(Failure::Runtime)
 }
 
-fn row(line: &Line<'_>) -> String {
+/// The cells of a device, or of one of its engines.
+fn row(line: &Line<'_>, engine: Option<usize>) -> String {
     let count = |number: f64| match number {
         small if small < 1e4 => format!("{small:.0}"),
         large if large < 1e7 => format!("{:.1}k", large / 1e3),
@@ -270,7 +301,10 @@ fn row(line: &Line<'_>) -> String {
     cells([
         line.pid.to_string(),
         line.program.to_owned(),
-        format!("hca{}", line.device),
+        engine.map_or_else(
+            || format!("hca{}", line.device),
+            |engine| format!("hca{}.{engine}", line.device),
+        ),
         line.queue_pairs.to_string(),
         sent,
         sent_packets,

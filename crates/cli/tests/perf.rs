@@ -90,6 +90,40 @@ fn every_verb_has_bandwidth_and_latency() {
 }
 
 #[test]
+fn engines_share_the_queue_pairs() {
+    for verb in ["write", "read", "send", "atomic"] {
+        let size: &[&str] = if verb == "atomic" { &[] } else { &["-a", "--max", "4K"] };
+        let test = [verb, "bw", "-n", "40", "-q", "5", "-t", "8", "--engines", "3"];
+        let report = json(&[&test[..], size].concat());
+        for row in report["rows"].as_array().unwrap() {
+            let wanted = (&200.into(), &true.into());
+            assert_eq!((&row["iterations"], &row["verified"]), wanted, "{verb}: {row}");
+            assert!(row["peak_mb_s"].as_f64() >= row["average_mb_s"].as_f64(), "{row}");
+        }
+        for side in ["local", "remote"] {
+            assert!(report[side]["link"].as_str().unwrap().contains("; 3 engines,"), "{report}");
+        }
+    }
+}
+
+#[test]
+fn engines_that_are_not_possible() {
+    for (arguments, code, why) in [
+        (&["--engines", "0"][..], 2, "1..=16"),
+        (&["--engines", "17"], 2, "1..=16"),
+        (&["--engines", "2", "--device", "mlx5_0"], 2, "cannot be used with"),
+        (&["--engines", "2", "--link", "shm"], 1, "use a UDP link"),
+        (&["--engines", "2", "--link", "auto"], 1, "use a UDP link"),
+        (&["--engines", "2", "--link", "udp:127.0.7.9:4791"], 1, "bind the link to port 0"),
+    ] {
+        let output = run(&[&["perf", "write", "bw", "--local", "-n", "9"], arguments].concat());
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
+        assert!(text.contains(why), "{arguments:?}: {text}");
+    }
+}
+
+#[test]
 fn tables_have_perftests_columns() {
     let text = perf(&["write", "bw", "--local", "-a", "--max", "64", "-n", "20", "--report-gbits"]);
     let heading = text.lines().find(|line| line.contains("#bytes")).unwrap();
@@ -387,6 +421,7 @@ fn stat_shows_a_running_process() {
     // Long enough for `stat` to observe it, also on a busy machine.
     let seconds = testkit::deadline(Duration::from_secs(2)).as_secs().to_string();
     let command = ["perf", "write", "bw", "--local", "-D", &seconds, "-s", "64K"];
+    let command = [&command[..], &["-q", "4", "--engines", "2"]].concat();
     let mut client = warpwire(&command).stdout(Stdio::null()).spawn().unwrap();
     let pid = client.id().to_string();
     let deadline = Instant::now() + testkit::deadline(Duration::from_secs(10));
@@ -402,8 +437,16 @@ fn stat_shows_a_running_process() {
     let line: Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
     assert_eq!((line["pid"].to_string(), &line["device"]), (pid.clone(), &0.into()));
     assert!(line["per_second"]["bytes_sent"].is_number(), "{line}");
+    let engines = line["engines"].as_array().unwrap();
+    let sent = |of: &Value| of["packets_sent"].as_u64().unwrap();
+    assert_eq!(engines.len(), 2, "{line}");
+    assert!(engines.iter().all(|engine| engine["queue_pairs"] == 2), "{line}");
+    assert!(engines.iter().all(|engine| sent(&engine["pairs"]) > 0), "{line}");
+    let sum: u64 = engines.iter().map(|engine| sent(&engine["pairs"])).sum();
+    assert_eq!(sum, sent(&line["totals"]), "{line}");
     let once = stdout(&run(&["stat", &pid, "--once"]));
-    assert!(once.contains("resent") && once.contains("hca0"), "{once}");
+    assert!(once.contains("resent") && once.contains("hca0 "), "{once}");
+    assert!(once.contains("hca0.0") && once.contains("hca0.1"), "{once}");
     assert!(client.wait().unwrap().success());
     let gone = run(&["stat", &pid]);
     assert_eq!(gone.status.code(), Some(1));

@@ -140,6 +140,34 @@ fn memory_is_removed_once_and_never_during_an_access() {
     });
 }
 
+/// Users of two engines, and a thread that removes the memory.
+#[test]
+fn memory_is_never_removed_during_an_access_in_any_shard() {
+    loom::model(|| {
+        let slot = Arc::new(RevocableSlot::sharded(0, 1));
+        assert!(slot.open(LIVE, Memory::new()).is_ok());
+        let touch = |slot: &RevocableSlot<Memory>, shard| {
+            slot.enter_shard(shard, |label| label == LIVE).map(|inside| inside.touch()).is_ok()
+        };
+        let user = thread::spawn({
+            let slot = slot.clone();
+            move || {
+                touch(&slot, 1);
+            }
+        });
+        let other = thread::spawn({
+            let slot = slot.clone();
+            move || {
+                touch(&slot, 0);
+            }
+        });
+        slot.close(ENDED).map(Memory::poison).unwrap();
+        assert!(!touch(&slot, 0) && !touch(&slot, 1));
+        user.join().unwrap();
+        other.join().unwrap();
+    });
+}
+
 #[test]
 fn after_an_invalidation_no_access_succeeds() {
     loom::model(|| {

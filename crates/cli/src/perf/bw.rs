@@ -1,10 +1,12 @@
 //! Bandwidth test: many messages in flight.
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::verbs::{Atomic, Completion, ReceiveRequest, SendRequest, WrOp};
 
-use super::control::{Done, Watchdog};
+use super::control::{Done, Watchdog, YIELD_INTERVAL};
 use super::endpoint::{Endpoint, POLL_BATCH, failed};
 use super::table::{Figures, Row};
 use super::test::Verb;
@@ -29,18 +31,35 @@ struct Limit {
     time: Option<Duration>,
 }
 
-/// The client's side of a test.
+/// The client's side of a test, on the queue pairs of one completion queue.
 struct BwSender<'a> {
     endpoint: &'a Endpoint,
     size: u64,
     depth: u64,
     /// Every n-th message is signaled.
     signal_interval: u64,
-    /// Messages posted, per queue pair.
-    posted: Vec<u64>,
-    /// Messages completed, per queue pair.
-    completed: Vec<u64>,
+    /// The completion queue.
+    group: usize,
+    /// Of each queue pair of the group.
+    counts: Vec<Counts>,
+    name: &'a str,
 }
+
+/// Messages of a queue pair, on a cache line of their own.
+#[derive(Clone, Default)]
+#[repr(align(128))]
+struct Counts {
+    posted: u64,
+    completed: u64,
+}
+
+/// Messages that a sender has completed, on a cache line of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Progress(AtomicU64);
+
+/// Start, end, and the peak messages per second of a sender's run.
+type Times = (Instant, Instant, f64);
 
 pub(super) fn run(
     endpoint: &Endpoint,
@@ -49,81 +68,178 @@ pub(super) fn run(
 ) -> Result<Done, Failure> {
     let depth = u64::from(endpoint.test.depth).min((MAX_IN_FLIGHT / size).max(2));
     let signal_interval = (depth / 4).min(MAX_UNSIGNALED / size).max(1);
-    let none = vec![0; endpoint.qps.len()];
-    let mut sender =
-        BwSender { endpoint, size, depth, signal_interval, posted: none.clone(), completed: none };
+    let name = &watchdog.peer.name.clone();
+    let sender = |group| {
+        let counts = vec![Counts::default(); endpoint.group(group).count()];
+        BwSender { endpoint, size, depth, signal_interval, group, counts, name }
+    };
+    let mut senders: Vec<_> = (0..endpoint.cqs.len()).map(sender).collect();
     let some = depth.min((WARM_UP / size).max(1));
     let (mut warm_up, begin) = (0, Instant::now());
     while warm_up == 0 || begin.elapsed() < WARM_UP_TIME {
         warm_up += some;
-        sender.run(Limit { messages: warm_up, time: None }, watchdog)?;
+        run_all(&mut senders, Limit { messages: warm_up, time: None }, watchdog)?;
     }
-    let before: u64 = sender.completed.iter().sum();
+    let total = |senders: &[BwSender<'_>]| senders.iter().map(BwSender::total).sum::<u64>();
+    let before = total(&senders);
     let time = endpoint.test.seconds.map(Duration::from_secs_f64);
     let messages = endpoint.test.iterations(size).saturating_add(warm_up);
-    let (took, peak) = sender.run(Limit { messages, time }, watchdog)?;
-    let iterations = sender.completed.iter().sum::<u64>() - before;
+    let (took, peak) = run_all(&mut senders, Limit { messages, time }, watchdog)?;
+    let iterations = total(&senders) - before;
     let rate = iterations as f64 / took.as_secs_f64();
     let row = Row::new(size, iterations, Figures::bw(size, rate, peak.max(rate)));
-    Ok(Done { per_qp: sender.completed, row })
+    let mut per_qp = vec![0; endpoint.qps.len()];
+    for sender in &senders {
+        let group = endpoint.group(sender.group).zip(&sender.counts);
+        group.for_each(|(index, counts)| per_qp[index] = counts.completed);
+    }
+    Ok(Done { per_qp, row })
+}
+
+/// Runs all senders up to the limit, each in a thread of its own: the first in this one, which also
+/// watches the peer. Returns the elapsed time, and the peak messages per second.
+fn run_all(
+    senders: &mut [BwSender<'_>],
+    limit: Limit,
+    watchdog: &mut Watchdog<'_>,
+) -> Result<(Duration, f64), Failure> {
+    let progress: Vec<Progress> = senders.iter().map(|_| Progress::default()).collect();
+    let (start, stop) = (Barrier::new(senders.len()), AtomicBool::new(false));
+    let (progress, start) = (&progress[..], &start);
+    let [first, others @ ..] = senders else { return Ok((Duration::ZERO, 0.0)) };
+    let times = in_threads(
+        others,
+        &stop,
+        |sender, idle| sender.run(limit, start, &progress[sender.group..], idle),
+        |stopped| {
+            let idle = || Ok(stopped() || watchdog.check_alive().map(|()| false)?);
+            first.run(limit, start, progress, idle)
+        },
+    )?;
+    let begin = times.iter().map(|(begin, ..)| *begin).min();
+    let end = times.iter().map(|(_, end, _)| *end).max();
+    let took = begin.zip(end).map_or(Duration::ZERO, |(begin, end)| end - begin);
+    // The first one's peak is that of all.
+    Ok((took, times.first().map_or(0.0, |(.., peak)| *peak)))
+}
+
+/// Runs `first` in this thread, and `other` in a thread per item; returns their results, that of
+/// `first` first. They stop each other when one fails: `first` learns it from the closure that it
+/// gets, the others when they call theirs, which they do while they find nothing.
+fn in_threads<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    stop: &AtomicBool,
+    other: impl Fn(T, &mut dyn FnMut() -> Result<bool, Failure>) -> Result<R, Failure> + Sync,
+    first: impl FnOnce(&dyn Fn() -> bool) -> Result<R, Failure>,
+) -> Result<Vec<R>, Failure> {
+    let stopped = || stop.load(Ordering::Relaxed);
+    let ended = |result: Result<R, Failure>| {
+        if result.is_err() {
+            stop.store(true, Ordering::Relaxed);
+        }
+        result
+    };
+    let (other, ended) = (&other, &ended);
+    std::thread::scope(|scope| {
+        let spawn = |item| {
+            scope.spawn(move || {
+                let mut calls = 0_u32;
+                let mut idle = || {
+                    calls = calls.wrapping_add(1);
+                    // With fewer cores than busy threads, another one may need this core.
+                    if calls.is_multiple_of(YIELD_INTERVAL) {
+                        std::thread::yield_now();
+                    }
+                    Ok(stopped())
+                };
+                ended(other(item, &mut idle))
+            })
+        };
+        let others: Vec<_> = items.into_iter().map(spawn).collect();
+        let mut results = vec![ended(first(&stopped))];
+        for thread in others {
+            let panicked = |_| Err(Failure::Runtime("a thread of the test panicked".to_owned()));
+            results.push(thread.join().unwrap_or_else(panicked));
+        }
+        results.into_iter().collect()
+    })
 }
 
 impl BwSender<'_> {
-    /// Posts and polls up to the limit; returns the elapsed time, and the peak messages per second.
+    fn total(&self) -> u64 {
+        self.counts.iter().map(|counts| counts.completed).sum()
+    }
+
+    /// Posts and polls up to the limit, or until `idle`, which is called when a poll found nothing,
+    /// says that another thread has failed. The peak is that of all senders in `progress`, of which
+    /// this one is the first.
     fn run(
         &mut self,
         limit: Limit,
-        watchdog: &mut Watchdog<'_>,
-    ) -> Result<(Duration, f64), Failure> {
+        start: &Barrier,
+        progress: &[Progress],
+        mut idle: impl FnMut() -> Result<bool, Failure>,
+    ) -> Result<Times, Failure> {
+        start.wait();
         let start = Instant::now();
-        let (mut window, mut in_window, mut peak) = (start, 0, 0.0_f64);
+        let all = || progress.iter().map(|one| one.0.load(Ordering::Relaxed)).sum::<u64>();
+        let (mut window, mut before, mut peak) = (start, 0, 0.0_f64);
+        let (mut mine, mut in_window) = (0, 0);
         let mut stopped = false;
         let mut completions = [Completion::EMPTY; POLL_BATCH];
         loop {
             if !stopped {
                 self.post_all(limit.messages)?;
             }
-            let found = self.endpoint.cq.poll(&mut completions)?;
-            if found == 0 {
-                watchdog.check_alive()?;
+            let found = self.endpoint.cqs[self.group].poll(&mut completions)?;
+            if found == 0 && idle()? {
+                return Ok((start, Instant::now(), peak));
             }
             for completion in &completions[..found] {
                 if !completion.is_success() {
-                    return Err(failed(completion, &watchdog.peer.name));
+                    return Err(failed(completion, self.name));
                 }
-                let (index, count) = ((completion.id >> 32) as usize, completion.id & 0xffff_ffff);
-                self.completed[index] += count;
+                let (at, count) = ((completion.id >> 32) as usize, completion.id & 0xffff_ffff);
+                self.counts[at].completed += count;
+                mine += count;
                 in_window += count;
             }
+            if found > 0 {
+                progress[0].0.store(mine, Ordering::Relaxed);
+            }
             if found > 0 && in_window >= self.depth && window.elapsed() >= WINDOW {
-                let now = Instant::now();
-                peak = peak.max(in_window as f64 / (now - window).as_secs_f64());
-                (window, in_window) = (now, 0);
+                let (now, total) = (Instant::now(), all());
+                peak = peak.max((total - before) as f64 / (now - window).as_secs_f64());
+                (window, before, in_window) = (now, total, 0);
             }
             stopped = stopped || limit.time.is_some_and(|time| start.elapsed() >= time);
-            let all_posted = stopped || self.posted.iter().all(|posted| *posted >= limit.messages);
-            if all_posted && self.posted == self.completed {
-                return Ok((start.elapsed(), peak));
+            let is_done = |Counts { posted, completed }: &Counts| {
+                (stopped || *posted >= limit.messages) && posted == completed
+            };
+            if self.counts.iter().all(is_done) {
+                return Ok((start, Instant::now(), peak));
             }
         }
     }
 
     fn post_all(&mut self, messages: u64) -> Result<(), Failure> {
-        for index in 0..self.posted.len() {
+        for (at, index) in self.endpoint.group(self.group).enumerate() {
             loop {
-                let in_flight = self.posted[index] - self.completed[index];
-                let count = self.signal_interval.min(messages.saturating_sub(self.posted[index]));
+                let Counts { posted, completed } = self.counts[at];
+                let in_flight = posted - completed;
+                let count = self.signal_interval.min(messages.saturating_sub(posted));
                 if count == 0 || in_flight + count > self.depth.max(self.signal_interval) {
                     break;
                 }
-                self.post(index, count)?;
+                self.post(at, index, count)?;
             }
         }
         Ok(())
     }
 
-    /// Posts `count` messages, of which only the last is signaled.
-    fn post(&mut self, index: usize, count: u64) -> Result<(), Failure> {
+    /// Posts `count` messages, of which only the last is signaled, to queue pair `index`, which is
+    /// number `at` of the group.
+    fn post(&mut self, at: usize, index: usize, count: u64) -> Result<(), Failure> {
         let endpoint = self.endpoint;
         let (offset, remote) = (endpoint.offset(index), endpoint.remote(index));
         let (op, memory) = match endpoint.test.verb {
@@ -133,7 +249,7 @@ impl BwSender<'_> {
             Verb::Atomic => (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), &endpoint.incoming),
         };
         let range = [memory.mr.sge(offset, self.size as u32)];
-        let id = (index as u64) << 32 | count;
+        let id = (at as u64) << 32 | count;
         let last = SendRequest::new(id, op).with(&range);
         let mut requests = [last.unsignaled(); POLL_BATCH];
         let mut left = count as usize;
@@ -145,7 +261,7 @@ impl BwSender<'_> {
             }
             endpoint.qps[index].post_send(&requests[..step])?;
         }
-        self.posted[index] += count;
+        self.counts[at].posted += count;
         Ok(())
     }
 }
@@ -178,19 +294,44 @@ pub(super) fn repost_receives(
     Ok(())
 }
 
-/// The server's side: receives until the client sends a control message.
+/// The server's side: receives until the client sends a control message. A thread per completion
+/// queue polls it.
 pub(super) fn serve(endpoint: &Endpoint, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+    let stop = AtomicBool::new(false);
+    let name = &watchdog.peer.name.clone();
+    in_threads(
+        1..endpoint.cqs.len(),
+        &stop,
+        |group, idle| serve_group(endpoint, group, name, idle),
+        |stopped| {
+            let ended = serve_group(endpoint, 0, name, || Ok(stopped() || watchdog.poll_idle()?));
+            stop.store(true, Ordering::Relaxed);
+            ended
+        },
+    )
+    .map(drop)
+}
+
+/// Receives on the queue pairs of a completion queue until `idle`, which is called when a poll
+/// found nothing, returns true.
+fn serve_group(
+    endpoint: &Endpoint,
+    group: usize,
+    name: &str,
+    mut idle: impl FnMut() -> Result<bool, Failure>,
+) -> Result<(), Failure> {
     let mut completions = [Completion::EMPTY; POLL_BATCH];
     let mut free = vec![0; endpoint.qps.len()];
     loop {
-        let found = endpoint.cq.poll(&mut completions)?;
-        if found == 0 && watchdog.poll_idle()? {
+        let found = endpoint.cqs[group].poll(&mut completions)?;
+        if found == 0 && idle()? {
             // The next size starts with all receives posted.
-            return (0..free.len()).try_for_each(|at| repost_receives(endpoint, at, free[at]));
+            let mut group = endpoint.group(group);
+            return group.try_for_each(|at| repost_receives(endpoint, at, free[at]));
         }
         for completion in &completions[..found] {
             if !completion.is_success() {
-                return Err(failed(completion, &watchdog.peer.name));
+                return Err(failed(completion, name));
             }
             let index = completion.id as usize;
             free[index] += 1;

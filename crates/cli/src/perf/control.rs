@@ -167,7 +167,7 @@ pub(super) struct Watchdog<'a> {
 const CHECK_INTERVAL: u32 = 512;
 
 /// Idle polls before the thread yields its core.
-const YIELD_INTERVAL: u32 = 64;
+pub(super) const YIELD_INTERVAL: u32 = 64;
 
 impl Watchdog<'_> {
     /// Call when a poll found nothing. True if a control message is waiting.

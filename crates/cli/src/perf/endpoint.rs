@@ -1,6 +1,6 @@
 //! One side of a test: its device, queue pairs and memory.
 
-use warpwire::hca::HcaOptions;
+use warpwire::hca::{Hca, HcaOptions};
 use warpwire::link::Capture;
 use warpwire::verbs::{Completion, Context, Cq, DeviceOptions, Mtu, Qp, QpOptions, Remote};
 
@@ -20,7 +20,8 @@ pub(super) struct Endpoint {
     pub(super) role: Role,
     pub(super) test: Test,
     pub(super) context: Context,
-    pub(super) cq: Cq,
+    /// One per engine. Queue pairs use them in turn.
+    pub(super) cqs: Vec<Cq>,
     pub(super) qps: Vec<Qp>,
     /// Memory that this side sends from, or that the peer reads.
     pub(super) outgoing: Buffer,
@@ -41,6 +42,7 @@ pub(super) const INLINE: u32 = 64;
 fn open(
     local_ip: std::net::IpAddr,
     arguments: &Arguments,
+    qps: u32,
 ) -> Result<(Context, Option<Capture>), Failure> {
     if let Some(name) = &arguments.device {
         let options = DeviceOptions::default().with_port(None).with_gid_index(arguments.gid_index);
@@ -50,7 +52,8 @@ fn open(
         links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
     let options = HcaOptions::default()
         .with_progress_mode(arguments.progress.mode())
-        .with_direct(!arguments.no_direct);
+        .with_direct(!arguments.no_direct)
+        .with_engines(arguments.engines(qps));
     Ok((Context::open_with(link, options)?, capture))
 }
 
@@ -61,7 +64,7 @@ impl Endpoint {
         local_ip: std::net::IpAddr,
         arguments: &Arguments,
     ) -> Result<Self, Failure> {
-        let (context, capture) = open(local_ip, arguments)?;
+        let (context, capture) = open(local_ip, arguments, test.qps)?;
         let pd = context.alloc_pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
@@ -72,8 +75,12 @@ impl Endpoint {
         let (outgoing, incoming) = (buffer(sends)?, buffer(takes)?);
 
         let receives = test.receives(role);
-        let entries = test.qps.saturating_mul(receives + test.depth.min(64)).saturating_add(64);
-        let cq = context.create_cq(entries.min(1 << 22))?;
+        // The queue pairs of a completion queue are on one engine.
+        let engines = context.soft().map_or(1, Hca::engines) as u32;
+        let cq_qps = test.qps.div_ceil(engines);
+        let entries = cq_qps.saturating_mul(receives + test.depth.min(64)).saturating_add(64);
+        let cqs = (0..engines.min(test.qps)).map(|_| context.create_cq(entries.min(1 << 22)));
+        let cqs: Vec<Cq> = cqs.collect::<warpwire::Result<_>>()?;
         let options = QpOptions::default()
             .with_send_depth(test.depth.max(64))
             .with_receive_depth(receives.max(1))
@@ -82,7 +89,9 @@ impl Endpoint {
             .with_max_inline_data(INLINE)
             .with_signal_all(false)
             .with_mtu(arguments.mtu.and_then(Mtu::new));
-        let qps = (0..test.qps).map(|_| context.create_qp(&pd, &cq, &cq, options.clone()));
+        let cq_of = |index: u32| &cqs[index as usize % cqs.len()];
+        let qps = (0..test.qps).map(cq_of);
+        let qps = qps.map(|cq| context.create_qp(&pd, cq, cq, options.clone()));
         let qps: Vec<Qp> = qps.collect::<warpwire::Result<_>>()?;
 
         let exposed = if test.verb == Verb::Read { &outgoing.mr } else { &incoming.mr };
@@ -101,7 +110,7 @@ impl Endpoint {
             mtu: endpoint.mtu,
         };
         let remote = Remote { address: 0, rkey: 0 };
-        Ok(Self { role, test, context, cq, qps, outgoing, incoming, remote, info, capture })
+        Ok(Self { role, test, context, cqs, qps, outgoing, incoming, remote, info, capture })
     }
 
     pub(super) fn ready(&self) -> Ready {
@@ -119,6 +128,11 @@ impl Endpoint {
         }
         self.remote = Remote { address: peer.info.address, rkey: peer.info.rkey };
         Ok(())
+    }
+
+    /// The queue pairs of a completion queue, by number.
+    pub(super) fn group(&self, cq: usize) -> impl Iterator<Item = usize> + Clone {
+        (cq..self.qps.len()).step_by(self.cqs.len())
     }
 
     /// Offset of a queue pair's memory in either buffer.

@@ -208,7 +208,7 @@ impl<'a> PingPong<'a> {
     #[inline]
     fn poll(&mut self, watchdog: &Watchdog<'_>) -> Result<(bool, bool), Failure> {
         let mut one = [Completion::EMPTY];
-        if self.endpoint.cq.poll(&mut one)? == 0 {
+        if self.endpoint.cqs[0].poll(&mut one)? == 0 {
             return Ok((false, false));
         }
         let [completion] = one;

@@ -46,6 +46,15 @@ fn parse(text: &str) -> Result<Choice, String> {
     })
 }
 
+/// Whether a device on that link may have several engines.
+pub(crate) fn has_engines(text: &str) -> bool {
+    const ROCE_PORT: u16 = 4791;
+    match parse(text) {
+        Ok(Choice::Udp(address)) => address.is_none_or(|address| address.port() != ROCE_PORT),
+        _ => false,
+    }
+}
+
 /// Opens the link, with packet capture and fault injection if given. `local_ip` is the default
 /// address, with any port.
 pub(crate) fn make(
@@ -78,6 +87,16 @@ pub(crate) fn make(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_udp_outside_the_port_of_roce_has_engines() {
+        for several in ["udp", "udp:127.0.0.1:0", "udp:[::1]:7000"] {
+            assert!(has_engines(several), "{several}");
+        }
+        for one in ["udp:[::1]:4791", "shm", "auto", "auto:127.0.0.1:7", "tcp"] {
+            assert!(!has_engines(one), "{one}");
+        }
+    }
 
     #[test]
     fn link_names_are_parsed() {

@@ -65,6 +65,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         Some(name) => command.args(["--device", name]),
         None => command
             .args(["--link", &arguments.link])
+            .args(arguments.engines.map(|engines| format!("--engines={engines}")))
             .args(progress.map(|mode| format!("--progress={}", mode.get_name()))),
     };
     let child = command.spawn().map_err(failed)?;

@@ -85,6 +85,12 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     qps: u32,
 
+    /// Number of engines of this side's device, 1 to 16; with --local, of both. Each has a socket,
+    /// and a thread that posts and polls; queue pairs are spread over them [default: as many as
+    /// queue pairs, half the cores and 4 allow; 1 on links other than udp]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    engines: Option<u32>,
+
     /// Messages in flight per queue pair (bandwidth only)
     #[arg(short = 't', long, value_name = "N", default_value_t = 128,
         value_parser = clap::value_parser!(u32).range(1..=8192))]
@@ -114,7 +120,7 @@ pub(crate) struct Arguments {
 
     /// RDMA device to use instead of the software HCA; `warpwire devices` lists them
     #[arg(long, value_name = "NAME",
-        conflicts_with_all = ["link", "fault", "pcap", "no_direct", "progress"])]
+        conflicts_with_all = ["link", "fault", "pcap", "no_direct", "progress", "engines"])]
     device: Option<String>,
 
     /// GID index of --device [default: the GID that most peers can reach]
@@ -174,6 +180,7 @@ Examples:
   warpwire perf write bw --bind 0.0.0.0        server, reachable from other machines
   warpwire perf write bw 10.0.0.1              client
   warpwire perf send lat --local -a            all sizes
+  warpwire perf write bw --local -q 8 --engines 4   eight queue pairs on four engines
   warpwire perf write bw --local --mem sim:0   memory of a simulated GPU
   warpwire perf write bw --device mlx5_0 10.0.0.1   by RDMA hardware
   warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap
@@ -236,6 +243,20 @@ fn link(text: &str) -> Result<String, String> {
 }
 
 impl Arguments {
+    /// The number of engines for a test with that many queue pairs. Half the cores: the other side
+    /// is often on this machine, too.
+    fn engines(&self, qps: u32) -> u32 {
+        const MAX_DEFAULT: u32 = 4;
+        if let Some(engines) = self.engines {
+            return engines;
+        }
+        if !links::has_engines(&self.link) {
+            return 1;
+        }
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+        qps.min(cores / 2).clamp(1, MAX_DEFAULT)
+    }
+
     /// Bytes that a client can make this server allocate.
     fn max_memory(&self) -> u64 {
         /// Where `/proc/meminfo` cannot be read.

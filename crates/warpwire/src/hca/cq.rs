@@ -1,6 +1,9 @@
 //! Completion queues: written by the engine, read by polling threads.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
 
 use super::event::EventFd;
 use super::memory::QueueMemory;
@@ -31,7 +34,82 @@ pub struct CqSpec {
 
 /// The queue is full: a CQE is lost, and the queue with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Overrun;
+pub(super) struct Overrun {
+    /// It is the first one that is lost.
+    pub first: bool,
+}
+
+/// The number of CQEs of a queue, for other engines. It changes with each, so it shares no cache
+/// line with other data.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct PublishedCount(AtomicU64);
+
+/// A completion queue in the table of an engine. Where a device has several engines, each has all
+/// its queues in its table, under the same number.
+#[derive(Debug)]
+pub(super) enum CqSlot {
+    /// Only queue pairs of this engine use it, so the engine's lock protects it.
+    Own(CompletionRing),
+    /// Queue pairs of several engines use it.
+    Shared(Arc<Mutex<CompletionRing>>),
+    /// Queue pairs of other engines use it, or none: the number of its CQEs, for `WAIT`.
+    Elsewhere(Arc<PublishedCount>),
+}
+
+impl CqSlot {
+    /// The queue, if this engine may write to it.
+    #[inline]
+    pub(super) fn with_ring<R>(
+        &mut self,
+        apply: impl FnOnce(&mut CompletionRing) -> R,
+    ) -> Option<R> {
+        match self {
+            Self::Own(ring) => Some(apply(ring)),
+            Self::Shared(ring) => Some(apply(&mut ring.lock())),
+            Self::Elsewhere(_) => None,
+        }
+    }
+
+    /// CQEs written so far; the index of the last one is one less.
+    pub(super) fn produced(&self) -> u64 {
+        match self {
+            Self::Own(ring) => ring.produced,
+            Self::Shared(ring) => ring.lock().produced,
+            // Acquire: what the completed work placed is visible, and may be sent.
+            Self::Elsewhere(produced) => produced.0.load(Ordering::Acquire),
+        }
+    }
+
+    /// Whether another engine may write to it.
+    pub(super) fn has_other_writers(&self) -> bool {
+        !matches!(self, Self::Own(_))
+    }
+
+    /// Lets other engines write to the queue, too; `None` if it is not here.
+    pub(super) fn share(&mut self) -> Option<Arc<Mutex<CompletionRing>>> {
+        let shared = match std::mem::replace(self, Self::Elsewhere(Arc::default())) {
+            Self::Own(ring) => Arc::new(Mutex::new(ring)),
+            Self::Shared(ring) => ring,
+            elsewhere @ Self::Elsewhere(_) => {
+                *self = elsewhere;
+                return None;
+            }
+        };
+        *self = Self::Shared(shared.clone());
+        Some(shared)
+    }
+
+    /// Takes the queue out, for another engine; `None` if it is not here alone.
+    pub(super) fn take(&mut self) -> Option<CompletionRing> {
+        let Self::Own(ring) = self else { return None };
+        let produced = ring.published.clone().unwrap_or_default();
+        match std::mem::replace(self, Self::Elsewhere(produced)) {
+            Self::Own(ring) => Some(ring),
+            _ => None,
+        }
+    }
+}
 
 /// A completion queue as the engine sees it.
 #[derive(Debug)]
@@ -39,6 +117,8 @@ pub(super) struct CompletionRing {
     spec: CqSpec,
     /// CQEs written.
     produced: u64,
+    /// The same, for other engines of the device; `None` if it has only one.
+    published: Option<Arc<PublishedCount>>,
     /// CQEs consumed, as of the last read of the doorbell record.
     consumed: u64,
     /// The arm word that was last answered with an event.
@@ -47,8 +127,8 @@ pub(super) struct CompletionRing {
 }
 
 impl CompletionRing {
-    pub(super) fn new(spec: CqSpec) -> Self {
-        Self { spec, produced: 0, consumed: 0, last_armed: 0, overrun: false }
+    pub(super) fn new(spec: CqSpec, published: Option<Arc<PublishedCount>>) -> Self {
+        Self { spec, produced: 0, published, consumed: 0, last_armed: 0, overrun: false }
     }
 
     /// Continues in new memory of `entries` empty CQEs, a larger power of two, with the doorbell
@@ -75,11 +155,6 @@ impl CompletionRing {
         Ok(())
     }
 
-    /// CQEs written so far; the index of the last one is one less.
-    pub(super) fn produced(&self) -> u64 {
-        self.produced
-    }
-
     /// Writes a CQE.
     pub(super) fn push(&mut self, cqe: &Cqe) -> std::result::Result<(), Overrun> {
         let is_error = matches!(cqe.outcome, crate::mlx5::CqeOutcome::Failed { .. });
@@ -101,9 +176,8 @@ impl CompletionRing {
     ) -> std::result::Result<(), Overrun> {
         let entries = u64::from(self.spec.entries);
         if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
-            // Reported once: the queue accepts no more.
-            let first = !std::mem::replace(&mut self.overrun, true);
-            return if first { Err(Overrun) } else { Ok(()) };
+            // The queue accepts no more.
+            return Err(Overrun { first: !std::mem::replace(&mut self.overrun, true) });
         }
         let words = encode(owner_bit(self.produced, entries));
         let slot = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
@@ -121,6 +195,9 @@ impl CompletionRing {
             bytes.store_line(at, &words);
         }
         self.produced += 1;
+        if let Some(published) = &self.published {
+            published.0.store(self.produced, Ordering::Release);
+        }
         self.wake(solicited);
         Ok(())
     }

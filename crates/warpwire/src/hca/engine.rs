@@ -6,6 +6,8 @@
 mod control;
 mod datagram;
 
+pub(super) use control::no_such_qp;
+
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
@@ -22,7 +24,7 @@ use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
-use super::cq::CompletionRing;
+use super::cq::{CqSlot, Overrun};
 use super::direct::QUANTUM;
 use super::direct_peer::DirectPeers;
 use super::doorbell_bitmap::DoorbellBitmap;
@@ -46,7 +48,8 @@ const BUDGET_BYTES: usize = 128 << 10;
 /// until those have been handled, for at most [`MAX_POSTPONED_STEPS`] steps.
 const FULL_RX_BATCH: usize = 32;
 const MAX_POSTPONED_STEPS: u32 = 16;
-/// When to retry access to memory that was not resident.
+/// When to retry access to memory that was not resident, and to look again at a completion queue
+/// that other engines write to.
 const RETRY_DELAY: Duration = Duration::from_micros(20);
 
 /// All state that a step needs.
@@ -84,7 +87,8 @@ pub(super) struct Core {
     /// a slot's next queue pair.
     generations: Vec<Generation>,
     numbering: Numbering,
-    pub cqs: Vec<Option<CompletionRing>>,
+    /// By number, which is the same in all engines of a device.
+    pub cqs: Vec<Option<CqSlot>>,
     pub srqs: Vec<Option<SharedReceiveQueue>>,
     srq_limits: Vec<Option<u32>>,
     /// The peers that datagrams may be sent to.
@@ -102,6 +106,8 @@ pub(super) struct Core {
     rung_scratch: Vec<u32>,
     /// A queue pair waits for a completion (`WAIT`).
     blocked: bool,
+    /// It waits for one that other engines write to, which do not wake this one.
+    waits_for_others: bool,
     /// A doorbell announced a WQE that is not visible yet.
     wqe_missing: bool,
     /// A queue pair spent its quantum before its work was done.
@@ -118,6 +124,8 @@ pub(super) struct Core {
     pub last_step: Instant,
     pub totals: Totals,
     pub paths: Paths,
+    /// Losses of staged writes that the queue pairs of this engine know of.
+    losses_seen: u64,
 }
 
 /// What a step did.
@@ -131,6 +139,19 @@ pub struct StepSummary {
     pub direct: usize,
     /// Work is left that can be done immediately.
     pub more: bool,
+}
+
+impl std::ops::Add for StepSummary {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            received: self.received + other.received,
+            sent: self.sent + other.sent,
+            direct: self.direct + other.direct,
+            more: self.more || other.more,
+        }
+    }
 }
 
 impl StepSummary {
@@ -175,6 +196,7 @@ impl Engine {
             doorbell_bitmap,
             rung_scratch: Vec::new(),
             blocked: false,
+            waits_for_others: false,
             wqe_missing: false,
             has_more_work: false,
             export_table,
@@ -184,6 +206,7 @@ impl Engine {
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
             paths: Paths::default(),
+            losses_seen: 0,
         };
         Self { link, acks_immediately: options.acks_immediately, clock, core }
     }
@@ -241,7 +264,11 @@ impl Engine {
         let link = self.link.poll_delay().map_or(Instant::NEVER, |wait| now + wait);
         let wqe_missing =
             if self.core.wqe_missing { now + WQE_ARRIVAL_TIMEOUT } else { Instant::NEVER };
-        timer.min(link).min(wqe_missing)
+        let others = match self.core.waits_for_others {
+            true => now + RETRY_DELAY,
+            false => Instant::NEVER,
+        };
+        timer.min(link).min(wqe_missing).min(others)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
@@ -493,8 +520,8 @@ impl Core {
         self.totals.completions += 1;
         // Data must be visible before the CQE, also in write-combining memory.
         self.registry.publish_all();
-        if cq.push(cqe).is_err() {
-            self.fail_cq(cqn);
+        if let Some(Err(overrun)) = cq.with_ring(|ring| ring.push(cqe)) {
+            self.fail_cq(cqn, overrun);
         }
     }
 
@@ -503,22 +530,29 @@ impl Core {
     pub(super) fn push_fast(&mut self, cqn: u32, sent: &crate::mlx5::SendCqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
-        if cq.push_sent(sent).is_err() {
-            self.fail_cq(cqn);
+        if let Some(Err(overrun)) = cq.with_ring(|ring| ring.push_sent(sent)) {
+            self.fail_cq(cqn, overrun);
         }
     }
 
     #[cold]
-    fn fail_cq(&mut self, cqn: u32) {
-        self.async_events.publish(AsyncEvent::CqOverrun { cqn });
-        self.fail_users_of(cqn);
+    fn fail_cq(&mut self, cqn: u32, overrun: Overrun) {
+        if overrun.first {
+            self.async_events.publish(AsyncEvent::CqOverrun { cqn });
+        }
+        // Later, too, if the first one was perhaps another engine's: each fails its own queue
+        // pairs.
+        if overrun.first || matches!(self.cqs.get(cqn as usize), Some(Some(CqSlot::Shared(_)))) {
+            self.fail_users_of(cqn);
+        }
     }
 
     /// Waits for staged data (write-behind through pinned memory). Returns false if a device lost
     /// some of it, which must not be acknowledged.
     #[inline]
     fn flush_staged(&mut self) -> bool {
-        self.registry.flush_staged() || self.fail_staged()
+        let losses = self.registry.flush_staged();
+        losses == std::mem::replace(&mut self.losses_seen, losses) || self.fail_staged()
     }
 
     #[cold]
@@ -536,7 +570,8 @@ impl Core {
     fn fail_users_of(&mut self, cqn: u32) {
         for (index, qpc) in self.qpcs.iter_mut().enumerate() {
             let Some(qpc) = qpc else { continue };
-            if qpc.send_cq == cqn || qpc.receive_cq == cqn {
+            let is_user = qpc.send_cq == cqn || qpc.receive_cq == cqn;
+            if is_user && qpc.qp.state() != State::Err {
                 let _ = qpc.qp.modify(&QpAttributes::new(State::Err));
                 // The next service of the queue pair reports it.
                 self.doorbell_bitmap.ring(index as u32);
@@ -580,6 +615,7 @@ impl Core {
     fn poll_doorbells(&mut self, now: Instant) {
         // Each queue pair that still is in such a state rings for itself and sets these again.
         (self.blocked, self.wqe_missing, self.has_more_work) = (false, false, false);
+        self.waits_for_others = false;
         let mut rung_scratch = std::mem::take(&mut self.rung_scratch);
         self.doorbell_bitmap.take(|index| rung_scratch.push(index));
         for index in rung_scratch.drain(..) {
@@ -626,7 +662,7 @@ impl Core {
         let outcome = loop {
             let Core { qpcs, cqs, registry, direct_peers, totals, .. } = &mut *self;
             let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
-            let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
+            let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CqSlot::produced);
             match qpc.take_work(now, registry, produced, direct_peers, &mut budget) {
                 TakeOutcome::Direct(work) => self.complete_direct(index, &work),
                 TakeOutcome::Packets(why) => {
@@ -638,6 +674,11 @@ impl Core {
         };
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
         let (blocked, wqe_missing) = (qpc.wait.is_some(), qpc.qp_memory.ring.is_wqe_missing());
+        if let Some((wait, _)) = &qpc.wait
+            && let Some(Some(cq)) = self.cqs.get(wait.cqn as usize)
+        {
+            self.waits_for_others |= cq.has_other_writers();
+        }
         let (more, posted_any) =
             (outcome == TakeOutcome::BudgetSpent, qpc.qp.outstanding() != before);
         self.blocked |= blocked;

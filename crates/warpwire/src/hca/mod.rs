@@ -7,10 +7,10 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Hca`] | the device: engine, registry, queues by number |
+//! | [`Hca`] | the device: engines, registry, queues by number |
 //! | [`QpSpec`], [`CqSpec`], [`SrqSpec`] | the memory and layout of queues |
 //! | [`QueueMemory`] | host, pinned or device memory for queues |
-//! | [`ProgressMode`] | which threads run the engine |
+//! | [`ProgressMode`] | which threads run the engines |
 //! | [`EventFd`], [`AsyncEvent`] | wake-ups, and events outside completions |
 //! | [`HcaStats`] | counters |
 //! | [`publish`] | counters for other processes, through a Unix socket |
@@ -26,6 +26,11 @@
 //!
 //! Polling a CQ also advances the engine ([`Hca::poll`]), so no hand-off to another thread is
 //! needed. A fallback thread advances it when nothing polls.
+//!
+//! # Several engines
+//! A device may have several ([`HcaOptions::engines`]), each with its own link, lock, doorbells,
+//! timers, congestion windows and thread. They share the registry; `placement.rs` has the rules
+//! that give each queue to one of them.
 
 mod complete;
 mod cq;
@@ -37,22 +42,24 @@ mod event;
 mod host;
 mod memory;
 mod numbers;
+mod open;
 mod paths;
+mod placement;
 mod progress_mode;
 mod protocol;
 pub mod publish;
 mod qpc;
 mod read_ahead;
 mod ring;
+mod shared;
 mod stats;
 
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
-use warpwire_proto::Instant;
+use parking_lot::Mutex;
 use warpwire_proto::qp::{self, QpAttributes, State};
 
 pub use cq::{CQE_LEN, CqSpec};
@@ -64,18 +71,22 @@ pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;
 pub use qpc::QpSpec;
 pub use ring::QpLayout;
-pub use stats::{DirectStats, DropReason, HcaStats, IndirectReason, QpTotals};
+pub use stats::{DirectStats, DropReason, EngineStats, HcaStats, IndirectReason, QpTotals};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
 use crate::mr::Registry;
-use crate::sync::BiasedMutex;
-use doorbell_bitmap::DoorbellBitmap;
-use engine::{Clock, Engine, EngineOptions};
+use cq::{CompletionRing, CqSlot, PublishedCount};
+use engine::Engine;
 use event::AsyncEventQueue;
-use numbers::{Numbering, qp_row};
-use progress_mode::Waker;
+use numbers::Numbering;
+use placement::{Placement, home};
 use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
+pub(crate) use shared::EngineRef;
+use shared::EngineShared;
+
+/// Engines of one device, at most.
+pub const MAX_ENGINES: u32 = 16;
 
 /// How to open a software HCA.
 #[derive(Clone, Copy, Debug)]
@@ -94,10 +105,17 @@ pub struct HcaOptions {
     /// A slot that all numbers of queue pairs carry, for devices that share an IP address. The
     /// device then has at most 4096 queue pairs. Default: none, and at most 65 536.
     pub qpn_slot: Option<QpnSlot>,
+    /// How many engines the device has, 1 to 16: each has its own socket and port, and is run by
+    /// other threads than the others. Queue pairs are spread over them; those that share a
+    /// completion queue or an SRQ are on one. More than one needs a UDP link on a port other than
+    /// 4791. Default: 1, because polling a completion queue then advances all queue pairs of the
+    /// device, also those that use another one.
+    pub engines: u32,
 }
 
 setters! {
     HcaOptions {
+        with_engines => engines: u32,
         with_progress_mode => progress_mode: ProgressMode,
         with_direct => direct: bool,
         with_immediate_acks => immediate_acks: bool,
@@ -113,6 +131,7 @@ impl Default for HcaOptions {
             direct: true,
             immediate_acks: false,
             qpn_slot: None,
+            engines: 1,
         }
     }
 }
@@ -135,21 +154,14 @@ pub struct SrqSpec {
 pub struct Hca(Arc<HcaInner>);
 
 struct HcaInner {
-    engine: BiasedMutex<Engine>,
+    /// One to [`MAX_ENGINES`]; queue pairs name theirs by number.
+    engines: Box<[Arc<EngineShared>]>,
+    placement: Mutex<Placement>,
     registry: Registry,
     async_events: Arc<AsyncEventQueue>,
-    doorbell_bitmap: Arc<DoorbellBitmap>,
-    waker: Arc<Waker>,
-    clock: Clock,
     path: link::LinkPath,
     max_packet: usize,
-    polled_doorbells: std::sync::atomic::AtomicU32,
-    /// Whether any queue pair has a peer whose memory it may access directly.
-    has_direct_peers: Arc<AtomicBool>,
-    /// Our memory that peers may access directly.
-    export_table: Option<Arc<link::ExportTable>>,
     numbering: Numbering,
-    has_thread: bool,
     progress_mode: ProgressMode,
 }
 
@@ -159,114 +171,40 @@ impl fmt::Debug for Hca {
     }
 }
 
-impl Drop for HcaInner {
-    fn drop(&mut self) {
-        self.waker.stop();
-        self.engine.get_mut().end();
-    }
-}
-
-/// How long closing a queue pair waits for a direct access of its peer, which takes some 100 µs
-/// unless the peer is stopped. Only deregistration promises that none is in progress.
-const DRAIN_LIMIT: Duration = Duration::from_millis(20);
-
-impl HcaInner {
-    /// Waits for the peer's direct access through a queue pair that accepts no more, outside the
-    /// engine's lock.
-    fn drain_peer(&self, qpn: u32) {
-        if let Some(export_table) = &self.export_table
-            && !export_table.wait_until_unused(qp_row(qpn) as usize, DRAIN_LIMIT)
-        {
-            tracing::debug!(qpn, "a peer that does not run is still accessing memory");
-        }
-    }
-
-    fn now(&self) -> Instant {
-        self.clock.now()
-    }
-
-    fn step(&self) -> Result<StepSummary> {
-        let mut engine = self.engine.lock();
-        engine.core.totals.steps += 1;
-        engine.step(self.now())
-    }
-
-    /// How long the engine's thread may sleep: until the next deadline, at most `limit`, or
-    /// `polling_limit` if doorbells are polled.
-    fn sleep_duration(&self, polling_limit: Duration, limit: Duration) -> Duration {
-        let mut engine = self.engine.lock();
-        engine.core.direct_peers.sweep();
-        // Asking for the descriptor arms links that signal only on request.
-        let _ = engine.link().wait_fd();
-        let now = self.now();
-        let limit = match self.polled_doorbells.load(Ordering::Relaxed) {
-            0 => limit,
-            _ => polling_limit,
-        };
-        (engine.next_deadline(now) - now).min(limit)
-    }
-}
-
 impl Hca {
     /// Opens a device on a link.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if the number of engines is out of range, or a device with a
+    /// [`QpnSlot`] is to have several; [`Kind::Unsupported`] if the link allows only one. Else if
+    /// a socket, an eventfd or a thread cannot be created.
     pub fn open(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
-        let shared = Self::start(link, options)?;
+        let shared = Arc::new(open::open(link, options)?);
         publish::add(Arc::downgrade(&shared));
         Ok(Self(shared))
     }
 
-    fn start(mut link: impl Link + 'static, options: HcaOptions) -> Result<Arc<HcaInner>> {
-        let registry = Registry::new();
-        let export_table = match options.direct {
-            true => export_table(&mut link, &registry),
-            false => Err("disabled by option"),
-        };
-        let (mut path, max_packet) = (link.path(), link.max_packet());
-        path.why += &match &export_table {
-            Ok(_) => "; direct access: on where memory can be mapped".to_owned(),
-            Err(why) => format!("; direct access: off ({why})"),
-        };
-        let async_events = Arc::new(AsyncEventQueue::new()?);
-        let doorbell_bitmap = Arc::new(DoorbellBitmap::new());
-        let manual_progress = options.progress_mode == ProgressMode::Manual;
-        let clock = Clock::start();
-        let numbering = Numbering::random(options.qpn_slot);
-        let engine_options = EngineOptions {
-            acks_immediately: options.immediate_acks || manual_progress,
-            numbering,
-        };
-        let engine = Engine::new(
-            Box::new(link),
-            registry.clone(),
-            async_events.clone(),
-            doorbell_bitmap.clone(),
-            engine_options,
-            clock,
-            export_table,
-        );
-        let has_direct_peers = engine.core.has_direct_peers.clone();
-        let export_table = engine.core.export_table.as_ref().ok().cloned();
-        let shared = Arc::new(HcaInner {
-            engine: match options.progress_mode {
-                ProgressMode::Thread { .. } => BiasedMutex::unbiased(engine),
-                ProgressMode::Auto | ProgressMode::Manual => BiasedMutex::new(engine),
-            },
-            registry,
-            async_events,
-            doorbell_bitmap,
-            waker: Arc::new(Waker::new()?),
-            clock,
-            path,
-            max_packet,
-            polled_doorbells: 0.into(),
-            has_direct_peers,
-            export_table,
-            numbering,
-            has_thread: options.progress_mode != ProgressMode::Manual,
-            progress_mode: options.progress_mode,
-        });
-        progress_mode::start(&shared, options.progress_mode)?;
-        Ok(shared)
+    /// The number of its engines.
+    pub fn engines(&self) -> usize {
+        self.0.engines.len()
+    }
+
+    /// The engine of a queue pair; a number that no queue pair of this device has may give one,
+    /// too.
+    #[inline]
+    fn engine_of(&self, qpn: u32) -> Result<&Arc<EngineShared>> {
+        let engine = self.0.engines.get(self.0.numbering.engine_of(qpn) as usize);
+        engine.ok_or_else(|| engine::no_such_qp(qpn))
+    }
+
+    /// The engine of a queue pair, for threads that post to it.
+    pub(crate) fn engine_ref(&self, qpn: u32) -> Result<EngineRef> {
+        Ok(EngineRef(self.engine_of(qpn)?.clone()))
+    }
+
+    /// The set of engines that a thread must run to make progress on a queue pair.
+    pub(crate) fn engine_set(&self, qpn: u32) -> u32 {
+        1 << self.0.numbering.engine_of(qpn)
     }
 
     /// The memory registrations of this device.
@@ -289,35 +227,45 @@ impl Hca {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Whether a thread advances the engine while nothing polls, so that a program may block until
+    /// Whether a thread advances the engines while nothing polls, so that a program may block until
     /// it is woken. False in [`ProgressMode::Manual`].
     pub fn supports_blocking_wait(&self) -> bool {
-        self.0.has_thread
+        self.0.progress_mode != ProgressMode::Manual
     }
 
-    /// Which threads run the engine.
+    /// Which threads run the engines.
     pub fn progress_mode(&self) -> ProgressMode {
         self.0.progress_mode
     }
 
-    /// Advances the engine by one step, unless another thread is doing so.
+    /// Advances every engine by one step, unless another thread is doing so; returns the sum.
     ///
     /// # Errors
     /// If the link has failed permanently.
     #[inline]
     pub fn poll(&self) -> Result<StepSummary> {
-        let steps = &self.0.waker.poller_steps;
-        let Some(mut engine) = self.0.engine.try_lock() else {
-            steps.fetch_add(1, Ordering::Relaxed);
-            return Ok(StepSummary::default());
-        };
-        // Observers look only for a change, so an increment lost to a thread that did not get the
-        // lock does no harm.
-        steps.store(steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-        engine.core.totals.steps += 1;
-        let progress = engine.step(self.0.now());
-        self.0.waker.on_poller_step();
-        progress
+        let mut sum = self.0.engines[0].poll()?;
+        for engine in &self.0.engines[1..] {
+            sum = sum + engine.poll()?;
+        }
+        Ok(sum)
+    }
+
+    /// The set of all engines, one bit each.
+    pub(crate) fn all_engines(&self) -> u32 {
+        (1 << self.0.engines.len()) - 1
+    }
+
+    /// Advances some engines, one bit each, by one step.
+    #[inline]
+    pub(crate) fn poll_engines(&self, mut engines: u32) -> Result<()> {
+        while engines != 0 {
+            if let Some(engine) = self.0.engines.get(engines.trailing_zeros() as usize) {
+                engine.poll()?;
+            }
+            engines &= engines - 1;
+        }
+        Ok(())
     }
 
     /// Creates a completion queue; returns its number.
@@ -328,7 +276,17 @@ impl Hca {
         check_power_of_two(spec.entries, "completion queue entries")?;
         check_fits(&spec.memory, u64::from(spec.entries) * CQE_LEN, "the completion queue")?;
         check_fits(&spec.memory, spec.dbrec.saturating_add(8), "its doorbell record")?;
-        self.0.engine.lock().add_cq(spec)
+        let mut placement = self.0.placement.lock();
+        let number = placement.add_cq()?;
+        let (first, others) = (&self.0.engines[0], &self.0.engines[1..]);
+        let published: Option<Arc<PublishedCount>> = (!others.is_empty()).then(Arc::default);
+        let ring = CompletionRing::new(spec, published.clone());
+        first.engine.lock().put_cq(number, Some(CqSlot::Own(ring)));
+        for shared in others {
+            let elsewhere = published.clone().map(CqSlot::Elsewhere);
+            shared.engine.lock().put_cq(number, elsewhere);
+        }
+        Ok(number)
     }
 
     /// Continues a completion queue in larger memory: `entries` CQEs, a power of two, all empty,
@@ -346,22 +304,24 @@ impl Hca {
     ) -> Result<()> {
         check_power_of_two(entries, "completion queue entries")?;
         check_fits(&memory, u64::from(entries) * CQE_LEN + 8, "the completion queue")?;
-        match self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
-            Some(Some(cq)) => cq.resize(memory, entries, consumed),
-            _ => Err(invalid("the completion queue", "one that exists")),
-        }
+        let placement = self.0.placement.lock();
+        let mut engine = self.0.engines[home(placement.cq(cqn).unwrap_or(0))].engine.lock();
+        let resized =
+            engine.cq(cqn).and_then(|cq| cq.with_ring(|cq| cq.resize(memory, entries, consumed)));
+        resized.unwrap_or_else(|| Err(invalid("the completion queue", "one that exists")))
     }
 
     /// How many completions a queue has received since it was created.
     pub(crate) fn cq_produced(&self, cqn: u32) -> u64 {
-        let engine = self.0.engine.lock();
-        engine.core.cqs.get(cqn as usize).and_then(Option::as_ref).map_or(0, |cq| cq.produced())
+        self.0.engines[0].engine.lock().cq(cqn).map_or(0, |cq| cq.produced())
     }
 
     /// Destroys a completion queue; further completions for it are dropped.
     pub fn destroy_cq(&self, cqn: u32) {
-        if let Some(slot) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
-            *slot = None;
+        let mut placement = self.0.placement.lock();
+        if placement.cq(cqn).is_some() {
+            self.0.engines.iter().for_each(|shared| shared.engine.lock().put_cq(cqn, None));
+            placement.remove_cq(cqn);
         }
     }
 
@@ -376,25 +336,37 @@ impl Hca {
         check_fits(&spec.memory, bytes, "the shared receive queue")?;
         check_fits(&spec.memory, spec.dbrec.saturating_add(4), "its doorbell record")?;
         let ring = SharedReceiveQueue::new(spec.memory, spec.dbrec, spec.entries, spec.stride);
-        self.0.engine.lock().add_srq(ring)
+        let mut placement = self.0.placement.lock();
+        let number = placement.add_srq()?;
+        self.0.engines[0].engine.lock().put_srq(number, Some((ring, None)));
+        Ok(number)
     }
 
     /// Requests one [`AsyncEvent::LimitReached`] when fewer than `limit` receives are posted; 0
     /// disarms.
     pub fn arm_srq(&self, srqn: u32, limit: u32) {
-        self.0.engine.lock().set_limit(srqn, limit);
+        self.with_srq_engine(srqn, |engine| engine.set_limit(srqn, limit));
     }
 
     /// The limit that a shared receive queue is armed with; 0 if it is not armed.
     pub fn srq_limit(&self, srqn: u32) -> u32 {
-        self.0.engine.lock().limit(srqn)
+        self.with_srq_engine(srqn, |engine| engine.limit(srqn))
     }
 
     /// Destroys a shared receive queue.
     pub fn destroy_srq(&self, srqn: u32) {
-        if let Some(slot) = self.0.engine.lock().core.srqs.get_mut(srqn as usize) {
-            *slot = None;
+        let mut placement = self.0.placement.lock();
+        if let Some(engines) = placement.srq(srqn) {
+            self.0.engines[home(engines)].engine.lock().put_srq(srqn, None);
+            placement.remove_srq(srqn);
         }
+    }
+
+    /// Calls `apply` with the engine of a shared receive queue.
+    fn with_srq_engine<R>(&self, srqn: u32, apply: impl FnOnce(&mut Engine) -> R) -> R {
+        let placement = self.0.placement.lock();
+        let shared = &self.0.engines[home(placement.srq(srqn).unwrap_or(0))];
+        apply(&mut shared.engine.lock())
     }
 
     /// Creates a queue pair in the state `RESET`; returns its number.
@@ -428,12 +400,48 @@ impl Hca {
             return Err(invalid("the datagram MTU", &max));
         }
         let poll_doorbell = spec.poll_doorbell;
-        let number = self.0.engine.lock().add_qp(spec)?;
+        let mut placement = self.0.placement.lock();
+        let at = placement.choose(&spec);
+        for cqn in [spec.send_cq, spec.receive_cq] {
+            self.move_cq(&mut placement, cqn, at);
+        }
+        if let Some(srqn) = spec.srq {
+            self.move_srq(&mut placement, srqn, at);
+        }
+        let shared = &self.0.engines[at];
+        let number = shared.engine.lock().add_qp(spec)?;
+        placement.add_qp(at);
         if poll_doorbell {
-            self.0.polled_doorbells.fetch_add(1, Ordering::Relaxed);
-            self.0.waker.wake();
+            shared.polled_doorbells.fetch_add(1, Ordering::Relaxed);
+            shared.waker.wake();
         }
         Ok(number)
+    }
+
+    /// Lets an engine write to a completion queue.
+    fn move_cq(&self, placement: &mut Placement, cqn: u32, to: usize) {
+        let Some(engines) = placement.cq(cqn) else { return };
+        if home(engines) != to && engines & (1 << to) == 0 {
+            let mut engine = self.0.engines[home(engines)].engine.lock();
+            let moved = engine.cq(cqn).and_then(|cq| match engines {
+                // No queue pair uses it yet.
+                0 => cq.take().map(CqSlot::Own),
+                _ => cq.share().map(CqSlot::Shared),
+            });
+            drop(engine);
+            self.0.engines[to].engine.lock().put_cq(cqn, moved);
+        }
+        placement.place_cq(cqn, to);
+    }
+
+    /// Moves a shared receive queue that no queue pair uses yet to an engine.
+    fn move_srq(&self, placement: &mut Placement, srqn: u32, to: usize) {
+        let Some(engines) = placement.srq(srqn) else { return };
+        if home(engines) != to {
+            let moved = self.0.engines[home(engines)].engine.lock().take_srq(srqn);
+            self.0.engines[to].engine.lock().put_srq(srqn, moved);
+        }
+        placement.place_srq(srqn, to);
     }
 
     /// Prepares to send datagrams to `peer`, so that WQEs may name it. Slow: for setup only. Every
@@ -442,53 +450,65 @@ impl Hca {
     /// # Errors
     /// If the address cannot be reached from here, with the reason.
     pub fn open_destination(&self, peer: SocketAddr) -> Result<()> {
-        self.0.engine.lock().open_destination(peer)
+        for (opened, shared) in self.0.engines.iter().enumerate() {
+            if let Err(why) = shared.engine.lock().open_destination(peer) {
+                let before = &self.0.engines[..opened];
+                before.iter().for_each(|shared| shared.engine.lock().close_destination(peer));
+                return Err(why);
+            }
+        }
+        Ok(())
     }
 
     /// Undoes one [`open_destination`](Self::open_destination). Datagrams to a peer that is not
     /// open fail.
     pub fn close_destination(&self, peer: SocketAddr) {
-        self.0.engine.lock().close_destination(peer);
+        self.0.engines.iter().for_each(|shared| shared.engine.lock().close_destination(peer));
     }
 
     /// Destroys a queue pair, after its pending ACKs were sent: once this returns, nothing of it is
     /// sent, received or completed.
     pub fn destroy_qp(&self, qpn: u32) {
-        let now = self.0.now();
-        {
-            let mut engine = self.0.engine.lock();
+        let Ok(shared) = self.engine_of(qpn) else { return };
+        let now = shared.now();
+        let existed = {
+            let mut engine = shared.engine.lock();
             if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
-                self.0.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
+                shared.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
             }
-            engine.remove_qp(qpn, now);
+            engine.remove_qp(qpn, now)
+        };
+        if existed {
+            self.0.placement.lock().remove_qp(self.0.numbering.engine_of(qpn) as usize);
         }
-        self.0.drain_peer(qpn);
+        shared.drain_peer(qpn);
     }
 
     /// Changes the state or the attributes of a queue pair. A rejected change has no effect.
     pub fn modify_qp(&self, qpn: u32, change: &QpAttributes) -> Result<()> {
-        let now = self.0.now();
-        self.0.engine.lock().modify(qpn, change, now)?;
-        self.0.waker.wake();
+        let shared = self.engine_of(qpn)?;
+        let now = shared.now();
+        shared.engine.lock().modify(qpn, change, now)?;
+        shared.waker.wake();
         if matches!(change.to, State::Reset | State::Err) {
-            self.0.drain_peer(qpn);
+            shared.drain_peer(qpn);
         }
         Ok(())
     }
 
     /// The state of a queue pair.
     pub fn qp_state(&self, qpn: u32) -> Result<State> {
-        Ok(self.0.engine.lock().qpc(qpn)?.qp.state())
+        Ok(self.engine_of(qpn)?.engine.lock().qpc(qpn)?.qp.state())
     }
 
     /// The counters of a queue pair.
     pub fn qp_stats(&self, qpn: u32) -> Result<qp::Stats> {
-        Ok(*self.0.engine.lock().qpc(qpn)?.qp.stats())
+        Ok(*self.engine_of(qpn)?.engine.lock().qpc(qpn)?.qp.stats())
     }
 
     /// Why the last key or range of a queue pair was denied, if one was.
     pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::AccessDenied> {
-        self.0.engine.lock().qpc(qpn).ok()?.qp_memory.denied
+        self.engine_of(qpn).ok()?.engine.lock().qpc(qpn).ok()?.qp_memory.denied
     }
 
     /// A guard through which RDMA writes are executed inline (fast path) into a peer's mapped
@@ -496,41 +516,31 @@ impl Hca {
     /// or another thread is running the engine.
     #[inline]
     pub fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
-        if !self.0.has_direct_peers.load(Ordering::Relaxed) {
-            return None;
-        }
-        let engine = self.0.engine.try_lock()?;
-        Some(FastPath { engine, index: self.0.numbering.index(qpn), budget: direct::QUANTUM })
+        self.engine_of(qpn).ok()?.fast_path(qpn)
     }
 
-    /// To be called by a poller before it blocks on a completion: the fallback thread takes over
-    /// the engine immediately.
+    /// To be called by a poller before it blocks on a completion: the fallback threads take over
+    /// the engines immediately.
     pub fn wake_fallback(&self) {
-        self.0.waker.wake_fallback();
+        self.wake_fallbacks(u32::MAX);
+    }
+
+    /// The same for some engines, one bit each.
+    pub(crate) fn wake_fallbacks(&self, engines: u32) {
+        for (at, engine) in self.0.engines.iter().enumerate() {
+            if engines & (1 << at) != 0 {
+                engine.waker.wake_fallback();
+            }
+        }
     }
 
     /// Notifies the engine that a doorbell was rung. A doorbell rung without this call is seen only
     /// on queue pairs with [`QpSpec::poll_doorbell`].
     #[inline]
     pub fn ring(&self, qpn: u32) {
-        let index = self.0.numbering.index(qpn);
-        // Where a peer's memory is mapped, the poster executes most work itself if no other thread
-        // is running the engine. It drains leftovers of earlier posts too: the inline fast path
-        // requires an empty send queue.
-        let quanta = if self.0.has_direct_peers.load(Ordering::Relaxed) {
-            direct::MAX_POSTER_QUANTA
-        } else {
-            0
-        };
-        for _ in 0..quanta {
-            match self.0.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
-                Some(direct::Remaining::Nothing) => return,
-                Some(direct::Remaining::MoreQuanta) => {}
-                Some(direct::Remaining::NeedsEngine) | None => break,
-            }
+        if let Ok(engine) = self.engine_of(qpn) {
+            engine.ring(qpn);
         }
-        self.0.doorbell_bitmap.ring(index);
-        self.0.waker.wake();
     }
 
     /// Takes the oldest pending asynchronous event.
@@ -545,40 +555,32 @@ impl Hca {
 
     /// The counters of the device since it was opened.
     pub fn stats(&self) -> HcaStats {
-        let engine = self.0.engine.lock();
-        let mut stats = HcaStats::of(&engine.core.totals, engine.qpcs().map(|qpc| qpc.qp.stats()));
-        if let Ok(export_table) = &engine.core.export_table {
-            [stats.direct.by_peers, stats.direct.bytes_by_peers] = export_table.access_counts();
-        }
-        stats
+        let of_engine = |shared: &EngineShared| {
+            let engine = shared.engine.lock();
+            let pairs = engine.qpcs().map(|qpc| qpc.qp.stats());
+            let mut stats = HcaStats::of(shared.local, &engine.core.totals, pairs);
+            if let Ok(export_table) = &engine.core.export_table {
+                let direct = &mut stats.direct;
+                [direct.by_peers, direct.bytes_by_peers] = export_table.access_counts();
+            }
+            stats
+        };
+        let mut sum = of_engine(&self.0.engines[0]);
+        self.0.engines[1..].iter().for_each(|engine| sum.add_engine(of_engine(engine)));
+        sum
     }
 
     /// The path that a queue pair's work takes, and why: its link, and whether direct access is
     /// possible.
     pub fn qp_path(&self, qpn: u32) -> Result<link::LinkPath> {
-        self.0.engine.lock().qp_path(qpn)
+        self.engine_of(qpn)?.engine.lock().qp_path(qpn)
     }
 
-    /// The counters of the link.
+    /// The counters of the link; of several, their sum.
     pub fn link_counters(&self) -> link::Counters {
-        self.0.engine.lock().link().counters()
+        let counters = self.0.engines.iter().map(|shared| shared.engine.lock().link().counters());
+        counters.fold(link::Counters::default(), std::ops::Add::add)
     }
-}
-
-/// Exports registered memory to peers, if the link can; or the reason why it cannot.
-fn export_table(
-    link: &mut impl Link,
-    registry: &Registry,
-) -> std::result::Result<Arc<link::ExportTable>, &'static str> {
-    let files = registry.clone();
-    let export_table = link::ExportTable::new(Box::new(move |key| files.file_for_key(key)))
-        .map_err(|why| {
-            tracing::debug!(%why, "direct access is off");
-            "the export table could not be allocated"
-        })?;
-    link.install_exports(&export_table)?;
-    registry.observer(Arc::new(direct::ExportPublisher(Arc::downgrade(&export_table))));
-    Ok(export_table)
 }
 
 fn invalid(what: &str, must_be: &str) -> Error {

@@ -7,6 +7,8 @@
 //! | 15..12 | index, upper part | slot, lower part |
 //! | 11..0 | index, lower part | index |
 //!
+//! On a device with several engines, the highest bits of the index name the engine.
+//!
 //! A number is all that a stranger on the network needs, besides a sequence number, to end a
 //! connection. So it cannot be guessed: indices are masked (exclusive or) with a random number of
 //! the device, and the generation begins at a random one. A number alone tells which kind it is,
@@ -86,23 +88,36 @@ impl Generation {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Numbering {
     slot: Option<QpnSlot>,
-    /// Exclusive-ored with indices.
+    /// Exclusive-ored with indices. All engines of a device have the same mask.
     mask: u32,
+    /// The engine.
+    engine: u32,
+    /// Bits of an index below those that name the engine.
+    index_bits: u32,
 }
 
 impl Numbering {
-    /// Numbers with this slot, or without one, that other processes cannot guess.
-    pub(super) fn random(slot: Option<QpnSlot>) -> Self {
-        Self::with_mask(slot, random_u64() as u32)
+    /// Numbers with this slot, or without one, that other processes cannot guess: those of the
+    /// first of `engines` engines.
+    pub(super) fn random(slot: Option<QpnSlot>, engines: u32) -> Self {
+        Self::with_mask(slot, engines, random_u64() as u32)
     }
 
-    fn with_mask(slot: Option<QpnSlot>, mask: u32) -> Self {
-        Self { slot, mask: mask & index_mask(slot.is_some()) }
+    fn with_mask(slot: Option<QpnSlot>, engines: u32, mask: u32) -> Self {
+        let indices = index_mask(slot.is_some());
+        let engine_bits = engines.max(1).next_power_of_two().ilog2();
+        let index_bits = indices.count_ones().saturating_sub(engine_bits);
+        Self { slot, mask: mask & indices, engine: 0, index_bits }
+    }
+
+    /// Those of another engine of the device.
+    pub(super) const fn of_engine(self, engine: u32) -> Self {
+        Self { engine, ..self }
     }
 
     /// Queue pairs of one engine, at most.
     pub(super) const fn max_qps(self) -> u32 {
-        index_mask(self.slot.is_some()) + 1
+        1 << self.index_bits
     }
 
     /// An index is used again only if at least this many are free. Numbers with a slot have no room
@@ -116,7 +131,7 @@ impl Numbering {
 
     /// The number of the queue pair at `index`.
     pub(super) fn number(self, index: u32, generation: Generation) -> u32 {
-        let local = index ^ self.mask;
+        let local = (self.engine << self.index_bits | index) ^ self.mask;
         match self.slot {
             None => u32::from(generation.0) << 16 | local,
             Some(slot) => SLOT_FLAG | u32::from(slot.0) << SLOT_SHIFT | local,
@@ -126,6 +141,16 @@ impl Numbering {
     /// The index of a number of this engine; any number gives one.
     #[inline]
     pub(super) const fn index(self, number: u32) -> u32 {
+        self.unmasked(number) & (self.max_qps() - 1)
+    }
+
+    /// The engine of a number of this device; any number gives one, which need not exist.
+    #[inline]
+    pub(super) const fn engine_of(self, number: u32) -> u32 {
+        self.unmasked(number) >> self.index_bits
+    }
+
+    const fn unmasked(self, number: u32) -> u32 {
         (qp_row(number) ^ self.mask) & index_mask(self.slot.is_some())
     }
 }
@@ -148,18 +173,42 @@ mod tests {
 
     #[test]
     fn numbers_and_indices_are_inverse() {
-        for slot in [None, QpnSlot::new(0), QpnSlot::new(1234), QpnSlot::new(2046)] {
+        let slots = [None, QpnSlot::new(0), QpnSlot::new(1234), QpnSlot::new(2046)];
+        for (slot, engines) in
+            slots.map(|slot| (slot, 1)).into_iter().chain([(None, 3), (None, 16)])
+        {
             for mask in [0, 1, 0x0fff, 0xffff, 0x1234_5678, random_u64() as u32] {
-                let numbering = Numbering::with_mask(slot, mask);
-                for index in [0, 1, 777, numbering.max_qps() - 1] {
-                    for generation in [1, 2, 126, 127].map(Generation) {
-                        let number = numbering.number(index, generation);
-                        assert!((0x10..0xff_ffff).contains(&number), "{number:#x}");
-                        assert_eq!(numbering.index(number), index, "{number:#x}");
-                        assert_eq!(QpnSlot::of(number), slot, "{number:#x}");
-                        assert!(qp_row(number) < MAX_QPS);
-                    }
+                for engine in 0..engines {
+                    let numbering = Numbering::with_mask(slot, engines, mask).of_engine(engine);
+                    check_inverse(numbering, slot, engine);
                 }
+            }
+        }
+    }
+
+    fn check_inverse(numbering: Numbering, slot: Option<QpnSlot>, engine: u32) {
+        for index in [0, 1, 777, numbering.max_qps() - 1] {
+            for generation in [1, 2, 126, 127].map(Generation) {
+                let number = numbering.number(index, generation);
+                assert!((0x10..0xff_ffff).contains(&number), "{number:#x}");
+                assert_eq!(numbering.index(number), index, "{number:#x}");
+                assert_eq!(numbering.engine_of(number), engine, "{number:#x}");
+                assert_eq!(QpnSlot::of(number), slot, "{number:#x}");
+                assert!(qp_row(number) < MAX_QPS);
+            }
+        }
+    }
+
+    #[test]
+    fn engines_of_a_device_share_the_numbers() {
+        for (engines, each) in [(1, 1 << 16), (2, 1 << 15), (3, 1 << 14), (4, 1 << 14)] {
+            let first = Numbering::random(None, engines);
+            assert_eq!(first.max_qps(), each);
+            let mut seen = std::collections::HashSet::new();
+            for engine in 0..engines {
+                let numbering = first.of_engine(engine);
+                let all = (0..each).map(|index| numbering.number(index, Generation(7)));
+                assert!(all.into_iter().all(|number| seen.insert(number)));
             }
         }
     }
@@ -178,7 +227,7 @@ mod tests {
 
     #[test]
     fn numbers_of_two_devices_differ() {
-        let first = |_| Numbering::random(None).number(0, Generation::random());
+        let first = |_| Numbering::random(None, 1).number(0, Generation::random());
         let numbers: std::collections::HashSet<u32> = (0..16).map(first).collect();
         assert!(numbers.len() >= 15, "{numbers:x?}");
     }

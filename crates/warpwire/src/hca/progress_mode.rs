@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::HcaInner;
 use super::event::{EventFd, wait_any};
+use super::shared::EngineShared;
 use crate::error::{Error, Result};
 use crate::sync::asymmetric_fence;
 
@@ -28,7 +28,8 @@ pub enum ProgressMode {
     Thread {
         /// How long it spins without work.
         spin: Duration,
-        /// The CPU to pin it to. If that fails it runs unpinned.
+        /// The CPU to pin it to; with several engines, the first of as many, one per thread. If
+        /// that fails it runs unpinned.
         core: Option<usize>,
     },
 }
@@ -47,7 +48,9 @@ const FALLBACK_SPIN: Duration = Duration::from_micros(50);
 const FALLBACK_BACKOFF: Duration = Duration::from_millis(1);
 
 /// Wakes the engine's thread.
+// Pollers write to it with each step, so it shares no cache line with another engine's.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct Waker {
     signal: EventFd,
     asleep: AtomicBool,
@@ -116,12 +119,18 @@ impl Waker {
     }
 }
 
-/// Starts the thread that the mode requires.
-pub(super) fn start(shared: &Arc<HcaInner>, progress_mode: ProgressMode) -> Result<()> {
+/// Starts the thread that the mode requires for engine `number` of a device.
+pub(super) fn start(
+    shared: &Arc<EngineShared>,
+    progress_mode: ProgressMode,
+    number: usize,
+) -> Result<()> {
     let (is_fallback, spin, core) = match progress_mode {
         ProgressMode::Manual => return Ok(()),
         ProgressMode::Auto => (true, FALLBACK_SPIN, None),
-        ProgressMode::Thread { spin, core } => (false, spin, core),
+        ProgressMode::Thread { spin, core } => {
+            (false, spin, core.map(|core| core.saturating_add(number)))
+        }
     };
     let link_fd = shared.engine.lock().link().wait_fd().map(|fd| fd.try_clone_to_owned());
     let link_fd = link_fd
@@ -158,7 +167,7 @@ fn pin(core: usize) {
 }
 
 struct Thread {
-    shared: Weak<HcaInner>,
+    shared: Weak<EngineShared>,
     waker: Arc<Waker>,
     link_fd: Option<OwnedFd>,
     is_fallback: bool,
@@ -204,7 +213,7 @@ impl Thread {
     }
 
     /// Sleeps until a packet arrives, a doorbell is rung, or a timer is due.
-    fn sleep(&mut self, mut shared: Arc<HcaInner>) {
+    fn sleep(&mut self, mut shared: Arc<EngineShared>) {
         self.waker.asleep.store(true, Ordering::SeqCst);
         asymmetric_fence::heavy();
         loop {
@@ -228,7 +237,7 @@ impl Thread {
 
     /// Waits up to `wait`; `None` if the thread was woken or the device is gone. Polled doorbells
     /// are checked at intervals and end the wait when rung.
-    fn idle_wait(&mut self, wait: Duration) -> Option<Arc<HcaInner>> {
+    fn idle_wait(&mut self, wait: Duration) -> Option<Arc<EngineShared>> {
         let (start, mut remaining) = (Instant::now(), wait);
         while remaining > Duration::ZERO {
             let poll_doorbell = self.shared.upgrade()?.polled_doorbells.load(Ordering::Relaxed) > 0;

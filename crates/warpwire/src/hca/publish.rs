@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
-use super::{Hca, HcaInner, QpTotals};
+use super::{EngineStats, Hca, HcaInner, QpTotals};
 use crate::error::{Error, Kind, Result};
 use crate::host::is_trusted_user;
 use crate::link::shm::peer_credentials;
@@ -77,13 +77,16 @@ pub struct DeviceStats {
     pub direct: super::DirectStats,
     /// CQEs written.
     pub completions: u64,
-    /// Steps of the engine.
+    /// Steps of the engines.
     pub steps: u64,
     /// System calls of the link.
     pub calls: u64,
     /// Packets dropped by the link, by the device or by a queue pair, by reason; only nonzero
     /// counts.
     pub dropped: BTreeMap<String, u64>,
+    /// The part of each engine.
+    #[serde(default)]
+    pub engines: Vec<EngineStats>,
 }
 
 /// The devices of this process, each with its number.
@@ -195,7 +198,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
     DeviceStats {
         number,
         link: hca.path().to_string(),
-        seconds: hca.0.now().as_nanos() as f64 / 1e9,
+        seconds: hca.0.engines[0].now().as_nanos() as f64 / 1e9,
         queue_pairs: stats.queue_pairs,
         pairs: stats.pairs,
         direct: stats.direct,
@@ -203,6 +206,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
         steps: stats.steps,
         calls: counters.calls,
         dropped: dropped.map(|(reason, count)| (reason.to_owned(), count)).collect(),
+        engines: stats.engines,
     }
 }
 

@@ -80,7 +80,9 @@ impl WrState {
 }
 
 /// A queue pair of the engine.
+// Aligned so that it shares no cache line with one of another engine.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct QpContext {
     pub qp: Protocol,
     pub qp_memory: QpMemory,

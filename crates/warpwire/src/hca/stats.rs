@@ -1,6 +1,7 @@
-//! Counters of an engine.
+//! Counters of a device and of its engines.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 use warpwire_proto::qp;
@@ -90,6 +91,18 @@ pub struct DirectStats {
     pub not: BTreeMap<String, u64>,
 }
 
+impl DirectStats {
+    fn add(&mut self, other: &Self) {
+        self.operations += other.operations;
+        self.bytes += other.bytes;
+        self.by_peers += other.by_peers;
+        self.bytes_by_peers += other.bytes_by_peers;
+        for (name, count) in &other.not {
+            *self.not.entry(name.clone()).or_default() += count;
+        }
+    }
+}
+
 /// Counters of the engine outside its queue pairs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
@@ -128,6 +141,18 @@ pub struct QpTotals {
 }
 
 impl QpTotals {
+    fn add_totals(&mut self, other: &Self) {
+        self.packets_sent += other.packets_sent;
+        self.bytes_sent += other.bytes_sent;
+        self.packets_received += other.packets_received;
+        self.bytes_received += other.bytes_received;
+        self.resent += other.resent;
+        self.timeouts += other.timeouts;
+        self.sequence_errors += other.sequence_errors;
+        self.rnr_naks += other.rnr_naks;
+        self.discarded += other.discarded;
+    }
+
     pub(super) fn add(&mut self, stats: &qp::Stats) {
         self.packets_sent += stats.packets_sent;
         self.bytes_sent += stats.bytes_sent;
@@ -189,16 +214,38 @@ pub struct HcaStats {
     pub direct: DirectStats,
     /// CQEs written.
     pub completions: u64,
-    /// Steps of the engine.
+    /// Steps of the engines.
     pub steps: u64,
     /// Packets dropped outside queue pairs, by [`DropReason`] name.
     pub dropped: Vec<(&'static str, u64)>,
     /// Packets that queue pairs discarded, by reason.
     pub discarded: Vec<(&'static str, u64)>,
+    /// The part of each engine.
+    pub engines: Vec<EngineStats>,
+}
+
+/// Counters of one engine of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineStats {
+    /// The address of its socket: what peers send to.
+    pub local: SocketAddr,
+    /// Number of existing queue pairs.
+    pub queue_pairs: usize,
+    /// Its queue pairs together, including destroyed ones.
+    pub pairs: QpTotals,
+    /// CQEs written.
+    pub completions: u64,
+    /// Steps.
+    pub steps: u64,
 }
 
 impl HcaStats {
-    pub(super) fn of<'a>(totals: &Totals, pairs: impl Iterator<Item = &'a qp::Stats>) -> Self {
+    /// Of one engine, at `local`.
+    pub(super) fn of<'a>(
+        local: SocketAddr,
+        totals: &Totals,
+        pairs: impl Iterator<Item = &'a qp::Stats>,
+    ) -> Self {
         let (mut sum, mut count) = (totals.removed_qps, 0);
         let mut drops = [0; qp::DiscardReason::COUNT];
         for stats in pairs {
@@ -209,14 +256,37 @@ impl HcaStats {
         let named =
             |(reason, name): (DropReason, &'static str)| (name, totals.dropped[reason as usize]);
         let reasons = qp::DiscardReason::ALL.map(qp::DiscardReason::name);
+        let Totals { completions, steps, .. } = *totals;
         Self {
             pairs: sum,
             queue_pairs: count,
             direct: totals.direct(),
-            completions: totals.completions,
-            steps: totals.steps,
+            completions,
+            steps,
             dropped: DropReason::ALL.into_iter().map(named).collect(),
             discarded: reasons.into_iter().zip(drops).collect(),
+            engines: vec![EngineStats {
+                local,
+                queue_pairs: count,
+                pairs: sum,
+                completions,
+                steps,
+            }],
         }
+    }
+
+    /// Adds another engine of the device.
+    pub(super) fn add_engine(&mut self, other: Self) {
+        self.pairs.add_totals(&other.pairs);
+        self.queue_pairs += other.queue_pairs;
+        self.direct.add(&other.direct);
+        self.completions += other.completions;
+        self.steps += other.steps;
+        let drops = [(&mut self.dropped, other.dropped), (&mut self.discarded, other.discarded)];
+        for (sum, more) in drops {
+            // Both list all reasons, in the same order.
+            sum.iter_mut().zip(more).for_each(|((_, sum), (_, more))| *sum += more);
+        }
+        self.engines.extend(other.engines);
     }
 }

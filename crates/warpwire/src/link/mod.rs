@@ -204,6 +204,20 @@ pub trait Link: Send {
         Err("this link carries packets only")
     }
 
+    /// Opens another link like this one, with the same IP address and options and another port, for
+    /// another engine of the same device. Only UDP links, and those that wrap one, can.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`](ErrorKind::Unsupported) if a device on this link has only one engine;
+    /// else as for opening the first.
+    fn sibling(&self) -> Result<Box<dyn Link>> {
+        let path = self.path();
+        Err(Error::new(ErrorKind::Unsupported, "open a link for another engine")
+            .on(format!("{} {}", path.kind, path.local))
+            .why("a device on a link of this kind has one engine")
+            .fix("ask for one engine, or use a UDP link"))
+    }
+
     /// Traffic and drops since the link was created.
     fn counters(&self) -> Counters;
 }
@@ -282,6 +296,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
 
     fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         (**self).direct_peer(flow)
+    }
+
+    fn sibling(&self) -> Result<Box<dyn Link>> {
+        (**self).sibling()
     }
 
     fn counters(&self) -> Counters {

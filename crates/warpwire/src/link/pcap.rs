@@ -241,6 +241,11 @@ impl<L: Link> Link for Tap<L> {
         self.inner.force_icrc();
     }
 
+    /// Its packets go to the same capture.
+    fn sibling(&self) -> Result<Box<dyn Link>> {
+        Ok(Box::new(Tap::new(self.inner.sibling()?, &self.capture)))
+    }
+
     /// Direct access would bypass the capture.
     fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("a capture must see every packet")

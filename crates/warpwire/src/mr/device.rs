@@ -4,7 +4,7 @@
 //! it does not, as with another library's CUDA memory, each use compares CUDA's buffer ids with
 //! those at registration.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -34,24 +34,23 @@ const ABSENT: u32 = 4;
 /// The device memory of a registry with staged writes that have not been flushed.
 #[derive(Default)]
 pub(super) struct PendingWrites {
-    /// There are writes to flush, or a loss to report.
+    /// There are writes to flush.
     dirty: AtomicBool,
-    /// Writes were lost since `flush_staged` last reported it.
-    lost: AtomicBool,
+    /// How often writes were lost. A counter and no flag, because every engine of a device must
+    /// learn of a loss.
+    losses: AtomicU64,
     /// Held during a flush, so that concurrent flushes wait for it. The data path does not take it.
     flush_lock: Mutex<()>,
     memories: Mutex<Vec<Arc<DeviceMemory>>>,
 }
 
 impl PendingWrites {
-    /// Blocks until all staged writes have reached the memory. Returns `false` if writes were lost
-    /// since the last call.
+    /// Blocks until all staged writes have reached the memory. Returns how often writes were lost
+    /// since the registry was created.
     #[inline]
-    pub(super) fn flush_staged(&self) -> bool {
-        !self.dirty.load(Ordering::Acquire) || {
-            self.flush_all();
-            !self.lost.swap(false, Ordering::AcqRel)
-        }
+    pub(super) fn flush_staged(&self) -> u64 {
+        self.wait();
+        self.losses.load(Ordering::Acquire)
     }
 
     /// Blocks until all staged writes have reached the memory. A loss is reported by the next
@@ -69,8 +68,7 @@ impl PendingWrites {
     }
 
     fn record_loss(&self) {
-        self.lost.store(true, Ordering::Release);
-        self.dirty.store(true, Ordering::Release);
+        self.losses.fetch_add(1, Ordering::AcqRel);
     }
 
     #[inline(never)]
@@ -84,8 +82,7 @@ impl PendingWrites {
         }
         // Cleared only now, so that concurrent callers wait for the lock.
         let memories = self.memories.lock();
-        let more = !memories.is_empty() || self.lost.load(Ordering::Acquire);
-        self.dirty.store(more, Ordering::Release);
+        self.dirty.store(!memories.is_empty(), Ordering::Release);
     }
 }
 

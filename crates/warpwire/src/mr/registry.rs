@@ -82,7 +82,11 @@ impl SoftPd {
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Registry(Arc<Inner>);
+pub struct Registry(
+    Arc<Inner>,
+    /// In which shard of a slot this handle counts its accesses.
+    usize,
+);
 
 pub(super) struct Inner {
     /// The device name passed to clients.
@@ -155,10 +159,25 @@ impl Registry {
 
     /// The same, of a device with this name.
     pub fn with_name(name: impl Into<String>) -> Self {
+        Self::sharded(name, 0)
+    }
+
+    /// The same, for a device whose `engines` engines use it at the same time.
+    pub(crate) fn for_engines(engines: usize) -> Self {
+        Self::sharded("soft", if engines > 1 { engines } else { 0 })
+    }
+
+    /// The registry as engine `number` uses it: accesses of two engines to one registration do not
+    /// slow each other down.
+    pub(crate) fn of_engine(&self, number: usize) -> Self {
+        Self(self.0.clone(), number + 1)
+    }
+
+    fn sharded(name: impl Into<String>, shards: usize) -> Self {
         let key_mask = KeyMask::random();
-        Self(Arc::new(Inner {
+        let inner = Inner {
             name: name.into(),
-            table: Table::default(),
+            table: Table::new(shards),
             key_mask,
             keys: Mutex::new(KeyAllocator::new(key_mask)),
             devices: Mutex::default(),
@@ -167,7 +186,8 @@ impl Registry {
             clients: RwLock::new(clients::all()),
             observer: OnceLock::new(),
             quarantine: Quarantine::default(),
-        }))
+        };
+        Self(Arc::new(inner), 0)
     }
 
     /// Adds a client in front of the existing ones.
@@ -440,7 +460,7 @@ impl Registry {
         let wanted = key & TAG | USED;
         let guard = slot
             .0
-            .enter(|label| label & !ignored == wanted)
+            .enter_shard(self.1, |label| label & !ignored == wanted)
             .map_err(|(label, open)| reason(label, open, wanted))?;
         if guard.pd != pd {
             return Err(AccessDenied::WrongPd);
@@ -504,10 +524,11 @@ impl Registry {
         self.0.fault_epoch.advance();
     }
 
-    /// Blocks until all writes to memory without a window have reached it; costs one load if there
-    /// are none. Returns `false` if writes were lost since the last call, because a device failed.
+    /// Blocks until all writes to memory without a window have reached it; costs two loads if there
+    /// are none. Returns how often writes were lost since the registry was created, because a
+    /// device failed: a caller compares that with what it was told last.
     #[inline]
-    pub fn flush_staged(&self) -> bool {
+    pub fn flush_staged(&self) -> u64 {
         self.0.pending_writes.flush_staged()
     }
 

@@ -3,6 +3,10 @@
 //! The state is one word: the number of guards, whether the slot is open, and a label that `enter`
 //! has to match. Entering is one `fetch_add`, whose result decides whether the thread got in.
 //!
+//! Where several engines use a slot all the time, it has another state per engine (shard), each on
+//! a cache line of its own, so that they do not take the line from each other. A transition changes
+//! all of them, one after the other, and waits for the guards of all.
+//!
 //! # Invariants
 //! 1. The content is accessed by guards (shared), or by the holder of the transition lock while the
 //!    slot is closed and has no guards (exclusive); never both, because `close` waits for the last
@@ -28,9 +32,15 @@ const LABEL_SHIFT: u32 = 42;
 
 pub(super) struct RevocableSlot<T> {
     state: AtomicU64,
+    /// The states of shards 1, 2, …; shard 0 is `state`.
+    shards: Box<[Shard]>,
     transition_lock: Mutex<()>,
     content: ContentCell<T>,
 }
+
+/// A state that shares its cache line, and the one that is fetched with it, with nothing.
+#[repr(align(128))]
+struct Shard(AtomicU64);
 
 // SAFETY: invariant 1: the content is shared between threads (`Sync`), and moved out by one of them
 // (`Send`), as with a reader-writer lock.
@@ -38,7 +48,7 @@ unsafe impl<T: Send + Sync> Sync for RevocableSlot<T> {}
 
 /// Shared access to the content of a slot, which cannot be taken out until this is dropped.
 pub(super) struct SlotGuard<'a, T> {
-    revocable_slot: &'a RevocableSlot<T>,
+    state: &'a AtomicU64,
     content: &'a T,
     /// What `enter` added to the state: one, in the counter of the phase at that time.
     increment: u64,
@@ -47,8 +57,15 @@ pub(super) struct SlotGuard<'a, T> {
 impl<T> RevocableSlot<T> {
     /// A closed, empty slot with this label.
     pub(super) fn closed(label: u32) -> Self {
+        Self::sharded(label, 0)
+    }
+
+    /// The same, with that many shards besides the first.
+    pub(super) fn sharded(label: u32, shards: usize) -> Self {
+        let state = || AtomicU64::new(u64::from(label) << LABEL_SHIFT);
         Self {
-            state: AtomicU64::new(u64::from(label) << LABEL_SHIFT),
+            state: state(),
+            shards: (0..shards).map(|_| Shard(state())).collect(),
             transition_lock: Mutex::new(()),
             content: ContentCell::empty(),
         }
@@ -60,6 +77,20 @@ impl<T> RevocableSlot<T> {
         decode(self.state.load(Ordering::Acquire))
     }
 
+    /// The states of all shards.
+    fn states(&self) -> impl Iterator<Item = &AtomicU64> {
+        std::iter::once(&self.state).chain(self.shards.iter().map(|shard| &shard.0))
+    }
+
+    /// The state of a shard; of the first if there is no such shard.
+    #[inline]
+    fn shard(&self, shard: usize) -> &AtomicU64 {
+        match shard {
+            0 => &self.state,
+            shard => self.shards.get(shard - 1).map_or(&self.state, |shard| &shard.0),
+        }
+    }
+
     /// Returns a guard if the slot is open and `accepts` its label. Otherwise returns the label,
     /// and whether the slot was open.
     #[inline]
@@ -67,22 +98,33 @@ impl<T> RevocableSlot<T> {
         &self,
         accepts: impl Fn(u32) -> bool,
     ) -> Result<SlotGuard<'_, T>, (u32, bool)> {
+        self.enter_shard(0, accepts)
+    }
+
+    /// The same, counted in one shard.
+    #[inline]
+    pub(super) fn enter_shard(
+        &self,
+        shard: usize,
+        accepts: impl Fn(u32) -> bool,
+    ) -> Result<SlotGuard<'_, T>, (u32, bool)> {
+        let state = self.shard(shard);
         // Read first, so that invalid keys do not dirty a cache line that valid ones use.
-        let seen = self.state.load(Ordering::Relaxed);
+        let seen = state.load(Ordering::Relaxed);
         let (label, open) = decode(seen);
         if !open || !accepts(label) {
             return Err((label, open));
         }
         let increment = if seen & PHASE == 0 { 1 } else { 1 << COUNT_BITS };
-        let (label, open) = decode(self.state.fetch_add(increment, Ordering::Acquire));
+        let (label, open) = decode(state.fetch_add(increment, Ordering::Acquire));
         if open && accepts(label) {
-            // SAFETY: invariant 1: this thread was counted while the slot was open, so no `close`
+            // SAFETY: invariant 1: this thread was counted while its shard was open, so no `close`
             // touches the content until `SlotGuard` is dropped, which decrements the counter.
             if let Some(content) = unsafe { self.content.get() } {
-                return Ok(SlotGuard { revocable_slot: self, content, increment });
+                return Ok(SlotGuard { state, content, increment });
             }
         }
-        self.state.fetch_sub(increment, Ordering::Release);
+        state.fetch_sub(increment, Ordering::Release);
         Err((label, open))
     }
 
@@ -105,7 +147,7 @@ impl<T> RevocableSlot<T> {
     pub(super) fn close(&self, label: u32) -> Option<T> {
         let _exclusive = self.transition_lock.lock();
         self.set_label(label, 0);
-        self.drain(COUNTS);
+        self.states().for_each(|state| drain(state, COUNTS));
         // SAFETY: invariant 1: closed, under the lock, and without guards.
         unsafe { self.content.replace(None) }
     }
@@ -121,28 +163,33 @@ impl<T> RevocableSlot<T> {
         self.set_label(to, OPEN);
         // Twice: a thread that read the phase just before it flipped is counted in the other
         // counter.
-        for _ in 0..2 {
-            let before = self.state.fetch_xor(PHASE, Ordering::AcqRel);
-            self.drain(if before & PHASE == 0 { COUNT } else { COUNT << COUNT_BITS });
+        for state in self.states() {
+            for _ in 0..2 {
+                let before = state.fetch_xor(PHASE, Ordering::AcqRel);
+                drain(state, if before & PHASE == 0 { COUNT } else { COUNT << COUNT_BITS });
+            }
         }
         true
     }
 
-    /// Replaces label and open bit; counters and phase, which change concurrently, are preserved.
+    /// Replaces label and open bit of all shards; counters and phase, which change concurrently,
+    /// are preserved.
     fn set_label(&self, label: u32, open: u64) {
         let bits = (u64::from(label) << LABEL_SHIFT) | open;
         let change = |state: u64| Some((state & (COUNTS | PHASE)) | bits);
-        // Cannot fail: the closure never returns `None`.
-        let _ = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
-    }
-
-    /// Spins until the counters under the mask are zero.
-    fn drain(&self, mask: u64) {
-        let mut spins = 0;
-        while self.state.load(Ordering::Acquire) & mask != 0 {
-            spins += 1;
-            pause(spins);
+        for state in self.states() {
+            // Cannot fail: the closure never returns `None`.
+            let _ = state.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
         }
+    }
+}
+
+/// Spins until the counters under the mask are zero.
+fn drain(state: &AtomicU64, mask: u64) {
+    let mut spins = 0;
+    while state.load(Ordering::Acquire) & mask != 0 {
+        spins += 1;
+        pause(spins);
     }
 }
 
@@ -153,7 +200,7 @@ fn decode(state: u64) -> (u32, bool) {
 impl<T> SlotGuard<'_, T> {
     /// Whether a thread has closed the slot and is waiting for this guard to be dropped.
     pub(super) fn is_revoked(&self) -> bool {
-        !self.revocable_slot.peek().1
+        !decode(self.state.load(Ordering::Acquire)).1
     }
 }
 
@@ -169,6 +216,6 @@ impl<T> Deref for SlotGuard<'_, T> {
 impl<T> Drop for SlotGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        self.revocable_slot.state.fetch_sub(self.increment, Ordering::Release);
+        self.state.fetch_sub(self.increment, Ordering::Release);
     }
 }

@@ -15,12 +15,17 @@ pub(super) const MAX_SLOTS: u32 = 1 << 24;
 #[repr(align(64))]
 pub(super) struct Slot(pub(super) RevocableSlot<Registration>);
 
-#[derive(Default)]
 pub(super) struct Table {
     segments: [OnceLock<Box<[Slot]>>; SEGMENTS],
+    /// Shards of each slot, besides the first.
+    shards: usize,
 }
 
 impl Table {
+    pub(super) fn new(shards: usize) -> Self {
+        Self { segments: Default::default(), shards }
+    }
+
     /// The slot at `index`, if its segment has been allocated.
     #[inline]
     pub(super) fn get(&self, index: u32) -> Option<&Slot> {
@@ -32,7 +37,8 @@ impl Table {
     pub(super) fn get_or_alloc(&self, index: u32) -> Option<&Slot> {
         let (segment, at) = locate(index);
         let size = FIRST_SEGMENT_LEN as usize >> usize::from(segment != 0) << segment;
-        let new = || (0..size).map(|_| Slot(RevocableSlot::closed(0))).collect();
+        let slot = || Slot(RevocableSlot::sharded(0, self.shards));
+        let new = || (0..size).map(|_| slot()).collect();
         self.segments.get(segment)?.get_or_init(new).get(at)
     }
 }
@@ -63,7 +69,7 @@ mod tests {
             };
         }
         assert_eq!(locate(MAX_SLOTS - 1).0, SEGMENTS - 1);
-        let table = Table::default();
+        let table = Table::new(2);
         assert!(table.get(5).is_none());
         for index in [0, 255, 256, 511, 512, 1023, 5000] {
             assert!(table.get_or_alloc(index).is_some() && table.get(index).is_some(), "{index}");

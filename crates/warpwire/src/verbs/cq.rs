@@ -1,5 +1,6 @@
 //! Completion queues: polling, completion events, and the two backends.
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -73,7 +74,9 @@ impl Default for CqOptions {
 #[derive(Clone, Debug)]
 pub struct Cq(pub(super) Arc<CqInner>);
 
+// Aligned so that it shares no cache line with another queue's.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct CqInner {
     /// Threads that sleep in [`Cq::next`].
     waiters: AtomicU32,
@@ -91,6 +94,9 @@ enum Backend {
 struct Soft {
     device: Arc<SoftDevice>,
     number: u32,
+    /// The engines that a thread which polls the queue runs, one bit each: those of its queue
+    /// pairs, or all where nothing else runs them.
+    engines: AtomicU32,
     first: Ring,
     /// The rings that replaced it, each at least twice as large; earlier ones are kept, because
     /// [`Cq::memory`] lends them.
@@ -137,6 +143,8 @@ struct Reader {
     /// Cache: the queue pair of the last completion, with its user index. The next completion is
     /// often of the same one.
     last: Option<(u32, Arc<Core>)>,
+    /// The queue pairs that use this queue, by user index.
+    pairs: HashMap<u32, Arc<Core>>,
     /// Two bits that advance with each event, so that re-arming is a change of the record.
     sequence: u8,
 }
@@ -182,10 +190,17 @@ impl Cq {
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
         })?;
-        let reader = BiasedMutex::new(Reader { consumed: 0, last: None, sequence: 1 });
+        let reader = BiasedMutex::new(Reader {
+            consumed: 0,
+            last: None,
+            pairs: HashMap::new(),
+            sequence: 1,
+        });
         let ignores_overrun = options.collapsed || options.ignore_overrun;
         let manual_release = options.manual_release;
+        let runs_all = device.hca.engines() == 1 || !device.hca.supports_blocking_wait();
         let soft = Soft {
+            engines: AtomicU32::new(if runs_all { device.hca.all_engines() } else { 0 }),
             device,
             number,
             first,
@@ -249,7 +264,8 @@ impl Cq {
     /// were written. Never blocks.
     ///
     /// On the software HCA, an empty queue is polled again after one step of the engine, so polling
-    /// also sends and receives packets. Acquire ordering: data that the completed work placed in
+    /// also sends and receives packets: on a device with several engines, those of this queue's
+    /// queue pairs. Acquire ordering: data that the completed work placed in
     /// memory is visible to the caller. Completions of destroyed queue pairs are skipped.
     ///
     /// # Errors
@@ -266,8 +282,16 @@ impl Cq {
         if found > 0 || into.is_empty() {
             return Ok(found);
         }
-        soft.device.hca.poll()?;
+        soft.device.hca.poll_engines(soft.engines.load(Ordering::Relaxed))?;
         Ok(soft.take(into))
+    }
+
+    /// Adds a new queue pair, and its engine to those that polling runs.
+    pub(super) fn add_qp(&self, user_index: u32, core: &Arc<Core>, engines: u32) {
+        if let Backend::Soft(soft) = &self.0.backend {
+            soft.engines.fetch_or(engines, Ordering::Relaxed);
+            soft.reader.lock().pairs.insert(user_index, core.clone());
+        }
     }
 
     /// Voids the unread completions of a queue pair that was reset or destroyed.
@@ -277,10 +301,12 @@ impl Cq {
         }
     }
 
-    /// Drops the cached queue pair: its user index may be reused.
-    pub(super) fn drop_cached_qp(&self) {
+    /// Removes a queue pair: its user index may be reused.
+    pub(super) fn remove_qp(&self, user_index: u32) {
         if let Backend::Soft(soft) = &self.0.backend {
-            soft.reader.lock().last = None;
+            let mut reader = soft.reader.lock();
+            reader.last = None;
+            reader.pairs.remove(&user_index);
         }
     }
 
@@ -446,20 +472,18 @@ impl Soft {
     /// The queue pair of a completion; `None` if it is gone, even if another one now has its user
     /// index.
     #[inline]
-    fn find_qp<'a>(&self, reader: &'a mut Reader, qpn: u32, index: u32) -> Option<&'a Core> {
+    fn find_qp(reader: &mut Reader, qpn: u32, index: u32) -> Option<&Core> {
         let is_last =
             reader.last.as_ref().is_some_and(|(last, core)| *last == index && core.number == qpn);
         if !is_last {
-            self.look_up(reader, qpn, index);
+            Self::look_up(reader, qpn, index);
         }
         reader.last.as_ref().map(|(_, core)| &**core)
     }
 
     #[inline(never)]
-    fn look_up(&self, reader: &mut Reader, qpn: u32, index: u32) {
-        let pairs = self.device.pairs.lock();
-        let core = pairs.get(index as usize).and_then(Option::as_ref);
-        let core = core.filter(|core| core.number == qpn);
+    fn look_up(reader: &mut Reader, qpn: u32, index: u32) {
+        let core = reader.pairs.get(&index).filter(|core| core.number == qpn);
         reader.last = core.map(|core| (index, core.clone()));
     }
 
@@ -469,7 +493,7 @@ impl Soft {
         let Some(sent) = SendCqe::parse_words(entry) else {
             return self.read_slow(reader, entry, into);
         };
-        let Some(core) = self.find_qp(reader, sent.qpn, sent.user_index) else { return false };
+        let Some(core) = Self::find_qp(reader, sent.qpn, sent.user_index) else { return false };
         *into = Completion::sent(&sent, core.wr_table.complete_send(sent.counter));
         true
     }
@@ -478,7 +502,7 @@ impl Soft {
     fn read_slow(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
         // Skip entries that are not valid CQEs: voided ones, or not written by the device.
         let Ok(cqe) = Cqe::parse_words(entry) else { return false };
-        let Some(core) = self.find_qp(reader, cqe.qpn, cqe.user_index) else { return false };
+        let Some(core) = Self::find_qp(reader, cqe.qpn, cqe.user_index) else { return false };
         *into = complete(core, &cqe);
         true
     }
@@ -630,7 +654,7 @@ impl Soft {
             shared.signal.raise();
         }
         // A thread that arms usually stops polling: let the fallback thread take over.
-        shared.device.hca.wake_fallback();
+        shared.device.hca.wake_fallbacks(shared.engines.load(Ordering::Relaxed));
         Ok(())
     }
 

@@ -69,7 +69,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{DirectStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals, QpnSlot};
+pub use crate::hca::{
+    DirectStats, EngineStats, EventFd, HcaOptions, HcaStats, ProgressMode, QpTotals, QpnSlot,
+};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::WqeOpcode;
 pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
@@ -96,7 +98,6 @@ use crate::ibv;
 use crate::link::{self, Link};
 use crate::mr;
 use hardware::Hardware;
-use qp::Core;
 
 /// An open device (`ibv_context`). Clones refer to the same device; queues and address handles that
 /// were created from it keep it open.
@@ -113,8 +114,8 @@ enum Device {
 #[derive(Debug)]
 struct SoftDevice {
     hca: Hca,
-    /// Queue pairs by user index, which their CQEs carry.
-    pairs: Mutex<Vec<Option<Arc<Core>>>>,
+    /// Which user indices queue pairs have; CQEs carry them.
+    user_indices: Mutex<Vec<bool>>,
 }
 
 impl Context {
@@ -133,7 +134,7 @@ impl Context {
     /// As for [`open`](Self::open).
     pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let hca = Hca::open(link, options)?;
-        Ok(Self(Device::Soft(Arc::new(SoftDevice { hca, pairs: Mutex::new(Vec::new()) }))))
+        Ok(Self(Device::Soft(Arc::new(SoftDevice { hca, user_indices: Mutex::default() }))))
     }
 
     /// Opens an RDMA device of this machine through libibverbs; [`devices`] lists their names.

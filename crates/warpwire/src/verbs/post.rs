@@ -284,7 +284,7 @@ impl<'q> SendBatch<'q> {
         let mut done = 0;
         while done < requests.len() {
             // Release the engine between quanta, so that other queue pairs make progress.
-            let Some(mut fast_path) = core.hca.fast_path(core.number) else { break };
+            let Some(mut fast_path) = core.engine.fast_path(core.number) else { break };
             let before = done;
             while let Some(request) = requests.get(done)
                 && self.write(&mut fast_path, request)
@@ -346,7 +346,7 @@ impl<'q> SendBatch<'q> {
         core.wr_table.posted.store(self.next, Ordering::Release);
         ring_doorbell(core, self.next);
         drop(self.state);
-        core.hca.ring(core.number);
+        core.engine.ring(core.number);
     }
 }
 

@@ -33,7 +33,7 @@ impl Qp {
         let state = core.send.lock();
         ring_doorbell(core, wqe_index);
         drop(state);
-        core.hca.ring(core.number);
+        core.engine.ring(core.number);
     }
 
     /// Removes the WQEBBs from `wqe_index` on, which no doorbell has announced.

@@ -15,7 +15,7 @@ use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
+use crate::hca::{EngineRef, PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::{BiasedMutex, random_u64};
@@ -233,13 +233,16 @@ struct Soft {
 }
 
 /// State shared by posting and polling.
+// Aligned so that it shares no cache line with that of another queue pair.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(crate) struct Core {
     pub number: u32,
     pub service: Service,
     /// The queue pair has reached `RTS`, or has failed since: sends may be posted.
     pub accepts_posts: AtomicBool,
     pub hca: crate::hca::Hca,
+    pub engine: EngineRef,
     pub memory: QueueMemory,
     pub layout: QpLayout,
     pub wqebbs: u32,
@@ -330,11 +333,11 @@ impl Drop for Inner {
         core.hca.destroy_qp(core.number);
         // Unpolled completions still refer to it.
         self.clean_cqs(core);
-        if let Some(slot) = device.pairs.lock().get_mut(*user_index as usize) {
-            *slot = None;
+        // Before its user index is free for another one.
+        self.cqs.iter().for_each(|cq| cq.remove_qp(*user_index));
+        if let Some(used) = device.user_indices.lock().get_mut(*user_index as usize) {
+            *used = false;
         }
-        // Only now: until the slot was cleared, a poll could have cached it again.
-        self.cqs.iter().for_each(Cq::drop_cached_qp);
     }
 }
 
@@ -455,7 +458,8 @@ impl Qp {
         };
         let context = &self.0.context;
         let mtu = options.mtu.unwrap_or_else(|| context.max_mtu());
-        let address = context.path().local;
+        // Each engine of a device has an address of its own.
+        let address = soft.core.engine.local();
         QpEndpoint {
             address,
             source_port: address.port(),
@@ -664,9 +668,9 @@ impl Soft {
             None => QueueMemory::host(len)?,
         };
         memory.bytes().fill(0, len, &[0])?;
-        let mut pairs = device.pairs.lock();
-        let free = pairs.iter().position(Option::is_none);
-        let user_index = free.unwrap_or(pairs.len());
+        let mut user_indices = device.user_indices.lock();
+        let free = user_indices.iter().position(|used| !used);
+        let user_index = free.unwrap_or(user_indices.len());
         let datagrams = match options.service {
             Service::Rc => None,
             Service::Ud => Some(options.mtu.unwrap_or_else(|| device.max_mtu())),
@@ -691,6 +695,7 @@ impl Soft {
             number,
             service: options.service,
             accepts_posts: AtomicBool::new(false),
+            engine: device.hca.engine_ref(number)?,
             hca: device.hca.clone(),
             memory,
             layout,
@@ -702,11 +707,14 @@ impl Soft {
             stride,
             srq: options.srq.clone(),
         });
-        if user_index == pairs.len() {
-            pairs.push(None);
+        if user_index == user_indices.len() {
+            user_indices.push(false);
         }
-        pairs[user_index] = Some(core.clone());
-        drop(pairs);
+        user_indices[user_index] = true;
+        drop(user_indices);
+        for cq in cqs {
+            cq.add_qp(user_index as u32, &core, device.hca.engine_set(number));
+        }
         let (device, psn) = (device.clone(), random_psn().into());
         Ok(Self { device, core, user_index: user_index as u32, psn })
     }

@@ -27,7 +27,7 @@ pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> PostResult {
     let _only = core.receive.lock();
     fill(core, &core.wr_table, requests)?;
     // A failed queue pair flushes them; a working one reads the queue when a message arrives.
-    core.hca.ring(core.number);
+    core.engine.ring(core.number);
     Ok(())
 }
 

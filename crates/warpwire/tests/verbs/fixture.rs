@@ -28,6 +28,9 @@ pub const SHORT_WAIT: Duration = Duration::from_millis(20);
 /// All local and remote access rights.
 pub const ALL: Access = Access::ALL;
 
+/// Engines of a device of [`TestLink::Udp4Engines`].
+pub const ENGINES: u32 = 4;
+
 /// The links that cases run over. A new one needs a line here and one in [`TestLink::links`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TestLink {
@@ -39,6 +42,8 @@ pub enum TestLink {
     /// `Shm` and `Auto` with direct access to peer memory off.
     ShmPackets,
     AutoPackets,
+    /// `Udp4`, and devices with [`ENGINES`] engines.
+    Udp4Engines,
     /// Not a link: an RDMA device of the machine at both ends, or at one of them.
     Device,
     SoftToDevice,
@@ -55,7 +60,7 @@ const SOFT_PEER: &str = "WARPWIRE_VERBS_BESIDE";
 const RECORDS: &str = "WARPWIRE_VERBS_RECORDS";
 
 impl TestLink {
-    pub const LINKS: [(Self, &'static str); 7] = [
+    pub const LINKS: [(Self, &'static str); 8] = [
         (Self::Loopback, "loopback"),
         (Self::Udp4, "udp4"),
         (Self::Udp6, "udp6"),
@@ -63,6 +68,7 @@ impl TestLink {
         (Self::Auto, "auto"),
         (Self::ShmPackets, "shm-packets"),
         (Self::AutoPackets, "auto-packets"),
+        (Self::Udp4Engines, "udp4-engines"),
     ];
     pub const DEVICES: [(Self, &'static str); 3] = [
         (Self::Device, "devices"),
@@ -93,6 +99,7 @@ impl TestLink {
         HcaOptions::default()
             .with_progress_mode(progress_mode)
             .with_direct(!matches!(self, Self::ShmPackets | Self::AutoPackets))
+            .with_engines(if self == Self::Udp4Engines { ENGINES } else { 1 })
     }
 
     /// Two links that reach each other.
@@ -112,7 +119,7 @@ impl TestLink {
                 let address = format!("10.0.0.{}:4791", n + 1).parse().unwrap();
                 Ok(Box::new(hub.endpoint(address)?) as Box<dyn Link>)
             }
-            Self::Udp4 => udp("127.0.0.1:0"),
+            Self::Udp4 | Self::Udp4Engines => udp("127.0.0.1:0"),
             Self::Udp6 => udp("[::1]:0"),
             Self::Shm | Self::ShmPackets => shm("127.0.0.1:0"),
             Self::Auto | Self::AutoPackets => auto("127.0.0.1:0"),
@@ -294,7 +301,7 @@ impl Fixture {
         let plan: FaultPlan = plan.parse().unwrap();
         let a = FaultInjector::new(a, FaultPlan { seed, ..plan });
         let b = FaultInjector::new(b, FaultPlan { seed: seed ^ 0x5555, ..plan });
-        Testbed::over(a, b, progress_mode)
+        Testbed::with(a, b, self.test_link.options(progress_mode))
     }
 
     /// Registered, zeroed memory of that kind.

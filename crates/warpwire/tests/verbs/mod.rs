@@ -8,6 +8,7 @@ mod chaos;
 mod datagrams;
 mod devices;
 mod direct;
+mod engines;
 mod events;
 mod failures;
 pub mod fixture;
@@ -46,6 +47,18 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
 ];
 /// Cases whose peer is another process.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES, peer_process::CASES];
+/// Cases of [`EVERYWHERE`] that also run on devices with several engines. The others address a
+/// device by its first engine's port, or by shared memory.
+const ON_ENGINES: &[&[Case<Fixture>]] = &[
+    operations::CASES,
+    long_payloads::CASES,
+    failures::CASES,
+    queues::CASES,
+    events::CASES,
+    scale::CASES,
+    chaos::CASES,
+    mixtures::CASES,
+];
 /// Cases that do not depend on the link.
 const ONCE: &[&[Case<Fixture>]] = &[
     failures::ONCE,
@@ -163,8 +176,9 @@ fn role(words: &str) {
 fn collect(suite: &mut Collector) {
     fixture::enter_netns();
     for (test_link, name) in TestLink::all() {
+        let several = test_link == TestLink::Udp4Engines;
         let quick = test_link == TestLink::Loopback || test_link.has_device();
-        if suite.effort() == Effort::Quick && !quick {
+        if suite.effort() == Effort::Quick && !quick && !several {
             continue;
         }
         if suite.backend(name, test_link.missing().map_or(Ok(()), Err)).is_none() {
@@ -178,7 +192,12 @@ fn collect(suite: &mut Collector) {
             }
             _ => BETWEEN_PROCESSES,
         };
-        for cases in EVERYWHERE.iter().chain(special) {
+        let (cases, special) = match (several, suite.effort()) {
+            (true, Effort::Quick) => (&[][..], &[engines::CASES][..]),
+            (true, _) => (ON_ENGINES, &[engines::CASES][..]),
+            (false, _) => (EVERYWHERE, special),
+        };
+        for cases in cases.iter().chain(special) {
             // Direct access between peers of one machine does not concern RDMA devices.
             if test_link.has_device() && cases[0].name == direct::CASES[0].name {
                 continue;

@@ -5,11 +5,11 @@ use warpwire_proto::qp::{QpAttributes, State};
 
 use super::{Engine, MAX_PACKET_OVERHEAD};
 use crate::error::{Error, Kind, Result};
-use crate::hca::cq::CompletionRing;
+use crate::hca::QpSpec;
+use crate::hca::cq::CqSlot;
 use crate::hca::numbers::Generation;
 use crate::hca::qpc::QpContext;
 use crate::hca::ring::SharedReceiveQueue;
-use crate::hca::{CqSpec, QpSpec};
 
 impl Engine {
     pub(in crate::hca) fn add_qp(&mut self, spec: QpSpec) -> Result<u32> {
@@ -37,12 +37,13 @@ impl Engine {
         Ok(number)
     }
 
-    pub(in crate::hca) fn remove_qp(&mut self, number: u32, now: Instant) {
-        let Some(index) = self.core.lookup_qpn(number) else { return };
+    /// Removes a queue pair; returns whether it existed.
+    pub(in crate::hca) fn remove_qp(&mut self, number: u32, now: Instant) -> bool {
+        let Some(index) = self.core.lookup_qpn(number) else { return false };
         self.send_acks(now, index);
         let core = &mut self.core;
         let Some(mut qpc) = core.qpcs.get_mut(index as usize).and_then(Option::take) else {
-            return;
+            return false;
         };
         qpc.unpublish(core.export_table.as_ref().ok());
         if let Some(at) = qpc.direct.direct_peer.take() {
@@ -57,6 +58,7 @@ impl Engine {
         core.free.push_back(index);
         core.poll_doorbell.retain(|poll_doorbell| *poll_doorbell != index);
         core.active.retain(|active| *active != index);
+        true
     }
 
     /// Sends what a queue pair still owes its peer before it stops: a program that has polled its
@@ -150,16 +152,34 @@ impl Engine {
         self.core.qpcs.iter().flatten().map(|qpc| &**qpc)
     }
 
-    pub(in crate::hca) fn add_cq(&mut self, spec: CqSpec) -> Result<u32> {
-        let ring = CompletionRing::new(spec);
-        add(&mut self.core.cqs, ring, "create a completion queue")
+    /// Sets a completion queue of this engine's table.
+    pub(in crate::hca) fn put_cq(&mut self, cqn: u32, slot: Option<CqSlot>) {
+        put(&mut self.core.cqs, cqn, slot);
     }
 
-    pub(in crate::hca) fn add_srq(&mut self, ring: SharedReceiveQueue) -> Result<u32> {
-        let number = add(&mut self.core.srqs, ring, "create a shared receive queue")?;
-        self.core.srq_limits.resize(self.core.srqs.len(), None);
-        self.core.srq_limits[number as usize] = None;
-        Ok(number)
+    /// A completion queue of this engine's table.
+    pub(in crate::hca) fn cq(&mut self, cqn: u32) -> Option<&mut CqSlot> {
+        self.core.cqs.get_mut(cqn as usize)?.as_mut()
+    }
+
+    /// Sets a shared receive queue, and its limit if it is armed.
+    pub(in crate::hca) fn put_srq(
+        &mut self,
+        srqn: u32,
+        srq: Option<(SharedReceiveQueue, Option<u32>)>,
+    ) {
+        let (ring, limit) = srq.map_or((None, None), |(ring, limit)| (Some(ring), limit));
+        put(&mut self.core.srqs, srqn, ring);
+        put(&mut self.core.srq_limits, srqn, limit);
+    }
+
+    /// Takes a shared receive queue out, with its limit.
+    pub(in crate::hca) fn take_srq(
+        &mut self,
+        srqn: u32,
+    ) -> Option<(SharedReceiveQueue, Option<u32>)> {
+        let ring = self.core.srqs.get_mut(srqn as usize)?.take()?;
+        Some((ring, self.core.srq_limits.get_mut(srqn as usize)?.take()))
     }
 
     pub(in crate::hca) fn limit(&self, srqn: u32) -> u32 {
@@ -174,29 +194,16 @@ impl Engine {
     }
 }
 
-fn no_such_qp(number: u32) -> Error {
+#[cold]
+pub(in crate::hca) fn no_such_qp(number: u32) -> Error {
     Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it no longer exists")
 }
 
-/// Inserts a queue; returns its number. Numbers have 24 bits; 0 is never used, so that zeroed
-/// memory names no queue.
-fn add<T>(slots: &mut Vec<Option<T>>, value: T, what: &'static str) -> Result<u32> {
-    if slots.is_empty() {
-        slots.push(None);
+/// Sets an entry of a table that is as long as its highest number requires.
+fn put<T>(slots: &mut Vec<Option<T>>, number: u32, value: Option<T>) {
+    let at = number as usize;
+    if at >= slots.len() {
+        slots.resize_with(at + 1, || None);
     }
-    let free = slots.iter().skip(1).position(Option::is_none).map(|at| at + 1);
-    let index = match free {
-        Some(free) => free,
-        None if slots.len() < 1 << 20 => {
-            slots.push(None);
-            slots.len() - 1
-        }
-        None => {
-            let error =
-                Error::new(Kind::OutOfMemory, what).why("the device has its maximum of 2^20");
-            return Err(error.fix("destroy those that are no longer needed"));
-        }
-    };
-    slots[index] = Some(value);
-    Ok(index as u32)
+    slots[at] = value;
 }

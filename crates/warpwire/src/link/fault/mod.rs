@@ -385,6 +385,14 @@ impl<L: Link> Link for FaultInjector<L> {
         mine.into_iter().chain(self.inner.poll_delay()).min()
     }
 
+    /// It has the same faults, and is disconnected with this one.
+    fn sibling(&self) -> Result<Box<dyn Link>> {
+        let inner = self.inner.sibling()?;
+        let mut sibling = FaultInjector::with_clock(inner, self.plan, self.clock.clone());
+        sibling.cut = Arc::clone(&self.cut);
+        Ok(Box::new(sibling))
+    }
+
     /// Direct access would bypass the faults.
     fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("faults must see every packet")

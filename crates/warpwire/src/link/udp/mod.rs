@@ -349,6 +349,19 @@ impl Link for Udp {
         Some(self.socket.as_fd())
     }
 
+    /// RoCEv2's port has no sibling: peers that know only the address send there.
+    fn sibling(&self) -> Result<Box<dyn Link>> {
+        if self.local.port() == UDP_PORT {
+            return Err(Error::new(ErrorKind::Unsupported, "open a link for another engine")
+                .on(format!("udp {}", self.local))
+                .why("each engine has a port of its own, and peers send to 4791")
+                .fix("ask for one engine, or bind the link to port 0 (any free one)"));
+        }
+        let mut any_port = self.local;
+        any_port.set_port(0);
+        Ok(Box::new(Self::bind(any_port, self.setup.options)?))
+    }
+
     /// Reads the number of packets lost to a full socket buffer from the kernel here, not per
     /// packet.
     fn counters(&self) -> Counters {

@@ -1,0 +1,165 @@
+//! An engine as threads outside its lock see it: its lock, doorbells, waker and thread.
+//!
+//! Engines of one device share the registry, the queue of asynchronous events, and what never
+//! changes. Each of these structures lies on cache lines of its own.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+
+use super::direct::{self, FastPath};
+use super::doorbell_bitmap::DoorbellBitmap;
+use super::engine::{Clock, Engine, StepSummary};
+use super::numbers::{Numbering, qp_row};
+use super::progress_mode::Waker;
+use crate::error::Result;
+use crate::link;
+use crate::sync::BiasedMutex;
+
+/// An engine and what threads need that ring its doorbells, run it, or wait for it.
+#[repr(align(128))]
+pub(super) struct EngineShared {
+    pub engine: BiasedMutex<Engine>,
+    pub doorbell_bitmap: Arc<DoorbellBitmap>,
+    pub waker: Arc<Waker>,
+    pub clock: Clock,
+    pub polled_doorbells: AtomicU32,
+    /// Whether any queue pair has a peer whose memory it may access directly.
+    pub has_direct_peers: Arc<AtomicBool>,
+    /// Our memory that peers may access directly.
+    pub export_table: Option<Arc<link::ExportTable>>,
+    pub numbering: Numbering,
+    /// The address of its link.
+    pub local: SocketAddr,
+}
+
+impl Drop for EngineShared {
+    fn drop(&mut self) {
+        self.waker.stop();
+        self.engine.get_mut().end();
+    }
+}
+
+/// How long closing a queue pair waits for a direct access of its peer, which takes some 100 µs
+/// unless the peer is stopped. Only deregistration promises that none is in progress.
+const DRAIN_LIMIT: Duration = Duration::from_millis(20);
+
+impl EngineShared {
+    /// Waits for the peer's direct access through a queue pair that accepts no more, outside the
+    /// engine's lock.
+    pub(super) fn drain_peer(&self, qpn: u32) {
+        if let Some(export_table) = &self.export_table
+            && !export_table.wait_until_unused(qp_row(qpn) as usize, DRAIN_LIMIT)
+        {
+            tracing::debug!(qpn, "a peer that does not run is still accessing memory");
+        }
+    }
+
+    pub(super) fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    pub(super) fn step(&self) -> Result<StepSummary> {
+        let mut engine = self.engine.lock();
+        engine.core.totals.steps += 1;
+        engine.step(self.now())
+    }
+
+    /// How long the engine's thread may sleep: until the next deadline, at most `limit`, or
+    /// `polling_limit` if doorbells are polled.
+    pub(super) fn sleep_duration(&self, polling_limit: Duration, limit: Duration) -> Duration {
+        let mut engine = self.engine.lock();
+        engine.core.direct_peers.sweep();
+        // Asking for the descriptor arms links that signal only on request.
+        let _ = engine.link().wait_fd();
+        let now = self.now();
+        let limit = match self.polled_doorbells.load(Ordering::Relaxed) {
+            0 => limit,
+            _ => polling_limit,
+        };
+        (engine.next_deadline(now) - now).min(limit)
+    }
+
+    /// See [`Hca::poll`](super::Hca::poll).
+    #[inline]
+    pub(super) fn poll(&self) -> Result<StepSummary> {
+        let steps = &self.waker.poller_steps;
+        let Some(mut engine) = self.engine.try_lock() else {
+            steps.fetch_add(1, Ordering::Relaxed);
+            return Ok(StepSummary::default());
+        };
+        // Observers look only for a change, so an increment lost to a thread that did not get the
+        // lock does no harm.
+        steps.store(steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        engine.core.totals.steps += 1;
+        let progress = engine.step(self.now());
+        self.waker.on_poller_step();
+        progress
+    }
+
+    /// See [`Hca::fast_path`](super::Hca::fast_path).
+    #[inline]
+    pub(super) fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
+        if !self.has_direct_peers.load(Ordering::Relaxed) {
+            return None;
+        }
+        let engine = self.engine.try_lock()?;
+        Some(FastPath { engine, index: self.numbering.index(qpn), budget: direct::QUANTUM })
+    }
+
+    /// See [`Hca::ring`](super::Hca::ring).
+    #[inline]
+    pub(super) fn ring(&self, qpn: u32) {
+        let index = self.numbering.index(qpn);
+        // Where a peer's memory is mapped, the poster executes most work itself if no other thread
+        // is running the engine. It drains leftovers of earlier posts too: the inline fast path
+        // requires an empty send queue.
+        let quanta = if self.has_direct_peers.load(Ordering::Relaxed) {
+            direct::MAX_POSTER_QUANTA
+        } else {
+            0
+        };
+        for _ in 0..quanta {
+            match self.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
+                Some(direct::Remaining::Nothing) => return,
+                Some(direct::Remaining::MoreQuanta) => {}
+                Some(direct::Remaining::NeedsEngine) | None => break,
+            }
+        }
+        self.doorbell_bitmap.ring(index);
+        self.waker.wake();
+    }
+}
+
+/// The engine of a queue pair, for threads that post to it. It keeps the engine's socket open, not
+/// the device.
+#[derive(Clone)]
+pub(crate) struct EngineRef(pub(super) Arc<EngineShared>);
+
+impl std::fmt::Debug for EngineRef {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "EngineRef({})", self.0.local)
+    }
+}
+
+impl EngineRef {
+    /// The address that packets of its queue pairs come from and go to.
+    pub(crate) fn local(&self) -> SocketAddr {
+        self.0.local
+    }
+
+    /// See [`Hca::fast_path`](super::Hca::fast_path).
+    #[inline]
+    pub(crate) fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
+        self.0.fast_path(qpn)
+    }
+
+    /// See [`Hca::ring`](super::Hca::ring).
+    #[inline]
+    pub(crate) fn ring(&self, qpn: u32) {
+        self.0.ring(qpn);
+    }
+}
