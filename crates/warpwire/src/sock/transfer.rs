@@ -131,8 +131,8 @@ impl Agent {
                     &self.bounce[..count],
                 )?;
                 socket.received += count as u64;
-                // A short read has emptied the queue, unless the end of the stream follows or urgent
-                // data stopped it.
+                // A short read has emptied the queue, unless urgent data stopped it or the end of
+                // the stream follows.
                 socket.readable = count == wanted || socket.read_until_empty;
                 self.counters.received.fetch_add(count as u64, Ordering::Relaxed);
                 let (received, more) = (socket.received, socket.readable && socket.room() > 0);
