@@ -131,7 +131,8 @@ impl Context {
     /// Opens a software HCA on `link`.
     ///
     /// # Errors
-    /// As for [`open`](Self::open).
+    /// As for [`open`](Self::open). [`Kind::InvalidArgument`] or [`Kind::Unsupported`] if it cannot
+    /// have as many engines as the options ask for: the text says why.
     pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let hca = Hca::open(link, options)?;
         Ok(Self(Device::Soft(Arc::new(SoftDevice { hca, user_indices: Mutex::default() }))))
