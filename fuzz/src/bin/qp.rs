@@ -160,8 +160,7 @@ fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
     let options = TransportOptions::default()
         .with_send_depth(script.int_in_range(1..=9)?)
         .with_window(script.int_in_range(1..=9)?)
-        .with_read_chunk(script.int_in_range(1..=5)?)
-        .with_line_rate(script.arbitrary::<bool>()?.then_some(1_000_000));
+        .with_read_chunk(script.int_in_range(1..=5)?);
     let mtu = Mtu::ALL[script.int_in_range(0..=2)?];
     let mut endpoints = [Endpoint::new(1, 2, options, mtu), Endpoint::new(2, 1, options, mtu)];
     let mut now = Instant::default();

@@ -33,7 +33,6 @@
 //! | `requester`, `completer` | our requests, and the responses to them |
 //! | `responder`, `resource`, `response` | the peer's requests, and our responses |
 //! | `atomic` | atomics on the wire |
-//! | `pacer` | rate control by congestion notifications |
 //! | `rto` | the retransmission timeout, from measured round trips |
 //! | `ud` | datagrams |
 
@@ -42,7 +41,6 @@ mod atomic;
 pub mod attr;
 mod completer;
 mod host;
-mod pacer;
 mod requester;
 mod resource;
 mod responder;
@@ -57,7 +55,6 @@ use core::time::Duration;
 pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
 pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
-pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};
 pub use work::{
@@ -70,7 +67,6 @@ use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Extension, Headers, Opcode};
-use pacer::Pacer;
 use requester::Requester;
 use responder::Responder;
 
@@ -79,6 +75,8 @@ pub const MAX_QP_RD_ATOM: u8 = 128;
 /// Maximum of packets in a message of ours: PSNs compare on half of the circle. One less than 2^31
 /// bytes need at the smallest MTU.
 const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
+/// Minimum time between two congestion notifications (CNPs) of a queue pair.
+pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Options of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,9 +90,6 @@ pub struct TransportOptions {
     /// Maximum of packets per read request, longer reads are split; clamped to 1..=16384. Default
     /// 16: what a read may exceed the window of its path by. Reduced for long packets as above.
     pub read_chunk: u32,
-    /// The line rate in bytes per second, from which congestion notifications slow down; `None`
-    /// (default) ignores them.
-    pub line_rate: Option<u64>,
 }
 
 setters! {
@@ -102,14 +97,12 @@ setters! {
         with_send_depth => send_depth: u32,
         with_window => window: u32,
         with_read_chunk => read_chunk: u32,
-    } optional {
-        with_line_rate => line_rate: u64,
     }
 }
 
 impl Default for TransportOptions {
     fn default() -> Self {
-        Self { send_depth: 128, window: 256, read_chunk: 16, line_rate: None }
+        Self { send_depth: 128, window: 256, read_chunk: 16 }
     }
 }
 
@@ -179,7 +172,6 @@ pub struct RcQp {
     responder_params: responder::ConnParams,
     requester: Requester,
     responder: Responder,
-    pacer: Pacer,
     stats: Stats,
     qp_event: Option<QpEvent>,
     established: Established,
@@ -205,7 +197,6 @@ impl RcQp {
             send_depth: options.send_depth.clamp(1, 1 << 20),
             window: options.window.clamp(1, 1 << 16),
             read_chunk: options.read_chunk.clamp(1, 1 << 14),
-            line_rate: options.line_rate,
         };
         let mtu = Mtu::ALL[0];
         Self {
@@ -230,7 +221,6 @@ impl RcQp {
             },
             requester: Requester::new(options.send_depth),
             responder: Responder::new(),
-            pacer: Pacer::new(options.line_rate),
             stats: Stats::default(),
             qp_event: None,
             established: Established::No,
@@ -269,11 +259,6 @@ impl RcQp {
     /// The counters since the queue pair was created.
     pub fn stats(&self) -> &Stats {
         &self.stats
-    }
-
-    /// The rate in bytes per second that congestion has reduced it to; `None` if it is not reduced.
-    pub fn paced_rate(&self) -> Option<u64> {
-        self.pacer.rate()
     }
 
     /// All memory that it holds, in bytes; changes only with [`RcQp::modify`].
@@ -427,6 +412,8 @@ impl RcQp {
             self.schedule_cnp(now);
         }
         if headers.opcode.is_response() {
+            // The window that data of reads counts in is ours, not that of the end that sends it.
+            self.requester.signals.marked |= rx.marked;
             return self.dispatch_response(now, rx, host);
         }
         match headers.opcode {
@@ -439,7 +426,6 @@ impl RcQp {
                 }
                 self.stats.cnp_received += 1;
                 self.requester.signals.marked = true;
-                self.pacer.cut(now);
                 Ok(())
             }
             _ => self.dispatch_request(rx, host),
@@ -506,7 +492,7 @@ impl RcQp {
     }
 
     fn schedule_cnp(&mut self, now: Instant) {
-        let due = self.last_cnp.is_none_or(|last| now - last >= CUT_INTERVAL);
+        let due = self.last_cnp.is_none_or(|last| now - last >= CNP_INTERVAL);
         if due && matches!(self.state, State::Rtr | State::Rts | State::Sqd) {
             self.cnp_due = true;
             self.last_cnp = Some(now);
@@ -535,7 +521,6 @@ impl RcQp {
         self.stats.packets_sent += 1;
         if let Some(payload) = packet.payload {
             self.stats.bytes_sent += u64::from(payload.len);
-            self.pacer.consume(now, payload.len);
         }
         true
     }
@@ -566,22 +551,16 @@ impl RcQp {
             return true;
         }
         packet.headers.becn = false;
-        let open = self.pacer.is_open(now);
         // Requests and responses alternate, so that neither starves. A request is sent first: the
         // application waits for its result, while an ACK only frees resources.
         let request_first = !self.last_was_request && self.responder.has_responses();
-        if request_first && self.next_request(now, open, host, packet) {
+        if request_first && self.next_request(now, host, packet) {
             self.last_was_request = true;
             return true;
         }
         self.last_was_request = false;
-        match self.responder.poll_transmit(
-            &self.responder_params,
-            open,
-            host,
-            &mut self.stats,
-            packet,
-        ) {
+        let (params, stats) = (&self.responder_params, &mut self.stats);
+        match self.responder.poll_transmit(params, host, stats, packet) {
             Ok(true) => return true,
             Ok(false) => {}
             Err(qp_event) => {
@@ -590,17 +569,11 @@ impl RcQp {
                 return self.next_packet(now, host, packet);
             }
         }
-        self.next_request(now, open, host, packet)
+        self.next_request(now, host, packet)
     }
 
-    fn next_request<H: Host>(
-        &mut self,
-        now: Instant,
-        open: bool,
-        host: &mut H,
-        packet: &mut Transmit,
-    ) -> bool {
-        if !open || !matches!(self.state, State::Rts | State::Sqd) {
+    fn next_request<H: Host>(&mut self, now: Instant, host: &mut H, packet: &mut Transmit) -> bool {
+        if !matches!(self.state, State::Rts | State::Sqd) {
             return false;
         }
         let may_start = self.state == State::Rts;
@@ -626,13 +599,12 @@ impl RcQp {
     pub fn poll_timeout(&self, now: Instant) -> Instant {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
-            State::Err if self.responder.has_fatal_nak() => return self.pacer.opens_at(now),
             _ => return Instant::NEVER,
         }
         let requester = &self.requester;
         let backing_off = requester.has_work() && requester.resume > now;
         let resume = if backing_off { requester.resume } else { Instant::NEVER };
-        requester.deadline.min(resume).min(self.pacer.opens_at(now))
+        requester.deadline.min(resume)
     }
 
     /// Reports that the link had no room for a packet of this queue pair. While that lasts it

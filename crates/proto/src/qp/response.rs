@@ -27,7 +27,6 @@ impl Responder {
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         params: &ConnParams,
-        may_send_data: bool,
         host: &mut H,
         stats: &mut Stats,
         packet: &mut Transmit,
@@ -52,9 +51,6 @@ impl Responder {
             }
             RdAtomicOp::Read { at, len } => (at, len),
         };
-        if !may_send_data {
-            return Ok(false);
-        }
         let (is_first, is_last) =
             (resource.next == resource.start, resource.next + 1 == resource.stop);
         (headers.opcode, headers.extension) = match (is_first, is_last) {

@@ -136,8 +136,7 @@ pub fn params(random: &mut Random) -> ConnParams {
         options: TransportOptions::default()
             .with_send_depth(random.pick(&[1, 2, 7, 32, 128]))
             .with_window(random.pick(&[1, 2, 8, 64, 256]))
-            .with_read_chunk(random.pick(&[1, 3, 16, 64]))
-            .with_line_rate(random.pick(&[None, None, Some(1_000_000_000)])),
+            .with_read_chunk(random.pick(&[1, 3, 16, 64])),
         mtu: random.pick(&[256, 256, 512, 1024, 4096]),
         psn,
         timeout: random.pick(&[8, 10, 12]),
