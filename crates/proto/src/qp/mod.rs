@@ -33,6 +33,7 @@
 //! | `requester`, `completer` | our requests, and the responses to them |
 //! | `responder`, `resource`, `response` | the peer's requests, and our responses |
 //! | `atomic` | atomics on the wire |
+//! | `selective` | what is known about packets that arrived out of order |
 //! | `rto` | the retransmission timeout, from measured round trips |
 //! | `ud` | datagrams |
 
@@ -46,6 +47,7 @@ mod resource;
 mod responder;
 mod response;
 mod rto;
+mod selective;
 mod stats;
 mod ud;
 mod work;
@@ -55,6 +57,7 @@ use core::time::Duration;
 pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
 pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
+pub use selective::HOLD_SLOTS;
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};
 pub use work::{
@@ -67,6 +70,8 @@ use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Extension, Headers, Opcode};
+use alloc::boxed::Box;
+
 use requester::Requester;
 use responder::Responder;
 
@@ -270,9 +275,7 @@ impl RcQp {
     #[inline]
     pub fn in_flight(&self) -> u32 {
         match self.state {
-            State::Rts | State::Sqd => {
-                self.requester.next.distance_from(self.requester.unacked) as u32
-            }
+            State::Rts | State::Sqd => self.requester.in_flight(),
             _ => 0,
         }
     }
@@ -340,11 +343,20 @@ impl RcQp {
         for params_mtu in [&mut self.requester_params.mtu, &mut self.responder_params.mtu] {
             set(params_mtu, attr.mtu);
         }
+        if let Some(selective) = attr.selective_repeat {
+            self.responder.selective = selective;
+            self.requester.selective = selective.then(|| Box::new(selective::Recovery::new()));
+        }
+        let (mut window, mut read_chunk) = (self.options.window, self.options.read_chunk);
+        if self.responder.selective {
+            // All PSNs in flight have a bit; a read may exceed the window by one request.
+            read_chunk = read_chunk.min(selective::SPAN / 4);
+            window = window.min(selective::SPAN - read_chunk);
+        }
         let max_payload = self.requester_params.mtu.bytes();
-        self.requester_params.full_mtu_window =
-            requester::scale_to_payload(self.options.window, max_payload);
-        self.requester_params.read_chunk =
-            requester::scale_to_payload(self.options.read_chunk, max_payload);
+        self.requester_params.window = window;
+        self.requester_params.full_mtu_window = requester::scale_to_payload(window, max_payload);
+        self.requester_params.read_chunk = requester::scale_to_payload(read_chunk, max_payload);
         for destination in
             [&mut self.requester_params.destination, &mut self.responder_params.destination]
         {
@@ -389,6 +401,38 @@ impl RcQp {
     ) -> Result<(), DiscardReason> {
         self.stats.packets_received += 1;
         self.stats.bytes_received += u64::from(rx.payload_len);
+        let outcome = self.dispatch(now, rx, host);
+        if let Err(reason) = outcome {
+            self.stats.count(reason);
+        }
+        outcome
+    }
+
+    /// Whether selective repeat was negotiated.
+    #[inline]
+    pub fn has_selective_repeat(&self) -> bool {
+        self.responder.selective
+    }
+
+    /// The slot of a packet that the host holds, and whose turn has come: pass that packet to
+    /// [`RcQp::handle_held`], poll events, and call this again until `None`. Call it after each
+    /// [`RcQp::handle_packet`] once events were polled, if selective repeat was negotiated.
+    #[inline]
+    pub fn take_held(&mut self) -> Option<u32> {
+        if !self.responder.selective || !matches!(self.state, State::Rtr | State::Rts | State::Sqd)
+        {
+            return None;
+        }
+        self.responder.take_held().or_else(|| self.requester.take_held())
+    }
+
+    /// Handles a packet that [`RcQp::take_held`] named, as [`RcQp::handle_packet`].
+    pub fn handle_held<H: Host>(
+        &mut self,
+        now: Instant,
+        rx: &RxPacket<'_>,
+        host: &mut H,
+    ) -> Result<(), DiscardReason> {
         let outcome = self.dispatch(now, rx, host);
         if let Err(reason) = outcome {
             self.stats.count(reason);
@@ -473,6 +517,7 @@ impl RcQp {
                 }
                 Ok(())
             }
+            responder::Outcome::Held => Ok(()),
             responder::Outcome::Dropped(reason) => Err(reason),
             responder::Outcome::Failed(qp_event) => {
                 self.fail(None);
@@ -531,7 +576,7 @@ impl RcQp {
     #[cold]
     pub fn undo_transmit(&mut self, packet: &Transmit) {
         match packet.payload.map(|payload| payload.from) {
-            Some(Source::SendWr { .. }) => self.requester.go_back(),
+            Some(Source::SendWr { .. }) => self.requester.undo(packet.headers.psn),
             Some(Source::Remote { .. }) => self.responder.resource.undo_sent(packet.headers.psn),
             None => {}
         }

@@ -147,6 +147,8 @@ pub fn params(random: &mut Random) -> ConnParams {
         receive_delay: Duration::from_nanos(random.pick(&[0, 0, 2_000, 300_000])),
         page_faults: random.pick(&[0, 0, 0, 20, 100]),
         poll_delay: Duration::from_nanos(random.pick(&[0, 1_000, 30_000])),
+        selective: random.pick(&[[true; 2], [true; 2], [false; 2], [true, false], [false, true]]),
+        hold_failures: random.pick(&[0, 0, 0, 200]),
         ..ConnParams::default()
     }
 }

@@ -15,7 +15,7 @@ use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
+use crate::hca::{MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::{BiasedMutex, random_u64};
@@ -463,6 +463,7 @@ impl Qp {
             max_rd_atomic: options.max_rd_atomic,
             lid: 0,
             gid: 0,
+            selective_repeat: true,
         }
     }
 
@@ -511,7 +512,8 @@ impl Qp {
             .with_access(self.0.options.access)
     }
 
-    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs.
+    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs;
+    /// with selective repeat if both ends support it and packets are not longer than RoCE's.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if the peer's MTU is not a valid one.
@@ -525,7 +527,9 @@ impl Qp {
         let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
         let path =
             PathAttributes { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
+        let selective = own.selective_repeat && peer.selective_repeat;
         Ok(QpAttributes::new(State::Rtr)
+            .with_selective_repeat((selective && mtu.bytes() <= MAX_HELD_PAYLOAD).then_some(true))
             .with_path(path)
             .with_mtu(mtu)
             .with_destination(peer.qpn)

@@ -203,6 +203,7 @@ impl PerftestPeer {
                 max_rd_atomic: reads,
                 lid: 0,
                 gid: 0,
+                selective_repeat: false,
             })
             .unwrap();
         }

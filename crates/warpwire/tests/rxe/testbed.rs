@@ -204,6 +204,7 @@ impl Testbed {
             max_rd_atomic: params.reads,
             lid: 0,
             gid: 0,
+            selective_repeat: false,
         };
         qp.modify(&qp.init_attr()).unwrap();
         qp.modify(&qp.rtr_attr(&endpoint).unwrap()).unwrap();

@@ -70,6 +70,7 @@ impl Harness {
             max_rd_atomic: 4,
             lid: 0,
             gid: 0,
+            selective_repeat: false,
         };
         self.test_qp.qp.connect(&endpoint).unwrap();
     }

@@ -95,7 +95,17 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
     let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
     let address = peer.local();
     let mtu = 1024;
-    let there = QpEndpoint { address, qpn: QPN, psn: 5, mtu, max_rd_atomic: 4, lid: 0, gid: 0 };
+    let (max_rd_atomic, selective_repeat) = (4, false);
+    let there = QpEndpoint {
+        address,
+        qpn: QPN,
+        psn: 5,
+        mtu,
+        max_rd_atomic,
+        lid: 0,
+        gid: 0,
+        selective_repeat,
+    };
     qp.connect(&there).unwrap();
     qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
     let next = |peer: &mut Loopback| {

@@ -143,6 +143,7 @@ enum HandshakeMsg {
 /// #     let endpoint = QpEndpoint {
 /// #         address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024,
 /// #         max_rd_atomic: 1, lid: 0, gid: 0,
+/// #         selective_repeat: false,
 /// #     };
 /// #     let remote_addr = |address| RemoteAddr { address, rkey: 7 };
 /// #     Hello {
@@ -367,6 +368,7 @@ mod tests {
             max_rd_atomic: 16,
             lid: 0,
             gid: 0,
+            selective_repeat: true,
         };
         let remote_addr = |address| RemoteAddr { address, rkey: u32::MAX };
         Hello {
