@@ -12,7 +12,7 @@ use std::time::Duration;
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::packet::build;
 use warpwire_proto::wire::{
-    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Nak, Opcode, Reth, Syndrome, UDP_PORT,
+    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Nak, Opcode, Reth, Sack, Syndrome, UDP_PORT,
     UdpRepr, pcap,
 };
 use warpwire_proto::{Instant, Psn};
@@ -55,6 +55,7 @@ fn main() -> Result<()> {
 fn samples() -> Vec<(Opcode, Extension, Vec<u8>)> {
     let reth = Reth { address: 0x7f00_0000_1000, rkey: 0x1234, len: 4096 };
     let ack = |syndrome| Aeth { syndrome, msn: 5 };
+    let sack = Sack([0x5a; Sack::LEN]);
     let deth = Deth { qkey: 0x8001_0000, source_qp: 0x77 };
     let atomic = AtomicEth { address: 0x7f00_0000_2000, rkey: 9, swap_or_add: 3, compare: 4 };
     // Long enough for the heuristics that dissectors apply to payloads of sends.
@@ -82,6 +83,11 @@ fn samples() -> Vec<(Opcode, Extension, Vec<u8>)> {
         (Opcode::Acknowledge, Extension::Aeth(ack(Syndrome::ACK)), bytes(0)),
         (Opcode::Acknowledge, Extension::Aeth(ack(Syndrome::RnrNak(12))), bytes(0)),
         (Opcode::Acknowledge, Extension::Aeth(ack(Syndrome::Nak(Nak::Sequence))), bytes(0)),
+        (
+            Opcode::Acknowledge,
+            Extension::AethSack(ack(Syndrome::Nak(Nak::Sequence)), sack),
+            bytes(0),
+        ),
         (Opcode::AtomicAcknowledge, Extension::AethAtomic(ack(Syndrome::ACK), 99), bytes(0)),
         (Opcode::CompareSwap, Extension::Atomic(atomic), bytes(0)),
         (Opcode::FetchAdd, Extension::Atomic(atomic), bytes(0)),

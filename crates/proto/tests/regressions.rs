@@ -143,23 +143,6 @@ fn read_without_rd_atomic_completes() {
 }
 
 #[test]
-fn a_final_nak_behind_paced_read_data_has_a_deadline() {
-    let mut qp = connected_qp(TransportOptions::default().with_line_rate(1_000_000_000), 7, 7, 4);
-    let mut h = TestHost::default();
-    qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
-    let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
-    qp.handle_packet(t(0), &cnp, &mut h).unwrap();
-    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // data; now pacing blocks
-    let bad = Extension::Reth(Reth { address: 0, rkey: 666, len: 8 });
-    qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 4, bad, 8), &mut h).unwrap();
-    assert_eq!(qp.state(), State::Err);
-    assert!(
-        qp.poll_transmit(t(0), &mut h).is_some() || qp.poll_timeout(t(0)) != Instant::NEVER,
-        "the NAK is never sent"
-    );
-}
-
-#[test]
 fn a_marked_cnp_causes_no_cnp() {
     let mut qp = connected_qp(TransportOptions::default(), 7, 7, 4);
     let mut h = TestHost::default();

@@ -4,17 +4,19 @@
 //! order, and the memory footprint does not change.
 #![no_main]
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::Ipv4Addr;
 
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::qp::{
-    Access, Atomic, Fence, Host, HostStatus, Mtu, PathAttributes, ProtocolEvent, QpAttributes,
-    RcQp, Receive, Remote, RxPacket, SendOp, SendWr, Source, State, Status, Target, Transmit,
-    TransportOptions,
+    Access, Atomic, Fence, HOLD_SLOTS, Host, HostStatus, Mtu, PathAttributes, ProtocolEvent,
+    QpAttributes, RcQp, Receive, Remote, RxPacket, SendOp, SendWr, Source, State, Status, Target,
+    Transmit, TransportOptions,
 };
-use warpwire_proto::wire::{Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
+use warpwire_proto::wire::{
+    Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Sack, Syndrome,
+};
 use warpwire_proto::{Instant, Psn};
 
 fuzz_target!(|bytes: &[u8]| {
@@ -27,6 +29,9 @@ fuzz_target!(|bytes: &[u8]| {
 struct ScriptedHost {
     answers: VecDeque<u8>,
     receives: u64,
+    /// The packet being handled, and packets that are kept.
+    current: Option<(Headers, u32)>,
+    held: BTreeMap<u32, (Headers, u32)>,
 }
 
 impl ScriptedHost {
@@ -70,6 +75,15 @@ impl Host for ScriptedHost {
         self.answer()
     }
 
+    fn hold(&mut self, slot: u32) -> bool {
+        assert!(slot < HOLD_SLOTS);
+        let ready = self.answer() == HostStatus::Ready;
+        if let (true, Some(packet)) = (ready, self.current) {
+            self.held.insert(slot, packet);
+        }
+        ready && self.current.is_some()
+    }
+
     fn fetch(&mut self, _: Source, len: u32, headers_len: usize) -> HostStatus {
         assert!(len > 0 && len <= 4096 && headers_len >= 12);
         self.answer()
@@ -86,9 +100,9 @@ struct Endpoint {
 }
 
 impl Endpoint {
-    fn new(mine: u32, theirs: u32, options: TransportOptions, mtu: Mtu) -> Self {
-        let mut qp = RcQp::new(mine, options);
-        for attr in steps(theirs, mtu) {
+    fn new(qpns: [u32; 2], options: TransportOptions, mtu: Mtu, selective: bool) -> Self {
+        let mut qp = RcQp::new(qpns[0], options);
+        for attr in steps(qpns[1], mtu, selective) {
             qp.modify(&attr).expect("a transition towards RTS");
         }
         let footprint = qp.footprint();
@@ -120,8 +134,16 @@ impl Endpoint {
     }
 
     fn deliver(&mut self, now: Instant, rx: &RxPacket<'_>) {
+        self.host.current = Some((*rx.headers, rx.payload_len));
         let _ = self.qp.handle_packet(now, rx, &mut self.host);
         self.check();
+        self.host.current = None;
+        while let Some(slot) = self.qp.take_held() {
+            let (headers, payload_len) = self.host.held.remove(&slot).expect("a packet");
+            let rx = RxPacket { headers: &headers, payload_len, marked: false };
+            let _ = self.qp.handle_held(now, &rx, &mut self.host);
+            self.check();
+        }
     }
 
     fn transmit(&mut self, now: Instant) -> Option<Transmit> {
@@ -131,7 +153,7 @@ impl Endpoint {
     }
 }
 
-fn steps(destination: u32, mtu: Mtu) -> [QpAttributes; 3] {
+fn steps(destination: u32, mtu: Mtu, selective: bool) -> [QpAttributes; 3] {
     let peer = (Ipv4Addr::LOCALHOST, 4791).into();
     let path = PathAttributes {
         peer,
@@ -152,7 +174,8 @@ fn steps(destination: u32, mtu: Mtu) -> [QpAttributes; 3] {
             .with_destination(destination)
             .with_receive_psn(psn)
             .with_max_dest_rd_atomic(3)
-            .with_min_rnr_timer(1),
+            .with_min_rnr_timer(1)
+            .with_selective_repeat(selective),
         QpAttributes::new(State::Rts)
             .with_send_psn(psn)
             .with_timeout(1)
@@ -166,10 +189,10 @@ fn run_script(script: &mut Unstructured<'_>) -> Result<()> {
     let options = TransportOptions::default()
         .with_send_depth(script.int_in_range(1..=9)?)
         .with_window(script.int_in_range(1..=9)?)
-        .with_read_chunk(script.int_in_range(1..=5)?)
-        .with_line_rate(script.arbitrary::<bool>()?.then_some(1_000_000));
+        .with_read_chunk(script.int_in_range(1..=5)?);
+    let selective = script.arbitrary()?;
     let mtu = Mtu::ALL[script.int_in_range(0..=2)?];
-    let mut endpoints = [Endpoint::new(1, 2, options, mtu), Endpoint::new(2, 1, options, mtu)];
+    let mut endpoints = [[1, 2], [2, 1]].map(|qpns| Endpoint::new(qpns, options, mtu, selective));
     let mut now = Instant::default();
     while !script.is_empty() {
         let at = usize::from(script.arbitrary::<bool>()?);
@@ -277,6 +300,7 @@ fn forged(script: &mut Unstructured<'_>) -> Result<(Headers, u32)> {
         Extension::RethImm(reth, 1),
         Extension::Aeth(aeth),
         Extension::AethAtomic(aeth, 1),
+        Extension::AethSack(aeth, Sack(script.arbitrary()?)),
         Extension::Atomic(atomic),
         Extension::Invalidate(1),
         Extension::Deth(deth),

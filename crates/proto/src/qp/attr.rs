@@ -150,6 +150,7 @@ attr_mask! {
     14 RNR_RETRY "the RNR retry count";
     15 MAX_RD_ATOMIC "the limit of our reads and atomics";
     16 NOTIFY_DRAINED "the drained notification";
+    17 SELECTIVE_REPEAT "selective repeat";
 }
 
 impl QpAttrMask {
@@ -235,6 +236,7 @@ const RC_RECEIVE: A = A::PATH
     .and(A::RECEIVE_PSN)
     .and(A::MAX_DEST_RD_ATOMIC)
     .and(A::MIN_RNR_TIMER);
+const RC_RECEIVE_OPTIONAL: A = A::ACCESS.and(A::PARTITION_INDEX).and(A::SELECTIVE_REPEAT);
 const RC_SEND: A =
     A::SEND_PSN.and(A::TIMEOUT).and(A::RETRY_COUNT).and(A::RNR_RETRY).and(A::MAX_RD_ATOMIC);
 const RC_DRAINED: A = A::PORT
@@ -258,7 +260,7 @@ use State::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
 pub const TRANSITIONS: &[Transition] = &[
     transition(Rc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
     transition(Rc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
-    transition(Rc, Init, Rtr, RC_RECEIVE, A::ACCESS.and(A::PARTITION_INDEX)),
+    transition(Rc, Init, Rtr, RC_RECEIVE, RC_RECEIVE_OPTIONAL),
     transition(Rc, Rtr, Rts, RC_SEND, RC_RUNNING),
     transition(Rc, Rts, Rts, NONE, RC_RUNNING),
     transition(Rc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
@@ -328,6 +330,11 @@ pub struct QpAttributes {
     pub max_rd_atomic: Option<u8>,
     /// Whether to report [`QpEvent::Drained`](super::QpEvent::Drained) after a transition to `SQD`.
     pub notify_drained: Option<bool>,
+    /// Whether both ends have agreed on selective repeat, an extension of this implementation: the
+    /// peer then gets NAKs that say which packets arrived behind a gap, and
+    /// [`Host::hold`](super::Host::hold) keeps those. Without it packets are sent again from the
+    /// gap on (go-back-N).
+    pub selective_repeat: Option<bool>,
 }
 
 setters! {
@@ -350,6 +357,7 @@ setters! {
         with_rnr_retry => rnr_retry: u8,
         with_max_rd_atomic => max_rd_atomic: u8,
         with_notify_drained => notify_drained: bool,
+        with_selective_repeat => selective_repeat: bool,
     }
 }
 
@@ -375,6 +383,7 @@ impl QpAttributes {
             rnr_retry: None,
             max_rd_atomic: None,
             notify_drained: None,
+            selective_repeat: None,
         }
     }
 
@@ -398,6 +407,7 @@ impl QpAttributes {
             (self.rnr_retry.is_some(), A::RNR_RETRY),
             (self.max_rd_atomic.is_some(), A::MAX_RD_ATOMIC),
             (self.notify_drained.is_some(), A::NOTIFY_DRAINED),
+            (self.selective_repeat.is_some(), A::SELECTIVE_REPEAT),
         ];
         set.into_iter().filter(|(is_set, _)| *is_set).fold(NONE, |all, (_, one)| all | one)
     }

@@ -30,6 +30,9 @@ pub(super) enum Outcome {
 
 use Outcome::{Accepted, Dropped, Failed};
 
+/// The response belongs behind one that is missing.
+pub(super) const GAP: Outcome = Dropped(DiscardReason::ResponseGap);
+
 impl Requester {
     pub(super) fn handle_response<H: Host>(
         &mut self,
@@ -51,10 +54,25 @@ impl Requester {
             (Opcode::Acknowledge, Extension::Aeth(aeth)) => {
                 self.on_ack(now, headers.psn, aeth.syndrome, stats)
             }
-            (Opcode::AtomicAcknowledge, Extension::AethAtomic(aeth, value)) => {
-                self.on_atomic_response(now, headers.psn, (aeth.syndrome, value), host, stats)
+            (Opcode::Acknowledge, Extension::AethSack(aeth, sack)) => {
+                let is_gap = aeth.syndrome == Syndrome::Nak(Nak::Sequence);
+                if is_gap && self.selective.is_some() && !sack.is_empty() {
+                    stats.sequence_naks_received += 1;
+                    self.on_selective_nak(now, params, headers.psn, &sack, stats)
+                } else {
+                    self.on_ack(now, headers.psn, aeth.syndrome, stats)
+                }
             }
-            _ => self.on_read_response(now, params, rx, host, stats),
+            (Opcode::AtomicAcknowledge, Extension::AethAtomic(aeth, value)) => {
+                self.on_atomic_response(now, params, headers.psn, (aeth.syndrome, value), host)
+            }
+            _ => self.on_read_response(now, params, rx, host),
+        };
+        let outcome = match outcome {
+            Dropped(DiscardReason::ResponseGap) => {
+                self.on_response_gap(now, params, rx, host, stats)
+            }
+            other => other,
         };
         if self.unacked != before {
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
@@ -110,12 +128,12 @@ impl Requester {
         match syndrome {
             Syndrome::Ack(_) => match self.ack_until(psn.next()) {
                 true => Accepted,
-                false => self.on_response_gap(stats),
+                false => GAP,
             },
             Syndrome::RnrNak(code) => {
                 stats.rnr_received += 1;
                 if !self.ack_until(psn) {
-                    return self.on_response_gap(stats);
+                    return GAP;
                 }
                 self.on_rnr_nak(now, code)
             }
@@ -131,21 +149,21 @@ impl Requester {
                     Nak::RemoteOperational => Status::RemoteOperation,
                     Nak::Sequence | Nak::Unknown(_) => Status::BadResponse,
                 };
-                self.on_rejection(psn, status, stats)
+                self.on_rejection(psn, status)
             }
-            Syndrome::Reserved(_) => self.on_rejection(psn, Status::BadResponse, stats),
+            Syndrome::Reserved(_) => self.on_rejection(psn, Status::BadResponse),
         }
     }
 
     /// The peer rejected the request with this PSN. If the response to an earlier read or atomic is
     /// missing, that one is requested again first (implied NAK), and the rejection is kept: it
     /// fails the work that it is for, not the one before it.
-    fn on_rejection(&mut self, psn: Psn, status: Status, stats: &mut Stats) -> Outcome {
+    fn on_rejection(&mut self, psn: Psn, status: Status) -> Outcome {
         if self.ack_until(psn) {
             return Failed(status);
         }
         self.rejection = Some((psn, status));
-        self.on_response_gap(stats)
+        GAP
     }
 
     /// The peer misses the packet with this PSN: go back. Copies of that NAK are ignored until
@@ -190,15 +208,27 @@ impl Requester {
     }
 
     /// A response arrived before an earlier one: go back, but once per PSN. The responses behind it
-    /// show the same gap, and are still in flight after going back.
-    fn on_response_gap(&mut self, stats: &mut Stats) -> Outcome {
+    /// show the same gap, and are still in flight after going back. With selective repeat it is
+    /// kept, and what is missing is requested again.
+    #[cold]
+    fn on_response_gap<H: Host>(
+        &mut self,
+        now: Instant,
+        params: &ConnParams,
+        rx: &RxPacket<'_>,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Outcome {
+        if self.selective.is_some() {
+            return self.hold_response(now, params, rx, host, stats);
+        }
         if self.last_go_back != Some(self.unacked) {
             stats.response_gaps += 1;
             self.last_go_back = Some(self.unacked);
             self.signals.lost = true;
             self.go_back();
         }
-        Dropped(DiscardReason::ResponseGap)
+        GAP
     }
 
     fn on_read_response<H: Host>(
@@ -207,11 +237,10 @@ impl Requester {
         params: &ConnParams,
         rx: &RxPacket<'_>,
         host: &mut H,
-        stats: &mut Stats,
     ) -> Outcome {
         let (psn, len) = (rx.headers.psn, rx.payload_len);
         if !self.ack_until(psn) {
-            return self.on_response_gap(stats);
+            return GAP;
         }
         let entry = *self.entry(self.tail);
         if !matches!(entry.work.op, SendOp::Read(_)) {
@@ -234,7 +263,7 @@ impl Requester {
         if len > 0 {
             match host.place(Target::Response { id: entry.work.id, offset }, len) {
                 HostStatus::Ready => {}
-                HostStatus::Retry => return self.back_off_after_fault(now),
+                HostStatus::Retry => return self.back_off_after_fault(now, params, psn),
                 HostStatus::Denied => return Failed(Status::LocalProtection),
             }
         }
@@ -248,25 +277,27 @@ impl Requester {
     #[inline]
     fn is_in_order(&self, opcode: Opcode, psn: Psn, begins: bool, ends: bool) -> bool {
         let may_begin = begins || self.resumed_at == Some(psn);
-        match opcode {
+        let in_order = match opcode {
             Opcode::ReadResponseFirst => may_begin && !ends,
             Opcode::ReadResponseMiddle => !begins && !ends,
             Opcode::ReadResponseLast => !begins && ends,
             Opcode::ReadResponseOnly => may_begin && ends,
-            _ => false,
-        }
+            _ => return false,
+        };
+        // With selective repeat any packet may have been requested again, alone.
+        in_order || self.selective.is_some()
     }
 
     fn on_atomic_response<H: Host>(
         &mut self,
         now: Instant,
+        params: &ConnParams,
         psn: Psn,
         (syndrome, value): (Syndrome, u64),
         host: &mut H,
-        stats: &mut Stats,
     ) -> Outcome {
         if !self.ack_until(psn) {
-            return self.on_response_gap(stats);
+            return GAP;
         }
         let work = self.entry(self.tail).work;
         if !matches!(work.op, SendOp::Atomic(..)) || !syndrome.is_ack() {
@@ -274,7 +305,7 @@ impl Requester {
         }
         match host.store_result(work.id, value) {
             HostStatus::Ready => {}
-            HostStatus::Retry => return self.back_off_after_fault(now),
+            HostStatus::Retry => return self.back_off_after_fault(now, params, psn),
             HostStatus::Denied => return Failed(Status::LocalProtection),
         }
         self.complete_response(psn, true);
@@ -282,12 +313,16 @@ impl Requester {
     }
 
     /// The host could not place data that arrived: request it again, with exponential backoff.
-    fn back_off_after_fault(&mut self, now: Instant) -> Outcome {
+    fn back_off_after_fault(&mut self, now: Instant, params: &ConnParams, psn: Psn) -> Outcome {
         self.rto.on_answer();
-        self.go_back();
         let backoff = FAULT_BACKOFF * (1 << self.fault_streak.min(7));
         self.fault_streak = self.fault_streak.saturating_add(1);
         self.resume = self.resume.max(now + backoff);
+        if self.lose(psn) {
+            self.start_timer(self.resume, params);
+        } else {
+            self.go_back();
+        }
         Dropped(DiscardReason::Busy)
     }
 

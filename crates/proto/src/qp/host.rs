@@ -239,4 +239,13 @@ pub trait Host {
     /// returned by the call that is in progress. Its headers will be `headers_len` long, for a host
     /// that copies the payload right behind them.
     fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> HostStatus;
+
+    /// Keeps the received packet, headers and payload, in a slot below
+    /// [`HOLD_SLOTS`](super::HOLD_SLOTS), until [`RcQp::take_held`](super::RcQp::take_held) names
+    /// the slot, or another packet is held there. `false` if that is not possible: the peer then
+    /// sends it again. Called with selective repeat only.
+    fn hold(&mut self, slot: u32) -> bool {
+        let _ = slot;
+        false
+    }
 }

@@ -33,7 +33,7 @@
 //! | `requester`, `completer` | our requests, and the responses to them |
 //! | `responder`, `resource`, `response` | the peer's requests, and our responses |
 //! | `atomic` | atomics on the wire |
-//! | `pacer` | rate control by congestion notifications |
+//! | `selective` | what is known about packets that arrived out of order |
 //! | `rto` | the retransmission timeout, from measured round trips |
 //! | `ud` | datagrams |
 
@@ -42,12 +42,12 @@ mod atomic;
 pub mod attr;
 mod completer;
 mod host;
-mod pacer;
 mod requester;
 mod resource;
 mod responder;
 mod response;
 mod rto;
+mod selective;
 mod stats;
 mod ud;
 mod work;
@@ -57,7 +57,7 @@ use core::time::Duration;
 pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
 pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
-pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
+pub use selective::HOLD_SLOTS;
 pub use stats::{DiscardReason, Stats};
 pub use ud::{Datagram, GRH_LEN, Ud};
 pub use work::{
@@ -70,7 +70,8 @@ use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Extension, Headers, Opcode};
-use pacer::Pacer;
+use alloc::boxed::Box;
+
 use requester::Requester;
 use responder::Responder;
 
@@ -79,6 +80,8 @@ pub const MAX_QP_RD_ATOM: u8 = 128;
 /// Maximum of packets in a message of ours: PSNs compare on half of the circle. One less than 2^31
 /// bytes need at the smallest MTU.
 const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
+/// Minimum time between two congestion notifications (CNPs) of a queue pair.
+pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Options of a queue pair, fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,9 +95,6 @@ pub struct TransportOptions {
     /// Maximum of packets per read request, longer reads are split; clamped to 1..=16384. Default
     /// 16: what a read may exceed the window of its path by. Reduced for long packets as above.
     pub read_chunk: u32,
-    /// The line rate in bytes per second, from which congestion notifications slow down; `None`
-    /// (default) ignores them.
-    pub line_rate: Option<u64>,
 }
 
 setters! {
@@ -102,14 +102,12 @@ setters! {
         with_send_depth => send_depth: u32,
         with_window => window: u32,
         with_read_chunk => read_chunk: u32,
-    } optional {
-        with_line_rate => line_rate: u64,
     }
 }
 
 impl Default for TransportOptions {
     fn default() -> Self {
-        Self { send_depth: 128, window: 256, read_chunk: 16, line_rate: None }
+        Self { send_depth: 128, window: 256, read_chunk: 16 }
     }
 }
 
@@ -179,7 +177,6 @@ pub struct RcQp {
     responder_params: responder::ConnParams,
     requester: Requester,
     responder: Responder,
-    pacer: Pacer,
     stats: Stats,
     qp_event: Option<QpEvent>,
     established: Established,
@@ -205,7 +202,6 @@ impl RcQp {
             send_depth: options.send_depth.clamp(1, 1 << 20),
             window: options.window.clamp(1, 1 << 16),
             read_chunk: options.read_chunk.clamp(1, 1 << 14),
-            line_rate: options.line_rate,
         };
         let mtu = Mtu::ALL[0];
         Self {
@@ -230,7 +226,6 @@ impl RcQp {
             },
             requester: Requester::new(options.send_depth),
             responder: Responder::new(),
-            pacer: Pacer::new(options.line_rate),
             stats: Stats::default(),
             qp_event: None,
             established: Established::No,
@@ -271,11 +266,6 @@ impl RcQp {
         &self.stats
     }
 
-    /// The rate in bytes per second that congestion has reduced it to; `None` if it is not reduced.
-    pub fn paced_rate(&self) -> Option<u64> {
-        self.pacer.rate()
-    }
-
     /// All memory that it holds, in bytes; changes only with [`RcQp::modify`].
     pub fn footprint(&self) -> usize {
         size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
@@ -285,9 +275,7 @@ impl RcQp {
     #[inline]
     pub fn in_flight(&self) -> u32 {
         match self.state {
-            State::Rts | State::Sqd => {
-                self.requester.next.distance_from(self.requester.unacked) as u32
-            }
+            State::Rts | State::Sqd => self.requester.in_flight(),
             _ => 0,
         }
     }
@@ -355,11 +343,20 @@ impl RcQp {
         for params_mtu in [&mut self.requester_params.mtu, &mut self.responder_params.mtu] {
             set(params_mtu, attr.mtu);
         }
+        if let Some(selective) = attr.selective_repeat {
+            self.responder.selective = selective;
+            self.requester.selective = selective.then(|| Box::new(selective::Recovery::new()));
+        }
+        let (mut window, mut read_chunk) = (self.options.window, self.options.read_chunk);
+        if self.responder.selective {
+            // All PSNs in flight have a bit; a read may exceed the window by one request.
+            read_chunk = read_chunk.min(selective::SPAN / 4);
+            window = window.min(selective::SPAN - read_chunk);
+        }
         let max_payload = self.requester_params.mtu.bytes();
-        self.requester_params.full_mtu_window =
-            requester::scale_to_payload(self.options.window, max_payload);
-        self.requester_params.read_chunk =
-            requester::scale_to_payload(self.options.read_chunk, max_payload);
+        self.requester_params.window = window;
+        self.requester_params.full_mtu_window = requester::scale_to_payload(window, max_payload);
+        self.requester_params.read_chunk = requester::scale_to_payload(read_chunk, max_payload);
         for destination in
             [&mut self.requester_params.destination, &mut self.responder_params.destination]
         {
@@ -411,6 +408,38 @@ impl RcQp {
         outcome
     }
 
+    /// Whether selective repeat was negotiated.
+    #[inline]
+    pub fn has_selective_repeat(&self) -> bool {
+        self.responder.selective
+    }
+
+    /// The slot of a packet that the host holds, and whose turn has come: pass that packet to
+    /// [`RcQp::handle_held`], poll events, and call this again until `None`. Call it after each
+    /// [`RcQp::handle_packet`] once events were polled, if selective repeat was negotiated.
+    #[inline]
+    pub fn take_held(&mut self) -> Option<u32> {
+        if !self.responder.selective || !matches!(self.state, State::Rtr | State::Rts | State::Sqd)
+        {
+            return None;
+        }
+        self.responder.take_held().or_else(|| self.requester.take_held())
+    }
+
+    /// Handles a packet that [`RcQp::take_held`] named, as [`RcQp::handle_packet`].
+    pub fn handle_held<H: Host>(
+        &mut self,
+        now: Instant,
+        rx: &RxPacket<'_>,
+        host: &mut H,
+    ) -> Result<(), DiscardReason> {
+        let outcome = self.dispatch(now, rx, host);
+        if let Err(reason) = outcome {
+            self.stats.count(reason);
+        }
+        outcome
+    }
+
     fn dispatch<H: Host>(
         &mut self,
         now: Instant,
@@ -427,6 +456,8 @@ impl RcQp {
             self.schedule_cnp(now);
         }
         if headers.opcode.is_response() {
+            // The window that data of reads counts in is ours, not that of the end that sends it.
+            self.requester.signals.marked |= rx.marked;
             return self.dispatch_response(now, rx, host);
         }
         match headers.opcode {
@@ -439,7 +470,6 @@ impl RcQp {
                 }
                 self.stats.cnp_received += 1;
                 self.requester.signals.marked = true;
-                self.pacer.cut(now);
                 Ok(())
             }
             _ => self.dispatch_request(rx, host),
@@ -487,6 +517,7 @@ impl RcQp {
                 }
                 Ok(())
             }
+            responder::Outcome::Held => Ok(()),
             responder::Outcome::Dropped(reason) => Err(reason),
             responder::Outcome::Failed(qp_event) => {
                 self.fail(None);
@@ -506,7 +537,7 @@ impl RcQp {
     }
 
     fn schedule_cnp(&mut self, now: Instant) {
-        let due = self.last_cnp.is_none_or(|last| now - last >= CUT_INTERVAL);
+        let due = self.last_cnp.is_none_or(|last| now - last >= CNP_INTERVAL);
         if due && matches!(self.state, State::Rtr | State::Rts | State::Sqd) {
             self.cnp_due = true;
             self.last_cnp = Some(now);
@@ -535,7 +566,6 @@ impl RcQp {
         self.stats.packets_sent += 1;
         if let Some(payload) = packet.payload {
             self.stats.bytes_sent += u64::from(payload.len);
-            self.pacer.consume(now, payload.len);
         }
         true
     }
@@ -546,7 +576,7 @@ impl RcQp {
     #[cold]
     pub fn undo_transmit(&mut self, packet: &Transmit) {
         match packet.payload.map(|payload| payload.from) {
-            Some(Source::SendWr { .. }) => self.requester.go_back(),
+            Some(Source::SendWr { .. }) => self.requester.undo(packet.headers.psn),
             Some(Source::Remote { .. }) => self.responder.resource.undo_sent(packet.headers.psn),
             None => {}
         }
@@ -566,22 +596,16 @@ impl RcQp {
             return true;
         }
         packet.headers.becn = false;
-        let open = self.pacer.is_open(now);
         // Requests and responses alternate, so that neither starves. A request is sent first: the
         // application waits for its result, while an ACK only frees resources.
         let request_first = !self.last_was_request && self.responder.has_responses();
-        if request_first && self.next_request(now, open, host, packet) {
+        if request_first && self.next_request(now, host, packet) {
             self.last_was_request = true;
             return true;
         }
         self.last_was_request = false;
-        match self.responder.poll_transmit(
-            &self.responder_params,
-            open,
-            host,
-            &mut self.stats,
-            packet,
-        ) {
+        let (params, stats) = (&self.responder_params, &mut self.stats);
+        match self.responder.poll_transmit(params, host, stats, packet) {
             Ok(true) => return true,
             Ok(false) => {}
             Err(qp_event) => {
@@ -590,17 +614,11 @@ impl RcQp {
                 return self.next_packet(now, host, packet);
             }
         }
-        self.next_request(now, open, host, packet)
+        self.next_request(now, host, packet)
     }
 
-    fn next_request<H: Host>(
-        &mut self,
-        now: Instant,
-        open: bool,
-        host: &mut H,
-        packet: &mut Transmit,
-    ) -> bool {
-        if !open || !matches!(self.state, State::Rts | State::Sqd) {
+    fn next_request<H: Host>(&mut self, now: Instant, host: &mut H, packet: &mut Transmit) -> bool {
+        if !matches!(self.state, State::Rts | State::Sqd) {
             return false;
         }
         let may_start = self.state == State::Rts;
@@ -626,13 +644,12 @@ impl RcQp {
     pub fn poll_timeout(&self, now: Instant) -> Instant {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
-            State::Err if self.responder.has_fatal_nak() => return self.pacer.opens_at(now),
             _ => return Instant::NEVER,
         }
         let requester = &self.requester;
         let backing_off = requester.has_work() && requester.resume > now;
         let resume = if backing_off { requester.resume } else { Instant::NEVER };
-        requester.deadline.min(resume).min(self.pacer.opens_at(now))
+        requester.deadline.min(resume)
     }
 
     /// Reports that the link had no room for a packet of this queue pair. While that lasts it

@@ -1,5 +1,5 @@
 //! The requester: turns posted work into request packets, and goes back to the first unacknowledged
-//! one when a response is missing (go-back-N).
+//! one when a response is missing (go-back-N), or sends what is missing again (`selective`).
 //!
 //! ```text
 //!            reported      tail         current      started        posted
@@ -20,6 +20,7 @@ use core::time::Duration;
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
 use super::rto::RtoEstimator;
+use super::selective::Recovery;
 use super::work::{Fence, SendCompletion, SendOp, SendQueueError, SendWr, Status};
 use super::{Payload, Stats, Transmit};
 use crate::congestion::PathSignals;
@@ -116,7 +117,7 @@ pub(super) struct Requester {
     since_ack_request: u32,
     /// The PSN after the last packet that needs a response: the timer runs while it is ahead of
     /// `unacked`.
-    ack_due: Psn,
+    pub(super) ack_due: Psn,
     /// Configured retries, and those after RNR NAKs that are left; refilled by every
     /// acknowledgement.
     retry_count: u8,
@@ -154,6 +155,11 @@ pub(super) struct Requester {
     pub(super) rejection: Option<(Psn, Status)>,
     /// The failure of the work at `tail`.
     failure: Option<Status>,
+    /// With selective repeat: what is known about each packet in flight.
+    pub(super) selective: Option<Box<Recovery>>,
+    /// PSNs between `unacked` and `next` that are not in flight: they have arrived, or are lost.
+    /// 0 without selective repeat.
+    pub(super) absent: u32,
 }
 
 impl Requester {
@@ -191,6 +197,8 @@ impl Requester {
             signals: PathSignals::default(),
             rejection: None,
             failure: None,
+            selective: None,
+            absent: 0,
         }
     }
 
@@ -215,7 +223,8 @@ impl Requester {
 
     /// Everything before `psn` is acknowledged: the retry counters are refilled.
     pub(super) fn advance_unacked(&mut self, psn: Psn) {
-        self.signals.acked += psn.distance_from(self.unacked) as u32;
+        let known = if self.absent > 0 { self.forget_until(psn) } else { 0 };
+        self.signals.acked += psn.distance_from(self.unacked) as u32 - known;
         self.unacked = psn;
         self.rnr_left = self.rnr_retry;
         (self.fault_streak, self.rnr_streak) = (0, 0);
@@ -223,7 +232,7 @@ impl Requester {
     }
 
     pub(super) fn footprint(&self) -> usize {
-        size_of_val(&*self.ring)
+        size_of_val(&*self.ring) + self.selective.as_ref().map_or(0, |known| size_of_val(&**known))
     }
 
     pub(super) fn entry(&self, position: u32) -> &Entry {
@@ -263,7 +272,7 @@ impl Requester {
 
     /// Whether there may be something to send.
     pub(super) fn has_work(&self) -> bool {
-        self.current != self.posted
+        self.current != self.posted || self.has_lost()
     }
 
     /// Puts the next request into `packet`; returns whether there is one. `may_start` is whether a
@@ -280,6 +289,9 @@ impl Requester {
     ) -> Result<bool, Status> {
         if now < self.resume {
             return Ok(false);
+        }
+        if self.absent > 0 && self.has_lost() {
+            return self.resend(now, params, host, stats, packet);
         }
         while self.current != self.posted {
             let is_new_message = self.current == self.started;
@@ -327,7 +339,7 @@ impl Requester {
         stats: &mut Stats,
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
-        let in_flight = self.next.distance_from(self.unacked) as u32;
+        let in_flight = self.in_flight();
         // The allowance may have shrunk since packets were sent that request no ACK: one more
         // packet must, or none would ever come.
         let may_wait = in_flight == 0 || self.since_ack_request == 0;
@@ -335,7 +347,8 @@ impl Requester {
             self.blocked_by_path = true;
             return Ok(false);
         }
-        let (next, unsent, outstanding_reads) = (self.next, self.unsent, self.outstanding_reads);
+        let (next, unsent, unacked) = (self.next, self.unsent, self.unacked);
+        let outstanding_reads = self.outstanding_reads;
         let is_oldest = self.current == self.tail;
         let (limited, limit) =
             (self.probing || !self.opened, if self.probing { 1 } else { INITIAL_WINDOW });
@@ -343,7 +356,9 @@ impl Requester {
         let awaits_response = entry.work.op.awaits_response();
         // Retransmissions were counted already: a limit that was lowered since must not block them.
         let is_new = next == unsent;
-        if params.window_full(in_flight, entry.work.len)
+        // The window limits the distance of PSNs, also if packets in between have arrived.
+        let span = next.distance_from(unacked) as u32;
+        if params.window_full(span, entry.work.len)
             || limited && in_flight >= limit
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
@@ -388,11 +403,14 @@ impl Requester {
         // between, and on the first retransmitted packet: perhaps only the response was lost.
         // Messages of several packets use the window for full MTU.
         headers.ack_request = is_last
-            || in_flight + segment.psn_count >= params.full_mtu_window
+            || span + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
-            || !is_new && next == self.unacked
+            || !is_new && next == unacked
             || limited && in_flight + segment.psn_count >= limit
             || in_flight + segment.psn_count >= self.allowance;
+        if let Some(known) = &mut self.selective {
+            known.on_sent(next, segment.psn_count);
+        }
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
@@ -418,7 +436,7 @@ impl Requester {
         }
     }
 
-    fn start_timer(&mut self, now: Instant, params: &ConnParams) {
+    pub(super) fn start_timer(&mut self, now: Instant, params: &ConnParams) {
         if let Some(timeout) = params.timeout {
             self.deadline = now + self.rto.next_wait(timeout, self.retry_count);
         }
@@ -437,9 +455,18 @@ impl Requester {
         self.next = self.unacked;
         self.current = self.tail;
         self.ack_due = self.unacked;
+        self.forget_requests();
         self.outstanding_reads = 0;
         self.deadline = Instant::NEVER;
         self.rto.forget_sample();
+    }
+
+    /// The packet with this PSN was not sent after all.
+    pub(super) fn undo(&mut self, psn: Psn) {
+        self.rto.forget_sample();
+        if !self.lose(psn) {
+            self.go_back();
+        }
     }
 
     /// Handles an expired retransmission timer. `Err` fails the queue pair.
@@ -459,7 +486,13 @@ impl Requester {
             return Err(Status::RetryExceeded);
         }
         (self.last_go_back, self.nak_ignored) = (None, false);
-        self.go_back();
+        if self.selective.is_some() {
+            self.lose_from(params, self.unacked);
+            self.deadline = Instant::NEVER;
+            self.rto.forget_sample();
+        } else {
+            self.go_back();
+        }
         self.probing = true;
         Ok(())
     }
@@ -491,20 +524,25 @@ impl Requester {
 }
 
 /// One packet of a request.
-struct Segment {
+pub(super) struct Segment {
     /// Offset of its payload in the message, and its length.
-    offset: u32,
-    len: u32,
+    pub offset: u32,
+    pub len: u32,
     /// How many PSNs it consumes.
-    psn_count: u32,
-    can_solicit: bool,
+    pub psn_count: u32,
+    pub can_solicit: bool,
 }
 
 impl Segment {
     /// The packet with this index; for a read, the request for the rest of its chunk. Writes opcode
     /// and extension to `headers`.
     #[inline(always)]
-    fn at(entry: &Entry, index: u32, params: &ConnParams, headers: &mut Headers) -> Self {
+    pub(super) fn at(
+        entry: &Entry,
+        index: u32,
+        params: &ConnParams,
+        headers: &mut Headers,
+    ) -> Self {
         let work = &entry.work;
         let offset = params.mtu.offset(index);
         let is_first = index == 0;
@@ -518,7 +556,7 @@ impl Segment {
         }
         let len = if is_last { work.len.wrapping_sub(offset) } else { params.mtu.bytes() };
         let (opcode, extension) = match work.op {
-            SendOp::Read(at) => return Self::read(entry, index, params, at, headers),
+            SendOp::Read(at) => return Self::read(entry, index, u32::MAX, params, at, headers),
             SendOp::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
             SendOp::Write(at) => {
                 (WRITE.at(is_first, is_last), write_header(is_first, at, work.len))
@@ -554,14 +592,17 @@ impl Segment {
         Self { offset, len, psn_count: 1, can_solicit }
     }
 
-    fn read(
+    /// The request for the rest of a chunk from `index` on, at most `limit` packets.
+    pub(super) fn read(
         entry: &Entry,
         index: u32,
+        limit: u32,
         params: &ConnParams,
         at: Remote,
         headers: &mut Headers,
     ) -> Self {
-        let psn_count = (entry.packets - index).min(params.read_chunk - index % params.read_chunk);
+        let psn_count =
+            (entry.packets - index).min(params.read_chunk - index % params.read_chunk).min(limit);
         let offset = params.mtu.offset(index);
         let len = match index + psn_count == entry.packets {
             true => entry.work.len - offset,

@@ -11,6 +11,7 @@ use super::access::Access;
 use super::host::{Host, HostStatus, Receive, Remote, Target};
 use super::requester::MAX_MESSAGE_LEN;
 use super::resource::{RdAtomicOp, Resource, ResourceRing};
+use super::selective::{PsnSet, SPAN, psns};
 use super::work::{QpEvent, ReceiveCompletion, ReceiveKind, Status};
 use super::{Mtu, RxPacket, Stats};
 use crate::psn::Psn;
@@ -101,6 +102,8 @@ fn check_host(status: HostStatus, denied: fn() -> Reject) -> Result<(), Reject> 
 pub(super) enum Outcome {
     /// It was executed.
     Accepted,
+    /// The host keeps it until its turn comes.
+    Held,
     /// It was not executed.
     Dropped(DiscardReason),
     /// It moved the queue pair to the error state.
@@ -131,6 +134,10 @@ pub(super) struct Responder {
     /// How many times in a row memory was not resident.
     pub(super) fault_streak: u8,
     receive_completion: Option<ReceiveCompletion>,
+    /// Selective repeat was negotiated.
+    pub(super) selective: bool,
+    /// Requests behind `expected` that the host holds.
+    pub(super) held: PsnSet,
     /// The NAK that failed the queue pair; repeated for retransmitted requests.
     fatal: Option<(Nak, Psn)>,
 }
@@ -150,6 +157,8 @@ impl Responder {
             parked: false,
             fault_streak: 0,
             receive_completion: None,
+            selective: false,
+            held: PsnSet::default(),
             fatal: None,
         }
     }
@@ -194,8 +203,7 @@ impl Responder {
         let psn = rx.headers.psn;
         let distance = psn.distance_from(self.expected);
         if distance > 0 {
-            self.on_gap(psn);
-            return Outcome::Dropped(DiscardReason::Gap);
+            return self.on_gap(psn, distance as u32, host, stats);
         }
         if distance < 0 {
             return Outcome::Dropped(self.on_duplicate(params, rx.headers));
@@ -204,6 +212,9 @@ impl Responder {
             Ok(()) => {
                 self.nak_sent = false;
                 self.fault_streak = 0;
+                if self.selective {
+                    self.forget_held(psn);
+                }
                 Outcome::Accepted
             }
             Err(reject @ (Reject::NotReady | Reject::NotResident)) => {
@@ -259,12 +270,48 @@ impl Responder {
     }
 
     /// Handles a request beyond a missing one: one NAK, until the missing request arrives. If the
-    /// NAK is lost, the peer's timer expires.
-    fn on_gap(&mut self, psn: Psn) {
+    /// NAK is lost, the peer's timer expires. With selective repeat the host keeps the request, and
+    /// each such request has a NAK, which says which ones have arrived.
+    #[cold]
+    fn on_gap<H: Host>(
+        &mut self,
+        psn: Psn,
+        distance: u32,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Outcome {
         if !self.nak_sent {
-            self.nak_sent = true;
+            self.nak_sent = !self.selective;
             self.reply = Reply::Sequence(psn);
         }
+        if !self.selective || distance >= SPAN {
+            return Outcome::Dropped(DiscardReason::Gap);
+        }
+        if self.held.contains(psn) {
+            return Outcome::Dropped(DiscardReason::Duplicate);
+        }
+        if !host.hold(psn.value() % SPAN) {
+            return Outcome::Dropped(DiscardReason::Gap);
+        }
+        self.held.insert(psn);
+        stats.held += 1;
+        Outcome::Held
+    }
+
+    /// Requests from `first` on were executed: copies of them are not held any more.
+    fn forget_held(&mut self, first: Psn) {
+        if !self.held.is_empty() {
+            for psn in psns(first, self.expected).take(SPAN as usize) {
+                self.held.remove(psn);
+            }
+        }
+    }
+
+    /// The slot of a held request whose turn it is; it is no longer held.
+    pub(super) fn take_held(&mut self) -> Option<u32> {
+        // The next receive completion has no place yet.
+        let is_next = self.receive_completion.is_none() && self.held.remove(self.expected);
+        is_next.then(|| self.expected.value() % SPAN)
     }
 
     /// Handles a request that was executed before: answered again, never executed again.

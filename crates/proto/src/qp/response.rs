@@ -27,7 +27,6 @@ impl Responder {
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         params: &ConnParams,
-        may_send_data: bool,
         host: &mut H,
         stats: &mut Stats,
         packet: &mut Transmit,
@@ -52,9 +51,6 @@ impl Responder {
             }
             RdAtomicOp::Read { at, len } => (at, len),
         };
-        if !may_send_data {
-            return Ok(false);
-        }
         let (is_first, is_last) =
             (resource.next == resource.start, resource.next + 1 == resource.stop);
         (headers.opcode, headers.extension) = match (is_first, is_last) {
@@ -113,6 +109,18 @@ impl Responder {
     ) -> bool {
         let (syndrome, psn) = match core::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return false,
+            // Unless the request at `expected` was refused, for which the peer has an RNR NAK.
+            Reply::Ack | Reply::Sequence(_) if !self.held.is_empty() && !self.nak_sent => {
+                stats.sequence_naks_sent += 1;
+                let syndrome = Syndrome::Nak(Nak::Sequence);
+                packet.headers = without_data(params, self.expected, syndrome, self.completed);
+                packet.headers.extension = Extension::AethSack(
+                    Aeth { syndrome, msn: self.completed },
+                    self.held.behind(self.expected),
+                );
+                packet.payload = None;
+                return true;
+            }
             Reply::Ack => (Syndrome::ACK, self.acknowledged),
             // The missing packets have arrived meanwhile.
             Reply::Sequence(received) if self.expected.distance_from(received) > 0 => {

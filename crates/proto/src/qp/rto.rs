@@ -54,13 +54,28 @@ impl RtoEstimator {
         Some(now - sent)
     }
 
-    /// The peer answered.
+    /// This packet has arrived, although one before it may be missing. Returns its round trip, if it
+    /// was measured.
+    pub(super) fn on_delivered(&mut self, now: Instant, psn: Psn) -> Option<Duration> {
+        let (_, sent) = self.sample.take_if(|(sampled, _)| *sampled == psn)?;
+        self.measure((now - sent).as_nanos() as u64);
+        Some(now - sent)
+    }
+
+    /// The packet whose round trip is being measured.
+    pub(super) fn sampled(&self) -> Option<Psn> {
+        self.sample.map(|(psn, _)| psn)
+    }
+
+    /// The peer answered. Waits stay as long as they are until a round trip is measured: perhaps they
+    /// were shorter than it, and every packet was sent twice.
     #[inline]
     pub(super) fn on_answer(&mut self) {
-        (self.timeouts, self.silence) = (0, Duration::ZERO);
+        self.silence = Duration::ZERO;
     }
 
     fn measure(&mut self, round_trip: u64) {
+        self.timeouts = 0;
         if self.smoothed == 0 {
             (self.smoothed, self.variation) = (round_trip.max(1), round_trip / 2);
             return;
@@ -72,7 +87,9 @@ impl RtoEstimator {
 
     /// How long to wait for a response from now on.
     pub(super) fn next_wait(&mut self, timeout: Duration, retry_count: u8) -> Duration {
-        let measured = Duration::from_nanos(self.smoothed.saturating_add(4 * self.variation));
+        // Round trips that hardly vary would leave no time for a queue that begins to build up.
+        let margin = (4 * self.variation).max(self.smoothed / 2);
+        let measured = Duration::from_nanos(self.smoothed.saturating_add(margin));
         let base = if self.smoothed == 0 { INITIAL_RTO } else { measured.max(MIN_RTO) };
         let wait = base.saturating_mul(1 << self.timeouts.min(20)).min(timeout);
         let left = limit(timeout, retry_count).saturating_sub(self.silence);
@@ -120,7 +137,7 @@ mod tests {
         assert_eq!(measured(&[10; 20]).next_wait(TIMEOUT, 7), MIN_RTO);
         let slow = measured(&[100_000; 40]).next_wait(TIMEOUT, 7);
         assert!(
-            slow >= Duration::from_millis(100) && slow < Duration::from_millis(120),
+            slow >= Duration::from_millis(100) && slow <= Duration::from_millis(150),
             "{slow:?}"
         );
         let varying = measured(&[20_000, 60_000].repeat(20)).next_wait(TIMEOUT, 7);
@@ -160,7 +177,34 @@ mod tests {
         assert_eq!(total, TIMEOUT * 8);
         assert_eq!(waits[..8], [4, 8, 16, 33, 67, 134, 268, 500]);
         rto.on_answer();
-        assert_eq!(rto.next_wait(TIMEOUT, 7), MIN_RTO);
+        assert_eq!(rto.next_wait(TIMEOUT, 7), TIMEOUT, "until a round trip is measured");
         assert!(!rto.on_timeout(TIMEOUT, 7));
+        rto.on_sent(at(0), Psn::new(9));
+        rto.on_progress(at(10), Psn::new(10));
+        assert_eq!(rto.next_wait(TIMEOUT, 7), MIN_RTO);
+    }
+
+    /// A round trip longer than the first wait is measured all the same: the wait after it is longer.
+    #[test]
+    fn a_long_round_trip_is_measured_after_timeouts() {
+        let mut rto = RtoEstimator::default();
+        let (mut now, mut timeouts) = (0, 0);
+        for psn in 0..5 {
+            rto.on_sent(at(now), Psn::new(psn));
+            let mut answer = Duration::from_millis(100);
+            loop {
+                let wait = rto.next_wait(Duration::from_secs(1), 7);
+                if wait >= answer {
+                    break;
+                }
+                rto.on_timeout(Duration::from_secs(1), 7);
+                rto.forget_sample();
+                answer -= wait;
+                timeouts += 1;
+            }
+            now += 100_000;
+            rto.on_progress(at(now), Psn::new(psn + 1));
+        }
+        assert_eq!((timeouts, rto.smoothed), (1, 100_000_000));
     }
 }

@@ -86,6 +86,10 @@ pub struct Stats {
     pub bytes_received: u64,
     /// Requests retransmitted.
     pub resent: u64,
+    /// With selective repeat: packets that were found lost before a timeout.
+    pub lost: u64,
+    /// With selective repeat: packets that arrived before an earlier one, and were kept.
+    pub held: u64,
     /// Expiries of the retransmission timer.
     pub timeouts: u64,
     /// Sequence-error NAKs received.

@@ -145,6 +145,49 @@ impl Aeth {
     }
 }
 
+/// Selective acknowledgement: which packets behind a missing one have arrived. It follows the AETH
+/// of a sequence-error NAK between two ends that negotiated it; defined here, in no specification.
+///
+/// The lowest bit of the first byte is the packet behind the one with the NAK's PSN, the highest
+/// bit of the last byte the 256th.
+///
+/// ```
+/// use warpwire_proto::wire::Sack;
+/// let mut sack = Sack::default();
+/// sack.insert(1);
+/// sack.insert(10);
+/// assert!(sack.contains(1) && !sack.contains(2) && sack.0[1] == 2);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sack(pub [u8; Self::LEN]);
+
+impl Sack {
+    /// Its length in bytes.
+    pub const LEN: usize = 32;
+    /// How many packets it has bits for.
+    pub const SPAN: u32 = 8 * Self::LEN as u32;
+
+    /// Whether the packet `behind` packets behind the missing one has arrived.
+    pub const fn contains(&self, behind: u32) -> bool {
+        match behind {
+            1..=Self::SPAN => self.0[(behind - 1) as usize / 8] >> ((behind - 1) % 8) & 1 == 1,
+            _ => false,
+        }
+    }
+
+    /// Adds the packet `behind` packets behind the missing one: 1 to 256.
+    pub const fn insert(&mut self, behind: u32) {
+        if let 1..=Self::SPAN = behind {
+            self.0[(behind - 1) as usize / 8] |= 1 << ((behind - 1) % 8);
+        }
+    }
+
+    /// Whether it has no packet.
+    pub fn is_empty(&self) -> bool {
+        self.0 == [0; Self::LEN]
+    }
+}
+
 /// The syndrome of an acknowledgement.
 ///
 /// ```
@@ -186,6 +229,11 @@ impl Syndrome {
     /// Whether it is an ACK, of any credit count.
     pub const fn is_ack(self) -> bool {
         matches!(self, Self::Ack(_))
+    }
+
+    /// Whether it is an RNR NAK, of any time.
+    pub const fn is_rnr(self) -> bool {
+        matches!(self, Self::RnrNak(_))
     }
 
     /// Parses the byte on the wire.

@@ -26,7 +26,7 @@ pub mod packet;
 pub mod pcap;
 mod print;
 
-pub use ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Nak, Reth, Syndrome};
+pub use ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Nak, Reth, Sack, Syndrome};
 pub use ip::{IpRepr, UDP_PORT, UdpRepr};
 pub use opcode::{Opcode, Position};
 pub use packet::{Extension, Headers, Malformed, Packet, Transport};

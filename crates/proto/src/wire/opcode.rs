@@ -1,5 +1,7 @@
 //! Transport opcodes, and which headers follow them.
 
+use super::ext::Sack;
+
 /// The position of a packet in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Position {
@@ -22,6 +24,8 @@ pub(super) enum ExtKind {
     RethImm,
     Aeth,
     AethAtomic,
+    /// Of a sequence-error NAK between ends that negotiated it; no opcode has it always.
+    AethSack,
     Atomic,
     MaskedAtomic,
     Invalidate,
@@ -42,6 +46,7 @@ impl ExtKind {
             Self::AethAtomic | Self::DethImm => 12,
             Self::Atomic => 28,
             Self::MaskedAtomic => 44,
+            Self::AethSack => 4 + Sack::LEN,
             Self::Deth => 8,
         }
     }

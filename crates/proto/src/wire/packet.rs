@@ -3,7 +3,7 @@
 use core::fmt;
 use core::ops::Range;
 
-use super::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
+use super::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Nak, Reth, Sack, Syndrome};
 use super::icrc::{self, Crc32};
 use super::ip::{IPV4_LEN, IpRepr, UDP_LEN, UdpRepr};
 use super::opcode::{ExtKind, Opcode};
@@ -79,6 +79,8 @@ pub enum Extension {
     Aeth(Aeth),
     /// AETH and the value before an atomic operation.
     AethAtomic(Aeth, u64),
+    /// AETH of a sequence-error NAK, and which packets behind the gap have arrived.
+    AethSack(Aeth, Sack),
     /// AtomicETH.
     Atomic(AtomicEth),
     /// An atomic with masks, see [`MaskedAtomicEth`].
@@ -103,6 +105,7 @@ impl Extension {
             Self::RethImm(..) => ExtKind::RethImm,
             Self::Aeth(_) => ExtKind::Aeth,
             Self::AethAtomic(..) => ExtKind::AethAtomic,
+            Self::AethSack(..) => ExtKind::AethSack,
             Self::Atomic(_) => ExtKind::Atomic,
             Self::MaskedAtomic(_) => ExtKind::MaskedAtomic,
             Self::Invalidate(_) => ExtKind::Invalidate,
@@ -122,6 +125,9 @@ impl Extension {
             ExtKind::Aeth => Self::Aeth(Aeth::parse(&bytes_at(bytes, 0))),
             ExtKind::AethAtomic => {
                 Self::AethAtomic(Aeth::parse(&bytes_at(bytes, 0)), u64_at(bytes, 4))
+            }
+            ExtKind::AethSack => {
+                Self::AethSack(Aeth::parse(&bytes_at(bytes, 0)), Sack(bytes_at(bytes, 4)))
             }
             ExtKind::Atomic => Self::Atomic(AtomicEth::parse(&bytes_at(bytes, 0))),
             ExtKind::MaskedAtomic => {
@@ -148,6 +154,10 @@ impl Extension {
             Self::AethAtomic(aeth, before) => {
                 aeth.emit(writer);
                 writer.u64(before);
+            }
+            Self::AethSack(aeth, sack) => {
+                aeth.emit(writer);
+                writer.put(sack.0);
             }
             Self::Atomic(atomic) => atomic.emit(writer),
             Self::MaskedAtomic(atomic) => atomic.emit(writer),
@@ -241,7 +251,10 @@ impl Headers {
     /// shorter than [`Headers::wire_len`] or the extension does not match the opcode. The caller
     /// adds the ICRC, which covers the payload.
     pub fn emit(&self, buffer: &mut [u8], payload: usize) -> Option<usize> {
-        if self.opcode.ext_kind() != Some(self.extension.ext_kind()) {
+        let ext_kind = self.extension.ext_kind();
+        if self.opcode.ext_kind() != Some(ext_kind)
+            && (self.opcode, ext_kind) != (Opcode::Acknowledge, ExtKind::AethSack)
+        {
             return None;
         }
         let start = self.len();
@@ -293,8 +306,10 @@ impl<'a> Transport<'a> {
         }
         let ext_kind =
             Opcode::from_byte(base[field::OPCODE]).ext_kind().ok_or(Malformed::Opcode)?;
-        let view = Self { base, rest, ext_kind };
-        if rest.len() < ext_kind.len() + view.pad() + ICRC_LEN {
+        let mut view = Self { base, rest, ext_kind };
+        if ext_kind == ExtKind::Aeth && view.has_sack() {
+            view.ext_kind = ExtKind::AethSack;
+        } else if rest.len() < ext_kind.len() + view.pad() + ICRC_LEN {
             return Err(Malformed::Short);
         }
         Ok(view)
@@ -353,6 +368,16 @@ impl<'a> Transport<'a> {
     #[inline]
     pub fn icrc(&self) -> u32 {
         u32::from_le_bytes(bytes_at(self.rest, self.rest.len() - ICRC_LEN))
+    }
+
+    /// Whether it is a sequence-error NAK with the data of a selective acknowledgement, which no
+    /// other ACK has.
+    fn has_sack(&self) -> bool {
+        const SEQUENCE: u8 = Syndrome::Nak(Nak::Sequence).byte();
+        self.opcode() == Opcode::Acknowledge
+            && self.rest.len() == ExtKind::AethSack.len() + ICRC_LEN
+            && self.rest.first() == Some(&SEQUENCE)
+            && self.pad() == 0
     }
 
     #[inline]

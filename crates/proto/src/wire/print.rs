@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use super::ext::Aeth;
 use super::packet::{Extension, Headers, Packet};
 
 impl fmt::Display for Headers {
@@ -32,6 +33,11 @@ impl fmt::Display for Headers {
             Extension::Aeth(aeth) => write!(f, " {:?} msn {}", aeth.syndrome, aeth.msn),
             Extension::AethAtomic(aeth, before) => {
                 write!(f, " {:?} msn {} before {before:#x}", aeth.syndrome, aeth.msn)
+            }
+            Extension::AethSack(aeth, sack) => {
+                let arrived: u32 = sack.0.iter().map(|byte| byte.count_ones()).sum();
+                let Aeth { syndrome, msn } = aeth;
+                write!(f, " {syndrome:?} msn {msn}, {arrived} arrived behind it")
             }
             Extension::Atomic(atomic) => {
                 let (address, rkey) = (atomic.address, atomic.rkey);

@@ -1,31 +1,18 @@
-//! Congestion control: ECN marks, CNPs, and pacing.
+//! Congestion control: ECN marks and CNPs.
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{
-    CUT_INTERVAL, RAISE_INTERVAL, RxPacket, SendOp, Transmit, TransportOptions,
-};
+use warpwire_proto::Psn;
+use warpwire_proto::congestion::PathSignals;
+use warpwire_proto::qp::{CNP_INTERVAL, RxPacket, SendOp, Transmit};
 use warpwire_proto::wire::{Extension, Opcode};
-use warpwire_proto::{Instant, Psn};
 
-use crate::directed::pair::{A, B, ConnParams, MTU, Pair, QPNS, REMOTE_ADDR};
-
-/// Line rate: one byte per nanosecond.
-const LINE: u64 = 1_000_000_000;
-
-fn paced_pair() -> Pair {
-    let options = TransportOptions::default().with_line_rate(LINE);
-    Pair::with(ConnParams { options, ..ConnParams::default() })
-}
+use crate::directed::pair::{A, B, MTU, Pair, QPNS, REMOTE_ADDR};
 
 fn deliver_marked(pair: &mut Pair, end: usize, packet: &Transmit) {
     let payload_len = packet.payload.map_or(0, |payload| payload.len);
     let rx = RxPacket { headers: &packet.headers, payload_len, marked: true };
     pair.deliver_rx(end, rx).unwrap();
-}
-
-fn notify(pair: &mut Pair) {
-    pair.inject_response(Opcode::CongestionNotification, 0, Extension::Cnp, 0).unwrap();
 }
 
 #[test]
@@ -40,7 +27,7 @@ fn marked_packets_cause_rate_limited_notifications() {
     assert_eq!(headers.opcode, Opcode::CongestionNotification);
     assert_eq!((headers.destination_qp, headers.psn), (QPNS[A], Psn::new(0)));
     assert!(headers.becn && !headers.ack_request);
-    pair.now = pair.now + (CUT_INTERVAL - Duration::from_nanos(1));
+    pair.now = pair.now + (CNP_INTERVAL - Duration::from_nanos(1));
     deliver_marked(&mut pair, B, &packets[4]);
     assert_eq!(pair.send_all(B), [], "a CNP within the interval");
     pair.now = pair.now + Duration::from_nanos(1);
@@ -63,76 +50,35 @@ fn marked_responses_cause_notifications_too() {
 }
 
 #[test]
-fn without_a_line_rate_notifications_are_counted_and_change_nothing() {
+fn a_notification_is_reported_to_the_path_once() {
     let mut pair = Pair::new();
-    notify(&mut pair);
+    pair.inject_response(Opcode::CongestionNotification, 0, Extension::Cnp, 0).unwrap();
     assert_eq!(pair.endpoints[A].qp.stats().cnp_received, 1);
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
+    assert!(pair.endpoints[A].qp.take_path_signals().marked);
+    assert_eq!(pair.endpoints[A].qp.take_path_signals(), PathSignals::default());
+    // The window of the path decides what that means: the queue pair itself is not slowed down.
     pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
     assert_eq!(pair.send_all(A).len(), 8);
 }
 
+/// A mark on a request reaches the path of the end that sent it, by a CNP. A mark on the data of a
+/// read counts at the end that reads, whose window holds that data.
 #[test]
-fn a_notification_halves_the_rate_and_spaces_the_packets() {
-    let mut pair = paced_pair();
-    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
-    notify(&mut pair);
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), Some(LINE / 2));
-    let start = pair.now;
-    for at in 0..8 {
-        assert_eq!(pair.send_all(A).len(), 1, "packets are paced");
-        let opens = start + Duration::from_nanos(u64::from(2 * MTU) * (at + 1));
-        assert_eq!(pair.next_deadline(), opens);
-        pair.advance_to(opens);
+fn marks_reach_the_path_whose_window_they_concern() {
+    for op in [SendOp::Write(REMOTE_ADDR), SendOp::Read(REMOTE_ADDR)] {
+        let mut pair = Pair::new();
+        pair.post(A, 0, op, 10);
+        let mut packet = pair.send(A).unwrap();
+        if matches!(op, SendOp::Read(_)) {
+            pair.deliver(B, &packet).unwrap();
+            packet = pair.send(B).unwrap();
+            deliver_marked(&mut pair, A, &packet);
+        } else {
+            deliver_marked(&mut pair, B, &packet);
+            pair.exchange();
+        }
+        assert!(pair.endpoints[A].qp.take_path_signals().marked, "{op:?}");
     }
-}
-
-#[test]
-fn more_notifications_cut_further_but_only_one_in_an_interval() {
-    let mut pair = paced_pair();
-    notify(&mut pair);
-    notify(&mut pair);
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), Some(LINE / 2));
-    pair.wait(CUT_INTERVAL);
-    notify(&mut pair);
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), Some(LINE / 4));
-}
-
-#[test]
-fn time_without_notifications_raises_the_rate_until_pacing_ends() {
-    let mut pair = paced_pair();
-    notify(&mut pair);
-    pair.wait(RAISE_INTERVAL * 40);
-    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 8 * MTU);
-    // The packet that ends pacing still occupies its own time at line rate.
-    pair.send(A).unwrap();
-    assert_eq!(pair.endpoints[A].qp.paced_rate(), None);
-    pair.wait(Duration::from_nanos(u64::from(MTU)));
-    assert_eq!(pair.send_all(A).len(), 7);
-}
-
-#[test]
-fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
-    let mut pair = paced_pair();
-    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 4 * MTU);
-    pair.transfer(A);
-    let cnp = warpwire_proto::wire::Headers::new(
-        Opcode::CongestionNotification,
-        QPNS[B],
-        Psn::new(0),
-        Extension::Cnp,
-    );
-    pair.deliver_rx(B, RxPacket { headers: &cnp, payload_len: 0, marked: false }).unwrap();
-    for _ in 0..4 {
-        assert_eq!(pair.send_all(B).len(), 1);
-        assert_ne!(pair.endpoints[B].qp.poll_timeout(pair.now), Instant::NEVER);
-        pair.now = pair.endpoints[B].qp.poll_timeout(pair.now);
-    }
-    pair.endpoints[B].host.add_receive(0, 10);
-    pair.post(A, 1, SendOp::Send, 0);
-    pair.exchange();
-    assert_eq!(pair.send_all(B), []);
 }
 
 #[test]

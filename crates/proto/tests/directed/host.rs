@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target};
+use warpwire_proto::qp::{
+    Access, Atomic, HOLD_SLOTS, Host, HostStatus, Receive, Remote, Source, Target,
+};
+use warpwire_proto::wire::Headers;
 
 /// Host calls whose answers can be scripted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -18,6 +21,7 @@ pub enum HostCall {
     StoreResult,
     FetchWork,
     FetchRemote,
+    Hold,
 }
 
 /// Effects on memory, in order.
@@ -38,6 +42,9 @@ pub struct ScriptedHost {
     pub calls: BTreeMap<HostCall, u32>,
     /// The word that all atomics modify.
     pub atomic_word: u64,
+    /// The packet being handled, and packets that are kept, by slot.
+    pub current: Option<(Headers, u32)>,
+    pub held: BTreeMap<u32, (Headers, u32)>,
 }
 
 impl ScriptedHost {
@@ -116,6 +123,15 @@ impl Host for ScriptedHost {
 
     fn store_result(&mut self, id: u64, value: u64) -> HostStatus {
         self.apply(HostCall::StoreResult, HostEffect::Stored(id, value))
+    }
+
+    fn hold(&mut self, slot: u32) -> bool {
+        assert!(slot < HOLD_SLOTS);
+        let verdict = self.next(HostCall::Hold) == HostStatus::Ready;
+        if verdict {
+            self.held.insert(slot, self.current.expect("a packet that is being handled"));
+        }
+        verdict
     }
 
     fn fetch(&mut self, from: Source, _: u32, _: usize) -> HostStatus {

@@ -14,6 +14,7 @@ mod pair;
 mod requests;
 mod responses;
 mod retries;
+mod selective;
 mod sending;
 mod states;
 mod timers;

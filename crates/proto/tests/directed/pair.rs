@@ -35,6 +35,7 @@ pub struct ConnParams {
     pub min_rnr_timer: u8,
     pub max_rd_atomic: u8,
     pub max_dest_rd_atomic: u8,
+    pub selective: bool,
 }
 
 impl Default for ConnParams {
@@ -50,6 +51,7 @@ impl Default for ConnParams {
             min_rnr_timer: 5,
             max_rd_atomic: 4,
             max_dest_rd_atomic: 4,
+            selective: false,
         }
     }
 }
@@ -74,6 +76,7 @@ impl ConnParams {
             .with_receive_psn(Psn::new(self.psn[1 - end]))
             .with_max_dest_rd_atomic(self.max_dest_rd_atomic)
             .with_min_rnr_timer(self.min_rnr_timer)
+            .with_selective_repeat(self.selective.then_some(true))
     }
 
     pub fn rts_attr(self, end: usize) -> QpAttributes {
@@ -221,9 +224,23 @@ impl Pair {
 
     pub fn deliver_rx(&mut self, end: usize, rx: RxPacket<'_>) -> Result<(), DiscardReason> {
         let receiver = &mut self.endpoints[end];
+        receiver.host.current = Some((*rx.headers, rx.payload_len));
         let outcome = receiver.qp.handle_packet(self.now, &rx, &mut receiver.host);
         self.drain_events(end);
+        self.deliver_held(end);
         outcome
+    }
+
+    /// Delivers packets that the host kept, and whose turn has come.
+    fn deliver_held(&mut self, end: usize) {
+        while let Some(slot) = self.endpoints[end].qp.take_held() {
+            let Endpoint { qp, host, .. } = &mut self.endpoints[end];
+            host.current = None;
+            let (headers, payload_len) = host.held.remove(&slot).expect("a packet in this slot");
+            let rx = RxPacket { headers: &headers, payload_len, marked: false };
+            let _ = qp.handle_held(self.now, &rx, host);
+            self.drain_events(end);
+        }
     }
 
     pub fn deliver_all(

@@ -13,7 +13,7 @@ use State::{Err as Error, Init, Reset, Rtr, Rts, Sqd, Sqe};
 
 const STATES: [State; 7] = [Reset, Init, Rtr, Rts, Sqd, Sqe, Error];
 
-const ALL: [Set; 17] = [
+const ALL: [Set; 18] = [
     Set::CURRENT_STATE,
     Set::PARTITION_INDEX,
     Set::PORT,
@@ -31,6 +31,7 @@ const ALL: [Set; 17] = [
     Set::RNR_RETRY,
     Set::MAX_RD_ATOMIC,
     Set::NOTIFY_DRAINED,
+    Set::SELECTIVE_REPEAT,
 ];
 
 /// A row: service, from, to, required, optional.
@@ -55,7 +56,7 @@ const ROWS: &[Row] = &[
             Set::MAX_DEST_RD_ATOMIC,
             Set::MIN_RNR_TIMER,
         ],
-        &[Set::ACCESS, Set::PARTITION_INDEX],
+        &[Set::ACCESS, Set::PARTITION_INDEX, Set::SELECTIVE_REPEAT],
     ),
     (
         Rc,
@@ -124,6 +125,7 @@ fn set(attr: &mut QpAttributes, attribute: Set, from: State) {
         Set::RNR_RETRY => attr.rnr_retry = rts.rnr_retry,
         Set::MAX_RD_ATOMIC => attr.max_rd_atomic = rts.max_rd_atomic,
         Set::NOTIFY_DRAINED => attr.notify_drained = Some(true),
+        Set::SELECTIVE_REPEAT => attr.selective_repeat = Some(true),
         other => panic!("{other:?}"),
     }
 }

@@ -82,12 +82,16 @@ fn waits_begin_at_the_measured_round_trip_and_double() {
             wait = next;
             pair.advance_to(pair.next_deadline());
         }
-        // An answer ends the backoff.
+        // An answer to a packet that was sent once ends the backoff.
         pair.send_all(A);
         pair.inject_ack(0x101, Syndrome::ACK).unwrap();
         pair.post(A, 2, SendOp::Write(REMOTE_ADDR), 10);
         pair.send_all(A);
-        assert!((pair.next_deadline() - pair.now).as_micros() < u128::from(first) + 1000);
+        assert_eq!(pair.next_deadline() - pair.now, wait * 2);
+        pair.inject_ack(0x102, Syndrome::ACK).unwrap();
+        pair.post(A, 3, SendOp::Write(REMOTE_ADDR), 10);
+        pair.send_all(A);
+        assert!((pair.next_deadline() - pair.now).as_micros() < 2 * u128::from(first));
     }
 }
 

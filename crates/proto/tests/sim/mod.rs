@@ -5,6 +5,8 @@
 //! `WARPWIRE_SEED=n` runs a single seed, `WARPWIRE_TRACE=1` prints its packets, `WARPWIRE_SEEDS=n`
 //! sets the number of seeds.
 
+mod congested;
+mod goodput;
 mod link;
 mod matrix;
 mod net;

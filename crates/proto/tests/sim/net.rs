@@ -7,15 +7,19 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, Mtu, PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RcQp, ReceiveCompletion,
-    ReceiveKind, RxPacket, SendCompletion, SendOp, SendQueueError, State, Status, TransportOptions,
+    Access, HOLD_SLOTS, Mtu, PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RcQp,
+    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, SendOp, SendQueueError, State,
+    Status, TransportOptions,
 };
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
 use warpwire_proto::{Psn, wire::ip};
 
+use crate::sim::congested::Congestion;
 use crate::sim::link::{Faults, Link};
-use crate::sim::node::{App, Buffer, Node, SimConn, SimHost, SimMemory, fetch, takes_receive};
+use crate::sim::node::{
+    App, Buffer, Node, PlannedWr, SimConn, SimHost, SimMemory, fetch, takes_receive,
+};
 use crate::sim::random::{Random, bytes_of};
 
 /// Connection parameters of two queue pairs.
@@ -37,6 +41,9 @@ pub struct ConnParams {
     /// Maximum delay of transmissions, so that responses accumulate; packets are handled as they
     /// arrive.
     pub poll_delay: Duration,
+    /// Selective repeat at each end; if they differ, the ends were misconfigured.
+    pub selective: [bool; 2],
+    pub hold_failures: u32,
 }
 
 impl Default for ConnParams {
@@ -55,6 +62,8 @@ impl Default for ConnParams {
             receive_delay: Duration::ZERO,
             page_faults: 0,
             poll_delay: Duration::ZERO,
+            selective: [false; 2],
+            hold_failures: 0,
         }
     }
 }
@@ -85,6 +94,8 @@ pub struct Network {
     pub carried: u64,
     /// Whether all links are free of loss, duplication and reordering.
     pub clean: bool,
+    /// Congestion control and queues; `None` without.
+    pub congestion: Option<Congestion>,
 }
 
 pub fn address(node: usize) -> Ipv4Addr {
@@ -106,6 +117,7 @@ impl Network {
             trace: std::env::var_os("WARPWIRE_TRACE").is_some(),
             carried: 0,
             clean: true,
+            congestion: None,
         }
     }
 
@@ -127,6 +139,7 @@ impl Network {
                 key: 0x1000 + mine as u32,
                 receive_capacity: params.receive_capacity,
                 page_faults: params.page_faults,
+                hold_failures: params.hold_failures,
                 ..App::default()
             };
             let footprint = qp.footprint();
@@ -136,7 +149,10 @@ impl Network {
                 peer: (peer, theirs),
                 timer: Instant::NEVER,
                 poll_scheduled: false,
+                held: vec![Vec::new(); HOLD_SLOTS as usize],
                 footprint,
+                path_in_flight: 0,
+                waits: false,
                 few_retries: params.retry_count < 7,
             });
             self.params[node].push(params);
@@ -164,11 +180,7 @@ impl Network {
 
     /// Runs until every plan is complete; panics if that takes too long or no event is left before.
     pub fn run(&mut self) {
-        for node in 0..self.nodes.len() {
-            for conn in 0..self.nodes[node].conns.len() {
-                self.schedule_poll(node, conn);
-            }
-        }
+        self.start();
         let end = Instant::from_nanos(3_600_000_000_000);
         let mut steps = 0u64;
         while !self.is_done() && self.step() {
@@ -273,28 +285,45 @@ impl Network {
         if !self.nodes[at].alive {
             return;
         }
+        let Some(conn) = self.deliver(at, bytes, marked, false) else { return };
+        self.after(at, conn, true);
+        while let Some(slot) = self.conn(at, conn).qp.take_held() {
+            let bytes = std::mem::take(&mut self.conn(at, conn).held[slot as usize]);
+            assert!(!bytes.is_empty(), "a slot without a packet");
+            self.deliver(at, &bytes, false, true);
+            self.after(at, conn, true);
+        }
+    }
+
+    /// Passes a packet to its queue pair; returns the index of that.
+    fn deliver(&mut self, at: usize, bytes: &[u8], marked: bool, was_held: bool) -> Option<usize> {
         let now = self.now;
         let node = &mut self.nodes[at];
         let packet = match Packet::new_checked(bytes) {
             Ok(packet) if packet.has_valid_icrc::<Portable>() => packet,
             _ => {
                 node.malformed += 1;
-                return;
+                return None;
             }
         };
         let transport = packet.transport();
         let headers = transport.headers();
         let index = headers.destination_qp.wrapping_sub(number(0)) as usize;
-        let Some(SimConn { qp, app, peer, .. }) = node.conns.get_mut(index) else { return };
+        let SimConn { qp, app, peer, held, .. } = node.conns.get_mut(index)?;
         assert_eq!(packet.ip().source, address(peer.0), "a packet at the wrong node");
         let payload = transport.payload();
         let rx = RxPacket { headers: &headers, payload_len: payload.len() as u32, marked };
-        let mut host = SimHost { memory: &mut node.memory, app, payload, random: &mut self.random };
-        let outcome = qp.handle_packet(now, &rx, &mut host);
+        let (memory, random) = (&mut node.memory, &mut self.random);
+        let mut host = SimHost { memory, app, payload, random, frame: bytes, held };
+        let outcome = match was_held {
+            false => qp.handle_packet(now, &rx, &mut host),
+            true => qp.handle_held(now, &rx, &mut host),
+        };
         if self.trace {
-            println!("{:>12} {at} <- {headers:?} {} {outcome:?}", now.as_nanos(), payload.len());
+            let arrow = if was_held { "<<" } else { "<-" };
+            println!("{:>12} {at} {arrow} {headers} {} {outcome:?}", now.as_nanos(), payload.len());
         }
-        self.after(at, index, true);
+        Some(index)
     }
 
     /// After any call: handles events, sets the timer, and schedules a poll if `replan` or there
@@ -324,6 +353,8 @@ impl Network {
         if let Some(drained_at) = state.app.drained_at {
             assert_eq!(state.qp.next_psns().1, drained_at, "a drained queue sent a new message");
         }
+        self.update_path(node, conn);
+        let state = self.conn(node, conn);
         let deadline = state.qp.poll_timeout(now);
         if deadline < state.timer {
             state.timer = deadline;
@@ -343,24 +374,35 @@ impl Network {
         if !self.nodes[from].alive {
             return;
         }
+        self.admit(from, conn);
         loop {
             let now = self.now;
             let Node { memory, conns, .. } = &mut self.nodes[from];
-            let SimConn { qp, app, peer, .. } = &mut conns[conn];
-            let to = peer.0;
-            let mut host = SimHost { memory, app, payload: &[], random: &mut self.random };
+            let SimConn { qp, app, peer, held, .. } = &mut conns[conn];
+            let (to, random) = (peer.0, &mut self.random);
+            let mut host = SimHost { memory, app, payload: &[], random, frame: &[], held };
             let Some(packet) = qp.poll_transmit(now, &mut host) else { break };
             let payload =
                 packet.payload.map_or_else(Vec::new, |p| fetch(memory, app, p.from, p.len));
             if self.trace {
-                println!("{:>12} {from} -> {:?} {}", now.as_nanos(), packet.headers, payload.len());
+                println!("{:>12} {from} -> {} {}", now.as_nanos(), packet.headers, payload.len());
             }
             let bytes = self.build(from, to, &packet.headers, &payload);
             self.carried += 1;
+            let Some((leaves, queue_marks)) = self.enqueue(from, to, bytes.len()) else { continue };
             let link = self.links.get_mut(&(from, to)).expect("a link between connected nodes");
-            for arrival in link.carry(now, &bytes, &mut self.random) {
-                let (bytes, marked) = (arrival.bytes, arrival.marked);
+            for arrival in link.carry(leaves, &bytes, &mut self.random) {
+                let (bytes, marked) = (arrival.bytes, arrival.marked || queue_marks);
                 self.at(arrival.at, SimEvent::PacketArrives { node: to, bytes, marked });
+            }
+        }
+    }
+
+    /// Starts all connections, without waiting for anything.
+    pub fn start(&mut self) {
+        for node in 0..self.nodes.len() {
+            for conn in 0..self.nodes[node].conns.len() {
+                self.schedule_poll(node, conn);
             }
         }
     }
@@ -441,8 +483,11 @@ impl Network {
             return;
         }
         let planned = app.plan[index].clone();
-        let atomics =
-            app.plan[..index].iter().filter(|p| matches!(p.work.op, SendOp::Atomic(..))).count();
+        let is_atomic = |planned: &&PlannedWr| matches!(planned.work.op, SendOp::Atomic(..));
+        let atomics = match is_atomic(&&planned) {
+            true => app.plan[..index].iter().filter(is_atomic).count(),
+            false => 0,
+        };
         let peer = &mut self.nodes[peer_node];
         let len = planned.work.len;
         match planned.work.op {
@@ -489,7 +534,8 @@ fn bring_to_rts(qp: &mut RcQp, params: &ConnParams, end: usize, destination: u32
             .with_destination(destination)
             .with_receive_psn(receive_psn)
             .with_max_dest_rd_atomic(params.rd_atomic)
-            .with_min_rnr_timer(params.min_rnr_timer),
+            .with_min_rnr_timer(params.min_rnr_timer)
+            .with_selective_repeat(params.selective[end]),
         QpAttributes::new(State::Rts)
             .with_send_psn(send_psn)
             .with_timeout(params.timeout)

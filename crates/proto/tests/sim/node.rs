@@ -78,6 +78,8 @@ pub struct App {
     pub written: BTreeSet<u64>,
     /// Probability per mille that memory is absent.
     pub page_faults: u32,
+    /// Probability per mille that a packet cannot be kept.
+    pub hold_failures: u32,
     /// Incoming messages are forged: accepted, but not compared.
     pub expects_forged_packets: bool,
     /// Next send PSN at the time of the drained event.
@@ -106,7 +108,12 @@ pub struct SimConn {
     pub peer: (usize, usize),
     pub timer: warpwire_proto::Instant,
     pub poll_scheduled: bool,
+    /// Packets that are kept until their turn comes, by slot.
+    pub held: Vec<Vec<u8>>,
     pub footprint: usize,
+    /// Packets in flight, as its path has counted them, and whether it waits for room there.
+    pub path_in_flight: u32,
+    pub waits: bool,
     /// Whether `retry_count` is below 7.
     pub few_retries: bool,
 }
@@ -126,6 +133,9 @@ pub struct SimHost<'a> {
     pub app: &'a mut App,
     pub payload: &'a [u8],
     pub random: &'a mut Random,
+    /// The whole packet, and where to keep it.
+    pub frame: &'a [u8],
+    pub held: &'a mut [Vec<u8>],
 }
 
 impl SimHost<'_> {
@@ -236,6 +246,16 @@ impl Host for SimHost<'_> {
         let planned = &mut self.app.plan[id as usize];
         assert!(planned.result.replace(value).is_none(), "invariant 4: a result is stored once");
         HostStatus::Ready
+    }
+
+    fn hold(&mut self, slot: u32) -> bool {
+        assert!(!self.frame.is_empty(), "no packet is being handled");
+        // A store that is full refuses.
+        let refused = self.random.chance(self.app.hold_failures);
+        if !refused {
+            self.held[slot as usize] = self.frame.to_vec();
+        }
+        !refused
     }
 
     fn fetch(&mut self, from: Source, len: u32, _: usize) -> HostStatus {

@@ -136,8 +136,7 @@ pub fn params(random: &mut Random) -> ConnParams {
         options: TransportOptions::default()
             .with_send_depth(random.pick(&[1, 2, 7, 32, 128]))
             .with_window(random.pick(&[1, 2, 8, 64, 256]))
-            .with_read_chunk(random.pick(&[1, 3, 16, 64]))
-            .with_line_rate(random.pick(&[None, None, Some(1_000_000_000)])),
+            .with_read_chunk(random.pick(&[1, 3, 16, 64])),
         mtu: random.pick(&[256, 256, 512, 1024, 4096]),
         psn,
         timeout: random.pick(&[8, 10, 12]),
@@ -148,6 +147,8 @@ pub fn params(random: &mut Random) -> ConnParams {
         receive_delay: Duration::from_nanos(random.pick(&[0, 0, 2_000, 300_000])),
         page_faults: random.pick(&[0, 0, 0, 20, 100]),
         poll_delay: Duration::from_nanos(random.pick(&[0, 1_000, 30_000])),
+        selective: random.pick(&[[true; 2], [true; 2], [false; 2], [true, false], [false, true]]),
+        hold_failures: random.pick(&[0, 0, 0, 200]),
         ..ConnParams::default()
     }
 }

@@ -6,7 +6,7 @@ use warpwire_proto::qp::{State, Status, TransportOptions};
 use warpwire_proto::wire::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{
-    Extension, Headers, IpRepr, Opcode, Syndrome, UDP_PORT, UdpRepr, packet,
+    Extension, Headers, IpRepr, Opcode, Sack, Syndrome, UDP_PORT, UdpRepr, packet,
 };
 use warpwire_proto::{Instant, Psn};
 
@@ -17,7 +17,7 @@ use crate::sim::random::Random;
 
 fn small() -> ConnParams {
     let options = TransportOptions::default().with_send_depth(4).with_window(16);
-    ConnParams { options, mtu: 256, timeout: 12, ..ConnParams::default() }
+    ConnParams { options, mtu: 256, timeout: 12, selective: [true; 2], ..ConnParams::default() }
 }
 
 fn populate(net: &mut Network, a: usize, b: usize, params: ConnParams, mix_of_ops: OpMix) {
@@ -93,6 +93,8 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
     };
     let syndrome = Syndrome::from_byte(random.next() as u8);
     let aeth = Aeth { syndrome, msn: random.next() as u32 & 0xff_ffff };
+    let mut sack = Sack::default();
+    sack.0.fill_with(|| random.next() as u8);
     let deth = Deth { qkey: random.next() as u32, source_qp: random.below(1 << 24) as u32 };
     let any = random.next() as u32;
     let extensions = [
@@ -102,6 +104,7 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
         Extension::RethImm(reth, any),
         Extension::Aeth(aeth),
         Extension::AethAtomic(aeth, random.next()),
+        Extension::AethSack(aeth, sack),
         Extension::Atomic(atomic),
         Extension::MaskedAtomic(masked),
         Extension::Invalidate(any),
@@ -114,7 +117,8 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
     let fits = |extension: &&Extension| {
         Headers::new(opcode, 0, psn, **extension).emit(&mut scratch, 0).is_some()
     };
-    let extension = *extensions.iter().find(fits).unwrap();
+    let fitting: Vec<_> = extensions.iter().filter(fits).collect();
+    let extension = *random.pick(&fitting);
     let ack_request = random.chance(500);
     Headers { ack_request, ..Headers::new(opcode, destination, psn, extension) }
 }

@@ -327,7 +327,7 @@ impl Engine {
                     break TxOutcome::Done;
                 }
             }
-            let mut view = HostView { qp_memory, registry, srqs, payload: &[] };
+            let mut view = HostView { qp_memory, registry, srqs, payload: &[], packet: &[] };
             if !qp.transmit_into(now, &mut view, &mut packet) {
                 break TxOutcome::Done;
             }
@@ -420,15 +420,19 @@ impl Core {
         let (headers, payload) = (transport.headers(), transport.payload());
         let payload_len = payload.len() as u32;
         let rx = RxPacket { headers: &headers, payload_len, marked: frame.is_marked() };
-        let mut view = HostView { qp_memory, registry, srqs, payload };
+        let mut view = HostView { qp_memory, registry, srqs, payload, packet: frame.bytes };
         // Discarded packets are counted by the queue pair.
         let _ = qp.handle_packet(now, &rx, &mut view);
+        let may_hold = qp.has_selective_repeat();
         self.activate(index);
         self.post_process(now, index);
+        if may_hold {
+            self.handle_held(now, index);
+        }
     }
 
     /// Follows every call into a queue pair: reports its completions and sets its timer.
-    fn post_process(&mut self, now: Instant, index: u32) {
+    pub(super) fn post_process(&mut self, now: Instant, index: u32) {
         let has_events =
             |qpc: &Option<Box<QpContext>>| qpc.as_ref().is_some_and(|p| p.qp.has_events());
         if self.qpcs.get(index as usize).is_some_and(has_events) {

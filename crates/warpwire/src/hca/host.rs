@@ -14,6 +14,8 @@ pub(super) struct HostView<'a> {
     pub srqs: &'a mut [Option<SharedReceiveQueue>],
     /// The payload of the received packet; empty while one is transmitted.
     pub payload: &'a [u8],
+    /// The received packet, if it may be kept: see [`Host::hold`].
+    pub packet: &'a [u8],
 }
 
 impl HostView<'_> {
@@ -114,5 +116,9 @@ impl Host for HostView<'_> {
             }
         };
         self.verdict(outcome)
+    }
+
+    fn hold(&mut self, slot: u32) -> bool {
+        self.qp_memory.held.keep(slot, self.packet)
     }
 }

@@ -8,6 +8,7 @@ use warpwire_proto::{Instant, Psn};
 
 use super::direct::DirectState;
 use super::direct_peer::{DirectOutcome, DirectPeers};
+use super::held::HeldPackets;
 use super::memory::QueueMemory;
 use super::paths::PathUse;
 use super::protocol::Protocol;
@@ -133,6 +134,8 @@ pub(super) struct QpMemory {
     pub pd: PdId,
     /// Read-ahead of payload in device memory.
     read_ahead: ReadAhead,
+    /// Packets that arrived out of order.
+    pub held: HeldPackets,
     /// Why the last range was denied, for queries.
     pub denied: Option<AccessDenied>,
     /// Data was placed through staging, and may not have reached device memory yet.
@@ -171,6 +174,7 @@ impl QpContext {
             active_receives: [None; 2],
             pd: spec.pd,
             read_ahead: ReadAhead::default(),
+            held: HeldPackets::default(),
             denied: None,
             staged: Cell::new(false),
             resets_faults: false,

@@ -54,10 +54,14 @@ pub struct QpEndpoint {
     /// GID of its port where that is not an IP address; 0 otherwise.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gid: u128,
+    /// It supports selective repeat, an extension of Warpwire's software HCA. Connections use it if
+    /// both ends do; other devices and older versions do not have this field.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub selective_repeat: bool,
 }
 
-fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
-    *number == T::default()
+fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 #[derive(Serialize, Deserialize)]

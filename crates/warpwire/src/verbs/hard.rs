@@ -101,6 +101,7 @@ impl Hard {
             lid,
             // On Ethernet the GID is the IP address.
             gid: if lid == 0 { 0 } else { u128::from_be_bytes(gid) },
+            selective_repeat: false,
         }
     }
 

@@ -15,7 +15,7 @@ use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{EngineRef, PrefetchHint, QpLayout, QpSpec, QueueMemory};
+use crate::hca::{EngineRef, MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::{BiasedMutex, random_u64};
@@ -469,6 +469,7 @@ impl Qp {
             max_rd_atomic: options.max_rd_atomic,
             lid: 0,
             gid: 0,
+            selective_repeat: true,
         }
     }
 
@@ -517,7 +518,8 @@ impl Qp {
             .with_access(self.0.options.access)
     }
 
-    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs.
+    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs;
+    /// with selective repeat if both ends support it and packets are not longer than RoCE's.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if the peer's MTU is not a valid one.
@@ -536,7 +538,9 @@ impl Qp {
             flow_label,
             source_port: (peer.source_port != 0).then_some(peer.source_port),
         };
+        let selective = own.selective_repeat && peer.selective_repeat;
         Ok(QpAttributes::new(State::Rtr)
+            .with_selective_repeat((selective && mtu.bytes() <= MAX_HELD_PAYLOAD).then_some(true))
             .with_path(path)
             .with_mtu(mtu)
             .with_destination(peer.qpn)

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use warpwire::link::FaultInjector;
 use warpwire::verbs::{
-    Atomic, Completion, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest, State,
-    Status, WrOp,
+    Atomic, Completion, Mtu, ProgressMode, QpAttributes, QpEndpoint, QpOptions, ReceiveRequest,
+    SendRequest, State, Status, WrOp,
 };
 
 use crate::verbs::fixture::{
@@ -25,6 +25,7 @@ cases!(Fixture; ONCE:
     an_engine_that_wakes_up_late,
     a_network_that_is_cut_and_healed,
     threads_over_a_bad_network,
+    selective_repeat_is_negotiated,
 );
 
 const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
@@ -424,4 +425,46 @@ fn threads_over_a_bad_network(fixture: &Fixture) {
             });
         }
     });
+}
+
+/// Packets that arrive out of order are kept between two ends that offer it. Whether or not,
+/// everything arrives.
+fn selective_repeat_is_negotiated(fixture: &Fixture) {
+    const LEN: usize = 1 << 19;
+    for offered in [[true; 2], [true, false]] {
+        let testbed = fixture.faulty("loss=2%", 5, ProgressMode::Manual);
+        let options = lossy_options().with_timeout(12).with_mtu(Mtu::new(1024));
+        let conn = QpPair {
+            a: testbed.test_qp(&testbed.a, options.clone()),
+            b: testbed.test_qp(&testbed.b, options),
+        };
+        let ends = [conn.a.qp.endpoint(), conn.b.qp.endpoint()];
+        assert!(ends.iter().all(|end| end.selective_repeat));
+        // An end that does not offer it does not use it either, whatever its peer offers.
+        let both = offered[0] && offered[1];
+        let heard = ends.map(|end| QpEndpoint { selective_repeat: both, ..end });
+        conn.a.qp.connect(&heard[1]).unwrap();
+        conn.b.qp.connect(&heard[0]).unwrap();
+        let len = LEN as u64;
+        let (near, far) = (fixture.host(&testbed.a, len), fixture.host(&testbed.b, len));
+        let wanted = near.pattern(0, LEN, 9);
+        let data = [near.mr.sge(0, LEN as u32)];
+        let there = far.mr.remote(0);
+        conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Write(there)).with(&data)]).unwrap();
+        testbed.done(&conn.a.sends, 1);
+        same(&far.read(0, LEN), &wanted, "a write");
+        near.pattern(0, LEN, 10);
+        conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Read(there)).with(&data)]).unwrap();
+        testbed.done(&conn.a.sends, 2);
+        same(&near.read(0, LEN), &wanted, "a read");
+        let stats = [&conn.a, &conn.b].map(|end| end.qp.stats().unwrap());
+        assert_eq!(stats.map(|stats| stats.held > 0), [both; 2], "{offered:?}: {stats:?}");
+    }
+    // Packets longer than RoCE's are sent within one machine only, and are not kept.
+    let testbed = fixture.testbed();
+    for (mtu, expected) in [(4096, Some(true)), (8192, None)] {
+        let conn = testbed.test_qp(&testbed.a, QpOptions::default().with_mtu(Mtu::new(mtu)));
+        let attr = conn.qp.rtr_attr(&conn.qp.endpoint()).unwrap();
+        assert_eq!(attr.selective_repeat, expected, "MTU {mtu}");
+    }
 }

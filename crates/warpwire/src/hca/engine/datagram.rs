@@ -115,7 +115,7 @@ impl Engine {
                     Ok(slot)
                 }
             };
-            let view = HostView { qp_memory, registry, srqs, payload: &[] };
+            let view = HostView { qp_memory, registry, srqs, payload: &[], packet: &[] };
             let Some(packet) = ud.poll_transmit(&mut DatagramHostView { view, frame: None }) else {
                 break TxOutcome::Done;
             };
@@ -173,7 +173,7 @@ impl Core {
         let payload_len = payload.len() as u32;
         let rx = RxPacket { headers: &headers, payload_len, marked: frame.is_marked() };
         datagrams.from = frame.from;
-        let view = HostView { qp_memory, registry, srqs, payload };
+        let view = HostView { qp_memory, registry, srqs, payload, packet: &[] };
         let mut view = DatagramHostView { view, frame: Some(frame) };
         // Discarded packets are counted by the queue pair.
         let _ = datagrams.ud.handle_packet(&rx, &mut view);

@@ -142,7 +142,7 @@ enum HandshakeMsg {
 /// # fn hello(qpn: u32) -> Hello {
 /// #     let endpoint = QpEndpoint {
 /// #         address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024,
-/// #         max_rd_atomic: 1, source_port: 4791, lid: 0, gid: 0,
+/// #         max_rd_atomic: 1, source_port: 4791, lid: 0, gid: 0, selective_repeat: false,
 /// #     };
 /// #     let remote_addr = |address| RemoteAddr { address, rkey: 7 };
 /// #     Hello {
@@ -368,6 +368,7 @@ mod tests {
             source_port: 4791,
             lid: 0,
             gid: 0,
+            selective_repeat: true,
         };
         let remote_addr = |address| RemoteAddr { address, rkey: u32::MAX };
         Hello {

@@ -66,6 +66,7 @@ impl PingpongHandshake {
             max_rd_atomic: 1,
             lid: self.lid,
             gid: 0,
+            selective_repeat: false,
         }
     }
 }
