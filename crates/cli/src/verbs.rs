@@ -1,4 +1,4 @@
-//! `warpwire verbs`: starts a program with this project's libibverbs.
+//! `warpwire verbs`: starts a program with this project's libibverbs and librdmacm.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -18,7 +18,8 @@ use crate::output::{self, Failure};
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Folder with libibverbs.so.1 [default: the folder of this command, or ../lib/warpwire]
+    /// Folder with libibverbs.so.1 and librdmacm.so.1 [default: the folder of this command, or
+    /// ../lib/warpwire]
     #[arg(long, value_name = "DIR")]
     libraries: Option<PathBuf>,
 
@@ -39,6 +40,7 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire verbs -- ibv_devinfo
   warpwire verbs -- ib_write_bw -x 0
+  warpwire verbs -- rping -s
   warpwire verbs --devices lo -- ucx_info -d
   eval \"$(warpwire verbs --env)\"
 
@@ -51,6 +53,9 @@ Environment of the program:
 
 /// The preload that stands beside the library: where it is, the library is this project's.
 const PRELOAD: &str = "libwarpwire_ibpaths.so";
+
+/// The connection manager, if it is installed: with its soname, or as cargo builds it.
+const MANAGER: [&str; 2] = ["librdmacm.so.1", "librdmacm.so"];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     output::exit_result(start(arguments))
@@ -116,8 +121,13 @@ fn variables(
     };
     // Preloaded, the library also replaces those that wheels bring along under other names.
     let mut preload = library.as_os_str().to_owned();
-    preload.push(":");
-    preload.push(folder.join(PRELOAD));
+    // The connection manager is installed under its soname, which is looked up in the folder; in
+    // cargo's folder it has another name, so it is preloaded as well.
+    let manager = MANAGER.iter().map(|name| folder.join(name)).find(|path| path.is_file());
+    for path in manager.into_iter().chain([folder.join(PRELOAD)]) {
+        preload.push(":");
+        preload.push(path);
+    }
     let mut variables = vec![
         ("LD_LIBRARY_PATH", before("LD_LIBRARY_PATH", folder.into())),
         ("LD_PRELOAD", before("LD_PRELOAD", preload)),
