@@ -19,8 +19,9 @@
 //! | `process` | fork, signals |
 //!
 //! # Pointers
-//! As in `warpwire-ibverbs`, exported functions take pointers of C as `Option<&T>` where they can: a
-//! null is answered with `EINVAL`, a pointer that is neither null nor valid is undefined behaviour.
+//! As in `warpwire-ibverbs`, exported functions take pointers of C as `Option<&T>` where they can:
+//! a null is answered with `EINVAL`, a pointer that is neither null nor valid is undefined
+//! behaviour.
 //! An id is used by one thread at a time, but for its events, as with any librdmacm.
 
 mod abi;
