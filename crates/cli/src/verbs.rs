@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use clap::Args;
+use serde::Serialize;
 
 use crate::output::{self, Failure};
 
@@ -49,7 +50,8 @@ Environment of the program:
   WARPWIRE_IB_PROGRESS  auto, thread, or microseconds to spin [default: thread from 4 cores on]
   WARPWIRE_IB_LINK      udp: no shared memory between processes of one machine
   WARPWIRE_IB_PORT      4791: the port of NICs and soft-RoCE, for one process per address
-  WARPWIRE_IB_LOG       1: why calls are refused, on standard error";
+  WARPWIRE_IB_LOG       1: why calls are refused, on standard error
+  WARPWIRE_PCAP         file for a capture of packets; %p in it stands for the process id";
 
 /// The preload that stands beside the library: where it is, the library is this project's.
 const PRELOAD: &str = "libwarpwire_ibpaths.so";
@@ -105,6 +107,70 @@ fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     })
 }
 
+/// Whether RDMA programs see the software HCA; serialized for `devices --json`.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Programs {
+    /// The libibverbs.so.1 that they load, if it is this project's.
+    library: Option<PathBuf>,
+    /// Why they do not see it, or which ones do not.
+    why: Vec<String>,
+}
+
+impl Programs {
+    /// Programs that are started in this environment.
+    pub(crate) fn here() -> Self {
+        Self::of(|name| std::env::var_os(name).unwrap_or_default())
+    }
+
+    pub(crate) fn of(variable: impl Fn(&str) -> OsString) -> Self {
+        let preload = variable("LD_PRELOAD");
+        // Entries are separated by colons or spaces.
+        let preload = preload.to_string_lossy().replace(' ', ":");
+        let preloaded: Vec<PathBuf> = std::env::split_paths(&preload).collect();
+        let is_library = |path: &&PathBuf| {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            name.starts_with("libibverbs.so") && path.is_file()
+        };
+        let in_folder = |folder: PathBuf| Some(folder.join("libibverbs.so.1"));
+        let path = variable("LD_LIBRARY_PATH");
+        let mut searched = std::env::split_paths(&path).filter_map(in_folder);
+        let first = preloaded.iter().find(is_library).cloned();
+        let Some(library) = first.or_else(|| searched.find(|path| path.is_file())) else {
+            let why = "neither LD_PRELOAD nor LD_LIBRARY_PATH has this project's libibverbs.so.1";
+            return Self { library: None, why: vec![why.to_owned()] };
+        };
+        let folder = library.parent().unwrap_or(Path::new("."));
+        if !folder.join(PRELOAD).is_file() {
+            let why = format!("they load {}, another project's", library.display());
+            return Self { library: None, why: vec![why] };
+        }
+        let mut why = Vec::new();
+        if !preloaded.iter().any(|path| path.ends_with(PRELOAD)) {
+            why.push(format!("UCX does not: {PRELOAD} is not in LD_PRELOAD"));
+        }
+        if !MANAGER.iter().any(|name| folder.join(name).is_file()) {
+            let folder = folder.display();
+            why.push(format!("rdma_cm programs do not: no librdmacm.so.1 in {folder}"));
+        }
+        Self { library: Some(library), why }
+    }
+
+    /// A few lines, each indented.
+    pub(crate) fn text(&self) -> String {
+        let mut text = match &self.library {
+            Some(library) => format!("  RDMA programs see it through {}\n", library.display()),
+            None => "  RDMA programs do not see it\n".to_owned(),
+        };
+        for why in &self.why {
+            text += &format!("    {why}\n");
+        }
+        if !self.why.is_empty() {
+            text += "    fix: start them with `warpwire verbs -- PROGRAM`\n";
+        }
+        text
+    }
+}
+
 /// What the program's environment must have; `current` is the environment as it is.
 fn variables(
     library: &Path,
@@ -144,4 +210,46 @@ fn variables(
 /// The text as one word of a shell.
 fn quoted(text: &OsStr) -> String {
     format!("'{}'", text.to_string_lossy().replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(names: &[&str]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for name in names {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn programs_see_the_library_that_they_load_first() {
+        let ours = folder(&["libibverbs.so.1", "librdmacm.so.1", PRELOAD]);
+        let bare = folder(&["libibverbs.so.1", PRELOAD]);
+        let other = folder(&["libibverbs.so.1"]);
+        let [ours, bare, other] = [&ours, &bare, &other].map(|folder| folder.path().to_owned());
+        let of = |preload: &[PathBuf], path: &[&Path]| {
+            let preload = std::env::join_paths(preload).unwrap();
+            let path = std::env::join_paths(path).unwrap();
+            Programs::of(|name| if name == "LD_PRELOAD" { preload.clone() } else { path.clone() })
+        };
+        let library = |folder: &Path| Some(folder.join("libibverbs.so.1"));
+        let all = [ours.join("libibverbs.so.1"), ours.join(PRELOAD)];
+        assert_eq!(of(&all, &[&other]), Programs { library: library(&ours), why: vec![] });
+        let seen = of(&[], &[Path::new("/nowhere"), &ours, &other]);
+        assert_eq!(seen.library, library(&ours));
+        assert!(seen.why.len() == 1 && seen.why[0].contains("UCX"), "{seen:?}");
+        let seen = of(&[bare.join(PRELOAD)], &[&bare]);
+        assert_eq!(seen.library, library(&bare));
+        assert!(seen.why.len() == 1 && seen.why[0].contains("librdmacm.so.1"), "{seen:?}");
+        let hidden = of(&[], &[&other, &ours]);
+        assert!(hidden.library.is_none() && hidden.why[0].contains("another project's"));
+        let none = of(&[], &[Path::new("/nowhere")]);
+        assert!(none.library.is_none() && none.text().contains("warpwire verbs -- PROGRAM"));
+        // A preload that does not exist is ignored by the dynamic linker as well.
+        let gone = of(&[PathBuf::from("/nowhere/libibverbs.so.1")], &[]);
+        assert_eq!(gone.library, None);
+    }
 }

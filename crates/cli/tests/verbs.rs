@@ -44,7 +44,7 @@ fn without_a_connection_manager() {
     command.env_remove("LD_PRELOAD").args(["verbs", "--env", "--libraries"]).arg(folder.path());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(!stdout(&output).contains("rdmacm"), "{}", stdout(&output));
+    assert!(!stdout(&output).contains("librdmacm"), "{}", stdout(&output));
 }
 
 #[test]

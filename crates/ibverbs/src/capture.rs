@@ -36,7 +36,7 @@ pub(crate) fn get() -> Result<Option<&'static Capture>> {
 /// Writes what is still in memory, at the end of the process.
 pub(crate) fn finish() {
     if let Some(Ok(Some(capture))) = CAPTURE.get() {
-        // There is nobody to tell any more.
+        // The process ends: no call is left that could return the error.
         let _ = capture.finish();
     }
 }

@@ -1,8 +1,8 @@
 //! The connections of this process, and the thread that serves their sockets.
 //!
 //! 1. No lock is held while something waits; the thread waits in `epoll` only.
-//! 2. Whoever connects is a stranger: it has [`GREETING_DEADLINE`] for a whole request, and what it
-//!    says is compared with what is known about it.
+//! 2. A peer that connects is unknown: it has [`GREETING_DEADLINE`] for a whole request, and what
+//!    it says is compared with what is known about it.
 //! 3. Every wait for a peer has a deadline, but for the end of an established connection.
 
 use std::collections::HashMap;
