@@ -28,7 +28,7 @@ headers    | change full | the CUDA headers as C++ on CPU threads, under sanitiz
 wire       | change full | scapy and tshark decode a packet of every kind
 clients    | change full | redis, nc, curl and Python as peers of sockets inside kernels
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
-verbs      | change full | rdma-core's examples, perftest and UCX over libibverbs.so.1, as a user
+verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
 demo       | change full | the README's first command, doctor, and two examples
@@ -96,7 +96,7 @@ step_faults() {
 step_verbs() {
   local built=${CARGO_TARGET_DIR:-target}/debug libraries=${CARGO_TARGET_DIR:-target}/ibverbs
   cargo build --workspace --quiet # tests link the libraries elsewhere
-  tools/install-ibverbs "$libraries" "$built/libibverbs.so" "$built/libwarpwire_ibpaths.so"
+  tools/install-ibverbs "$libraries" "$built"
   tools/ibverbs-clients "$libraries"
 }
 step_lab() { tools/rxe-lab test; }
@@ -134,7 +134,8 @@ step_no-std() {
 # The other crates are `publish = false`.
 step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
-    -p warpwire-gdrapi -p warpwire-ibverbs -p warpwire-ibpaths -p warpwire-cli --allow-dirty --quiet
+    -p warpwire-gdrapi -p warpwire-ibverbs -p warpwire-rdmacm -p warpwire-ibpaths -p warpwire-cli \
+    --allow-dirty --quiet
 }
 
 prepare() {
@@ -150,12 +151,13 @@ prepare() {
   # Optional for tests: a C++ compiler for the headers, and mlx5dv.h for the emulated ConnectX.
   command -v g++ >/dev/null || missing g++ || true
   [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
+  [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
-  missing ibverbs-utils ibverbs-providers perftest ucx-utils || true
+  missing ibverbs-utils ibverbs-providers perftest ucx-utils rdmacm-utils libfabric-bin || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true

@@ -10,6 +10,7 @@ use warpwire::ibv::{
 };
 
 use crate::output::{self, Failure};
+use crate::verbs::Programs;
 
 /// List RDMA devices, their ports and addresses: hardware, and the software device
 ///
@@ -81,6 +82,8 @@ struct Reason {
 struct Software {
     name: &'static str,
     links: Vec<Link>,
+    /// Whether programs written for RDMA devices see it.
+    programs: Programs,
 }
 
 #[derive(Serialize)]
@@ -169,6 +172,7 @@ impl Report {
             for Link { name, reaches } in &software.links {
                 let _ = writeln!(text, "  link {name}: {reaches}");
             }
+            text += &software.programs.text();
         }
         text
     }
@@ -186,7 +190,7 @@ impl Software {
             link("auto", "both: shm where the peer is on this machine, udp elsewhere"),
             link("loopback", "contexts of one process"),
         ];
-        Self { name: SOFTWARE, links }
+        Self { name: SOFTWARE, links, programs: Programs::here() }
     }
 }
 
@@ -321,7 +325,8 @@ mod tests {
             attributes: None,
             ports: vec![],
         };
-        let software = Some(Software::here());
+        let programs = Programs::of(|_| std::ffi::OsString::new());
+        let software = Some(Software { programs, ..Software::here() });
         Report {
             devices: vec![fine, closed],
             unavailable: None,

@@ -8,6 +8,7 @@ use warpwire::host::System;
 use warpwire_doctor::{Evidence, Report, registrations_to_text, try_registrations};
 
 use crate::output;
+use crate::verbs::Programs;
 
 /// Check what this machine can do, what prevents it, and the fix
 ///
@@ -55,6 +56,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         output::print_json(&report)?;
     } else {
         output::print(&report.to_text(output::wants_colour(&std::io::stdout())))?;
+        if arguments.root.is_none() {
+            output::print(&format!("\nsoftware HCA:\n{}", Programs::here().text()))?;
+        }
     }
     Ok(if report.usable() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

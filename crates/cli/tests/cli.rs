@@ -22,6 +22,7 @@ fn doctor_checks_this_machine() {
     if !std::path::Path::new("/proc/driver/nvidia").exists() {
         assert!(verdicts.contains("no CUDA device"), "{verdicts}");
     }
+    assert!(verdicts.contains("software HCA:\n  RDMA programs "), "{verdicts}");
     assert!(!text.contains('\x1b'), "no colour into a pipe");
 }
 

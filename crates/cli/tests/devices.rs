@@ -6,7 +6,8 @@ use crate::{stderr, stdout};
 
 fn run(arguments: &[&str], library: Option<&str>) -> Output {
     let mut command = crate::warpwire();
-    command.arg("devices").args(arguments);
+    command.arg("devices").args(arguments).env_remove("LD_PRELOAD");
+    command.env_remove("LD_LIBRARY_PATH");
     if let Some(library) = library {
         command.env("WARPWIRE_IBVERBS", library);
     }
@@ -34,6 +35,8 @@ fn without_the_library_json_has_the_reason() {
     assert_eq!(value["devices"], serde_json::json!([]));
     assert!(value["unavailable"]["fix"].as_str().unwrap().contains("apt install"), "{value}");
     assert_eq!(value["software"]["name"], "soft");
+    let programs = &value["software"]["programs"];
+    assert!(programs["library"].is_null() && programs["why"][0].is_string(), "{value}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::{stderr, stdout};
 /// A folder that looks like an installation.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["libibverbs.so.1", "libwarpwire_ibpaths.so"] {
+    for name in ["libibverbs.so.1", "librdmacm.so.1", "libwarpwire_ibpaths.so"] {
         fs::write(folder.path().join(name), "").unwrap();
     }
     folder
@@ -26,12 +26,25 @@ fn variables_for_a_shell() {
     assert!(output.status.success(), "{}", stderr(&output));
     let expected = format!(
         "export LD_LIBRARY_PATH='{path}:/else where'\n\
-         export LD_PRELOAD='{path}/libibverbs.so.1:{path}/libwarpwire_ibpaths.so'\n\
+         export LD_PRELOAD='{path}/libibverbs.so.1:{path}/librdmacm.so.1:\
+         {path}/libwarpwire_ibpaths.so'\n\
          export NCCL_IBVERBS_LIB='{path}/libibverbs.so.1'\n\
          export NCCL_GIN_TYPE='2'\n\
          export WARPWIRE_IB_DEVICES='it'\\''s=lo'\n"
     );
     assert_eq!(stdout(&output), expected);
+}
+
+/// An installation of before has no connection manager.
+#[test]
+fn without_a_connection_manager() {
+    let folder = folder();
+    fs::remove_file(folder.path().join("librdmacm.so.1")).unwrap();
+    let mut command = crate::warpwire();
+    command.env_remove("LD_PRELOAD").args(["verbs", "--env", "--libraries"]).arg(folder.path());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(!stdout(&output).contains("librdmacm"), "{}", stdout(&output));
 }
 
 #[test]

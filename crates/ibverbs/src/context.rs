@@ -13,8 +13,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::epoll;
-use warpwire::error::Kind;
-use warpwire::link::{Auto, ShmOptions, Udp, UdpOptions};
+use warpwire::link::{Auto, Link, ShmOptions, Tap, Udp, UdpOptions};
 use warpwire::verbs::{self, AddressHandle, HcaOptions, ProgressMode, QpnSlot};
 
 use crate::abi::{self, Pointer};
@@ -23,7 +22,7 @@ use crate::devices::Device;
 use crate::events::Registry;
 use crate::memory::Users;
 use crate::numbers::{self, gid};
-use crate::{cq, exports, log, memory, post, process, qp, srq};
+use crate::{capture, cq, exports, log, memory, post, process, qp, srq};
 
 /// Limits that are reported and enforced.
 pub(crate) const MAX_QP_WR: u32 = 16384;
@@ -195,7 +194,7 @@ impl Settings {
 fn open_hca(device: &Device) -> Result<verbs::Context> {
     let settings = Settings::read()?;
     if settings.is_standard_port {
-        return Ok(bind(device, None, settings)?);
+        return bind(device, None, settings);
     }
     // Processes start at different slots: a port that was just closed is not taken at once.
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -204,29 +203,32 @@ fn open_hca(device: &Device) -> Result<verbs::Context> {
     for offset in 0..QpnSlot::COUNT {
         let slot = QpnSlot::new((start + offset) % QpnSlot::COUNT);
         match bind(device, slot, settings) {
-            Err(busy) if matches!(busy.kind(), Kind::Os(libc::EADDRINUSE)) => {}
-            opened => return Ok(opened?),
+            Err(Errno(libc::EADDRINUSE)) => {}
+            opened => return opened,
         }
     }
     log::line(|| format!("all {} UDP ports of {} are in use", QpnSlot::COUNT, device.ip));
     Err(Errno(libc::EADDRINUSE))
 }
 
-fn bind(
-    device: &Device,
-    qpn_slot: Option<QpnSlot>,
-    settings: Settings,
-) -> warpwire::error::Result<verbs::Context> {
+fn bind(device: &Device, qpn_slot: Option<QpnSlot>, settings: Settings) -> Result<verbs::Context> {
     let at = SocketAddr::new(device.ip, numbers::port(qpn_slot));
     let options = HcaOptions::default()
         .with_progress_mode(settings.progress_mode)
         .with_immediate_acks(true)
         .with_qpn_slot(qpn_slot);
     if settings.is_udp_only {
-        return verbs::Context::open_with(Udp::bind(at, UdpOptions::default())?, options);
+        return open_on(Udp::bind(at, UdpOptions::default())?, options);
     }
-    let link = Auto::bind(at, UdpOptions::default(), ShmOptions::default())?;
-    verbs::Context::open_with(link, options)
+    open_on(Auto::bind(at, UdpOptions::default(), ShmOptions::default())?, options)
+}
+
+/// Opens the software HCA on a link, whose packets are captured if the program's user wants that.
+fn open_on(link: impl Link + 'static, options: HcaOptions) -> Result<verbs::Context> {
+    Ok(match capture::get()? {
+        Some(capture) => verbs::Context::open_with(Tap::new(link, capture), options)?,
+        None => verbs::Context::open_with(link, options)?,
+    })
 }
 
 /// Peers expect answers while the program does not poll, as from a NIC. A thread that spins gives

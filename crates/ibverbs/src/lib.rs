@@ -17,7 +17,7 @@
 //! | `cq`, `cq_ex` | completion queues |
 //! | `qp`, `post`, `qp_ex` | queue pairs, work requests |
 //! | `srq`, `ah` | shared receive queues, address handles |
-//! | `process` | fork and exit |
+//! | `process`, `capture` | fork and exit; a capture of packets |
 //! | `strings`, `private` | names of values; the interface of providers |
 //!
 //! # Pointers
@@ -30,6 +30,7 @@
 mod abi;
 mod ah;
 mod boundary;
+mod capture;
 mod channel;
 mod context;
 mod cq;

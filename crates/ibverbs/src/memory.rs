@@ -12,6 +12,7 @@ use warpwire::verbs::{self, Access, AttachMode, DmaBufRange};
 use crate::abi::{self, Pointer};
 use crate::boundary::{Errno, INVALID, Result, UNSUPPORTED, give, pointer, some, status};
 use crate::context::ContextPtr;
+use crate::log;
 
 /// `struct ibv_pd`: a protection domain, or a parent domain of one.
 #[repr(C)]
@@ -245,8 +246,9 @@ pub(crate) fn dereg_mr(mr: Option<Box<Mr>>) -> Result<()> {
     destroy(mr, |_| Ok(()))
 }
 
-/// Changes a registration: registers anew, then ends the old one. The keys change. On failure the
-/// old registration stays.
+/// Changes a registration: registers anew, then ends the old one, whose keys the new one gets. On
+/// failure the old registration stays. The keys change only if a process of this machine was
+/// stopped while it accessed the memory.
 pub(crate) fn rereg_mr(
     mr: Option<&Mr>,
     flags: u32,
@@ -272,9 +274,13 @@ pub(crate) fn rereg_mr(
     mr.abi.pd.set(&raw const pd.abi);
     mr.abi.addr.set(place.0);
     mr.abi.length.set(place.1);
-    mr.abi.lkey.set(verbs.lkey());
-    mr.abi.rkey.set(verbs.rkey());
     mr.access.set(access);
-    *mr.verbs.lock() = (verbs, pd.add_user());
+    let mut current = mr.verbs.lock();
+    let (old, _used) = std::mem::replace(&mut *current, (verbs, pd.add_user()));
+    if let Err(error) = current.0.take_key(old) {
+        log::line(|| error);
+    }
+    mr.abi.lkey.set(current.0.lkey());
+    mr.abi.rkey.set(current.0.rkey());
     Ok(())
 }

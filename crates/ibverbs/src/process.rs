@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use warpwire::verbs;
 
+use crate::capture;
+
 /// Set in a child that was forked after a device was opened.
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
 /// The devices that are open.
@@ -52,6 +54,7 @@ extern "C" fn on_exit() {
             }
         }
     }
+    capture::finish();
 }
 
 /// Adds an open device; returns a number for [`remove`].

@@ -47,7 +47,8 @@ fn folder() -> Option<&'static Path> {
         }
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("ibverbs");
         let _ = fs::remove_dir_all(&folder);
-        ok(Command::new(root().join("tools/install-ibverbs")).arg(&folder).arg(library));
+        let built = library.parent().unwrap();
+        ok(Command::new(root().join("tools/install-ibverbs")).arg(&folder).arg(built));
         Some(folder)
     });
     made.as_deref()
@@ -106,6 +107,46 @@ fn every_part_passes_over_udp() {
         let Some(mut command) = run(part) else { return };
         ok(command.env("WARPWIRE_IB_LINK", "udp"));
     }
+}
+
+/// The packets of a capture: their UDP ports, and the bytes behind.
+fn captured(bytes: &[u8]) -> Vec<([u16; 2], &[u8])> {
+    // Nanoseconds, little endian.
+    assert_eq!(bytes[..4], 0xa1b2_3c4d_u32.to_le_bytes());
+    let (mut rest, mut packets) = (&bytes[24..], Vec::new());
+    while !rest.is_empty() {
+        let len = u32::from_le_bytes(rest[8..12].try_into().unwrap()) as usize;
+        let udp = &rest[16 + 20..16 + len];
+        let port = |at: usize| u16::from_be_bytes([udp[at], udp[at + 1]]);
+        packets.push(([port(0), port(2)], &udp[8..]));
+        rest = &rest[16 + len..];
+    }
+    packets
+}
+
+#[test]
+fn packets_are_captured() {
+    for link in ["auto", "udp"] {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(mut command) = run("operations") else { return };
+        command.env("WARPWIRE_IB_LINK", link).env("WARPWIRE_PCAP", folder.path().join("%p.pcap"));
+        let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+        assert!(child.wait().unwrap().success());
+        let bytes = fs::read(folder.path().join(format!("{}.pcap", child.id()))).unwrap();
+        let packets = captured(&bytes);
+        assert!(packets.len() > 20, "{link}: {}", packets.len());
+        for (ports, packet) in packets {
+            assert!(ports.iter().all(|port| (24576..26624).contains(port)), "{ports:?}");
+            assert!(packet.len() >= 16 && packet[0] >> 5 == 0, "not RC: {packet:02x?}");
+        }
+    }
+    // A file that cannot be created: devices do not open, and the log says why.
+    let Some(mut command) = run("operations") else { return };
+    command.env("WARPWIRE_PCAP", "/nowhere/a.pcap").env("WARPWIRE_IB_LOG", "1");
+    let output = command.output().unwrap();
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("/nowhere/a.pcap"), "{text}");
 }
 
 #[test]
@@ -195,7 +236,7 @@ fn the_installed_files_are_complete() {
     let script = root().join("tools/install-ibverbs");
     assert!(!Command::new(&script).output().unwrap().status.success());
     let mut absent = Command::new(&script);
-    let absent = absent.arg(folder.join("other")).arg("/nowhere/libibverbs.so").output().unwrap();
+    let absent = absent.arg(folder.join("other")).arg("/nowhere").output().unwrap();
     assert!(!absent.status.success());
 }
 

@@ -200,7 +200,7 @@ static void regions(void) {
   CHECK(!ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD |
         IBV_REREG_MR_CHANGE_ACCESS, second, memory + 4096, 4096, ALL));
   CHECK(other->pd == second && other->addr == memory + 4096 && other->length == 4096);
-  CHECK(other->rkey != old);
+  CHECK(other->rkey == old && other->lkey == old);
   REFUSED(ibv_dealloc_pd(second), EBUSY);
   CHECK(ibv_rereg_mr(other, 0, NULL, NULL, 0, 0) == -1 && errno == EINVAL);
   CHECK(ibv_rereg_mr(other, 1 << 8, NULL, NULL, 0, 0) == -1);
@@ -275,6 +275,17 @@ static void operations(void) {
   CHECK(!strcmp(memory + 2048, "hello"));
   CHECK(!post_send(qp, 13, IBV_WR_RDMA_READ, at(4096, 6), 2048));
   CHECK(next(cq).opcode == IBV_WC_RDMA_READ && !strcmp(memory + 4096, "hello"));
+  // A key that the peer knows survives a change of its registration.
+  struct ibv_mr *region = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE);
+  uint32_t known = region->rkey;
+  CHECK(!ibv_rereg_mr(region, IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_ACCESS, NULL,
+                      memory + 6144, 512, ALL));
+  struct ibv_sge six = at(0, 6);
+  struct ibv_send_wr write = { .wr_id = 9, .sg_list = &six, .num_sge = 1,
+    .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED,
+    .wr.rdma = { (uintptr_t)memory + 6144, known } }, *refused = NULL;
+  CHECK(!ibv_post_send(qp, &write, &refused) && next(cq).wr_id == 9);
+  CHECK(!strcmp(memory + 6144, "hello") && !ibv_dereg_mr(region));
   // An immediate value, inline, gathered from two places.
   CHECK(!post_recv(qp, 14, at(1024, 512)));
   struct ibv_sge two[] = { at(0, 5), { (uintptr_t)", world", 8, 0 } };

@@ -61,6 +61,7 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
             "process.rs",
         ],
     ),
+    ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
     (
         "apps",

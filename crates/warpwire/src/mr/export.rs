@@ -95,13 +95,21 @@ impl Registry {
     /// Drops a registration that was closed and releases its key, once no peer accesses its memory;
     /// quarantines it if that takes too long, and returns `false`.
     pub(super) fn release_unused(&self, key: u32, ended: Option<Registration>) -> bool {
+        // Dropped before the index can be reused: the memory is released when the key is.
+        let is_unused = self.drop_unused(key, ended);
+        if is_unused {
+            self.release_key(key);
+        }
+        is_unused
+    }
+
+    /// The same, but the key stays allocated.
+    pub(super) fn drop_unused(&self, key: u32, ended: Option<Registration>) -> bool {
         self.release_quarantined();
         let unused =
             |observer: &Arc<dyn ExportObserver>| observer.wait_until_unused(key, PEER_ACCESS_LIMIT);
         if self.observer_cell().get().is_none_or(unused) {
-            // Before the index can be reused, so that the memory is released when the key is.
             drop(ended);
-            self.release_key(key);
             return true;
         }
         tracing::warn!(
@@ -255,7 +263,14 @@ mod tests {
         // Other registrations go on, and do not release it.
         let other = register();
         assert_eq!(registry.quarantined(), 2);
+        // A key whose memory may still be accessed is not given to another registration.
+        let (mut replacing, replaced) = (register(), register());
+        let own = replacing.lkey();
+        assert_eq!(replacing.take_key(replaced).unwrap_err().kind(), &Kind::Busy);
+        assert_eq!((replacing.lkey(), replacing.is_live()), (own, true));
+        assert_eq!(registry.quarantined(), 3);
         recording.1.store(false, Ordering::Relaxed);
+        drop(replacing);
         other.deregister().unwrap();
         assert_eq!((registry.quarantined(), registry.len()), (0, 0));
         assert_eq!(memory.users(), 1);

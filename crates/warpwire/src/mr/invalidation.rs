@@ -37,6 +37,16 @@ impl InvalidationLink {
         Some(key)
     }
 
+    /// Runs `rekey`, which moves the registration to another key, and returns that. Returns `None`
+    /// without running it if the memory has been revoked.
+    pub(super) fn rebind(&self, rekey: impl FnOnce() -> u32) -> Option<u32> {
+        let mut state = self.0.lock();
+        let State::Live(_) = *state else { return None };
+        let key = rekey();
+        *state = State::Live(key);
+        Some(key)
+    }
+
     /// Revokes the memory. If the registration is live, `tear_down` detaches it from its key under
     /// the lock: deregistration and concurrent revocations wait for it, so that the key cannot be
     /// reallocated meanwhile.

@@ -270,6 +270,32 @@ impl SoftMr {
             .fix("resume or end that process; do not reuse the memory before"))
     }
 
+    /// Ends another registration, and gives its key to this one: see
+    /// [`verbs::Mr::take_key`](crate::verbs::Mr::take_key).
+    pub(crate) fn take_key(&mut self, mut of: Self) -> Result<()> {
+        let refused = |kind, why: &'static str| Err(Error::new(kind, "take over a key").why(why));
+        if !self.registry.is_same(&of.registry) {
+            return refused(Kind::InvalidArgument, "it is one of another device");
+        }
+        of.ended = true;
+        if let Some(invalidation) = &of.invalidation {
+            invalidation.end();
+        }
+        if !of.registry.end_keeping_key(of.key) {
+            return refused(Kind::Busy, "a peer process that does not run accesses its memory");
+        }
+        let rekey = || self.registry.rekey(self.key, of.key);
+        let moved = match &self.invalidation {
+            None => Some(rekey()),
+            Some(invalidation) => invalidation.rebind(rekey),
+        };
+        match moved {
+            Some(key) => self.key = key,
+            None => self.registry.release_key(of.key), // this one has been revoked
+        }
+        Ok(())
+    }
+
     /// Ends the registration once; `false` if a peer may still access the memory.
     fn end(&mut self) -> bool {
         if std::mem::replace(&mut self.ended, true) {

@@ -552,6 +552,40 @@ impl Registry {
         self.release_unused(key, ended)
     }
 
+    /// Ends the registration of a key, which stays allocated. Returns `false` if a peer may still
+    /// access the memory: the key is then released later, with the memory.
+    pub(super) fn end_keeping_key(&self, key: u32) -> bool {
+        let Some(slot) = self.0.slot(key) else { return false };
+        self.notify_closing(key);
+        let ended = slot.0.close(key & TAG | USED);
+        self.0.pending_writes.wait();
+        self.drop_unused(key, ended)
+    }
+
+    /// Moves a registration from one key to another, whose own registration has ended. Returns the
+    /// key that it has then; the other one is released.
+    pub(super) fn rekey(&self, from: u32, to: u32) -> u32 {
+        let (Some(source), Some(target)) = (self.0.slot(from), self.0.slot(to)) else {
+            return from;
+        };
+        self.notify_closing(from);
+        let Some(registration) = source.0.close(from & TAG | USED) else {
+            // It has just been revoked.
+            self.release_key(to);
+            return from;
+        };
+        self.notify_opened(export::export(to, &registration));
+        // The slot is closed: nothing else uses a key that is allocated.
+        let _ = target.0.open(to & TAG | USED, registration);
+        self.release_key(from);
+        to
+    }
+
+    /// Whether both are handles of one registry.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     pub(super) fn release_key(&self, key: u32) {
         self.0.keys.lock().release(key);
     }

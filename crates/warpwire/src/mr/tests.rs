@@ -17,6 +17,37 @@ fn gpu() -> (Sim, Device) {
     (sim, gpu)
 }
 
+/// A registration under the key of another one: the key stays, everything else is the new one's.
+#[test]
+fn a_registration_takes_the_key_of_another() {
+    let (registry, memory) = (Registry::new(), HostMemory::new(8192).unwrap());
+    let (pd, other_pd) = (registry.pd(), registry.pd());
+    let first = registry.register(&pd, memory, Some(0), Access::ALL).unwrap();
+    let (key, at) = (first.lkey(), 1 << 20);
+    let memory = HostMemory::new(4096).unwrap();
+    let mut second = registry.register(&other_pd, memory, Some(at), Access::NONE).unwrap();
+    let own = second.lkey();
+    second.take_key(first).unwrap();
+    assert_eq!((second.lkey(), second.is_live(), registry.len()), (key, true, 1));
+    let find = |key, pd: &SoftPd, need, address, len| {
+        registry.resolve(key, pd.id(), need, address, len).err()
+    };
+    assert_eq!(find(key, &other_pd, Access::NONE, at, 4096), None);
+    assert_eq!(find(key, &other_pd, Access::NONE, at, 4097), Some(AccessDenied::Range));
+    assert_eq!(find(key, &other_pd, Access::REMOTE_WRITE, at, 8), Some(AccessDenied::Rights));
+    assert_eq!(find(key, &pd, Access::NONE, at, 8), Some(AccessDenied::WrongPd));
+    assert!(find(own, &other_pd, Access::NONE, at, 8).is_some(), "its own key is invalid");
+    // One of another registry is refused, and both go on as they are.
+    let elsewhere = Registry::new();
+    let memory = HostMemory::new(4096).unwrap();
+    let foreign = elsewhere.register(&elsewhere.pd(), memory, None, Access::ALL).unwrap();
+    assert_eq!(second.take_key(foreign).unwrap_err().kind(), &Kind::InvalidArgument);
+    assert_eq!((second.lkey(), second.is_live(), elsewhere.len()), (key, true, 0));
+    second.deregister().unwrap();
+    assert_eq!(registry.len(), 0);
+    assert!(find(key, &other_pd, Access::NONE, at, 8).is_some());
+}
+
 /// Memory of each kind with a name, registered from address zero with all rights.
 fn every_kind(len: u64) -> Vec<(&'static str, Registry, SoftPd, SoftMr)> {
     let (_, gpu) = gpu();

@@ -280,6 +280,22 @@ impl Mr {
             Backend::Hard(_) => Ok(()),
         }
     }
+
+    /// Ends another registration of the same context, and gives its keys to this one, whose own
+    /// become invalid: memory is registered anew under keys that peers know (`ibv_rereg_mr`). Work
+    /// that uses the keys meanwhile may fail.
+    ///
+    /// # Errors
+    /// This registration keeps its own keys, and `of` has ended all the same: [`Kind::Busy`] as for
+    /// [`deregister`](Self::deregister), [`Kind::InvalidArgument`] if `of` belongs to another
+    /// context, [`Kind::Unsupported`] on hardware.
+    pub fn take_key(&mut self, of: Self) -> Result<()> {
+        match (&mut self.0, of.0) {
+            (Backend::Soft(own), Backend::Soft(of)) => own.take_key(of),
+            _ => Err(Error::new(Kind::Unsupported, "take over a key")
+                .why("a NIC assigns its keys itself")),
+        }
+    }
 }
 
 impl Hard {
