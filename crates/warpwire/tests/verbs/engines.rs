@@ -334,7 +334,6 @@ fn deregistration_ends_the_access_of_all_engines(fixture: &Fixture) {
     let pairs = pairs(&testbed, 1);
     let from = fixture.host(&testbed.a, LEN);
     from.pattern(0, LEN as usize, 3);
-    let to = fixture.host(&testbed.b, LEN);
     let memory = warpwire::mr::HostMemory::new(LEN).unwrap();
     let mr = testbed.b.context.register(&testbed.b.pd, memory.clone(), crate::verbs::fixture::ALL);
     let mr = mr.unwrap();
@@ -360,7 +359,6 @@ fn deregistration_ends_the_access_of_all_engines(fixture: &Fixture) {
     let mut found = vec![1; LEN as usize];
     memory.bytes().read(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte == 0), "written after the deregistration");
-    drop(to);
 }
 
 fn engines_that_were_left_are_used_again(fixture: &Fixture) {
