@@ -211,6 +211,7 @@ impl Requester {
     /// show the same gap, and are still in flight after going back. With selective repeat it is
     /// kept, and what is missing is requested again.
     #[cold]
+    #[inline(never)]
     fn on_response_gap<H: Host>(
         &mut self,
         now: Instant,

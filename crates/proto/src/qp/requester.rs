@@ -312,7 +312,14 @@ impl Requester {
                 SendOp::Bad(status) if self.current == self.tail => return Err(status),
                 SendOp::Bad(_) => return Ok(false),
                 SendOp::Local => self.complete_local(is_new_message),
-                _ => return self.request(now, params, is_new_message, host, stats, packet),
+                _ => {
+                    let sent = self.request(now, params, is_new_message, host, stats, packet)?;
+                    if sent && let Some(known) = &mut self.selective {
+                        let psn = packet.headers.psn;
+                        known.on_sent(psn, self.next.distance_from(psn) as u32);
+                    }
+                    return Ok(sent);
+                }
             }
         }
         Ok(false)
@@ -408,9 +415,6 @@ impl Requester {
             || !is_new && next == unacked
             || limited && in_flight + segment.psn_count >= limit
             || in_flight + segment.psn_count >= self.allowance;
-        if let Some(known) = &mut self.selective {
-            known.on_sent(next, segment.psn_count);
-        }
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;

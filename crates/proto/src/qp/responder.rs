@@ -273,6 +273,7 @@ impl Responder {
     /// NAK is lost, the peer's timer expires. With selective repeat the host keeps the request, and
     /// each such request has a NAK, which says which ones have arrived.
     #[cold]
+    #[inline(never)]
     fn on_gap<H: Host>(
         &mut self,
         psn: Psn,
@@ -299,6 +300,7 @@ impl Responder {
     }
 
     /// Requests from `first` on were executed: copies of them are not held any more.
+    #[inline(never)]
     fn forget_held(&mut self, first: Psn) {
         if !self.held.is_empty() {
             for psn in psns(first, self.expected).take(SPAN as usize) {

@@ -33,7 +33,7 @@ impl Responder {
     ) -> Result<bool, QpEvent> {
         let completed = self.completed;
         let Some(resource) = self.resource.pending() else {
-            return Ok(self.acknowledge(params, stats, packet));
+            return Ok(self.reply != Reply::None && self.acknowledge(params, stats, packet));
         };
         let headers = &mut packet.headers;
         (headers.solicited, headers.ack_request) = (false, false);

@@ -114,7 +114,7 @@ impl Recovery {
     }
 
     /// A packet with this many PSNs is sent.
-    #[inline]
+    #[inline(never)] // without selective repeat it is a branch
     pub(super) fn on_sent(&mut self, psn: Psn, count: u32) {
         for step in 0..count {
             self.order[(psn.add(step).value() % SPAN) as usize] = self.next;
@@ -160,6 +160,7 @@ impl Requester {
 
     /// Everything before `psn` is acknowledged. Returns how many of those already were.
     #[cold]
+    #[inline(never)]
     pub(super) fn forget_until(&mut self, psn: Psn) -> u32 {
         let Some(known) = &mut self.selective else { return 0 };
         let mut acked = 0;
@@ -174,6 +175,8 @@ impl Requester {
     }
 
     /// Everything from `unacked` on is sent again. Responses that are held stay valid.
+    #[cold]
+    #[inline(never)]
     pub(super) fn forget_requests(&mut self) {
         if let Some(known) = &mut self.selective {
             (known.acked, known.lost) = (PsnSet::default(), PsnSet::default());
@@ -191,6 +194,8 @@ impl Requester {
 
     /// Everything from `from` on that is not known to have arrived is sent again. That PSN in any
     /// case: the peer may have refused it since it reported it (RNR).
+    #[cold]
+    #[inline(never)]
     pub(super) fn lose_from(&mut self, params: &ConnParams, from: Psn) {
         let Some(mut known) = self.selective.take() else { return };
         self.for_each_request(params, from, self.next, |_, piece, end| {
@@ -241,6 +246,8 @@ impl Requester {
     }
 
     /// The peer misses the packet with this PSN, and says which ones behind it have arrived.
+    #[cold]
+    #[inline(never)]
     pub(super) fn on_selective_nak(
         &mut self,
         now: Instant,
@@ -332,6 +339,8 @@ impl Requester {
 
     /// A response arrived before an earlier one: the host keeps it, and what is missing is
     /// requested again.
+    #[cold]
+    #[inline(never)]
     pub(super) fn hold_response<H: Host>(
         &mut self,
         now: Instant,
@@ -401,6 +410,7 @@ impl Requester {
     /// Puts the first lost request into `packet`; returns whether it may be sent. `Err` fails the
     /// queue pair.
     #[cold]
+    #[inline(never)]
     pub(super) fn resend<H: Host>(
         &mut self,
         now: Instant,

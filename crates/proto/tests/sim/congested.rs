@@ -1,6 +1,6 @@
 //! Hosts that share a bottleneck: a queue with a rate that drops what does not fit (drop-tail), and
-//! marks packets above a threshold if ECN is on. Queue pairs to one host share the window of a path,
-//! as in the software HCA.
+//! marks packets above a threshold if ECN is on. Queue pairs to one host share the window of a
+//! path, as in the software HCA.
 
 use core::time::Duration;
 use std::collections::{BTreeMap, VecDeque};
