@@ -64,6 +64,7 @@ const TABLE: &[(&str, How)] = &[
     (r#"warpwire topo --json | jq -r '.best[] | "\(.gpu) \(.name)"'"#, Run(&[], "")),
     ("warpwire topo --root ./recorded", Run(RECORDED, "")),
     ("warpwire verbs -- ibv_devinfo", CLIENTS),
+    ("warpwire verbs -- rping -s", CLIENTS),
     ("warpwire verbs -- ib_write_bw -x 0", CLIENTS),
     ("warpwire verbs --devices lo -- ucx_info -d", CLIENTS),
     ("eval \"$(warpwire verbs --env)\"", CLIENTS),
@@ -98,6 +99,7 @@ const TABLE: &[(&str, How)] = &[
     ("warpwire copy plan --recalibrate", Run(&[], "")),
     ("WARPWIRE_COPY=write=64KiB,read=512 warpwire copy plan", Run(&[], "")),
     ("warpwire perf write bw --local", Run(&[], BRIEF_PERF)),
+    ("warpwire perf write bw --local -q 8 --engines 4", Run(&[], BRIEF_PERF)),
     ("warpwire perf write bw --bind 0.0.0.0", Serve(&[("0.0.0.0", "127.0.0.1")], "-p 0")),
     (
         "warpwire perf write bw 10.0.0.1",

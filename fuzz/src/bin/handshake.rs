@@ -15,8 +15,10 @@ fuzz_target!(|bytes: &[u8]| {
         psn: 2,
         mtu: 1024,
         max_rd_atomic: 1,
+        source_port: 4791,
         lid: 0,
         gid: 0,
+        selective_repeat: true,
     };
     let remote_addr = |address| RemoteAddr { address, rkey: 1 };
     let mine = Hello {

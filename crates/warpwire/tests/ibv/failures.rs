@@ -189,7 +189,7 @@ fn more_than_a_queue_takes() {
     let ranges = vec![testbed.a.mr.sge(0, 1); 100];
     let masked = Atomic::MaskedFetchAdd { width: AtomicWidth::Four, add: 1, boundary: 0 };
     for (request, says) in [
-        (SendRequest::new(2, WrOp::Send).inline(&long), "larger inline size"),
+        (SendRequest::new(2, WrOp::Send).inline(&long), "inline bytes do not fit"),
         (SendRequest::new(2, WrOp::Send).with(&ranges), "larger maximum"),
         (SendRequest::new(2, WrOp::Atomic(testbed.there(0), masked)).with(&ranges[..1]), "masked"),
     ] {

@@ -483,7 +483,7 @@ impl Testbed {
         let start = Instant::now();
         while !condition() {
             self.step();
-            let stats_now = || [&self.a, &self.b].map(|end| end.context.stats().unwrap());
+            let stats_now = || [&self.a, &self.b].map(|end| end.context.stats());
             assert!(
                 start.elapsed() < test_timeout(),
                 "timed out waiting for: {what} {:#?}",
