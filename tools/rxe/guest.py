@@ -13,7 +13,7 @@ from image import Archive, Missing, add_program
 
 SHELL_PORT = 7777
 # A guest is ready after 6 s on an idle machine, and after 13 s on a busy one. Seconds.
-BOOT_DEADLINE = 120
+BOOT_DEADLINE = 300
 
 
 def host_address(number):

@@ -13,9 +13,10 @@
 //!    has jumped;
 //! 4. or that of a packet that was dropped before and is sent again: the same bytes with another
 //!    identification;
-//! 5. or that of an acknowledgement without data, if nothing was received from that address yet.
-//!    rxe rejects a request once and is silent from then on, so that its rejection must not be
-//!    dropped. Such a packet has few bits: all damage of up to two is detected.
+//! 5. or that of a sender's first packet, or of an acknowledgement without data, if the counter of
+//!    its host is not known yet. rxe rejects a request once and is silent from then on, and may
+//!    stall if its first request is lost, so that these must not be dropped. An acknowledgement
+//!    has few bits: all damage of up to two is detected.
 //!
 //! Other packets are dropped. So a sender loses one packet when its counter jumps, and one whose
 //! identifications are random sends each packet twice. The probability that a damaged packet passes
@@ -161,7 +162,7 @@ impl IcrcChecker {
         let plausible = same_flags && (is_small || host.may_be_at(found, now))
             || host.has_jumped_to(found)
             || self.dropped.contains(digest)
-            || !host.is_known && is_bare_acknowledgement(packet);
+            || !host.is_known && (!sender.is_known || is_bare_acknowledgement(packet));
         if !plausible {
             host.jumped_to = Some(found);
             self.dropped.add(digest);
@@ -358,7 +359,7 @@ mod tests {
         let overtaken = checked(&[0x9000, 0x9001, 0x9005, 0x9003, 0x9004, 0x9006, 0x9006 - 40]);
         assert_eq!(
             overtaken.iter().map(Option::is_some).collect::<Vec<_>>(),
-            [false, true, true, true, true, true, false]
+            [true, true, true, true, true, true, false]
         );
     }
 
@@ -395,12 +396,13 @@ mod tests {
             let packet = built(port, id, true, &request(u32::from(id), 100));
             lost += u32::from(checker.check(port, to(), &packet) != Some(id));
         }
-        assert_eq!(lost, 1);
+        assert_eq!(lost, 0);
     }
 
     #[test]
     fn random_identifications_need_every_packet_twice() {
         let mut checker = IcrcChecker::new(here());
+        assert_eq!(checker.check(from(), to(), &packet_with_icrc(0, 100)), Some(0));
         for (number, ids) in
             [[0x9000, 0xa123], [0xb456, 0x8200], [0xffff, 0x4444]].iter().enumerate()
         {
@@ -415,7 +417,8 @@ mod tests {
     }
 
     #[test]
-    fn the_first_acknowledgement_of_a_host_may_have_any_identification() {
+    fn the_first_packet_of_a_host_may_have_any_identification() {
+        assert_eq!(checked(&[0xabcd, 0xabce, 0x1234]), [Some(0xabcd), Some(0xabce), None]);
         // rxe reports a rejection once. If it were dropped, the requester would wait in vain.
         let mut checker = IcrcChecker::new(here());
         let nak = acknowledgement(from(), 0xabcd, 0x62);
@@ -424,11 +427,19 @@ mod tests {
         let port = SocketAddr::new(from().ip(), 50_001);
         assert_eq!(checker.check(port, to(), &acknowledgement(port, 0xabd0, 0x62)), Some(0xabd0));
         assert_eq!(checker.check(port, to(), &acknowledgement(port, 0x1234, 0x62)), None);
-        // A request, or another partition, is not believed.
-        let mut checker = IcrcChecker::new(here());
-        assert_eq!(checker.check(from(), to(), &packet_with_icrc(0xabcd, 20)), None);
-        for (at, byte) in [(0, 0x12), (1, 0x20), (2, 0x12), (8, 0x80)] {
+        // A request of a sender that is known, or another partition, is not believed.
+        let known = || {
             let mut checker = IcrcChecker::new(here());
+            assert_eq!(checker.check(from(), to(), &packet_with_icrc(0, 20)), Some(0));
+            checker
+        };
+        assert_eq!(known().check(from(), to(), &packet_with_icrc(0xabcd, 20)), None);
+        assert_eq!(
+            known().check(from(), to(), &acknowledgement(from(), 0xabcd, 0x62)),
+            Some(0xabcd)
+        );
+        for (at, byte) in [(0, 0x12), (1, 0x20), (2, 0x12), (8, 0x80)] {
+            let mut checker = known();
             let mut other = acknowledgement(from(), 0xabcd, 0x62);
             other[at] = byte;
             let other = built(from(), 0xabcd, true, &other);
