@@ -21,8 +21,9 @@ fn pair(options: HcaOptions) -> [(Context, Qp, Cq); 2] {
         let link = hub.endpoint(address.parse().unwrap()).unwrap();
         let context = Context::open_with(link, options).unwrap();
         let cq = context.create_cq(16).unwrap();
-        // The whole retry time is 8 × 8 ms: a lost ACK fails the sender soon.
-        let options = QpOptions::default().with_timeout(11);
+        // The whole retry time is 8 × 0.27 s: a lost ACK fails the sender soon, and a thread that
+        // waits for a CPU does not.
+        let options = QpOptions::default().with_timeout(16);
         let qp = context.create_qp(&context.alloc_pd(), &cq, &cq, options).unwrap();
         (context, qp, cq)
     });

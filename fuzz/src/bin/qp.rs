@@ -155,13 +155,8 @@ impl Endpoint {
 
 fn steps(destination: u32, mtu: Mtu, selective: bool) -> [QpAttributes; 3] {
     let peer = (Ipv4Addr::LOCALHOST, 4791).into();
-    let path = PathAttributes {
-        peer,
-        traffic_class: 0,
-        hop_limit: 1,
-        flow_label: 0,
-        source_port: None,
-    };
+    let path =
+        PathAttributes { peer, traffic_class: 0, hop_limit: 1, flow_label: 0, source_port: None };
     let psn = Some(Psn::new(0xff_fff0));
     [
         QpAttributes::new(State::Init)
