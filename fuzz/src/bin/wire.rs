@@ -86,7 +86,9 @@ fn any_headers(bytes: &[u8]) -> Result<()> {
         if headers.emit(&mut buffer[..buffer_len], payload).is_some() {
             assert!(headers.wire_len(payload) <= buffer_len);
         }
-        let (mut buffer, some) = ([0xee; MAX_HEADERS_LEN + 64], payload % 56);
+        // What follows the AETH of an acknowledgement is its bitmap, not a payload.
+        let some = if opcode == Opcode::Acknowledge { 0 } else { payload % 56 };
+        let mut buffer = [0xee; MAX_HEADERS_LEN + 64];
         if headers.emit(&mut buffer, some).is_some() {
             taken += 1;
             let view = Transport::new_checked(&buffer[..headers.wire_len(some)]);
