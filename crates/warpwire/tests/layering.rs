@@ -21,6 +21,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mem/sim/memory.rs",
     "mem/agent/mod.rs",
     "mem/copy_list/mod.rs",
+    "mem/copy_list/queue.rs",
     "mem/device.rs",
     "mem/stream.rs",
     "mem/window.rs",

@@ -12,7 +12,6 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
@@ -25,11 +24,10 @@ use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
 use super::cq::{CqSlot, Overrun};
-use super::direct::QUANTUM;
-use super::direct_peer::DirectPeers;
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::event::{AsyncEvent, AsyncEventQueue};
 use super::host::HostView;
+use super::mapped::{Mapped, QUANTUM};
 use super::numbers::{Generation, Numbering};
 use super::paths::Paths;
 use super::protocol::Protocol;
@@ -112,14 +110,8 @@ pub(super) struct Core {
     wqe_missing: bool,
     /// A queue pair spent its quantum before its work was done.
     has_more_work: bool,
-    /// Memory that peers on this machine may access directly; or why there is none.
-    pub export_table: std::result::Result<Arc<ExportTable>, &'static str>,
-    /// Peers whose memory we may access directly.
-    pub direct_peers: DirectPeers,
-    /// A direct peer has disconnected.
-    pub direct_peer_lost: bool,
-    /// Whether there is any direct peer; read by posters.
-    pub has_direct_peers: Arc<AtomicBool>,
+    /// Memory of peers that is mapped here, and of ours that they may map.
+    pub mapped: Mapped,
     /// The time of the last step.
     pub last_step: Instant,
     pub totals: Totals,
@@ -199,10 +191,7 @@ impl Engine {
             waits_for_others: false,
             wqe_missing: false,
             has_more_work: false,
-            export_table,
-            direct_peers: DirectPeers::default(),
-            direct_peer_lost: false,
-            has_direct_peers: Arc::default(),
+            mapped: Mapped::new(export_table),
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
             paths: Paths::default(),
@@ -218,13 +207,15 @@ impl Engine {
     /// One step: doorbells, transmit, receive, timers. ACKs are deferred to the next step, so that
     /// a reply posted by the application can be piggy-backed.
     pub(super) fn step(&mut self, now: Instant) -> Result<StepSummary> {
-        if self.core.direct_peer_lost {
+        if self.core.mapped.peer_lost {
             self.find_lost_direct_peers();
         }
         let core = &mut self.core;
         core.last_step = now;
         let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
+        core.reap_copies(now);
         core.poll_doorbells(now);
+        core.launch_copies();
         let copied = core.totals.direct_operations != direct;
         // Copying to a peer's memory takes time. A deadline counts from when its packet is sent.
         let now = if copied { self.clock.now() } else { now };
@@ -253,7 +244,8 @@ impl Engine {
         let core = &self.core;
         // Completions written since the doorbells were handled may release a blocked queue pair.
         let blocked = core.blocked && core.totals.completions != completions_before;
-        let more = !core.active.is_empty() || core.has_more_work || blocked;
+        let more =
+            !core.active.is_empty() || core.has_more_work || blocked || core.mapped.is_copying();
         let direct = (core.totals.direct_operations - direct) as usize;
         Ok(StepSummary { received, sent, direct, more })
     }
@@ -268,7 +260,8 @@ impl Engine {
             true => now + RETRY_DELAY,
             false => Instant::NEVER,
         };
-        timer.min(link).min(wqe_missing).min(others)
+        let copies = if self.core.mapped.is_copying() { now } else { Instant::NEVER };
+        timer.min(link).min(wqe_missing).min(others).min(copies)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
@@ -499,7 +492,7 @@ impl Core {
         }
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
         if qpc.qp.state() == State::Err {
-            qpc.publish(self.export_table.as_ref().ok());
+            qpc.publish(self.mapped.export_table.as_ref().ok());
             self.flush_receives(index);
         }
         // The state machine has room: take more from the send queue.
@@ -664,10 +657,10 @@ impl Core {
         }
         let (mut budget, before) = (QUANTUM, qpc.qp.outstanding());
         let outcome = loop {
-            let Core { qpcs, cqs, registry, direct_peers, totals, .. } = &mut *self;
+            let Core { qpcs, cqs, registry, mapped, totals, .. } = &mut *self;
             let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
             let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CqSlot::produced);
-            match qpc.take_work(now, registry, produced, direct_peers, &mut budget) {
+            match qpc.take_work(now, registry, produced, mapped, &mut budget) {
                 TakeOutcome::Direct(work) => self.complete_direct(index, &work),
                 TakeOutcome::Packets(why) => {
                     totals.count_indirect(why);

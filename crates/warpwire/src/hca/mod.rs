@@ -34,13 +34,12 @@
 
 mod complete;
 mod cq;
-mod direct;
-mod direct_peer;
 mod doorbell_bitmap;
 mod engine;
 mod event;
 mod held;
 mod host;
+mod mapped;
 mod memory;
 mod numbers;
 mod open;
@@ -64,10 +63,10 @@ use parking_lot::Mutex;
 use warpwire_proto::qp::{self, QpAttributes, State};
 
 pub use cq::{CQE_LEN, CqSpec};
-pub use direct::{FastPath, FastWrite, PrefetchHint};
 pub use engine::StepSummary;
 pub use event::{AsyncEvent, EventFd};
 pub(crate) use held::MAX_HELD_PAYLOAD;
+pub use mapped::{FastPath, FastWrite, PrefetchHint};
 pub use memory::QueueMemory;
 pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;
@@ -561,7 +560,7 @@ impl Hca {
             let engine = shared.engine.lock();
             let pairs = engine.qpcs().map(|qpc| qpc.qp.stats());
             let mut stats = HcaStats::of(shared.local, &engine.core.totals, pairs);
-            if let Ok(export_table) = &engine.core.export_table {
+            if let Ok(export_table) = &engine.core.mapped.export_table {
                 let direct = &mut stats.direct;
                 [direct.by_peers, direct.bytes_by_peers] = export_table.access_counts();
             }

@@ -11,7 +11,7 @@ use super::numbers::Numbering;
 use super::placement::Placement;
 use super::progress_mode::{self, ProgressMode, Waker};
 use super::shared::EngineShared;
-use super::{HcaInner, HcaOptions, MAX_ENGINES, direct};
+use super::{HcaInner, HcaOptions, MAX_ENGINES, mapped};
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
 use crate::mr::Registry;
@@ -115,8 +115,8 @@ impl Device {
             self.clock,
             export_table,
         );
-        let has_direct_peers = engine.core.has_direct_peers.clone();
-        let export_table = engine.core.export_table.as_ref().ok().cloned();
+        let has_direct_peers = engine.core.mapped.has_peers.clone();
+        let export_table = engine.core.mapped.export_table.as_ref().ok().cloned();
         let shared = Arc::new(EngineShared {
             engine: match progress_mode {
                 ProgressMode::Thread { .. } => BiasedMutex::unbiased(engine),
@@ -142,12 +142,12 @@ fn export_table(
     registry: &Registry,
 ) -> std::result::Result<Arc<link::ExportTable>, &'static str> {
     let files = registry.clone();
-    let export_table = link::ExportTable::new(Box::new(move |key| files.file_for_key(key)))
+    let export_table = link::ExportTable::new(Box::new(move |key| files.files_for_key(key)))
         .map_err(|why| {
             tracing::debug!(%why, "direct access is off");
             "the export table could not be allocated"
         })?;
     link.install_exports(&export_table)?;
-    registry.observer(Arc::new(direct::ExportPublisher(Arc::downgrade(&export_table))));
+    registry.observer(Arc::new(mapped::ExportPublisher(Arc::downgrade(&export_table))));
     Ok(export_table)
 }

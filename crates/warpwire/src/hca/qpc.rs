@@ -6,9 +6,8 @@ use std::cell::Cell;
 use warpwire_proto::qp::{self, SendOp, SendQueueError, SendWr as WireWork};
 use warpwire_proto::{Instant, Psn};
 
-use super::direct::DirectState;
-use super::direct_peer::{DirectOutcome, DirectPeers};
 use super::held::HeldPackets;
+use super::mapped::{DirectOutcome, DirectState, Mapped};
 use super::memory::QueueMemory;
 use super::paths::PathUse;
 use super::protocol::Protocol;
@@ -85,6 +84,8 @@ impl WrState {
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct QpContext {
+    /// Its slot in the engine.
+    pub index: u32,
     pub qp: Protocol,
     pub qp_memory: QpMemory,
     pub flow: Option<FlowId>,
@@ -157,7 +158,7 @@ pub(super) enum RecvSource {
 }
 
 impl QpContext {
-    pub(super) fn new(number: u32, spec: QpSpec) -> Self {
+    pub(super) fn new(index: u32, number: u32, spec: QpSpec) -> Self {
         let options = spec.options.with_send_depth(spec.send_wqebbs);
         let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
         let receives = match spec.srq {
@@ -187,6 +188,7 @@ impl QpContext {
             None => Protocol::connected(number, options),
         };
         Self {
+            index,
             qp,
             qp_memory,
             flow: None,
@@ -225,7 +227,7 @@ impl QpContext {
         now: Instant,
         registry: &Registry,
         produced: impl Fn(u32) -> Option<u64>,
-        direct_peers: &mut DirectPeers,
+        mapped: &mut Mapped,
         budget: &mut u32,
     ) -> TakeOutcome {
         loop {
@@ -237,7 +239,8 @@ impl QpContext {
                 // of the queue pair ends the wait.
                 let reached =
                     produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
-                if !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe) {
+                let waits = !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe);
+                if waits || self.direct.in_flight > 0 {
                     return TakeOutcome::All;
                 }
                 self.wait = None;
@@ -259,13 +262,14 @@ impl QpContext {
                     }
                 }
             };
-            match direct_peers.try_execute(self, &work, registry, now, budget) {
+            match mapped.try_execute(self, &work, registry, now, budget) {
                 DirectOutcome::Done => return TakeOutcome::Direct(work),
+                DirectOutcome::Started => {}
                 DirectOutcome::OutOfBudget => {
                     self.direct.blocked = Some(work);
                     return TakeOutcome::BudgetSpent;
                 }
-                DirectOutcome::WaitForOutstanding => {
+                DirectOutcome::WaitForOutstanding | DirectOutcome::WaitForCopies => {
                     self.direct.blocked = Some(work);
                     return TakeOutcome::All;
                 }
@@ -303,6 +307,12 @@ impl QpContext {
             solicited: taken.control.solicited,
         };
         (work, wait)
+    }
+
+    /// Fails work that was taken from the send queue, and with it the queue pair.
+    #[cold]
+    pub(super) fn fail_work(&mut self, work: &WireWork) {
+        self.begin(WireWork { op: SendOp::Bad(Status::LocalProtection), len: 0, ..*work });
     }
 
     fn begin(&mut self, work: WireWork) {

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 
-use super::direct::{self, FastPath};
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::engine::{Clock, Engine, StepSummary};
+use super::mapped::{self, FastPath};
 use super::numbers::{Numbering, qp_row};
 use super::progress_mode::Waker;
 use crate::error::Result;
@@ -72,7 +72,7 @@ impl EngineShared {
     /// `polling_limit` if doorbells are polled.
     pub(super) fn sleep_duration(&self, polling_limit: Duration, limit: Duration) -> Duration {
         let mut engine = self.engine.lock();
-        engine.core.direct_peers.sweep();
+        engine.core.mapped.peers.sweep();
         // Asking for the descriptor arms links that signal only on request.
         let _ = engine.link().wait_fd();
         let now = self.now();
@@ -107,7 +107,7 @@ impl EngineShared {
             return None;
         }
         let engine = self.engine.try_lock()?;
-        Some(FastPath { engine, index: self.numbering.index(qpn), budget: direct::QUANTUM })
+        Some(FastPath { engine, index: self.numbering.index(qpn), budget: mapped::QUANTUM })
     }
 
     /// See [`Hca::ring`](super::Hca::ring).
@@ -118,15 +118,15 @@ impl EngineShared {
         // is running the engine. It drains leftovers of earlier posts too: the inline fast path
         // requires an empty send queue.
         let quanta = if self.has_direct_peers.load(Ordering::Relaxed) {
-            direct::MAX_POSTER_QUANTA
+            mapped::MAX_POSTER_QUANTA
         } else {
             0
         };
         for _ in 0..quanta {
             match self.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
-                Some(direct::Remaining::Nothing) => return,
-                Some(direct::Remaining::MoreQuanta) => {}
-                Some(direct::Remaining::NeedsEngine) | None => break,
+                Some(mapped::Remaining::Nothing) => return,
+                Some(mapped::Remaining::MoreQuanta) => {}
+                Some(mapped::Remaining::NeedsEngine) | None => break,
             }
         }
         self.doorbell_bitmap.ring(index);

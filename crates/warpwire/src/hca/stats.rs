@@ -55,15 +55,17 @@ pub enum IndirectReason {
     AccessDenied,
     /// Earlier work of the queue pair was still in flight.
     Outstanding,
-    /// The local memory is not host memory, or the WQE names it wrongly.
+    /// The local memory is of another kind than the peer's, or the WQE names it wrongly.
     LocalMemory,
     /// The owner revoked the memory or the queue pair.
     Revoked,
+    /// A short operation, or an atomic, on memory that the GPU or the kernel would copy.
+    Small,
 }
 
 impl IndirectReason {
     /// All reasons with their names, in counting order.
-    pub const ALL: [(Self, &'static str); 8] = [
+    pub const ALL: [(Self, &'static str); 9] = [
         (Self::NoExports, "nothing-offered"),
         (Self::QpNotReady, "pair-not-open"),
         (Self::KeyNotExported, "key-not-granted"),
@@ -72,6 +74,7 @@ impl IndirectReason {
         (Self::Outstanding, "outstanding"),
         (Self::LocalMemory, "local-memory"),
         (Self::Revoked, "taken-back"),
+        (Self::Small, "small"),
     ];
 }
 

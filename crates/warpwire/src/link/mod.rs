@@ -69,7 +69,7 @@ pub use flows::FlowId;
 pub use loopback::{Hub, Loopback, LoopbackOptions};
 pub use pcap::{Capture, Tap};
 #[doc(hidden)]
-pub use shm::exports::{ExportTable, ShmPeer};
+pub use shm::exports::{DeviceAccess, ExportTable, ShmPeer};
 pub use shm::{Shm, ShmOptions};
 pub use udp::{Udp, UdpOptions};
 

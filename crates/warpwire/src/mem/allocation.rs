@@ -184,6 +184,11 @@ impl Allocation {
         &self.shared.device
     }
 
+    /// Whether both are handles of one allocation.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// Device address of the first byte.
     pub fn address(&self) -> DeviceAddr {
         self.shared.memory.address()

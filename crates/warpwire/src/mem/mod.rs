@@ -52,6 +52,7 @@ pub use allocation::{
 };
 pub use bytes::SharedBytes;
 pub use copy_list::{CopyList, CopyRange, ScatterGather};
+pub(crate) use copy_list::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH};
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;

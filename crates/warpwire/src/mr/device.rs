@@ -4,14 +4,18 @@
 //! it does not, as with another library's CUDA memory, each use compares CUDA's buffer ids with
 //! those at registration.
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::atomics;
 use super::deferred_writes::WriteBehind;
 use super::denied::AccessDenied;
+use super::export::{self, ExportObserver};
 use super::memory::{AccessPath, DeviceAccess};
 use super::on_demand::{OdpCounters, OdpStats, count};
 use super::pager;
@@ -19,10 +23,11 @@ use super::revocable_slot::RevocableSlot;
 use crate::error::{Error, Kind, Result};
 use crate::mem::copy::{Copier, CopyDirection, CopyMethod, CopyPlan, StagingOptions};
 use crate::mem::{
-    Allocation, BackingAllocation, CancelCheck, MappingType, MemoryEvent, MemoryKind,
+    Allocation, BackingAllocation, CancelCheck, CopyTicket, MappingType, MemoryEvent, MemoryKind,
     MemoryListener, WatchGuard, Window,
 };
 use crate::mlx5::Atomic;
+use crate::sync::Backoff;
 
 // Labels of the revocable slot.
 const READY: u32 = 0;
@@ -30,6 +35,9 @@ const MOVING: u32 = 1;
 const GONE: u32 = 2;
 const BROKEN: u32 = 3;
 const ABSENT: u32 = 4;
+
+/// How long a free waits for copies that this process's GPU executes.
+const FREE_LIMIT: Duration = Duration::from_secs(2);
 
 /// The device memory of a registry with staged writes that have not been flushed.
 #[derive(Default)]
@@ -107,8 +115,20 @@ pub(super) struct DeviceMemory {
     /// An access found the memory not mapped, and none has succeeded since.
     was_absent: AtomicBool,
     counts: OdpCounters,
+    /// Peers on this machine that may map it.
+    exported: Mutex<Exported>,
+    /// Batches of copies that this process's GPU executes and that access it.
+    copies: Mutex<Vec<CopyTicket>>,
     /// For jobs on the pager and for listeners.
     weak_self: Weak<Self>,
+}
+
+/// How local peers know the memory.
+struct Exported {
+    /// Identifies the memory at its present location, among all that this process exports.
+    id: u64,
+    /// Registrations that peers may access directly.
+    keys: Vec<(u32, Arc<dyn ExportObserver>)>,
 }
 
 #[derive(Default)]
@@ -153,6 +173,8 @@ impl DeviceMemory {
             remap_requested: AtomicBool::new(false),
             was_absent: AtomicBool::new(false),
             counts: OdpCounters::default(),
+            exported: Mutex::new(Exported { id: export::next_id(), keys: Vec::new() }),
+            copies: Mutex::default(),
             weak_self: weak_self.clone(),
         });
         // Weak, because the memory owns the watch, which owns the listener.
@@ -207,12 +229,20 @@ impl DeviceMemory {
             move_state.gone |= event == MemoryEvent::Freed;
         }
         match event {
-            // When this returns, no thread accesses the old location.
+            // When this returns, no thread and no peer accesses the old location.
             MemoryEvent::Moving => {
                 count(&self.counts.lost);
                 drop(self.revocable_slot.close(MOVING));
+                self.close_exports();
             }
-            MemoryEvent::Freed => drop(self.revocable_slot.close(GONE)),
+            MemoryEvent::Freed => {
+                drop(self.revocable_slot.close(GONE));
+                self.close_exports();
+                // A copy of freed memory is an error that ends all work of the GPU's context.
+                if !self.wait_for_copies(FREE_LIMIT) {
+                    tracing::warn!("memory was freed while copies that do not end access it");
+                }
+            }
             MemoryEvent::Moved if self.device_access.on_demand => {
                 drop(self.revocable_slot.close(ABSENT));
                 // A waiting queue pair retries periodically, and the memory may move more often
@@ -223,6 +253,98 @@ impl DeviceMemory {
             }
             MemoryEvent::Moved => self.remap_or_fail(),
         }
+    }
+
+    /// Lets peers map the memory for this registration, if it may be accessed in place. `open` is
+    /// called with the id of the memory; no move or free happens meanwhile.
+    pub(super) fn export(
+        &self,
+        key: u32,
+        observer: &Arc<dyn ExportObserver>,
+        open: impl FnOnce(u64),
+    ) {
+        if !self.is_in_place() {
+            return;
+        }
+        let mut exported = self.exported.lock();
+        let has_moved = {
+            let move_state = self.move_state.lock();
+            move_state.moving || move_state.gone
+        };
+        if !has_moved {
+            exported.keys.push((key, observer.clone()));
+            open(exported.id);
+        }
+    }
+
+    /// Forgets a registration that has ended.
+    pub(super) fn end_export(&self, key: u32) {
+        self.exported.lock().keys.retain(|(known, _)| *known != key);
+    }
+
+    /// Excludes peers from the present location: they use packets from then on.
+    fn close_exports(&self) {
+        let mut exported = self.exported.lock();
+        exported.id = export::next_id();
+        let keys = std::mem::take(&mut exported.keys);
+        keys.iter().for_each(|(key, observer)| observer.closing(*key));
+        let limit = export::PEER_ACCESS_LIMIT;
+        if !keys.iter().all(|(key, observer)| observer.wait_until_unused(*key, limit)) {
+            tracing::warn!(
+                "a peer that does not run is accessing device memory that moves or ends"
+            );
+        }
+    }
+
+    /// Whether a GPU's copies may access it where it is: it is neither staged nor paged.
+    pub(super) fn is_in_place(&self) -> bool {
+        let DeviceAccess { no_window, staged, on_demand, agent, .. } = &self.device_access;
+        !no_window && !staged && !on_demand && agent.is_none() && !self.is_staged()
+    }
+
+    /// The files with which a peer maps it: one with its handle, then the handle's descriptors.
+    pub(super) fn shared_files(&self) -> Vec<OwnedFd> {
+        let share = || {
+            let handle = self.allocation.export_ipc()?.to_bytes();
+            let descriptors = self.allocation.ipc_descriptors()?;
+            let name = "warpwire device memory";
+            let file = memfd_create(name, MemfdFlags::CLOEXEC)
+                .and_then(|file| rustix::io::write(&file, &handle).map(|_| file))
+                .map_err(|error| Error::os("export device memory", &error.into()))?;
+            Ok::<_, Error>(std::iter::once(file).chain(descriptors).collect::<Vec<_>>())
+        };
+        if !self.is_in_place() {
+            return Vec::new();
+        }
+        share().unwrap_or_else(|why| {
+            tracing::debug!(%why, "peers cannot map device memory; packets are used");
+            Vec::new()
+        })
+    }
+
+    /// Notes that a batch of copies accesses the memory. The caller holds a guard of the
+    /// registration, so that its end, and the end of the memory, wait for the batch.
+    pub(super) fn add_copies(&self, ticket: &CopyTicket) {
+        let mut copies = self.copies.lock();
+        if copies.last().is_some_and(|last| last.is_same(ticket)) {
+            return;
+        }
+        copies.retain(|ticket| !ticket.is_done());
+        copies.push(ticket.clone());
+    }
+
+    /// Waits for the batches that access the memory; `false` if one has not ended after `limit`.
+    pub(super) fn wait_for_copies(&self, limit: Duration) -> bool {
+        let copies = self.copies.lock().clone();
+        let (deadline, mut backoff) = (Instant::now() + limit, Backoff::default());
+        let ended = copies.iter().all(|ticket| {
+            while !ticket.is_done() && Instant::now() < deadline {
+                backoff.snooze();
+            }
+            ticket.is_done()
+        });
+        self.copies.lock().retain(|ticket| !ticket.is_done());
+        ended
     }
 
     /// Maps the memory at its current location, and records an error if that fails.

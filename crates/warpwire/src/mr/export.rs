@@ -1,7 +1,8 @@
 //! Registrations exported to other processes, and the mapping of other processes' memory.
 //!
-//! A peer on the same machine can map memory that is backed by a memfd ([`HostMemory`]), and then
-//! accesses it without packets. An [`ExportObserver`] is notified of each registration that peers
+//! A peer on the same machine can map memory that is backed by a memfd ([`HostMemory`]), or device
+//! memory if it uses the same GPU, and then accesses it without packets; other host memory is copied
+//! by the kernel. An [`ExportObserver`] is notified of each registration that peers
 //! may use in this way, and again before it ends: from then on no access begins, and the registry
 //! waits for the end of those in progress. It waits for a limited time only: memory that a stopped
 //! peer may still access is quarantined, that is, its key is not reused and the registry keeps it
@@ -9,6 +10,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -41,10 +43,24 @@ pub struct MrExport {
     pub iova: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Identifies the memfd-backed memory; unique in this process.
+    /// Identifies the memory behind it; unique in this process.
     pub memory: u64,
-    /// Offset of the registration in that memory, in bytes.
+    /// Offset of the registration in that memory, in bytes; its address for
+    /// [`Sharing::Process`].
     pub offset: u64,
+    /// How peers access it.
+    pub sharing: Sharing,
+}
+
+/// How a peer on this machine accesses memory without packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// It maps the file behind it.
+    File,
+    /// It opens it on the same GPU.
+    Device,
+    /// The kernel copies between the two processes.
+    Process,
 }
 
 /// Is notified of registrations that local peers may access directly.
@@ -62,7 +78,13 @@ pub trait ExportObserver: Send + Sync {
 
 /// How long deregistration waits for a peer's access in progress. It takes some 100 µs unless the
 /// peer is stopped or does not get to run.
-const PEER_ACCESS_LIMIT: Duration = Duration::from_millis(500);
+pub(super) const PEER_ACCESS_LIMIT: Duration = Duration::from_millis(500);
+
+/// An id of memory that peers may map, unique in this process.
+pub(super) fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
 
 /// Registrations that have ended while a peer that is stopped was accessing their memory.
 #[derive(Default)]
@@ -80,9 +102,28 @@ impl Registry {
         let _ = self.observer_cell().set(observer);
     }
 
-    pub(super) fn notify_opened(&self, export: Option<MrExport>) {
-        if let (Some(observer), Some(export)) = (self.observer_cell().get(), export) {
-            observer.opened(&export);
+    /// Notifies the observer of a registration that peers may access directly.
+    pub(super) fn notify_opened(&self, key: u32, registration: &Registration) {
+        let Some(observer) = self.observer_cell().get() else { return };
+        if !registration.access().is_remote() {
+            return;
+        }
+        match &registration.target {
+            Target::Host(range) => {
+                let (memory, offset, sharing) = match range.shared() {
+                    Some(memory) => {
+                        let offset = range.address().wrapping_sub(memory.address());
+                        (memory.id(), offset, Sharing::File)
+                    }
+                    None => (0, range.address(), Sharing::Process),
+                };
+                observer.opened(&export(key, registration, memory, offset, sharing));
+            }
+            Target::Device { memory, region } => memory.export(key, observer, |id| {
+                let offset = region.offset();
+                observer.opened(&export(key, registration, id, offset, Sharing::Device));
+            }),
+            Target::Custom { .. } => {}
         }
     }
 
@@ -106,28 +147,37 @@ impl Registry {
     /// The same, but the key stays allocated.
     pub(super) fn drop_unused(&self, key: u32, ended: Option<Registration>) -> bool {
         self.release_quarantined();
-        let unused =
-            |observer: &Arc<dyn ExportObserver>| observer.wait_until_unused(key, PEER_ACCESS_LIMIT);
-        if self.observer_cell().get().is_none_or(unused) {
+        if self.is_unused(key, ended.as_ref(), PEER_ACCESS_LIMIT) {
             drop(ended);
             return true;
         }
         tracing::warn!(
             key = format_args!("{key:#x}"),
-            "a peer process that does not run is still accessing deregistered memory, which is \
-             kept until that ends"
+            "a peer process that does not run, or a GPU, is still accessing deregistered memory, \
+             which is kept until that ends"
         );
         self.quarantine().0.lock().push((key, ended));
         false
     }
 
+    /// Waits until neither peers nor copies of this process's GPUs access the memory of a key that
+    /// was closed; `false` if one still does after `limit`.
+    fn is_unused(&self, key: u32, ended: Option<&Registration>, limit: Duration) -> bool {
+        let observer = self.observer_cell().get();
+        let by_peers = observer.is_none_or(|observer| observer.wait_until_unused(key, limit));
+        by_peers
+            && match ended.map(|ended| &ended.target) {
+                Some(Target::Device { memory, .. }) => memory.wait_for_copies(limit),
+                _ => true,
+            }
+    }
+
     /// Releases what was quarantined and is no longer accessed.
     pub(super) fn release_quarantined(&self) {
-        let Some(observer) = self.observer_cell().get() else { return };
         let released = {
             let mut quarantined = self.quarantine().0.lock();
-            let (kept, released) = quarantined.drain(..).partition::<Vec<_>, _>(|(key, _)| {
-                !observer.wait_until_unused(*key, Duration::ZERO)
+            let (kept, released) = quarantined.drain(..).partition::<Vec<_>, _>(|(key, ended)| {
+                !self.is_unused(*key, ended.as_ref(), Duration::ZERO)
             });
             *quarantined = kept;
             released
@@ -138,21 +188,42 @@ impl Registry {
         }
     }
 
-    /// The memfd behind a registration, for a local peer; opened read-only unless the registration
-    /// grants remote write or atomic. `None` if the key is invalid or not exported.
-    pub fn file_for_key(&self, key: u32) -> Option<OwnedFd> {
-        let guard = self.enter_for_peer(key)?;
-        let memory = shared(&guard)?;
+    /// The files with which a local peer maps the memory of a registration: a memfd, opened
+    /// read-only unless the registration grants remote write or atomic; or, for device memory, a
+    /// file that contains its [`IpcHandle`] and the descriptors that belong to that. None if the key
+    /// is invalid or not exported.
+    pub fn files_for_key(&self, key: u32) -> Vec<OwnedFd> {
+        let Some(guard) = self.enter_for_peer(key) else { return Vec::new() };
+        if let Target::Device { memory, .. } = &guard.target
+            && guard.access().is_remote()
+        {
+            return memory.shared_files();
+        }
+        let Some(memory) = shared(&guard) else { return Vec::new() };
         let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-        match guard.access().intersects(writes) {
+        let file = match guard.access().intersects(writes) {
             true => memory.as_fd().try_clone_to_owned().ok(),
             // Reopen the file read-only.
             false => {
                 let path = format!("/proc/self/fd/{}", memory.as_fd().as_raw_fd());
                 open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
             }
-        }
+        };
+        file.into_iter().collect()
     }
+}
+
+/// The export of a registration: `offset` is its place in a memory of this id.
+fn export(
+    key: u32,
+    registration: &Registration,
+    memory: u64,
+    offset: u64,
+    sharing: Sharing,
+) -> MrExport {
+    let (pd, access) = (registration.pd().raw(), registration.access());
+    let (iova, len) = registration.range();
+    MrExport { key, pd, access, iova, len, memory, offset, sharing }
 }
 
 /// The memfd-backed memory of a registration that grants remote rights.
@@ -161,17 +232,6 @@ fn shared(registration: &Registration) -> Option<&HostMemory> {
         Target::Host(range) if registration.access().is_remote() => range.shared(),
         _ => None,
     }
-}
-
-/// The export of a registration, if local peers may access it directly.
-pub(super) fn export(key: u32, registration: &Registration) -> Option<MrExport> {
-    let memory = shared(registration)?;
-    let Target::Host(range) = &registration.target else { return None };
-    let offset = range.address().checked_sub(memory.address())?;
-    let memory = memory.id();
-    let (pd, access) = (registration.pd().raw(), registration.access());
-    let (iova, len) = registration.range();
-    Some(MrExport { key, pd, access, iova, len, memory, offset })
 }
 
 /// Memory of another process, mapped here. Not public: views of a read-only mapping must only be
@@ -187,11 +247,15 @@ pub(crate) struct PeerMapping {
 }
 
 impl PeerMapping {
-    /// Maps a file that [`Registry::file_for_key`] returned in another process.
+    /// Maps the file that [`Registry::files_for_key`] returned in another process.
     ///
     /// # Errors
     /// If it is not such a file: its owner could truncate it, or access to its pages could fault.
-    pub fn open(file: OwnedFd, writable: bool) -> Result<Self> {
+    pub fn open(files: Vec<OwnedFd>, writable: bool) -> Result<Self> {
+        let Ok([file]) = <[OwnedFd; 1]>::try_from(files) else {
+            return Err(Error::new(Kind::Unsupported, "map a peer's memory")
+                .why("its owner does not share it, or not any more"));
+        };
         let stat = fstatfs(&file).map_err(|why| Error::os("map a peer's memory", &why.into()))?;
         if stat.f_type as u64 != TMPFS_MAGIC {
             return Err(Error::new(Kind::InvalidArgument, "map a peer's memory")
@@ -224,7 +288,7 @@ mod tests {
     use super::*;
     use crate::mem::sim::{Sim, SimConfig};
     use crate::mr::MemorySource;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::AtomicBool;
 
     #[derive(Default)]
     struct RecordingObserver(Mutex<Vec<(char, u32)>>, AtomicBool);
@@ -287,19 +351,53 @@ mod tests {
         let own = register(MemorySource::from(memory.clone()), Access::LOCAL_WRITE);
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let pinned = register(gpu.alloc_pinned(4096).unwrap().whole().unwrap().into(), Access::ALL);
-        let device = register(gpu.alloc(4096).unwrap().whole().unwrap().into(), Access::ALL);
-        let keys = [&shared, &own, &pinned, &device].map(|mr| mr.rkey());
-        assert_eq!(*recording.0.lock(), [('+', keys[0])]);
-        assert_eq!(
-            keys.map(|key| registry.file_for_key(key).is_some()),
-            [true, false, false, false]
-        );
-        assert!(registry.file_for_key(keys[0] ^ 1).is_none() && registry.file_for_key(0).is_none());
+        let on_gpu = |access| {
+            let memory = gpu.alloc(4096).unwrap().whole().unwrap();
+            [register(memory.clone().into(), access), {
+                register(MemorySource::from(memory).staged(), access)
+            }]
+        };
+        let [device, staged] = on_gpu(Access::ALL);
+        let [local, _] = on_gpu(Access::LOCAL_WRITE);
+        let keys = [&shared, &own, &pinned, &device, &staged, &local].map(|mr| mr.rkey());
+        assert_eq!(*recording.0.lock(), [0, 2, 3].map(|at: usize| ('+', keys[at])));
+        let files = |key| registry.files_for_key(key).len();
+        // Device memory: its handle, and one descriptor.
+        assert_eq!(keys.map(files), [1, 0, 0, 2, 0, 0]);
+        assert_eq!([keys[0] ^ 1, 0].map(files), [0, 0]);
         registry.invalidate(keys[0], pd.id()).unwrap();
-        assert!(registry.file_for_key(keys[0]).is_none());
+        assert_eq!(files(keys[0]), 0);
         drop((shared, own));
-        assert_eq!(recording.0.lock()[1..], [('-', keys[0]), ('-', keys[0]), ('-', keys[1])]);
-        assert!(registry.file_for_key(keys[0]).is_none());
+        assert_eq!(recording.0.lock()[3..], [('-', keys[0]), ('-', keys[0]), ('-', keys[1])]);
+        assert_eq!(files(keys[0]), 0);
+    }
+
+    /// Peers map device memory at its location: before it moves or ends, they are excluded.
+    #[test]
+    fn device_memory_that_moves_or_ends_is_closed_for_peers() {
+        let registry = Registry::new();
+        let recording = Arc::new(RecordingObserver::default());
+        registry.observer(recording.clone());
+        let sim = Sim::start(SimConfig::default()).unwrap();
+        let (gpu, pd) = (sim.device(0).unwrap(), registry.pd());
+        let memory = gpu.alloc(4096).unwrap();
+        let register = || {
+            let whole = memory.whole().unwrap();
+            registry.register(&pd, whole, None, Access::ALL).unwrap()
+        };
+        let [first, second] = [register(), register()];
+        let keys = [first.rkey(), second.rkey()];
+        sim.control(0).unwrap().relocate(&memory).unwrap();
+        let opened = [('+', keys[0]), ('+', keys[1])];
+        let closed = [('-', keys[0]), ('-', keys[1])];
+        assert_eq!(*recording.0.lock(), [opened, closed].concat());
+        // What is registered afterwards is exported at the new location.
+        let third = register();
+        assert_eq!(recording.0.lock()[4..], [('+', third.rkey())]);
+        drop((first, second));
+        sim.control(0).unwrap().force_free(&memory).unwrap();
+        assert_eq!(recording.0.lock().last(), Some(&('-', third.rkey())));
+        assert_eq!(registry.files_for_key(third.rkey()).len(), 0);
     }
 
     #[test]
@@ -308,7 +406,7 @@ mod tests {
         let (pd, memory) = (registry.pd(), HostMemory::new(4096).unwrap());
         let file = |access| {
             let mr = registry.register(&pd, memory.clone(), None, access).unwrap();
-            registry.file_for_key(mr.rkey()).unwrap()
+            registry.files_for_key(mr.rkey())
         };
         let both = PeerMapping::open(file(Access::ALL), true).unwrap();
         both.bytes(true).unwrap().write(8, b"theirs").unwrap();
@@ -329,10 +427,11 @@ mod tests {
     #[test]
     fn files_that_could_fault_are_rejected() {
         let on_disk: OwnedFd = tempfile::tempfile().unwrap().into();
-        assert!(PeerMapping::open(on_disk, true).is_err());
+        assert!(PeerMapping::open(vec![on_disk], true).is_err());
         let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
         let unsealed = rustix::fs::memfd_create("short", flags).unwrap();
         rustix::fs::ftruncate(&unsealed, 4096).unwrap();
-        assert!(PeerMapping::open(unsealed, true).is_err());
+        assert!(PeerMapping::open(vec![unsealed], true).is_err());
+        assert!(PeerMapping::open(Vec::new(), true).is_err());
     }
 }

@@ -6,7 +6,6 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
@@ -136,13 +135,12 @@ impl HostMemory {
     }
 
     fn map(file: OwnedFd, len: u64, writable: bool) -> Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         let size = usize::try_from(len).map_err(|_| failure(Errno::NOMEM, len))?;
         let mut protection = ProtFlags::READ;
         protection.set(ProtFlags::WRITE, writable);
         let base = map_aligned(&file, size, protection).map_err(|e| failure(e, len))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failure(Errno::NOMEM, len))?;
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let id = super::export::next_id();
         Ok(Self(Arc::new(Mapping { file, base, len: size, id })))
     }
 

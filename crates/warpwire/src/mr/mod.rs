@@ -90,10 +90,11 @@ pub use denied::AccessDenied;
 pub use dma_buf::DmaBufRange;
 pub(crate) use export::PeerMapping;
 #[doc(hidden)]
-pub use export::{ExportObserver, MrExport};
+pub use export::{ExportObserver, MrExport, Sharing};
 pub use host::HostMemory;
 pub use memory::{AccessPath, MemorySource};
 pub use on_demand::OdpStats;
+pub(crate) use pager::submit as run_on_pager;
 #[doc(hidden)]
 pub use registration::SoftMr;
 pub use registration::{AttachMode, RegisteredBy};

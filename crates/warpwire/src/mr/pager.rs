@@ -1,5 +1,6 @@
-//! The pager: one thread per process that resolves page faults of on-demand registrations, so that
-//! engine threads never block on them. A page may have to be read from disk.
+//! The pager: one thread per process that resolves page faults of on-demand registrations and opens
+//! peers' device memory, so that engine threads never block on that. A page may have to be read from
+//! disk.
 
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
@@ -7,7 +8,7 @@ use std::sync::mpsc::{Sender, channel};
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs `job` on the pager thread, or on the calling thread if the pager cannot be started.
-pub(super) fn submit(job: impl FnOnce() + Send + 'static) {
+pub(crate) fn submit(job: impl FnOnce() + Send + 'static) {
     static JOBS: OnceLock<Option<Sender<Job>>> = OnceLock::new();
     let jobs = JOBS.get_or_init(|| {
         let (jobs, queue) = channel::<Job>();

@@ -116,15 +116,24 @@ impl Inner {
     /// Takes the registration out of its slot because its memory is being revoked. The key stays
     /// allocated until its owner deregisters.
     pub(super) fn detach_key(&self, key: u32) -> Option<Registration> {
-        // First the peers that access the memory directly: they do not go through the slot. None is
-        // inside for longer: only memory of this process's own files can be mapped by peers, and
-        // that is not revoked.
+        // First the peers that access the memory directly: they do not go through the slot.
         if let Some(observer) = self.observer.get() {
             observer.closing(key);
         }
         let taken = self.slot(key)?.0.close(key & TAG | USED | GONE);
         if let Some(Registration { target: Target::Device { memory, .. }, .. }) = &taken {
+            memory.end_export(key);
             memory.flush_if_live();
+            // Host memory that is revoked is none that peers can map.
+            let limit = export::PEER_ACCESS_LIMIT;
+            let unused =
+                |observer: &Arc<dyn ExportObserver>| observer.wait_until_unused(key, limit);
+            let by_peers = !self.observer.get().is_none_or(unused);
+            if by_peers || !memory.wait_for_copies(limit) {
+                tracing::warn!(
+                    "device memory is taken back while copies that do not end access it"
+                );
+            }
         }
         taken
     }
@@ -405,7 +414,7 @@ impl Registry {
         let key = self.0.keys.lock().allocate().ok_or_else(full)?;
         let slot = self.0.table.get_or_alloc(self.0.key_mask.index(key)).ok_or_else(full)?;
         // Before the slot opens: from then on a peer's message may invalidate the key.
-        self.notify_opened(export::export(key, &registration));
+        self.notify_opened(key, &registration);
         // The index was free, so its slot is closed.
         slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
         Ok(key)
@@ -544,21 +553,28 @@ impl Registry {
     /// still access the memory.
     pub(super) fn end(&self, key: u32) -> bool {
         let Some(slot) = self.0.slot(key) else { return true };
+        let ended = self.close_slot(key, slot);
+        self.release_unused(key, ended)
+    }
+
+    /// Excludes peers and packets from the memory of a key, and takes its registration out.
+    fn close_slot(&self, key: u32, slot: &Slot) -> Option<Registration> {
         // First the peers that access the memory directly: they do not go through the slot.
         self.notify_closing(key);
         let ended = slot.0.close(key & TAG | USED);
+        if let Some(Registration { target: Target::Device { memory, .. }, .. }) = &ended {
+            memory.end_export(key);
+        }
         // No more writes can arrive; wait for the staged ones.
         self.0.pending_writes.wait();
-        self.release_unused(key, ended)
+        ended
     }
 
     /// Ends the registration of a key, which stays allocated. Returns `false` if a peer may still
     /// access the memory: the key is then released later, with the memory.
     pub(super) fn end_keeping_key(&self, key: u32) -> bool {
         let Some(slot) = self.0.slot(key) else { return false };
-        self.notify_closing(key);
-        let ended = slot.0.close(key & TAG | USED);
-        self.0.pending_writes.wait();
+        let ended = self.close_slot(key, slot);
         self.drop_unused(key, ended)
     }
 
@@ -574,7 +590,10 @@ impl Registry {
             self.release_key(to);
             return from;
         };
-        self.notify_opened(export::export(to, &registration));
+        if let Target::Device { memory, .. } = &registration.target {
+            memory.end_export(from);
+        }
+        self.notify_opened(to, &registration);
         // The slot is closed: nothing else uses a key that is allocated.
         let _ = target.0.open(to & TAG | USED, registration);
         self.release_key(from);

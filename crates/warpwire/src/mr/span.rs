@@ -6,7 +6,7 @@ use super::atomics;
 use super::denied::AccessDenied;
 use super::registration::{Registration, Target};
 use super::revocable_slot::SlotGuard;
-use crate::mem::SharedBytes;
+use crate::mem::{CopyTicket, Region, SharedBytes};
 use crate::mlx5::Atomic;
 
 /// A range of registered memory, checked for access.
@@ -162,6 +162,25 @@ impl<'a> Span<'a> {
         match self.guard.as_deref() {
             Some(Registration { target: Target::Device { memory, .. }, .. }) => memory.publish(),
             _ => std::sync::atomic::fence(std::sync::atomic::Ordering::Release),
+        }
+    }
+
+    /// The region, if this is device memory that a GPU's copies may access where it is.
+    pub(crate) fn device_region(&self) -> Option<Region> {
+        match &self.guard.as_deref()?.target {
+            Target::Device { memory, region } if memory.is_in_place() => {
+                region.allocation().region(region.offset() + self.offset, self.len).ok()
+            }
+            _ => None,
+        }
+    }
+
+    /// Notes that a batch of copies accesses the memory: deregistration waits for its end.
+    pub(crate) fn add_copies(&self, ticket: &CopyTicket) {
+        if let Some(Registration { target: Target::Device { memory, .. }, .. }) =
+            self.guard.as_deref()
+        {
+            memory.add_copies(ticket);
         }
     }
 

@@ -435,7 +435,7 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
     for kind in [Kind::Window, Kind::Engine] {
         let (near, far) = (
             fixture.memory(&transfer.testbed.a, kind, 8192, Access::ALL),
-            fixture.memory(&transfer.testbed.b, kind, 8192, Access::ALL),
+            fixture.memory(&transfer.testbed.b, Kind::Engine, 8192, Access::ALL),
         );
         let wanted = near.pattern(0, 8192, 3);
         for (from, to) in [(&near, &transfer.far), (&transfer.near, &far), (&near, &far)] {

@@ -6,6 +6,7 @@
 mod bad_responses;
 mod chaos;
 mod datagrams;
+mod device_direct;
 mod devices;
 mod direct;
 mod engines;
@@ -36,6 +37,7 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     operations::CASES,
     long_payloads::CASES,
     direct::CASES,
+    device_direct::CASES,
     failures::CASES,
     queues::CASES,
     events::CASES,
@@ -199,7 +201,9 @@ fn collect(suite: &mut Collector) {
         };
         for cases in cases.iter().chain(special) {
             // Direct access between peers of one machine does not concern RDMA devices.
-            if test_link.has_device() && cases[0].name == direct::CASES[0].name {
+            let first = cases[0].name;
+            let direct = first == direct::CASES[0].name || first == device_direct::CASES[0].name;
+            if test_link.has_device() && direct {
                 continue;
             }
             suite.add(name, cases, move |case| run(name, case, test_link));

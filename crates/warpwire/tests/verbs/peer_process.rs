@@ -15,19 +15,23 @@ use rustix::process::{Pid, Signal, kill_process};
 use warpwire::error::Kind;
 use warpwire::link::shm::exports;
 use warpwire::link::{Link, LinkKind, Shm, ShmOptions};
+use warpwire::mem::{self, Allocation};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
     Access, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp, QpAttributes, QpEndpoint, QpOptions,
     Remote, SendRequest, State, WrOp,
 };
 
-use crate::verbs::fixture::{Fixture, TestLink, test_timeout};
+use crate::verbs::fixture::{Fixture, TestLink, short_timeouts, test_timeout};
 use testkit::{Role, cases, deadline};
 
 cases!(Fixture; CASES:
     a_peer_process_writes_until_the_registration_ends,
     a_peer_process_is_killed_during_an_access,
     a_peer_process_is_stopped_during_an_access,
+    a_peer_process_copies_until_the_registration_ends,
+    a_peer_process_is_killed_during_a_copy,
+    the_owner_of_device_memory_is_killed,
 );
 
 cases!(Fixture; ONCE:
@@ -50,14 +54,25 @@ struct Endpoint {
 
 impl Endpoint {
     fn open(test_link: TestLink) -> Self {
+        // An ACK timeout of 1 s instead of 67 ms.
+        Self::open_with(test_link, QpOptions::default().with_timeout(18))
+    }
+
+    fn open_with(test_link: TestLink, options_of_qp: QpOptions) -> Self {
         let [link, _] = test_link.ends().unwrap();
         let options = test_link.options(ProgressMode::Auto).with_progress_mode(ProgressMode::Auto);
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
-        // An ACK timeout of 1 s instead of 67 ms.
-        let long_timeouts = QpOptions::default().with_timeout(18);
-        let qp = context.create_qp(&pd, &cq, &cq, long_timeouts).unwrap();
+        let qp = context.create_qp(&pd, &cq, &cq, options_of_qp).unwrap();
         Self { context, pd, cq, qp }
+    }
+
+    /// Registered memory of the simulated GPU, filled.
+    fn register_device(&self, access: Access) -> (Allocation, Mr) {
+        let memory = mem::open("sim:0").unwrap().alloc(LEN as u64).unwrap();
+        memory.write(0, &[0x5a; LEN]).unwrap();
+        let whole = memory.whole().unwrap();
+        (memory, self.context.register(&self.pd, whole, access).unwrap())
     }
 }
 
@@ -66,20 +81,43 @@ pub fn run(name: &str) {
     match name.strip_prefix("import ") {
         Some(owner) => begin_access(owner.parse().unwrap()),
         // The parent may close the pipe at any time.
-        None => drop(write_forever(name)),
+        None => match name.split_once(' ') {
+            Some((name, "device")) => drop(write_forever(name, true)),
+            Some((name, "owner")) => drop(own_forever(name)),
+            _ => drop(write_forever(name, false)),
+        },
     }
 }
 
-fn write_forever(name: &str) -> Option<()> {
+/// Lets the parent write to device memory.
+fn own_forever(name: &str) -> Option<()> {
     let (test_link, _) = TestLink::LINKS.into_iter().find(|(_, known)| *known == name)?;
     let mut lines = std::io::stdin().lines().map_while(Result::ok);
     let end = Endpoint::open(test_link);
     print_line(&serde_json::to_string(&end.qp.endpoint()).unwrap());
     let theirs: QpEndpoint = serde_json::from_str(&lines.next()?).unwrap();
     end.qp.connect(&theirs).unwrap();
-    let memory = HostMemory::new(LEN as u64).unwrap();
-    memory.bytes().fill(0, LEN as u64, &[0x5a]).unwrap();
-    let mr = end.context.register(&end.pd, memory, Access::LOCAL_WRITE).unwrap();
+    let mr = end.register_device(Access::ALL).1;
+    print_line(&serde_json::to_string(&mr.remote(0)).unwrap());
+    lines.next();
+    Some(())
+}
+
+fn write_forever(name: &str, on_device: bool) -> Option<()> {
+    let (test_link, _) = TestLink::LINKS.into_iter().find(|(_, known)| *known == name)?;
+    let mut lines = std::io::stdin().lines().map_while(Result::ok);
+    let end = Endpoint::open(test_link);
+    print_line(&serde_json::to_string(&end.qp.endpoint()).unwrap());
+    let theirs: QpEndpoint = serde_json::from_str(&lines.next()?).unwrap();
+    end.qp.connect(&theirs).unwrap();
+    let mr = match on_device {
+        true => end.register_device(Access::LOCAL_WRITE).1,
+        false => {
+            let memory = HostMemory::new(LEN as u64).unwrap();
+            memory.bytes().fill(0, LEN as u64, &[0x5a]).unwrap();
+            end.context.register(&end.pd, memory, Access::LOCAL_WRITE).unwrap()
+        }
+    };
     let line = lines.next()?;
     let mut words = line.split(' ').map(|word| word.parse::<u64>().unwrap());
     let (rkey, address) = (words.next()? as u32, words.next()?);
@@ -159,14 +197,17 @@ struct Peer {
 
 impl Peer {
     fn start(test_link: TestLink) -> Self {
-        Self::start_as(test_link, None)
+        Self::start_as(test_link, "", None)
     }
 
-    /// The same, with the child process running as another user.
-    fn start_as(test_link: TestLink, user: Option<u32>) -> Self {
-        let end = Endpoint::open(test_link);
+    /// The same, with the child process in this role, running as another user.
+    fn start_as(test_link: TestLink, role: &str, user: Option<u32>) -> Self {
+        let end = match role {
+            " owner" => Endpoint::open_with(test_link, short_timeouts()),
+            _ => Endpoint::open(test_link),
+        };
         let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
-        let mut peer = Self { process: start(name, user), end };
+        let mut peer = Self { process: start(&format!("{name}{role}"), user), end };
         let theirs: QpEndpoint = serde_json::from_str(&peer.process.next_line()).unwrap();
         peer.end.qp.connect(&theirs).unwrap();
         let mine = serde_json::to_string(&peer.end.qp.endpoint()).unwrap();
@@ -179,6 +220,14 @@ impl Peer {
         let mut peer = Self::start(test_link);
         let memory = HostMemory::new(LEN as u64).unwrap();
         let mr = peer.end.context.register(&peer.end.pd, memory.clone(), Access::ALL).unwrap();
+        peer.write_to(test_link, mr.remote(0));
+        (peer, memory, mr)
+    }
+
+    /// The same with device memory on both sides.
+    fn start_copying(test_link: TestLink) -> (Self, Allocation, Mr) {
+        let mut peer = Self::start_as(test_link, " device", None);
+        let (memory, mr) = peer.end.register_device(Access::ALL);
         peer.write_to(test_link, mr.remote(0));
         (peer, memory, mr)
     }
@@ -202,6 +251,68 @@ fn expect_unwritten(memory: &HostMemory, what: &str) {
     memory.bytes().read(0, &mut found).unwrap();
     let wrong = found.iter().position(|byte| *byte != 0xee);
     assert_eq!(wrong, None, "offset of a byte written {what}");
+}
+
+/// The same for device memory.
+fn expect_uncopied(memory: &Allocation, what: &str) {
+    memory.write(0, &[0xee; LEN]).unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    let mut found = vec![0; LEN];
+    memory.read(0, &mut found).unwrap();
+    let wrong = found.iter().position(|byte| *byte != 0xee);
+    assert_eq!(wrong, None, "offset of a byte written {what}");
+}
+
+fn a_peer_process_copies_until_the_registration_ends(fixture: &Fixture) {
+    for _ in 0..4 {
+        let (peer, memory, mr) = Peer::start_copying(fixture.test_link);
+        std::thread::sleep(Duration::from_millis(3));
+        drop(mr);
+        expect_uncopied(&memory, "after deregistration");
+        let start = Instant::now();
+        while peer.process.lines.try_recv().as_deref() != Ok("failed") {
+            assert!(start.elapsed() < test_timeout(), "the peer's writes still succeed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn a_peer_process_is_killed_during_a_copy(fixture: &Fixture) {
+    for _ in 0..6 {
+        let (mut peer, memory, mr) = Peer::start_copying(fixture.test_link);
+        peer.process.signal(Signal::KILL);
+        let start = Instant::now();
+        drop(mr);
+        assert!(start.elapsed() < test_timeout(), "deregistration waited for a dead peer");
+        peer.process.child.wait().unwrap();
+        expect_uncopied(&memory, "by a killed peer");
+    }
+}
+
+/// Writes to the device memory of a process that is killed end with an error, at any moment.
+fn the_owner_of_device_memory_is_killed(fixture: &Fixture) {
+    for round in 0..8_u64 {
+        let mut peer = Peer::start_as(fixture.test_link, " owner", None);
+        let remote: Remote = serde_json::from_str(&peer.process.next_line()).unwrap();
+        let (_memory, mr) = peer.end.register_device(Access::LOCAL_WRITE);
+        let data = [mr.sge(0, LEN as u32)];
+        let write = SendRequest::new(1, WrOp::Write(remote)).with(&data);
+        let (start, mut killed) = (Instant::now(), false);
+        loop {
+            peer.end.qp.post_send(&[write]).unwrap();
+            let done = peer.end.cq.wait_next(test_timeout()).unwrap().expect("a completion");
+            if !done.is_success() {
+                break;
+            }
+            if !killed && start.elapsed() > Duration::from_millis(3 * round) {
+                peer.process.signal(Signal::KILL);
+                peer.process.child.wait().unwrap();
+                killed = true;
+            }
+            assert!(start.elapsed() < test_timeout(), "writes to a dead process succeed");
+        }
+        assert!(killed, "a write failed before its target was killed");
+    }
 }
 
 fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
@@ -270,7 +381,7 @@ fn processes_of_two_users_connect(_: &Fixture) {
         return println!("skipped: only root can start another user's process");
     }
     for _ in 0..8 {
-        let mut peer = Peer::start_as(TestLink::Auto, Some(OTHER_USER));
+        let mut peer = Peer::start_as(TestLink::Auto, "", Some(OTHER_USER));
         let memory = HostMemory::new(LEN as u64).unwrap();
         let end = &peer.end;
         let mr = end.context.register(&end.pd, memory, Access::ALL).unwrap();
@@ -319,7 +430,7 @@ impl SelfConnection {
 /// `inside`, and ends the access at the next line of its stdin.
 fn begin_access(owner: SocketAddr) {
     let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
-    link.install_exports(&exports::ExportTable::new(Box::new(|_| None)).unwrap()).unwrap();
+    link.install_exports(&exports::ExportTable::new(Box::new(|_| Vec::new())).unwrap()).unwrap();
     let flow = link.open(owner, 0).unwrap();
     let peer = link.direct_peer(flow).unwrap();
     while peer.row(0).is_none() || peer.row(1).is_none() {
@@ -343,7 +454,7 @@ fn begin_access(owner: SocketAddr) {
 fn revocation_waits_for_a_live_importer(_: &Fixture) {
     for killed in [true, false] {
         let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), ShmOptions::default()).unwrap();
-        let table = exports::ExportTable::new(Box::new(|_| None)).unwrap();
+        let table = exports::ExportTable::new(Box::new(|_| Vec::new())).unwrap();
         link.install_exports(&table).unwrap();
         for row in 0..3 {
             assert!(table.open(row, &[row as u64; 7]));

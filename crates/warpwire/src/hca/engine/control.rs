@@ -26,7 +26,7 @@ impl Engine {
         core.generations[index as usize].advance();
         let number = core.qpn_of(index);
         let poll_doorbell = spec.poll_doorbell;
-        core.qpcs[index as usize] = Some(Box::new(QpContext::new(number, spec)));
+        core.qpcs[index as usize] = Some(Box::new(QpContext::new(index, number, spec)));
         core.active.reserve(core.qpcs.len());
         core.timers.reserve(2 * core.qpcs.len());
         core.rung_scratch.reserve(core.qpcs.len());
@@ -45,9 +45,9 @@ impl Engine {
         let Some(mut qpc) = core.qpcs.get_mut(index as usize).and_then(Option::take) else {
             return false;
         };
-        qpc.unpublish(core.export_table.as_ref().ok());
+        qpc.unpublish(core.mapped.export_table.as_ref().ok());
         if let Some(at) = qpc.direct.direct_peer.take() {
-            core.direct_peers.detach(at);
+            core.mapped.peers.detach(at);
         }
         core.leave_path(&mut qpc.path_use);
         core.totals.absorb(qpc.qp.stats());
@@ -121,7 +121,7 @@ impl Engine {
         }
         qpc.flow = flow.or(qpc.flow);
         qpc.direct.update_attr(change);
-        qpc.publish(core.export_table.as_ref().ok());
+        qpc.publish(core.mapped.export_table.as_ref().ok());
         if flow.is_some() || is_reset {
             self.find_direct_peer(index);
             self.find_path(index);

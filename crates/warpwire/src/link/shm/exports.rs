@@ -20,7 +20,8 @@
 //! # Trust
 //! Peers are processes of the same user. A peer holds the file of each memory that it requested and
 //! can access all of it at any time, whatever the rows say; the rows keep a well-behaved peer
-//! correct. Files of memory that a peer may only read are opened read-only.
+//! correct. Files of memory that a peer may only read are opened read-only. Memory without a file is
+//! copied by the kernel (`process_vm_writev`), where that lets processes of one user do so.
 
 use std::io;
 use std::net::SocketAddr;
@@ -31,11 +32,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::access_tag;
 use super::handshake::{self, ControlMsg};
-use super::sys::{ControlPage, ReadOnlyMapping, WordTable};
+use super::sys::{ControlPage, ReadOnlyMapping, WordTable, copy_process_memory};
 use crate::error::{Error, Result};
+use crate::mem::SharedBytes;
+use crate::mem::copy::CopyDirection;
 use crate::sync::{Backoff, asymmetric_fence, revocation};
 
 /// Number of rows of a table.
@@ -61,8 +65,9 @@ const MSG_ACCEPTED: u8 = 5;
 /// in all processes, so importers need no fence. Owners without this feature do not send it.
 const OWNER_HAS_HEAVY_FENCE: u32 = 1;
 
-/// Returns the file of a key; `None` if the key has no file to share.
-pub type FileLookup = dyn Fn(u32) -> Option<OwnedFd> + Send + Sync;
+/// Returns the files of a key; none if the key has no memory to share. More than fit into a message
+/// are as good as none.
+pub type FileLookup = dyn Fn(u32) -> Vec<OwnedFd> + Send + Sync;
 
 /// The memory that this process exports to its peers.
 pub struct ExportTable {
@@ -71,7 +76,7 @@ pub struct ExportTable {
     owner: Creator,
     /// The generation of the next opening.
     generations: AtomicU64,
-    file_for_key: Box<FileLookup>,
+    files_for_key: Box<FileLookup>,
     importers: Mutex<Vec<Arc<Importer>>>,
     /// Operations and bytes of importers that have disconnected.
     departed_totals: [AtomicU64; 2],
@@ -101,19 +106,22 @@ impl Importer {
         let (mut polls, mut backoff) = (0_u32, Backoff::default());
         let mut in_time = true;
         let needs_row = |tag| access_tag::uses_row(tag, row);
-        revocation::wait_for_exit(self.control.access_word(), needs_row, || {
-            polls = polls.saturating_add(1);
-            if polls >= LIVENESS_CHECK_AFTER {
-                if self.is_gone() {
-                    return false;
+        let by_device = self.control.device_access_words();
+        for word in std::iter::once(self.control.access_word()).chain(by_device) {
+            revocation::wait_for_exit(word, needs_row, || {
+                polls = polls.saturating_add(1);
+                if polls >= LIVENESS_CHECK_AFTER {
+                    if self.is_gone() {
+                        return false;
+                    }
+                    in_time = Instant::now() < deadline;
                 }
-                in_time = Instant::now() < deadline;
-            }
-            if in_time {
-                backoff.snooze();
-            }
-            in_time
-        });
+                if in_time {
+                    backoff.snooze();
+                }
+                in_time
+            });
+        }
         in_time
     }
 }
@@ -135,7 +143,7 @@ impl Creator {
 
 /// Tells the sender of a ring that its packets are read from now on; `false` if it has gone.
 pub(super) fn accept(socket: &OwnedFd) -> bool {
-    ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(socket, None)
+    ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(socket, &[])
 }
 
 impl std::fmt::Debug for ExportTable {
@@ -145,12 +153,12 @@ impl std::fmt::Debug for ExportTable {
 }
 
 impl ExportTable {
-    /// An empty table. `file_for_key` looks up files; it is called by the thread that polls the
+    /// An empty table. `files_for_key` looks up files; it is called by the thread that polls the
     /// link.
     ///
     /// # Errors
     /// If memory is exhausted, or the kernel cannot seal memory.
-    pub fn new(file_for_key: Box<FileLookup>) -> Result<Arc<Self>> {
+    pub fn new(files_for_key: Box<FileLookup>) -> Result<Arc<Self>> {
         let made = WordTable::new(TABLE_LEN);
         let (table, file) = made.map_err(|why| Error::os("create an export table", &why))?;
         let (generations, departed_totals) =
@@ -160,7 +168,7 @@ impl ExportTable {
             file,
             owner: Creator::this_process(),
             generations,
-            file_for_key,
+            files_for_key,
             importers: Mutex::default(),
             departed_totals,
         }))
@@ -234,13 +242,13 @@ impl ExportTable {
         let importer = Arc::new(Importer {
             control: ControlPage::open(page)?,
             socket: socket.clone(),
-            pidfd: handshake::peer_pidfd(socket),
+            pidfd: handshake::peer_process(socket).map(|(_, pidfd)| pidfd),
         });
         self.importers.lock().push(importer.clone());
         let importer_slot = ImporterSlot { export_table: self.clone(), importer };
         let key = if asymmetric_fence::is_ready_global() { OWNER_HAS_HEAVY_FENCE } else { 0 };
         let msg = ControlMsg { kind: MSG_TABLE, key, word: TABLE_LEN as u64 };
-        if msg.send(socket, Some(self.file.as_fd())) {
+        if msg.send(socket, &[self.file.as_fd()]) {
             return Ok(importer_slot);
         }
         Err(io::ErrorKind::WouldBlock.into())
@@ -274,10 +282,11 @@ impl ImporterSlot {
     pub(super) fn poll_control(&self, socket: &OwnedFd) -> bool {
         handshake::read(socket, |msg, _| {
             if msg.kind == MSG_FILE_REQUEST {
-                let file = (self.export_table.file_for_key)(msg.key);
+                let files = (self.export_table.files_for_key)(msg.key);
+                let fits = files.len() <= handshake::MAX_FILES;
+                let files: Vec<_> = files.iter().filter(|_| fits).map(AsFd::as_fd).collect();
                 // A reply that cannot be sent now is requested again.
-                ControlMsg { kind: MSG_FILE_REPLY, ..msg }
-                    .send(socket, file.as_ref().map(AsFd::as_fd));
+                ControlMsg { kind: MSG_FILE_REPLY, ..msg }.send(socket, &files);
             }
         })
     }
@@ -301,8 +310,8 @@ pub struct FileReply {
     pub key: u32,
     /// The `word` of the request.
     pub word: u64,
-    /// The file; `None` if the owner has none to share.
-    pub file: Option<OwnedFd>,
+    /// The files; none if the owner has no memory to share.
+    pub files: Vec<OwnedFd>,
 }
 
 /// A peer, for direct access to the memory that it exports.
@@ -325,6 +334,16 @@ pub struct ShmPeer {
     answers: Mutex<Vec<FileReply>>,
     accesses: AtomicU64,
     bytes: AtomicU64,
+    process: Option<PeerProcess>,
+}
+
+/// The process behind a peer.
+struct PeerProcess {
+    id: i32,
+    /// Readable once it has exited.
+    pidfd: OwnedFd,
+    /// The kernel has refused access to its memory.
+    refused: AtomicBool,
 }
 
 /// An access in progress; it ends when this is dropped.
@@ -355,8 +374,14 @@ impl ShmPeer {
     /// The peer at the other end of `socket`, which sees this process as `from`. `page` is the
     /// control page that this process writes.
     pub(super) fn new(from: SocketAddr, socket: OwnedFd, page: &OwnedFd) -> io::Result<Arc<Self>> {
+        let process = handshake::peer_process(&socket).map(|(id, pidfd)| PeerProcess {
+            id,
+            pidfd,
+            refused: AtomicBool::new(false),
+        });
         Ok(Arc::new(Self {
             from,
+            process,
             socket,
             creator: Creator::this_process(),
             control: ControlPage::open(page)?,
@@ -404,18 +429,18 @@ impl ShmPeer {
 
     /// Handles the peer's messages; `false` if it has disconnected.
     pub(super) fn poll_control(&self) -> bool {
-        handshake::read(&self.socket, |msg, file| match (msg.kind, file) {
-            (MSG_TABLE, Some(file)) if msg.word == TABLE_LEN as u64 => {
-                if let Ok(table) = ReadOnlyMapping::open(&file, TABLE_LEN) {
+        handshake::read(&self.socket, |msg, files| match (msg.kind, &files[..]) {
+            (MSG_TABLE, [file]) if msg.word == TABLE_LEN as u64 => {
+                if let Ok(table) = ReadOnlyMapping::open(file, TABLE_LEN) {
                     let light =
                         msg.key == OWNER_HAS_HEAVY_FENCE && asymmetric_fence::is_ready_global();
                     self.fence_free.store(light, Ordering::Relaxed);
                     let _ = self.table.set(table);
                 }
             }
-            (MSG_ACCEPTED, None) => self.accepted.store(true, Ordering::Relaxed),
-            (MSG_FILE_REPLY, file) if self.take_unanswered() => {
-                self.answers.lock().push(FileReply { key: msg.key, word: msg.word, file });
+            (MSG_ACCEPTED, []) => self.accepted.store(true, Ordering::Relaxed),
+            (MSG_FILE_REPLY, _) if self.take_unanswered() => {
+                self.answers.lock().push(FileReply { key: msg.key, word: msg.word, files });
                 self.replies_ready.store(true, Ordering::Release);
             }
             _ => {}
@@ -426,7 +451,7 @@ impl ShmPeer {
     /// `word`.
     pub fn request_file(&self, key: u32, word: u64) -> bool {
         self.unanswered.fetch_add(1, Ordering::Relaxed);
-        let sent = ControlMsg { kind: MSG_FILE_REQUEST, key, word }.send(&self.socket, None);
+        let sent = ControlMsg { kind: MSG_FILE_REQUEST, key, word }.send(&self.socket, &[]);
         if !sent {
             self.take_unanswered();
         }
@@ -449,6 +474,45 @@ impl ShmPeer {
     pub fn take_replies(&self) -> Vec<FileReply> {
         self.replies_ready.store(false, Ordering::Relaxed);
         std::mem::take(&mut *self.answers.lock())
+    }
+
+    /// Whether the kernel lets this process copy from and to the peer's memory, as far as is known.
+    pub fn is_process_accessible(&self) -> bool {
+        self.process.as_ref().is_some_and(|process| !process.refused.load(Ordering::Relaxed))
+    }
+
+    /// Copies between `local` and the peer's memory at its address `remote`, during an access.
+    ///
+    /// # Errors
+    /// Those of the kernel; some of the bytes may have been copied.
+    pub fn copy_process_memory(
+        &self,
+        local: &SharedBytes<'_>,
+        remote: u64,
+        direction: CopyDirection,
+    ) -> io::Result<()> {
+        let Some(process) = &self.process else { return Err(Errno::SRCH.into()) };
+        // Its number may be another process's soon after its end.
+        let exited = poll(&mut [PollFd::new(&process.pidfd, PollFlags::IN)], Some(&NO_WAIT))?;
+        if exited != 0 {
+            return Err(Errno::SRCH.into());
+        }
+        let mut done = 0;
+        while done < local.len() {
+            let part = local.slice(done, local.len() - done).map_err(io::Error::other)?;
+            let copied =
+                copy_process_memory(process.id, &part, remote.wrapping_add(done), direction)
+                    .inspect_err(|why| {
+                        if why.raw_os_error() == Some(Errno::PERM.raw_os_error()) {
+                            process.refused.store(true, Ordering::Relaxed);
+                        }
+                    })?;
+            if copied == 0 {
+                return Err(Errno::FAULT.into());
+            }
+            done += copied as u64;
+        }
+        Ok(())
     }
 
     /// The generation of a row; 0 if it is closed.
@@ -483,6 +547,28 @@ impl ShmPeer {
         generations: [u64; 2],
         bytes: u64,
     ) -> Option<AccessGuard<'_>> {
+        let number = self.enter(self.control.access_word(), rows, generations)?;
+        self.accesses.store(number, Ordering::Relaxed);
+        Some(AccessGuard(self, bytes))
+    }
+
+    /// Begins accesses by a GPU, which end when the guard is dropped. `None` if a row has another
+    /// generation, or too many are in progress. One thread at a time.
+    pub fn begin_device_access(
+        self: &Arc<Self>,
+        rows: [u32; 2],
+        generations: [u64; 2],
+    ) -> Option<DeviceAccess> {
+        let words = self.control.device_access_words();
+        let at = words.iter().position(|word| word.load(Ordering::Relaxed) == 0)?;
+        self.enter(words[at], rows, generations)?;
+        Some(DeviceAccess { peer: self.clone(), at, rows, generations })
+    }
+
+    /// Announces an access in this word; `None` if a row has another generation. Returns the number
+    /// of the access.
+    #[inline]
+    fn enter(&self, word: &AtomicU64, rows: [u32; 2], generations: [u64; 2]) -> Option<u64> {
         let number = self.accesses.load(Ordering::Relaxed).wrapping_add(1);
         let table = self.table.get()?;
         let is_open = || {
@@ -499,11 +585,47 @@ impl ShmPeer {
             // owner's fence, and costs half as much as a fence.
             false => access_word.store(tag, Ordering::SeqCst),
         };
-        if !revocation::enter(self.control.access_word(), announce, is_open) {
-            return None;
-        }
-        self.accesses.store(number, Ordering::Relaxed);
-        Some(AccessGuard(self, bytes))
+        revocation::enter(word, announce, is_open).then_some(number)
+    }
+}
+
+/// Accesses of a GPU in progress to what two rows stand for.
+#[derive(Debug)]
+#[must_use = "the access ends when the guard is dropped"]
+pub struct DeviceAccess {
+    peer: Arc<ShmPeer>,
+    /// Index of its word.
+    at: usize,
+    rows: [u32; 2],
+    generations: [u64; 2],
+}
+
+impl DeviceAccess {
+    /// Whether another access to these rows is covered by it: the rows are still open.
+    pub fn covers(&self, peer: &Arc<ShmPeer>, rows: [u32; 2], generations: [u64; 2]) -> bool {
+        Arc::ptr_eq(&self.peer, peer)
+            && (self.rows, self.generations) == (rows, generations)
+            && rows.map(|row| peer.generation(row)) == generations
+    }
+
+    /// Counts an access of this length, for the owner's counters.
+    pub fn count(&self, bytes: u64) {
+        let Self { peer, .. } = self;
+        // The thread that runs the engine is the only writer.
+        let add = |total: &AtomicU64, shared: &AtomicU64, more: u64| {
+            let sum = total.load(Ordering::Relaxed).wrapping_add(more);
+            total.store(sum, Ordering::Relaxed);
+            shared.store(sum, Ordering::Relaxed);
+        };
+        let [shared_accesses, shared_bytes] = peer.control.access_counts();
+        add(&peer.accesses, shared_accesses, 1);
+        add(&peer.bytes, shared_bytes, bytes);
+    }
+}
+
+impl Drop for DeviceAccess {
+    fn drop(&mut self) {
+        revocation::leave(self.peer.control.device_access_words()[self.at]);
     }
 }
 
@@ -525,7 +647,7 @@ mod tests {
         let importer = Importer { control, socket: socket.clone(), pidfd: None };
         export_table.importers.lock().push(Arc::new(importer));
         let msg = ControlMsg { kind: MSG_TABLE, key: owner_flags, word: TABLE_LEN as u64 };
-        assert!(msg.send(&socket, Some(export_table.file.as_fd())));
+        assert!(msg.send(&socket, &[export_table.file.as_fd()]));
         assert!(peer.poll_control() && peer.has_table());
         (peer, socket)
     }
@@ -538,7 +660,7 @@ mod tests {
         for (owner_flags, light) in
             [(0, false), (OWNER_HAS_HEAVY_FENCE, ready), (7, false), (u32::MAX, false)]
         {
-            let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+            let export_table = ExportTable::new(Box::new(|_| Vec::new())).unwrap();
             let (peer, _socket) = peer(&export_table, owner_flags);
             assert_eq!(peer.fence_free.load(Ordering::Relaxed), light, "flags {owner_flags}");
             assert!(export_table.open(3, &[0; 7]) && export_table.open(9, &[0; 7]));
@@ -573,7 +695,7 @@ mod tests {
     /// wait; other rows are not affected.
     #[test]
     fn a_wait_for_an_access_is_bounded() {
-        let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        let export_table = ExportTable::new(Box::new(|_| Vec::new())).unwrap();
         let (peer, _socket) = peer(&export_table, 0);
         for row in [3, 9, 10] {
             assert!(export_table.open(row, &[0; 7]));
@@ -598,15 +720,48 @@ mod tests {
         assert!(export_table.wait_until_unused(9, Duration::from_secs(20)));
     }
 
+    /// Accesses of a GPU are waited for like others, each one of them; they are independent of the
+    /// access of the thread.
+    #[test]
+    fn accesses_of_a_gpu_are_waited_for() {
+        let export_table = ExportTable::new(Box::new(|_| Vec::new())).unwrap();
+        let (peer, _socket) = peer(&export_table, 0);
+        let rows = [3_u32, 9, 10];
+        rows.iter().for_each(|row| assert!(export_table.open(*row as usize, &[0; 7])));
+        let generations = |rows: [u32; 2]| rows.map(|row| peer.generation(row));
+        let begin = |rows| peer.begin_device_access(rows, generations(rows));
+        let (first, second) = (begin([3, 9]).unwrap(), begin([3, 10]).unwrap());
+        let own = peer.begin_access([3, 10], generations([3, 10]), 8).unwrap();
+        assert!(first.covers(&peer, [3, 9], generations([3, 9])));
+        assert!(!first.covers(&peer, [3, 10], generations([3, 10])));
+        first.count(100);
+        assert_eq!(export_table.access_counts(), [2, 100]);
+        let before = generations([3, 9]);
+        export_table.close(9);
+        assert!(!first.covers(&peer, [3, 9], before), "the row is closed");
+        assert!(peer.begin_device_access([3, 9], before).is_none());
+        assert!(!export_table.wait_until_unused(9, Duration::ZERO));
+        drop(first);
+        assert!(export_table.wait_until_unused(9, Duration::ZERO));
+        export_table.close(10);
+        drop(own);
+        assert!(!export_table.wait_until_unused(10, Duration::ZERO));
+        drop(second);
+        assert!(export_table.wait_until_unused(10, Duration::ZERO));
+        assert!(export_table.open(9, &[0; 7]));
+        let all: Vec<_> = std::iter::from_fn(|| begin([3, 9])).collect();
+        assert_eq!(all.len(), super::super::sys::DEVICE_ACCESSES);
+    }
+
     /// Each reply holds a descriptor until it is taken: those that were not requested are dropped.
     #[test]
     fn files_that_were_not_requested_are_dropped() {
-        let export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        let export_table = ExportTable::new(Box::new(|_| Vec::new())).unwrap();
         let (peer, socket) = peer(&export_table, 0);
         let reply = ControlMsg { kind: MSG_FILE_REPLY, key: 7, word: 1 };
         let receive = |count: usize| {
             for _ in 0..count {
-                assert!(reply.send(&socket, Some(export_table.file.as_fd())));
+                assert!(reply.send(&socket, &[export_table.file.as_fd()]));
                 assert!(peer.poll_control());
             }
             assert_eq!(peer.has_replies(), !peer.answers.lock().is_empty());
@@ -622,7 +777,7 @@ mod tests {
     #[test]
     fn a_forked_child_does_not_act_for_its_parent() {
         let parent = Creator(rustix::process::Pid::INIT);
-        let mut export_table = ExportTable::new(Box::new(|_| None)).unwrap();
+        let mut export_table = ExportTable::new(Box::new(|_| Vec::new())).unwrap();
         assert!(export_table.open(3, &[7; 7]));
         Arc::get_mut(&mut export_table).unwrap().owner = parent;
         let (mut peer, socket) = peer(&export_table, 0);
@@ -635,7 +790,7 @@ mod tests {
         let importer = export_table.importers.lock()[0].clone();
         assert!(!importer.is_gone(), "the parent's connection has ended");
         drop(ImporterSlot { export_table: export_table.clone(), importer });
-        assert!(ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(&socket, None));
+        assert!(ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(&socket, &[]));
         assert!(peer.poll_control() && peer.is_accepted());
     }
 }

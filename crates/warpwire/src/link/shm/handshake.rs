@@ -28,7 +28,7 @@ use crate::host::is_own_user;
 
 /// Incremented when the hello or the ring changes. Part of the socket name too, so that different
 /// versions do not connect.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 const MAGIC: [u8; 8] = *b"warpshm\0";
 const HELLO_LEN: usize = 72;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
@@ -122,12 +122,13 @@ pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(is_own_user(sys::peer_credentials(socket)?.0))
 }
 
-/// A pidfd of the process that connected, readable once it has exited; `None` if the kernel has no
-/// pidfds, or if the process is in another PID namespace and has no number here.
-pub(super) fn peer_pidfd(socket: &OwnedFd) -> Option<OwnedFd> {
-    let (_, process) = sys::peer_credentials(socket.as_fd()).ok()?;
-    let process = rustix::process::Pid::from_raw(process)?;
-    rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).ok()
+/// The process that connected or listens, and its pidfd, readable once it has exited; `None` if the
+/// kernel has no pidfds, or if the process is in another PID namespace and has no number here.
+pub(super) fn peer_process(socket: &OwnedFd) -> Option<(i32, OwnedFd)> {
+    let (_, number) = sys::peer_credentials(socket.as_fd()).ok()?;
+    let process = rustix::process::Pid::from_raw(number)?;
+    let pidfd = rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).ok()?;
+    Some((number, pidfd))
 }
 
 /// The first message on a connection: describes a new ring, whose two files come along.
@@ -197,12 +198,7 @@ pub(super) fn recv_hello(socket: &OwnedFd) -> HelloResult {
         Err(Errno::AGAIN | Errno::INTR) => return HelloResult::Pending,
         Err(_) => return HelloResult::Closed,
     };
-    let mut files = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            files.extend(rights);
-        }
-    }
+    let files = received_files(&mut control);
     if len == 0 {
         return HelloResult::Closed;
     }
@@ -255,19 +251,20 @@ pub(super) struct ControlMsg {
 }
 
 const CONTROL_MSG_LEN: usize = 16;
+/// Files that come with one message, at most: the kernel's own limit.
+pub(super) const MAX_FILES: usize = 253;
 
 impl ControlMsg {
-    /// Sends the message, optionally with a file; `false` if it cannot be sent now.
-    pub(super) fn send(&self, socket: &OwnedFd, file: Option<BorrowedFd<'_>>) -> bool {
+    /// Sends the message with these files, at most [`MAX_FILES`]; `false` if it cannot be sent now.
+    pub(super) fn send(&self, socket: &OwnedFd, files: &[BorrowedFd<'_>]) -> bool {
         let mut bytes = [0; CONTROL_MSG_LEN];
         bytes[0] = self.kind;
         bytes[4..8].copy_from_slice(&self.key.to_le_bytes());
         bytes[8..].copy_from_slice(&self.word.to_le_bytes());
-        let files: Vec<_> = file.into_iter().collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&files));
+        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+            return false;
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags).is_ok()
@@ -282,11 +279,11 @@ impl ControlMsg {
 
 /// Reads what has arrived: bytes that only wake the receiver, and messages, for which `on_msg` is
 /// called; `false` if the other end is closed. Unread messages keep the socket readable.
-pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Option<OwnedFd>)) -> bool {
+pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Vec<OwnedFd>)) -> bool {
     const MAX_MSGS: usize = 16;
     for _ in 0..MAX_MSGS {
         let mut bytes = [0; CONTROL_MSG_LEN + 1];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let parts = &mut [IoSliceMut::new(&mut bytes)];
@@ -297,15 +294,21 @@ pub(super) fn read(socket: &OwnedFd, mut on_msg: impl FnMut(ControlMsg, Option<O
             Err(Errno::AGAIN | Errno::INTR) => return true,
             Err(_) => return false,
         };
-        let file = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
-            _ => None,
-        });
+        let files = received_files(&mut control);
         if let Some(msg) = bytes.get(..len).and_then(ControlMsg::parse) {
-            on_msg(msg, file);
+            on_msg(msg, files);
         }
     }
     true
+}
+
+/// The files that came with a message.
+fn received_files(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(rights) => Some(rights),
+        _ => None,
+    });
+    rights.flatten().collect()
 }
 
 #[cfg(test)]
@@ -320,15 +323,17 @@ mod tests {
                 .unwrap();
         let msg = ControlMsg { kind: 2, key: 0x1234_5678, word: u64::MAX - 7 };
         assert!(wake(&near));
-        assert!(msg.send(&near, None));
+        assert!(msg.send(&near, &[]));
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
-        assert!(msg.send(&near, Some(file.as_fd())));
+        assert!(msg.send(&near, &[file.as_fd()]));
+        assert!(msg.send(&near, &[file.as_fd(); MAX_FILES]));
+        assert!(!msg.send(&near, &[file.as_fd(); MAX_FILES + 1]));
         for invalid in [&[7; 15][..], &[7; 17], &[7; 400]] {
             rustix::net::send(&near, invalid, SendFlags::empty()).unwrap();
         }
         let mut got = Vec::new();
-        assert!(read(&far, |msg, file| got.push((msg, file.is_some()))));
-        assert_eq!(got, [(msg, false), (msg, true)]);
+        assert!(read(&far, |msg, files| got.push((msg, files.len()))));
+        assert_eq!(got, [(msg, 0), (msg, 1), (msg, MAX_FILES)]);
         drop(near);
         assert!(!read(&far, |msg, _| panic!("{msg:?}")));
     }

@@ -26,12 +26,15 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::mem::SharedBytes;
+use crate::mem::copy::CopyDirection;
 
 /// Size of the receiver's page.
 const PAGE: usize = 4096;
 /// Distance between words that different sides write: two cache lines, because CPUs prefetch lines
 /// in pairs.
 const LINE_PAIR: usize = 128;
+/// Accesses of the sender's GPU that may be in progress at one time.
+pub(super) const DEVICE_ACCESSES: usize = 64;
 /// `f_type` of memory in ordinary pages. Huge pages may be unavailable when the memory is first
 /// touched.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -231,6 +234,12 @@ impl ControlPage {
         self.word(2)
     }
 
+    /// The tags of the sender's accesses in progress that its GPU executes; 0 where there is none.
+    #[inline]
+    pub(super) fn device_access_words(&self) -> [&AtomicU64; DEVICE_ACCESSES] {
+        std::array::from_fn(|at| self.word_at(4 * LINE_PAIR + 8 * at))
+    }
+
     /// Operations and bytes of the sender's direct accesses; for the receiver's counters only.
     #[inline]
     pub(super) fn access_counts(&self) -> [&AtomicU64; 2] {
@@ -295,6 +304,31 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, i32)>
         )
     };
     if got < 0 { Err(io::Error::last_os_error()) } else { Ok((peer.uid, peer.pid)) }
+}
+
+/// Copies `local` to the memory of another process, from its address `remote` on, or the other way
+/// round. Returns how many bytes were copied before a page that is not mapped.
+///
+/// # Errors
+/// `EPERM` where the kernel does not let this process access the other's memory; `ESRCH` if it has
+/// exited; `EFAULT` if the first page is not mapped, or is not ordinary memory.
+pub(super) fn copy_process_memory(
+    process: i32,
+    local: &SharedBytes<'_>,
+    remote: u64,
+    direction: CopyDirection,
+) -> io::Result<usize> {
+    let len = local.len() as usize;
+    let here = libc::iovec { iov_base: local.address() as *mut libc::c_void, iov_len: len };
+    let there = libc::iovec { iov_base: remote as *mut libc::c_void, iov_len: len };
+    let copy = match direction {
+        CopyDirection::Write => libc::process_vm_writev,
+        CopyDirection::Read => libc::process_vm_readv,
+    };
+    // SAFETY: the local range is memory that may change at any moment, which the kernel reads or
+    // writes; addresses of the other process are checked by the kernel.
+    let copied = unsafe { copy(process, &raw const here, 1, &raw const there, 1, 0) };
+    if copied < 0 { Err(io::Error::last_os_error()) } else { Ok(copied as usize) }
 }
 
 #[cfg(test)]

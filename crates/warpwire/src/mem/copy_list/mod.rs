@@ -3,13 +3,19 @@
 //! A call of the copy engine costs some microseconds, whatever its size. A kernel that walks a list
 //! pays once for all of them: 100 000 pieces of 16 KiB move at the speed of the memory.
 
+mod queue;
+
+use std::ops::Range;
+
 use super::address::{DeviceAddr, is_inside};
-use super::allocation::{MemoryKind, Region};
+use super::allocation::{Allocation, MemoryKind, Region};
 use super::device::{Backend, Device};
-use super::program::{Kernel, Launch, Program};
+use super::program::{Kernel, Launch, Module, Program};
 use super::sim::{Block, KernelFault};
 use super::stream::Stream;
 use crate::error::{Error, Kind, Result};
+
+pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH};
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;
@@ -71,9 +77,7 @@ impl ScatterGather {
     /// # Errors
     /// Those of the driver.
     pub fn new(device: &Device) -> Result<Self> {
-        let program =
-            Program::new("copy list").ptx(include_str!("copy_list.ptx")).block(KERNEL, list_block);
-        Ok(Self { device: device.clone(), kernel: device.load(&program)?.kernel(KERNEL)? })
+        Ok(Self { device: device.clone(), kernel: load_program(device)?.kernel(KERNEL)? })
     }
 
     /// Prepares a list of copies from `from` to `to`. It may be executed any number of times, and
@@ -114,13 +118,14 @@ impl ScatterGather {
                 return failure(Kind::OutOfRange, why);
             }
             bytes = bytes.saturating_add(range.len);
-            append(&mut descriptors, to.address(), from.address(), range);
+            let at = |region: &Region, offset| DeviceAddr::new(region.address().raw() + offset);
+            let (to, from) = (at(to, range.to), at(from, range.from));
+            copy_range(&mut descriptors, to, from, 0..range.len, MAX_CHUNK);
         }
         if descriptors.is_empty() {
             return failure(Kind::InvalidArgument, "there is nothing to copy".into());
         }
-        // VMM memory is freed without waiting for running kernels.
-        let memory = self.device.alloc_kind(descriptors.len() as u64, self.list_kind())?;
+        let memory = alloc_scratch(&self.device, descriptors.len() as u64)?;
         memory.write(0, &descriptors)?;
         let chunks = (descriptors.len() / DESCRIPTOR_LEN) as u64;
         let launch = Launch::new(&self.kernel)
@@ -143,23 +148,39 @@ impl ScatterGather {
             Backend::Sim => MAX_SIM_BLOCKS,
         }
     }
-
-    fn list_kind(&self) -> MemoryKind {
-        if self.device.capabilities().vmm.is_yes() { MemoryKind::Vmm } else { MemoryKind::Plain }
-    }
 }
 
-/// Appends the descriptors of one copy.
-fn append(descriptors: &mut Vec<u8>, to: DeviceAddr, from: DeviceAddr, range: &CopyRange) {
-    let mut done = 0;
-    while done < range.len {
-        let len = (range.len - done).min(MAX_CHUNK);
-        // In range of their regions, so the sums do not overflow.
-        let (to, from) = (to.raw() + range.to + done, from.raw() + range.from + done);
-        for word in [to, from, len] {
+/// Memory for descriptors: VMM memory, where there is some, because that is freed without waiting
+/// for running kernels.
+fn alloc_scratch(device: &Device, len: u64) -> Result<Allocation> {
+    let vmm = device.capabilities().vmm.is_yes();
+    device.alloc_kind(len, if vmm { MemoryKind::Vmm } else { MemoryKind::Plain })
+}
+
+fn load_program(device: &Device) -> Result<Module> {
+    let program = Program::new("copy list")
+        .ptx(include_str!("copy_list.ptx"))
+        .block(KERNEL, list_block)
+        .block(queue::KERNEL, queue::batch_block);
+    device.load(&program)
+}
+
+/// Appends the descriptors of a range of bytes of one copy. Both ends are in range of their
+/// regions, so the sums do not overflow.
+fn copy_range(
+    descriptors: &mut Vec<u8>,
+    to: DeviceAddr,
+    from: DeviceAddr,
+    range: Range<u64>,
+    max_chunk: u64,
+) {
+    let mut at = range.start;
+    while at < range.end {
+        let len = (range.end - at).min(max_chunk);
+        for word in [to.raw() + at, from.raw() + at, len] {
             descriptors.extend_from_slice(&word.to_le_bytes());
         }
-        done += len;
+        at += len;
     }
 }
 
@@ -198,7 +219,15 @@ impl Stream {
 }
 
 fn list_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
-    let (list, count) = (block.address(0)?, block.value(1)?);
+    copy_listed(block, block.address(0)?, block.value(1)?)
+}
+
+/// Copies every range of a list whose index belongs to this block.
+fn copy_listed(
+    block: &Block<'_>,
+    list: DeviceAddr,
+    count: u64,
+) -> std::result::Result<(), KernelFault> {
     let mut buffer = vec![0; MAX_CHUNK as usize];
     let mut index = u64::from(block.index());
     while index < count {
@@ -206,12 +235,12 @@ fn list_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
             let at = list.checked_add(index * DESCRIPTOR_LEN as u64 + number * 8);
             block.load_u64(at.ok_or_else(|| KernelFault::new("address overflow"))?)
         };
-        let [to, from] = [word(0)?, word(1)?].map(DeviceAddr::new);
-        let bytes = buffer
-            .get_mut(..word(2)? as usize)
-            .ok_or_else(|| KernelFault::new("a descriptor exceeds the chunk size"))?;
-        block.read(from, bytes)?;
-        block.write(to, bytes)?;
+        let (to, from, len) = (word(0)?, word(1)?, word(2)?);
+        for at in (0..len).step_by(MAX_CHUNK as usize) {
+            let bytes = &mut buffer[..(len - at).min(MAX_CHUNK) as usize];
+            block.read(DeviceAddr::new(from.wrapping_add(at)), bytes)?;
+            block.write(DeviceAddr::new(to.wrapping_add(at)), bytes)?;
+        }
         index += u64::from(block.grid());
     }
     Ok(())

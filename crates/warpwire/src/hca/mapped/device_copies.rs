@@ -1,0 +1,399 @@
+//! Copies between device memory of this process and of a peer, executed by the GPU.
+//!
+//! A driver call costs some microseconds whatever it does, so what queue pairs post while copies
+//! are in flight is gathered and becomes one launch. Batches of one GPU run in order. In a batch,
+//! copies run concurrently: no target overlaps another target or a source. The last word of each
+//! message is stored after all other bytes of its batch, because a program may be waiting for it.
+//!
+//! Completion is seen by a load from host memory. No call here waits for the GPU.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{SendOp, SendWr as WireWork};
+
+use super::super::qpc::QpMemory;
+use super::super::stats::IndirectReason;
+use super::imported::{ImportState, ImportedMemory};
+use super::{DirectOutcome, DirectState};
+use crate::link::{DeviceAccess, ShmPeer};
+use crate::mem::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH, Region};
+use crate::mlx5::DataSegment;
+use crate::mr::{Access, PdId, Registry, Span};
+
+/// Shorter operations are faster as packets, whose payload goes through CPU windows.
+pub(super) const MIN_COPY: u32 = 16 << 10;
+/// From this length on, work waits until the peer's memory is opened, instead of using packets.
+pub(super) const MIN_WAIT: u32 = 256 << 10;
+/// For so long at most.
+pub(super) const MAX_WAIT: Duration = Duration::from_millis(100);
+/// Batches in flight before more copies are gathered.
+const MAX_IN_FLIGHT: usize = 2;
+/// Segments of a work request, at most; others use packets.
+const MAX_SEGMENTS: usize = 32;
+/// A batch that takes this long makes the engine ask the driver whether the GPU has failed.
+const CHECK_AFTER: Duration = Duration::from_millis(200);
+/// How long closing the device waits for copies in flight.
+const FINISH_LIMIT: Duration = Duration::from_secs(2);
+
+/// The copies of an engine.
+#[derive(Default)]
+pub(super) struct DeviceCopies {
+    lanes: Vec<Lane>,
+    /// Work whose copies have ended, and whether they succeeded.
+    ended: VecDeque<(PostedWork, bool)>,
+}
+
+/// Work that is being copied.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PostedWork {
+    pub index: u32,
+    pub qpn: u32,
+    /// [`DirectState::resets`] when it was started.
+    pub resets: u32,
+    pub work: WireWork,
+}
+
+/// Copies of one GPU.
+struct Lane {
+    queue: CopyQueue,
+    /// Gathers copies.
+    open: Batch,
+    in_flight: VecDeque<Batch>,
+    /// When the driver was asked last, or a batch ended.
+    checked: Instant,
+    failed: bool,
+}
+
+#[derive(Default)]
+struct Batch {
+    number: u64,
+    ticket: Option<CopyTicket>,
+    copies: Vec<DeviceCopy>,
+    /// The same as addresses and length: target, source, bytes.
+    ranges: Vec<[u64; 3]>,
+    works: Vec<PostedWork>,
+    accesses: Vec<DeviceAccess>,
+    /// The addresses between the first and the last target, and source.
+    targets: Range<u64>,
+    sources: Range<u64>,
+}
+
+/// What a copy does to the peer's memory: the rows that allow it, and the range.
+pub(super) struct RemoteRange<'a> {
+    pub peer: &'a Arc<ShmPeer>,
+    pub rows: [u32; 2],
+    pub generations: [u64; 2],
+    pub memory: &'a Arc<ImportedMemory>,
+    pub offset: u64,
+}
+
+impl DeviceCopies {
+    /// Whether copies were started that have not been completed.
+    #[inline]
+    pub(super) fn is_busy(&self) -> bool {
+        self.lanes.iter().any(|lane| !lane.is_idle()) || !self.ended.is_empty()
+    }
+
+    /// Starts the copies of a write or read, if both sides are memory of one GPU.
+    pub(super) fn start(
+        &mut self,
+        remote: &RemoteRange<'_>,
+        posted: PostedWork,
+        qp_memory: &QpMemory,
+        registry: &Registry,
+        direct: &mut DirectState,
+    ) -> Result<DirectOutcome, IndirectReason> {
+        let writes = matches!(posted.work.op, SendOp::Write(_));
+        let local = LocalSpans::resolve(qp_memory, registry, &posted.work, writes)?;
+        let first = local.region(0).ok_or(IndirectReason::LocalMemory)?;
+        let device = first.allocation().device();
+        let lane = self.lanes.iter().position(|lane| lane.queue.device() == device);
+        let memory = match remote.memory.open_on(device, lane.is_none()) {
+            ImportState::Opened(memory) => memory,
+            ImportState::Opening => return Err(IndirectReason::MappingRequested),
+            ImportState::Failed => return Err(IndirectReason::KeyNotExported),
+        };
+        let lane = match lane {
+            Some(at) => &mut self.lanes[at],
+            None => {
+                let queue = remote.memory.take_queue().ok_or(IndirectReason::LocalMemory)?;
+                self.lanes.push(Lane::new(queue));
+                let at = self.lanes.len() - 1;
+                &mut self.lanes[at]
+            }
+        };
+        // Memory that was opened on another GPU would need access between the two.
+        if lane.failed || *memory.device() != *lane.queue.device() {
+            return Err(IndirectReason::LocalMemory);
+        }
+        let mut at = remote.offset;
+        let (mut copies, mut count) = (std::array::from_fn::<_, MAX_SEGMENTS, _>(|_| None), 0);
+        while let Some(local) = local.region(count) {
+            let there = memory.region(at, local.len()).map_err(|_| IndirectReason::AccessDenied)?;
+            at = at.saturating_add(local.len());
+            let (to, from) = if writes { (there, local) } else { (local, there) };
+            if to.allocation().device() != from.allocation().device() {
+                return Err(IndirectReason::LocalMemory);
+            }
+            copies[count] = Some(DeviceCopy { to, from });
+            count += 1;
+        }
+        if count < local.count {
+            return Err(IndirectReason::LocalMemory);
+        }
+        if !lane.make_room(copies[..count].iter().flatten()) {
+            return Ok(DirectOutcome::OutOfBudget);
+        }
+        if !lane.open.announce(remote, posted.work.len) {
+            return match remote.rows.map(|row| remote.peer.generation(row)) == remote.generations {
+                true => Ok(DirectOutcome::OutOfBudget), // too many are in progress
+                false => Err(IndirectReason::Revoked),
+            };
+        }
+        lane.add(copies.into_iter().flatten(), posted, &local);
+        direct.in_flight += 1;
+        Ok(DirectOutcome::Started)
+    }
+
+    /// Launches what was gathered, unless enough is in flight.
+    pub(super) fn launch(&mut self, now: Instant) {
+        for lane in &mut self.lanes {
+            if lane.in_flight.len() < MAX_IN_FLIGHT || lane.open.copies.len() >= MAX_BATCH / 2 {
+                lane.launch(now);
+            }
+        }
+    }
+
+    /// Finds the batches that have ended.
+    pub(super) fn poll(&mut self, now: Instant) {
+        let Self { lanes, ended } = self;
+        lanes.iter_mut().for_each(|lane| lane.poll(now, ended));
+    }
+
+    /// Takes work whose copies have ended, in order; `false` if they failed.
+    pub(super) fn pop_ended(&mut self) -> Option<(PostedWork, bool)> {
+        self.ended.pop_front()
+    }
+
+    /// Waits for copies in flight, for a limited time.
+    pub(super) fn finish(&mut self) {
+        let deadline = std::time::Instant::now() + FINISH_LIMIT;
+        for lane in &mut self.lanes {
+            let mut backoff = crate::sync::Backoff::default();
+            let last = lane.in_flight.back().map_or(0, |batch| batch.number);
+            while lane.queue.completed() < last && !lane.failed {
+                if std::time::Instant::now() > deadline {
+                    tracing::warn!("a device is closed while copies that do not end are in flight");
+                    break;
+                }
+                backoff.snooze();
+            }
+            // What was not launched never accesses memory.
+            lane.queue.fail();
+        }
+    }
+}
+
+impl Lane {
+    fn new(queue: CopyQueue) -> Self {
+        Self {
+            queue,
+            open: Batch::default(),
+            in_flight: VecDeque::new(),
+            checked: Instant::from_nanos(0),
+            failed: false,
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.open.works.is_empty() && self.in_flight.is_empty()
+    }
+
+    /// Makes the open batch one that these copies can join; `false` if that is not possible now.
+    fn make_room<'a>(&mut self, copies: impl Iterator<Item = &'a DeviceCopy> + Clone) -> bool {
+        let fits = |batch: &Batch| {
+            batch.copies.len() + copies.clone().count() <= MAX_BATCH
+                && !copies.clone().any(|copy| batch.conflicts(copy))
+        };
+        if fits(&self.open) {
+            return true;
+        }
+        let launched = self.checked;
+        self.launch(launched);
+        self.open.works.is_empty()
+    }
+
+    fn add(
+        &mut self,
+        copies: impl Iterator<Item = DeviceCopy>,
+        posted: PostedWork,
+        local: &LocalSpans<'_>,
+    ) {
+        let Self { queue, open, .. } = self;
+        let ticket = open.ticket.get_or_insert_with(|| queue.next_ticket());
+        local.spans.iter().flatten().for_each(|span| span.add_copies(ticket));
+        for copy in copies {
+            let [to, from, len] = range(&copy);
+            open.targets = hull(&open.targets, &(to..to + len));
+            open.sources = hull(&open.sources, &(from..from + len));
+            open.ranges.push([to, from, len]);
+            open.copies.push(copy);
+        }
+        open.works.push(posted);
+    }
+
+    fn launch(&mut self, now: Instant) {
+        if self.open.works.is_empty() || !self.failed && !self.queue.has_room() {
+            return;
+        }
+        let mut batch = std::mem::take(&mut self.open);
+        if self.in_flight.is_empty() {
+            self.checked = now;
+        }
+        match self.queue.submit(&batch.copies) {
+            Ok(number) => batch.number = number,
+            Err(why) => {
+                tracing::warn!(%why, "copies between processes have failed");
+                self.fail();
+            }
+        }
+        self.in_flight.push_back(batch);
+    }
+
+    fn fail(&mut self) {
+        self.failed = true;
+        self.queue.fail();
+    }
+
+    fn poll(&mut self, now: Instant, ended: &mut VecDeque<(PostedWork, bool)>) {
+        let completed = self.queue.completed();
+        while let Some(batch) = self.in_flight.front() {
+            let succeeded = batch.number != 0 && batch.number <= completed;
+            if !succeeded && !self.failed {
+                break;
+            }
+            self.checked = now;
+            let Some(batch) = self.in_flight.pop_front() else { break };
+            ended.extend(batch.works.iter().map(|posted| (*posted, succeeded)));
+            self.recycle(batch);
+        }
+        if !self.in_flight.is_empty() && now - self.checked > CHECK_AFTER {
+            self.checked = now;
+            if let Err(why) = self.queue.check() {
+                tracing::warn!(%why, "copies between processes have failed");
+                self.fail();
+            }
+        }
+    }
+
+    /// Keeps the capacity of a batch that has ended, and ends its accesses.
+    fn recycle(&mut self, mut batch: Batch) {
+        batch.accesses.clear();
+        if self.open.works.is_empty() && self.open.works.capacity() == 0 {
+            batch.copies.clear();
+            batch.ranges.clear();
+            batch.works.clear();
+            let Batch { copies, ranges, works, accesses, .. } = batch;
+            self.open = Batch { copies, ranges, works, accesses, ..Batch::default() };
+        }
+    }
+}
+
+impl Batch {
+    /// Announces an access to the peer's memory, unless this batch has done so already; `false` if
+    /// it is not allowed, or too many are in progress.
+    fn announce(&mut self, remote: &RemoteRange<'_>, len: u32) -> bool {
+        let RemoteRange { peer, rows, generations, .. } = *remote;
+        let mut known = self.accesses.iter().rev();
+        let known = known.position(|access| access.covers(peer, rows, generations));
+        let at = match known {
+            Some(from_end) => self.accesses.len() - 1 - from_end,
+            None => {
+                let Some(access) = peer.begin_device_access(rows, generations) else {
+                    return false;
+                };
+                self.accesses.push(access);
+                self.accesses.len() - 1
+            }
+        };
+        self.accesses[at].count(len.into());
+        true
+    }
+
+    /// Whether a copy must not run concurrently with those of the batch. Two that copy the same
+    /// bytes to the same place may, and nothing that does not conflict with one conflicts with the
+    /// other.
+    fn conflicts(&self, copy: &DeviceCopy) -> bool {
+        let new = range(copy);
+        let [to, from, len] = new;
+        let (to, from) = (to..to + len, from..from + len);
+        let far = !overlap(&to, &self.targets)
+            && !overlap(&to, &self.sources)
+            && !overlap(&from, &self.targets);
+        !far && !self.ranges.iter().rev().any(|known| *known == new)
+            && self.ranges.iter().any(|[other_to, other_from, len]| {
+                let other_to = *other_to..other_to + len;
+                overlap(&to, &other_to)
+                    || overlap(&to, &(*other_from..other_from + len))
+                    || overlap(&from, &other_to)
+            })
+    }
+}
+
+/// Addresses of target and source, and length.
+fn range(copy: &DeviceCopy) -> [u64; 3] {
+    [copy.to.address().raw(), copy.from.address().raw(), copy.to.len()]
+}
+
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
+/// The smallest range with both; the first may be empty.
+fn hull(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
+    match one.is_empty() {
+        true => other.clone(),
+        false => one.start.min(other.start)..one.end.max(other.end),
+    }
+}
+
+/// The local memory of a work request. While it exists, deregistration waits.
+struct LocalSpans<'a> {
+    spans: [Option<Span<'a>>; MAX_SEGMENTS],
+    count: usize,
+}
+
+impl<'a> LocalSpans<'a> {
+    fn resolve(
+        qp_memory: &QpMemory,
+        registry: &'a Registry,
+        work: &WireWork,
+        writes: bool,
+    ) -> Result<Self, IndirectReason> {
+        let need = if writes { Access::NONE } else { Access::LOCAL_WRITE };
+        let pd: PdId = qp_memory.pd;
+        let mut local = Self { spans: std::array::from_fn(|_| None), count: 0 };
+        let resolved = qp_memory.data_segments(work.id, 0, work.len, |segment, skip, len| {
+            let (DataSegment::Memory(data), Some(slot)) =
+                (segment, local.spans.get_mut(local.count))
+            else {
+                return Err(crate::mr::AccessDenied::Range);
+            };
+            let address = data.address.wrapping_add(skip.into());
+            *slot = Some(registry.resolve(data.lkey, pd, need, address, len.into())?);
+            local.count += 1;
+            Ok(())
+        });
+        resolved.map_err(|_| IndirectReason::LocalMemory)?;
+        Ok(local)
+    }
+
+    /// The region of a segment, if it is memory that the GPU's copies may access in place.
+    fn region(&self, at: usize) -> Option<Region> {
+        self.spans.get(at)?.as_ref()?.device_region()
+    }
+}

@@ -1,0 +1,100 @@
+//! Device memory of a peer, opened on a GPU of this process.
+
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, CopyQueue, Device, IpcHandle};
+use crate::mr;
+
+/// Longer handles are not made.
+const MAX_HANDLE_LEN: u64 = 1 << 16;
+
+/// A peer's device memory. It is opened at its first use, on the GPU that the local memory is on,
+/// by the pager thread: the driver may take its time.
+pub(super) struct ImportedMemory {
+    /// What the peer sent; taken when it is opened.
+    shared: Mutex<Option<SharedHandle>>,
+    opened: OnceLock<std::result::Result<Allocation, Error>>,
+    /// A queue of copies that was created with it, for an engine that has none on this GPU.
+    queue: Mutex<Option<CopyQueue>>,
+}
+
+struct SharedHandle {
+    handle: IpcHandle,
+    descriptors: Vec<OwnedFd>,
+}
+
+/// Whether the memory can be used.
+pub(super) enum ImportState<'a> {
+    Opened(&'a Allocation),
+    Opening,
+    Failed,
+}
+
+impl ImportedMemory {
+    /// Reads the handle from the first of a peer's files; the others are the handle's descriptors.
+    ///
+    /// # Errors
+    /// If there is no handle in it.
+    pub(super) fn new(files: Vec<OwnedFd>) -> Result<Self> {
+        let mut files = files.into_iter();
+        let what = "import a peer's device memory";
+        let first = files.next().ok_or_else(|| {
+            Error::new(Kind::Unsupported, what)
+                .why("the owner cannot share it with other processes")
+        })?;
+        let (mut file, mut bytes) = (File::from(first), Vec::new());
+        // The owner wrote it, and shares the position with us.
+        file.rewind()
+            .and_then(|()| file.take(MAX_HANDLE_LEN + 1).read_to_end(&mut bytes))
+            .map_err(|error| Error::os(what, &error))?;
+        let shared =
+            SharedHandle { handle: IpcHandle::from_bytes(&bytes)?, descriptors: files.collect() };
+        Ok(Self {
+            shared: Mutex::new(Some(shared)),
+            opened: OnceLock::new(),
+            queue: Mutex::default(),
+        })
+    }
+
+    /// The memory, if it has been opened; else it is being opened on this device. With `needs_queue`
+    /// a queue of copies is created too.
+    pub(super) fn open_on(self: &Arc<Self>, device: &Device, needs_queue: bool) -> ImportState<'_> {
+        match self.opened.get() {
+            Some(Ok(memory)) => return ImportState::Opened(memory),
+            Some(Err(_)) => return ImportState::Failed,
+            None => {}
+        }
+        if let Some(SharedHandle { handle, descriptors }) = self.shared.lock().take() {
+            let (this, device) = (self.clone(), device.clone());
+            mr::run_on_pager(move || {
+                let opened = device.open_ipc_with(&handle, descriptors).and_then(|memory| {
+                    if needs_queue {
+                        *this.queue.lock() = Some(CopyQueue::new(&device)?);
+                    }
+                    Ok(memory)
+                });
+                if let Err(why) = &opened {
+                    tracing::debug!(%why, "cannot map a peer's device memory; packets are used");
+                }
+                let _ = this.opened.set(opened);
+            });
+        }
+        ImportState::Opening
+    }
+
+    /// Takes the queue of copies that was created with it.
+    pub(super) fn take_queue(&self) -> Option<CopyQueue> {
+        self.queue.lock().take()
+    }
+
+    /// Why it could not be opened, if that failed.
+    pub(super) fn failure(&self) -> Option<&Error> {
+        self.opened.get()?.as_ref().err()
+    }
+}

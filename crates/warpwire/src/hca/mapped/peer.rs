@@ -1,0 +1,524 @@
+//! A peer whose memory is mapped: a cache of its keys, and the checks of an operation.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{self, SendOp, SendWr as WireWork, State};
+
+use super::super::numbers::qp_row;
+use super::super::qpc::QpContext;
+use super::super::stats::IndirectReason;
+use super::device_copies::{self, DeviceCopies, PostedWork, RemoteRange};
+use super::host_memory::RemoteTarget;
+use super::imported::ImportedMemory;
+use super::process_memory::{self, ProcessTarget};
+use super::rows::{FIRST_KEY_ROW, address_words, decode_access, row_of};
+use super::{DirectOutcome, DirectState, PeerMemory};
+use crate::link::ShmPeer;
+use crate::mr::{Access, AccessDenied, PeerMapping, Registry, Sharing};
+
+/// From this length on, work waits until it can be executed directly.
+const WAIT_THRESHOLD: u32 = 16 << 10;
+/// Shorter work is sent as packets this many times in a row before it waits as well.
+const MAX_CONSECUTIVE_INDIRECT: u32 = 16;
+/// When an unanswered mapping request is repeated.
+const MAPPING_REQUEST_RETRY: Duration = Duration::from_millis(20);
+
+/// A peer's memory mapped here, weakly referenced: the keys that use it keep it mapped.
+struct Memory {
+    number: u64,
+    writable: bool,
+    mapped: WeakMemory,
+}
+
+enum WeakMemory {
+    Host(Weak<PeerMapping>),
+    Device(Weak<ImportedMemory>),
+}
+
+impl Memory {
+    fn upgrade(&self) -> Option<PeerMemory> {
+        match &self.mapped {
+            WeakMemory::Host(mapped) => mapped.upgrade().map(PeerMemory::Host),
+            WeakMemory::Device(mapped) => mapped.upgrade().map(PeerMemory::Device),
+        }
+    }
+}
+
+/// The cached row of a key.
+pub(super) struct RemoteKey {
+    pub key: u32,
+    pub generation: u64,
+    pd: u64,
+    access: Access,
+    iova: u64,
+    len: u64,
+    number: u64,
+    /// Offset of the registration in that memory.
+    start: u64,
+    sharing: Sharing,
+    /// When it was looked up.
+    since: Instant,
+    pub mapping: MappingState,
+}
+
+pub(super) enum MappingState {
+    Mapped(PeerMemory),
+    Requested(Instant),
+    Refused,
+}
+
+/// A connection to a process whose memory can be mapped.
+pub(in crate::hca) struct DirectPeer {
+    pub peer: Arc<ShmPeer>,
+    keys: Vec<Option<Box<RemoteKey>>>,
+    /// The occupied indices of `keys`.
+    known: Vec<u32>,
+    /// The first key, from which the others are counted: see [`DirectPeer::key_slot`].
+    first_key: u32,
+    memories: Vec<Memory>,
+    users: u32,
+    /// How many keys were left after the last sweep.
+    swept: usize,
+}
+
+/// All peers, by index.
+#[derive(Default)]
+pub(in crate::hca) struct DirectPeers(Vec<Option<DirectPeer>>);
+
+impl DirectPeers {
+    pub(in crate::hca) fn get(&self, at: u32) -> Option<&DirectPeer> {
+        self.0.get(at as usize)?.as_ref()
+    }
+
+    /// Adds a user of this peer's memory; returns the peer's index.
+    pub(in crate::hca) fn attach(&mut self, peer: Arc<ShmPeer>) -> u32 {
+        let same = |known: &Option<DirectPeer>| {
+            known.as_ref().is_some_and(|known| Arc::ptr_eq(&known.peer, &peer))
+        };
+        let at = self.0.iter().position(same).unwrap_or_else(|| {
+            let free = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+            if free == self.0.len() {
+                self.0.push(None);
+            }
+            let (keys, known, memories) = (Vec::new(), Vec::new(), Vec::new());
+            self.0[free] =
+                Some(DirectPeer { peer, keys, known, first_key: 0, memories, users: 0, swept: 0 });
+            free
+        });
+        if let Some(direct_peer) = &mut self.0[at] {
+            direct_peer.users += 1;
+        }
+        at as u32
+    }
+
+    /// Removes a user; with the last one the mappings go.
+    pub(in crate::hca) fn detach(&mut self, at: u32) {
+        if let Some(slot) = self.0.get_mut(at as usize)
+            && let Some(direct_peer) = slot
+        {
+            direct_peer.users -= 1;
+            if direct_peer.users == 0 {
+                *slot = None;
+            }
+        }
+    }
+
+    /// Unmaps memory whose registrations have ended.
+    pub(in crate::hca) fn sweep(&mut self) {
+        self.0.iter_mut().flatten().for_each(DirectPeer::sweep);
+    }
+
+    pub(super) fn try_execute(
+        &mut self,
+        qpc: &mut QpContext,
+        work: &WireWork,
+        registry: &Registry,
+        now: Instant,
+        budget: &mut u32,
+        copies: &mut DeviceCopies,
+    ) -> DirectOutcome {
+        let Some(at) = qpc.direct.direct_peer else { return DirectOutcome::UsePackets(None) };
+        let (remote, need) = match work.op {
+            SendOp::Write(remote) => (remote, Access::REMOTE_WRITE),
+            SendOp::Read(remote) => (remote, Access::REMOTE_READ),
+            SendOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
+            _ => return DirectOutcome::UsePackets(None),
+        };
+        let Some(Some(direct_peer)) = self.0.get_mut(at as usize) else {
+            return DirectOutcome::UsePackets(None);
+        };
+        if work.len == 0 || qpc.qp.state() != State::Rts {
+            return DirectOutcome::UsePackets(None);
+        }
+        let requested = Requested { remote, need, work };
+        let outcome = direct_peer.try_execute(qpc, &requested, registry, now, budget, copies);
+        outcome.unwrap_or_else(|why| DirectOutcome::UsePackets(Some(why)))
+    }
+
+    /// Whether the peer's connection has ended, so that the link should be asked for a new one.
+    pub(in crate::hca) fn is_gone(&self, at: u32) -> bool {
+        self.get(at).is_none_or(|direct_peer| direct_peer.peer.is_gone())
+    }
+}
+
+/// The peer's memory that an operation accesses, and how.
+struct Requested<'a> {
+    remote: qp::Remote,
+    need: Access,
+    work: &'a WireWork,
+}
+
+impl DirectPeer {
+    /// The index of a key in `keys`. The owner masks the indexes in its keys (`mr/keys.rs`), and
+    /// the difference to another key cancels the mask: the table stays as small as theirs.
+    #[inline]
+    fn key_slot(&self, key: u32) -> usize {
+        (key >> 8 ^ self.first_key >> 8) as usize
+    }
+
+    /// The cached row of a key.
+    #[inline]
+    pub(super) fn key(&self, key: u32) -> Option<&RemoteKey> {
+        self.keys.get(self.key_slot(key))?.as_deref().filter(|known| known.key == key)
+    }
+
+    /// Executes the request, or a quantum of it.
+    #[inline]
+    fn try_execute(
+        &mut self,
+        qpc: &mut QpContext,
+        requested: &Requested<'_>,
+        registry: &Registry,
+        now: Instant,
+        budget: &mut u32,
+        copies: &mut DeviceCopies,
+    ) -> Result<DirectOutcome, IndirectReason> {
+        let &Requested { remote, need, work } = requested;
+        let len = work.len;
+        if self.peer.has_replies() {
+            self.process_replies();
+        }
+        let QpContext { qp, qp_memory, direct, .. } = qpc;
+        let qp = qp.connection().ok_or(IndirectReason::QpNotReady)?;
+        let row = qp_row(qp.destination());
+        if direct.generation == 0 || direct.generation != self.peer.generation(row) {
+            self.validate_remote_qp(qp, direct, row)?;
+        }
+        if direct.remote_access & u64::from(need.bits()) == 0
+            || need != Access::REMOTE_WRITE && direct.max_rd_atomic == 0
+        {
+            return Err(IndirectReason::AccessDenied);
+        }
+        let known = match self.key(remote.rkey) {
+            Some(known) if !known.is_pending() => known,
+            _ => {
+                let why = self.resolve_key(remote.rkey, now);
+                return self.or_wait(why, requested, now);
+            }
+        };
+        let MappingState::Mapped(memory) = &known.mapping else {
+            return Err(IndirectReason::KeyNotExported);
+        };
+        let offset = known.offset(direct.pd, need, remote.address, len)?;
+        let min = match memory {
+            PeerMemory::Host(_) => 0,
+            PeerMemory::Device(_) => device_copies::MIN_COPY,
+            PeerMemory::Process if self.peer.is_process_accessible() => process_memory::MIN_COPY,
+            PeerMemory::Process => return Err(IndirectReason::KeyNotExported),
+        };
+        if len < min || min > 0 && need == Access::REMOTE_ATOMIC {
+            return Err(IndirectReason::Small);
+        }
+        if direct.in_flight > 0 && !matches!(memory, PeerMemory::Device(_)) {
+            return Ok(DirectOutcome::WaitForCopies);
+        }
+        if qp.outstanding() > 0 {
+            let waits =
+                len >= WAIT_THRESHOLD || direct.consecutive_indirect >= MAX_CONSECUTIVE_INDIRECT;
+            direct.consecutive_indirect += 1;
+            return if waits {
+                Ok(DirectOutcome::WaitForOutstanding)
+            } else {
+                Err(IndirectReason::Outstanding)
+            };
+        }
+        direct.consecutive_indirect = 0;
+        let rows = [row, FIRST_KEY_ROW + (remote.rkey >> 8)];
+        let generations = [direct.generation, known.generation];
+        let outcome = match memory {
+            PeerMemory::Device(memory) => {
+                let peer = &self.peer;
+                let remote = RemoteRange { peer, rows, generations, memory, offset };
+                let (index, qpn) = (qpc.index, qp.number());
+                let posted = PostedWork { index, qpn, resets: direct.resets, work: *work };
+                copies.start(&remote, posted, qp_memory, registry, direct)
+            }
+            _ if *budget == 0 => return Ok(DirectOutcome::OutOfBudget),
+            memory => {
+                let step = (len - direct.done).min(*budget);
+                match self.peer.begin_access(rows, generations, step.into()) {
+                    None => Err(IndirectReason::Revoked),
+                    Some(guard) => {
+                        let at = offset.saturating_add(direct.done.into());
+                        let done = direct.done;
+                        let moved = match memory {
+                            PeerMemory::Host(memory) => RemoteTarget { memory, at }
+                                .execute(qp_memory, registry, work, done, step),
+                            _ => ProcessTarget { peer: &self.peer, address: at }
+                                .execute(qp_memory, registry, work, done, step),
+                        };
+                        drop(guard);
+                        *budget -= step;
+                        direct.done += step;
+                        match moved {
+                            Ok(()) => Ok(DirectOutcome::Done),
+                            Err(AccessDenied::NotResident) => Err(IndirectReason::KeyNotExported),
+                            Err(_) => Err(IndirectReason::LocalMemory),
+                        }
+                    }
+                }
+            }
+        };
+        match outcome {
+            Err(IndirectReason::Revoked) => {
+                if self.peer.generation(rows[1]) != generations[1] {
+                    self.evict_key(self.key_slot(remote.rkey));
+                }
+                Err(IndirectReason::Revoked)
+            }
+            Err(IndirectReason::KeyNotExported) => {
+                // Not again: most such memory is that of a device.
+                let at = self.key_slot(remote.rkey);
+                if let Some(Some(known)) = self.keys.get_mut(at) {
+                    known.mapping = MappingState::Refused;
+                }
+                Err(IndirectReason::KeyNotExported)
+            }
+            Ok(DirectOutcome::Done) if direct.done < len => Ok(DirectOutcome::OutOfBudget),
+            Ok(DirectOutcome::Done) => {
+                direct.done = 0;
+                Ok(DirectOutcome::Done)
+            }
+            Err(why) => self.or_wait(why, requested, now),
+            outcome => outcome,
+        }
+    }
+
+    /// Lets long work wait for device memory that is being opened.
+    #[cold]
+    fn or_wait(
+        &self,
+        why: IndirectReason,
+        requested: &Requested<'_>,
+        now: Instant,
+    ) -> Result<DirectOutcome, IndirectReason> {
+        let soon = self.key(requested.remote.rkey).is_some_and(|known| {
+            known.sharing == Sharing::Device && now - known.since < device_copies::MAX_WAIT
+        });
+        let long = requested.work.len >= device_copies::MIN_WAIT;
+        match why {
+            IndirectReason::MappingRequested if soon && long => Ok(DirectOutcome::OutOfBudget),
+            why => Err(why),
+        }
+    }
+
+    /// Checks that the peer's queue pair is connected to ours and accepts requests.
+    #[cold]
+    fn validate_remote_qp(
+        &self,
+        local: &qp::RcQp,
+        direct: &mut DirectState,
+        row: u32,
+    ) -> Result<(), IndirectReason> {
+        direct.generation = 0;
+        if self.peer.is_gone() || !self.peer.has_table() {
+            return Err(IndirectReason::NoExports);
+        }
+        let (generation, [qpns, remote_access, pd, a, b, c, _]) =
+            self.peer.row(row).ok_or(IndirectReason::QpNotReady)?;
+        let right = u64::from(local.destination()) << 32 | u64::from(local.number());
+        if qpns != right || [a, b, c] != address_words(self.peer.from()) {
+            return Err(IndirectReason::QpNotReady);
+        }
+        (direct.generation, direct.pd, direct.remote_access) = (generation, pd, remote_access);
+        Ok(())
+    }
+
+    /// Looks a key up in the peer's table, and requests its memory if that is not mapped yet.
+    #[cold]
+    fn resolve_key(&mut self, key: u32, now: Instant) -> IndirectReason {
+        let Some(row) = row_of(key) else { return IndirectReason::KeyNotExported };
+        if self.known.is_empty() {
+            self.first_key = key;
+        }
+        let at = self.key_slot(key);
+        let generation = self.peer.generation(row);
+        if let Some(Some(known)) = self.keys.get(at)
+            && (known.key, known.generation) == (key, generation)
+        {
+            match known.mapping {
+                MappingState::Requested(when) if now - when < MAPPING_REQUEST_RETRY => {
+                    return IndirectReason::MappingRequested;
+                }
+                MappingState::Refused => return IndirectReason::KeyNotExported,
+                _ => {}
+            }
+        }
+        self.evict_key(at);
+        let Some((generation, [number, pd, access, iova, len, memory, start])) = self.peer.row(row)
+        else {
+            return IndirectReason::KeyNotExported;
+        };
+        if number != u64::from(key) {
+            return IndirectReason::KeyNotExported;
+        }
+        let Some((access, sharing)) = decode_access(access) else {
+            return IndirectReason::KeyNotExported;
+        };
+        let writes = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
+        let same = |known: &&Memory| known.number == memory && (known.writable || !writes);
+        let mapped = self.memories.iter().filter(same).find_map(Memory::upgrade);
+        let mapping = match mapped {
+            _ if sharing == Sharing::Process => MappingState::Mapped(PeerMemory::Process),
+            Some(mapped) => MappingState::Mapped(mapped),
+            None => {
+                self.peer.request_file(key, generation);
+                MappingState::Requested(now)
+            }
+        };
+        let known = RemoteKey {
+            key,
+            generation,
+            pd,
+            access,
+            iova,
+            len,
+            number: memory,
+            start,
+            sharing,
+            since: now,
+            mapping,
+        };
+        if self.keys.len() <= at {
+            self.keys.resize_with(at + 1, || None);
+        }
+        self.keys[at] = Some(Box::new(known));
+        self.known.push(at as u32);
+        if self.known.len() > 2 * self.swept + 64 {
+            self.sweep();
+        }
+        // The next operation uses it.
+        IndirectReason::MappingRequested
+    }
+
+    /// Processes the replies to mapping requests.
+    #[cold]
+    fn process_replies(&mut self) {
+        for reply in self.peer.take_replies() {
+            let at = self.key_slot(reply.key);
+            let Some(Some(known)) = self.keys.get_mut(at) else { continue };
+            if (known.key, known.generation) != (reply.key, reply.word) {
+                continue;
+            }
+            let writable = known.access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
+            let mapped = match known.sharing {
+                Sharing::Device => ImportedMemory::new(reply.files).map(|memory| {
+                    let memory = Arc::new(memory);
+                    (WeakMemory::Device(Arc::downgrade(&memory)), PeerMemory::Device(memory))
+                }),
+                _ => PeerMapping::open(reply.files, writable).map(|memory| {
+                    let memory = Arc::new(memory);
+                    (WeakMemory::Host(Arc::downgrade(&memory)), PeerMemory::Host(memory))
+                }),
+            };
+            known.mapping = match mapped {
+                Ok((mapped, memory)) => {
+                    // All of a device's memory is writable for those who can map it.
+                    let writable = writable || known.sharing == Sharing::Device;
+                    self.memories.retain(|known| known.upgrade().is_some());
+                    self.memories.push(Memory { number: known.number, writable, mapped });
+                    MappingState::Mapped(memory)
+                }
+                Err(why) => {
+                    tracing::debug!(%why, "cannot map a peer's memory; packets are used");
+                    MappingState::Refused
+                }
+            };
+        }
+    }
+
+    /// A description for people: what of the peer is mapped.
+    pub(super) fn describe(&self) -> String {
+        let (mut host, mut device, mut failure) = (0, 0, String::new());
+        for memory in self.memories.iter().filter_map(Memory::upgrade) {
+            match memory {
+                PeerMemory::Host(_) | PeerMemory::Process => host += 1,
+                PeerMemory::Device(memory) => match memory.failure() {
+                    None => device += 1,
+                    Some(why) => failure = format!("; device memory by packets: {}", why.reason()),
+                },
+            }
+        }
+        let on_device = match device {
+            0 => String::new(),
+            count => format!(", of device memory: {count}"),
+        };
+        format!("direct access: on (peer mappings: {}{on_device}){failure}", host + device)
+    }
+
+    /// Removes a revoked key.
+    #[cold]
+    fn evict_key(&mut self, at: usize) {
+        if let Some(slot) = self.keys.get_mut(at)
+            && slot.take().is_some()
+        {
+            self.known.retain(|known| *known as usize != at);
+        }
+    }
+
+    /// Removes revoked keys; memory that no other key uses is unmapped.
+    fn sweep(&mut self) {
+        let Self { peer, keys, known, swept, .. } = self;
+        known.retain(|at| {
+            let slot = &mut keys[*at as usize];
+            let holds = slot.as_ref().is_some_and(|key| {
+                !peer.is_gone() && key.generation == peer.generation(FIRST_KEY_ROW + (key.key >> 8))
+            });
+            if !holds {
+                *slot = None;
+            }
+            holds
+        });
+        *swept = known.len();
+    }
+}
+
+impl RemoteKey {
+    /// Whether its memory has been requested, or must be.
+    #[inline]
+    fn is_pending(&self) -> bool {
+        !matches!(self.mapping, MappingState::Mapped(_))
+    }
+
+    /// The offset of a range in the memory, if the key permits the access.
+    #[inline]
+    pub(super) fn offset(
+        &self,
+        pd: u64,
+        need: Access,
+        address: u64,
+        len: u32,
+    ) -> Result<u64, IndirectReason> {
+        if self.pd != pd || !self.access.contains(need) {
+            return Err(IndirectReason::AccessDenied);
+        }
+        let offset = address.wrapping_sub(self.iova);
+        if address < self.iova || offset > self.len || u64::from(len) > self.len - offset {
+            return Err(IndirectReason::AccessDenied);
+        }
+        // The owner's row is not trusted: the access itself checks the offset against the mapping.
+        Ok(self.start.saturating_add(offset))
+    }
+}
