@@ -286,6 +286,20 @@ impl Cq {
         Ok(soft.take(into))
     }
 
+    /// Polls completions that are there already, without a step of the engine: for threads beside
+    /// engines that have threads of their own ([`ProgressMode::Thread`](super::ProgressMode)), with
+    /// which a step would contend. On hardware the same as [`poll`](Self::poll).
+    ///
+    /// # Errors
+    /// As for [`poll`](Self::poll), on hardware.
+    #[inline]
+    pub fn poll_ready(&self, into: &mut [Completion]) -> Result<usize> {
+        match &self.0.backend {
+            Backend::Soft(soft) => Ok(soft.take(into)),
+            Backend::Hard(_) => self.poll(into),
+        }
+    }
+
     /// Adds a new queue pair, and its engine to those that polling runs.
     pub(super) fn add_qp(&self, user_index: u32, core: &Arc<Core>, engines: u32) {
         if let Backend::Soft(soft) = &self.0.backend {
