@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
 use crate::comm::{End, Handle};
-use crate::devices::{self, Device};
+use crate::devices;
 use crate::frames::{Frames, Hello, ReadError, Ready, Reply};
 use crate::handle::{ConnectHandle, Cookie};
 use crate::log;
@@ -27,11 +27,10 @@ const RETRY_PAUSE: Duration = Duration::from_millis(20);
 static PENDING: Mutex<Vec<(i32, Cookie, Connecting)>> = Mutex::new(Vec::new());
 
 struct Connecting {
-    device: &'static Device,
     handle: ConnectHandle,
     deadline: Instant,
     stage: Stage,
-    prepared: Option<Prepared>,
+    prepared: Prepared,
 }
 
 enum Stage {
@@ -43,126 +42,126 @@ enum Stage {
     Ready(Frames, Reply),
 }
 
+/// What a look at a connection gave.
+enum Step {
+    Again(Connecting),
+    Wait(Connecting),
+    Done(Box<Handle>),
+}
+
 /// Connects to a listener; `None` if it is not done yet: call again.
 ///
 /// # Errors
 /// If nothing listens there any more, or the limit has passed.
 pub(crate) fn connect(number: i32, handle: ConnectHandle) -> Result<Option<Box<Handle>>> {
     let now = Instant::now();
-    let found = {
-        let mut pending = PENDING.lock();
-        let is_this =
-            |known: &(i32, Cookie, Connecting)| (known.0, known.1) == (number, handle.cookie);
-        let found = pending.iter().position(is_this).map(|at| pending.swap_remove(at).2);
-        // Those that NCCL gave up.
-        pending.retain(|(_, _, known)| now < known.deadline + LIMIT);
-        found
-    };
-    let mut connecting = match found {
+    let mut connecting = match find(number, &handle.cookie, now) {
         Some(connecting) => connecting,
         None => Connecting {
-            device: devices::get(number)?,
             handle,
             deadline: now + LIMIT,
             stage: Stage::Pause(now),
-            prepared: None,
+            prepared: Prepared::new(devices::get(number)?)?,
         },
     };
     loop {
         match connecting.advance(now)? {
-            Step::Again => {}
+            Step::Again(same) => connecting = same,
             Step::Done(comm) => return Ok(Some(comm)),
-            Step::Wait => {
-                PENDING.lock().push((number, handle.cookie, connecting));
+            Step::Wait(same) => {
+                PENDING.lock().push((number, handle.cookie, same));
                 return Ok(None);
             }
         }
     }
 }
 
-enum Step {
-    Again,
-    Wait,
-    Done(Box<Handle>),
+/// Takes what is under way.
+fn find(number: i32, cookie: &Cookie, now: Instant) -> Option<Connecting> {
+    let mut pending = PENDING.lock();
+    let found = pending.iter().position(|known| (known.0, &known.1) == (number, cookie));
+    let found = found.map(|at| pending.swap_remove(at).2);
+    // Those that NCCL gave up.
+    pending.retain(|(_, _, known)| now < known.deadline + LIMIT);
+    found
 }
 
 impl Connecting {
-    fn advance(&mut self, now: Instant) -> Result<Step> {
-        let address = self.handle.address;
-        if now > self.deadline {
+    fn advance(self, now: Instant) -> Result<Step> {
+        let Self { handle, deadline, stage, mut prepared } = self;
+        let address = handle.address;
+        if now > deadline {
             let text = format!("the peer at {address} did not accept within {LIMIT:?}");
             return Err(Failure::new(SYSTEM, text));
         }
-        let stage = std::mem::replace(&mut self.stage, Stage::Pause(now));
-        let (stage, step) = match stage {
-            Stage::Pause(until) if now < until => (Stage::Pause(until), Step::Wait),
-            Stage::Pause(_) => (Stage::Tcp(start(address)?), Step::Again),
-            Stage::Tcp(socket) if !is_connected(&socket, address)? => {
-                (Stage::Tcp(socket), Step::Wait)
-            }
-            Stage::Tcp(socket) => (Stage::Reply(self.greet(socket)?), Step::Again),
-            Stage::Reply(frames) => self.await_reply(frames, now)?,
+        let (stage, waits) = match stage {
+            Stage::Pause(until) if now < until => (Stage::Pause(until), true),
+            Stage::Pause(_) => (Stage::Tcp(start(address)?), false),
+            Stage::Tcp(socket) => match is_connected(&socket, address)? {
+                true => (Stage::Reply(greet(&handle, &prepared, socket)?), false),
+                false => (Stage::Tcp(socket), true),
+            },
+            Stage::Reply(frames) => await_reply(&handle, &mut prepared, frames, now)?,
             Stage::Ready(mut frames, reply) => match frames.flush()? {
-                true => return self.finish(frames, reply),
-                false => (Stage::Ready(frames, reply), Step::Wait),
+                true => return finish(&handle, prepared, frames, reply).map(Step::Done),
+                false => (Stage::Ready(frames, reply), true),
             },
         };
-        self.stage = stage;
-        Ok(step)
+        let same = Self { handle, deadline, stage, prepared };
+        Ok(if waits { Step::Wait(same) } else { Step::Again(same) })
     }
+}
 
-    /// The queue pairs, made once.
-    fn prepared(&mut self) -> Result<&mut Prepared> {
-        if self.prepared.is_none() {
-            self.prepared = Some(Prepared::new(self.device)?);
+/// Shows the secret, and offers queue pairs.
+fn greet(handle: &ConnectHandle, prepared: &Prepared, socket: OwnedFd) -> Result<Frames> {
+    let mut frames = Frames::new(TcpStream::from(socket))?;
+    frames.queue_preamble(&handle.cookie);
+    let (settings, _) = devices::all()?;
+    let (endpoints, ring) = (prepared.lanes.endpoints(), prepared.ring());
+    frames.queue(&Hello { endpoints, ring, stripe: settings.stripe })?;
+    Ok(frames)
+}
+
+/// The next stage, and whether it waits. A peer that is crowded by strangers may close the
+/// connection: it is made again.
+fn await_reply(
+    handle: &ConnectHandle,
+    prepared: &mut Prepared,
+    mut frames: Frames,
+    now: Instant,
+) -> Result<(Stage, bool)> {
+    let again = (Stage::Pause(now + RETRY_PAUSE), true);
+    match frames.flush() {
+        Ok(true) => {}
+        Ok(false) => return Ok((Stage::Reply(frames), true)),
+        Err(_) => return Ok(again),
+    }
+    match frames.read::<Reply>() {
+        Ok(None) => Ok((Stage::Reply(frames), true)),
+        Err(ReadError::Closed) => Ok(again),
+        Err(ReadError::Malformed(why)) => {
+            let text = format!("the peer at {} is not of this version: {why}", handle.address);
+            Err(Failure::new(REMOTE, text))
         }
-        let missing = || Failure::new(SYSTEM, "there are no queue pairs");
-        self.prepared.as_mut().ok_or_else(missing)
-    }
-
-    fn greet(&mut self, socket: OwnedFd) -> Result<Frames> {
-        let mut frames = Frames::new(TcpStream::from(socket))?;
-        frames.queue_preamble(&self.handle.cookie);
-        let (settings, _) = devices::all()?;
-        let prepared = self.prepared()?;
-        let (endpoints, ring) = (prepared.lanes.endpoints(), prepared.ring());
-        frames.queue(&Hello { endpoints, ring, stripe: settings.stripe })?;
-        Ok(frames)
-    }
-
-    /// A peer that is crowded by strangers may close the connection: it is made again.
-    fn await_reply(&mut self, mut frames: Frames, now: Instant) -> Result<(Stage, Step)> {
-        let again = (Stage::Pause(now + RETRY_PAUSE), Step::Wait);
-        match frames.flush() {
-            Ok(true) => {}
-            Ok(false) => return Ok((Stage::Reply(frames), Step::Wait)),
-            Err(_) => return Ok(again),
-        }
-        match frames.read::<Reply>() {
-            Ok(None) => Ok((Stage::Reply(frames), Step::Wait)),
-            Err(ReadError::Closed) => Ok(again),
-            Err(ReadError::Malformed(why)) => {
-                let text =
-                    format!("the peer at {} is not of this version: {why}", self.handle.address);
-                Err(Failure::new(REMOTE, text))
-            }
-            Ok(Some(reply)) => {
-                self.prepared()?.connect(&reply)?;
-                frames.queue(&Ready { ready: true })?;
-                Ok((Stage::Ready(frames, reply), Step::Again))
-            }
+        Ok(Some(reply)) => {
+            prepared.connect(&reply)?;
+            frames.queue(&Ready { ready: true })?;
+            Ok((Stage::Ready(frames, reply), false))
         }
     }
+}
 
-    fn finish(&mut self, frames: Frames, reply: Reply) -> Result<Step> {
-        let missing = || Failure::new(SYSTEM, "there are no queue pairs");
-        let prepared = self.prepared.take().ok_or_else(missing)?;
-        let (settings, _) = devices::all()?;
-        let send = prepared.finish(reply, settings.stripe, frames.into_stream());
-        let (peer, lanes) = (self.handle.address.ip(), send.lanes.describe());
-        log::info(format_args!("sends to {peer} through {lanes}"));
-        Ok(Step::Done(Box::new(Handle::new(End::Send(send)))))
-    }
+fn finish(
+    handle: &ConnectHandle,
+    prepared: Prepared,
+    frames: Frames,
+    reply: Reply,
+) -> Result<Box<Handle>> {
+    let (settings, _) = devices::all()?;
+    let send = prepared.finish(reply, settings.stripe, frames.into_stream());
+    let (peer, lanes) = (handle.address.ip(), send.lanes.describe());
+    log::info(format_args!("sends to {peer} through {lanes}"));
+    Ok(Box::new(Handle::new(End::Send(send))))
 }
 
 /// Begins a connection, without waiting for it.

@@ -50,7 +50,7 @@ impl Control {
     #[inline]
     pub(crate) fn on_idle(&mut self) -> bool {
         self.idle_calls = self.idle_calls.wrapping_add(1);
-        self.idle_calls % CALLS_PER_CHECK == 0 && self.check_by_clock()
+        self.idle_calls.is_multiple_of(CALLS_PER_CHECK) && self.check_by_clock()
     }
 
     fn check_by_clock(&mut self) -> bool {

@@ -45,7 +45,8 @@ mod tests {
             let mut rng = testkit::Rng::new(seed);
             let lanes = 1 + rng.below(8) as usize;
             let stripes = Stripes::new(lanes, 1 << rng.below(20));
-            let size = rng.below(1 << (1 + rng.below(31)));
+            let bits = 1 + rng.below(31);
+            let size = rng.below(1 << bits);
             let (count, part) = stripes.split(size);
             assert!((1..=lanes).contains(&count), "{stripes:?} {size}: {count}");
             let last = size - part * (count as u64 - 1);

@@ -644,7 +644,8 @@ static void mode_bandwidth(size_t size) {
   void *comm = is_child ? end.send : end.recv, *memory, *requests[DEPTH] = {0};
   memset(buffer, 1, size * DEPTH);
   OK(net->reg_mr(comm, buffer, size * DEPTH, HOST, &memory));
-  double start = 0, seconds = 2;
+  const char *text = getenv("PLUGIN_SECONDS");
+  double start = 0, seconds = text ? atof(text) : 2;
   uint64_t count = 0, total = 0;
   int tag = 0, stop = 0;
   for (int i = 0; !stop || requests[i % DEPTH]; i++) {

@@ -19,7 +19,7 @@ fn library() -> PathBuf {
 }
 
 fn output(command: &mut Command) -> Output {
-    command.output().unwrap_or_else(|why| panic!("{command:?}: {why}"))
+    command.output().expect("the command starts")
 }
 
 fn ok(command: &mut Command) -> String {

@@ -290,6 +290,24 @@ impl Cq {
     /// engines that have threads of their own ([`ProgressMode::Thread`](super::ProgressMode)), with
     /// which a step would contend. On hardware the same as [`poll`](Self::poll).
     ///
+    /// ```
+    /// use warpwire::link::Hub;
+    /// use warpwire::verbs::{Completion, Context, HcaOptions, ProgressMode, QpOptions};
+    /// use warpwire::verbs::{SendRequest, WrOp};
+    /// let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?;
+    /// let options = HcaOptions::default().with_progress_mode(ProgressMode::Manual);
+    /// let context = Context::open_with(link, options)?;
+    /// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
+    /// let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+    /// qp.connect(&qp.endpoint())?;
+    /// qp.post_send(&[SendRequest::new(1, WrOp::Nop), SendRequest::new(2, WrOp::Nop)])?;
+    /// let mut one = [Completion::EMPTY];
+    /// assert_eq!(cq.poll_ready(&mut one)?, 0); // no thread has made a step
+    /// assert_eq!((cq.poll(&mut one)?, one[0].id), (1, 1)); // this one has
+    /// assert_eq!((cq.poll_ready(&mut one)?, one[0].id), (1, 2));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// As for [`poll`](Self::poll), on hardware.
     #[inline]
