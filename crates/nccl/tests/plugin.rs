@@ -1,32 +1,18 @@
 //! The plugin as NCCL uses it: a C program that loads the built library by its symbols.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use testkit::Effort;
+use testkit::c::{missing, ok, root};
 
 const VERSIONS: std::ops::RangeInclusive<u32> = 8..=12;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
-}
-
 fn library() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnccl_net_warpwire.so")
-}
-
-fn output(command: &mut Command) -> Output {
-    command.output().expect("the command starts")
-}
-
-fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = output(command);
-    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
-    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
-    stdout.into_owned()
 }
 
 /// `plugin.c`, compiled once.
@@ -112,6 +98,34 @@ fn random_schedules_from_seeds() {
 #[test]
 fn several_communicators_and_threads() {
     with_setups("threads");
+}
+
+/// In a network namespace whose loopback interface is slow and drops what it cannot queue.
+#[test]
+fn lost_packets_are_sent_again() {
+    if Effort::current() == Effort::Quick {
+        return;
+    }
+    let setup = "ip link set lo mtu 4200 up && \
+                 tc qdisc add dev lo root tbf rate 200mbit burst 64kb limit 100kb";
+    let namespace = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "sh", "-c", &format!("{setup} && {script}"), "sh"]);
+        command
+    };
+    if !namespace("true").output().is_ok_and(|output| output.status.success()) {
+        missing("net-lab", "no network namespace with tbf (needs root, and ip and tc of iproute2)");
+        return;
+    }
+    let inside = run("random", 11, 7, SETUPS[1]);
+    let mut command = namespace("\"$@\" && tc -s qdisc show dev lo");
+    command.arg(inside.get_program()).args(inside.get_args());
+    command.envs(inside.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let printed = ok(command.env("PLUGIN_EFFORT", "3"));
+    assert!(printed.contains("random: all good"), "{printed}");
+    let dropped = printed.split("dropped ").nth(1).and_then(|rest| rest.split(',').next());
+    let dropped: u32 = dropped.and_then(|count| count.parse().ok()).unwrap();
+    assert!(dropped > 0, "{printed}");
 }
 
 #[test]
@@ -208,7 +222,8 @@ fn the_library_is_installed_under_its_name() {
     let installed = folder.path().join("libnccl-net-warpwire.so");
     assert!(installed.is_file() && printed.contains("NCCL_NET_PLUGIN="), "{printed}");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-    assert!(!output(&mut Command::new(&script)).status.success(), "without a folder");
+    assert!(!Command::new(&script).output().unwrap().status.success(), "without a folder");
     let mut absent = Command::new(&script);
-    assert!(!output(absent.arg(folder.path()).arg("/nowhere.so")).status.success());
+    let absent = absent.arg(folder.path()).arg("/nowhere.so").output().unwrap();
+    assert!(!absent.status.success());
 }
