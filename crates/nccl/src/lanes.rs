@@ -81,8 +81,8 @@ impl Lanes {
         format!("{} queue pairs ({kind})", self.lanes.len())
     }
 
-    /// Polls the lanes on which work is outstanding, and, where engines have no threads, runs all of
-    /// them. `on_completion` gets each completion with its lane.
+    /// Polls the lanes on which work is outstanding, and, where engines have no threads, runs all
+    /// of them. `on_completion` gets each completion with its lane.
     ///
     /// # Errors
     /// If a link has failed, or `on_completion` says so.

@@ -163,7 +163,8 @@ impl RecvComm {
         Ok(self.staging.bytes().write(offset, &descriptor.bytes())?)
     }
 
-    /// Writes the descriptors of a group to the sender, then its marker; false if the queue is full.
+    /// Writes the descriptors of a group to the sender, then its marker; false if the queue is
+    /// full.
     fn publish(&self, state: &mut State, slot: usize, count: usize) -> Result<bool> {
         let at = self.stripes.lane(state.next, 0, 0);
         let (Some(lane), Some(ring), Some(region)) =
