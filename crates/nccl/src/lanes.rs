@@ -82,7 +82,7 @@ impl Lanes {
     }
 
     /// Polls the lanes on which work is outstanding, and, where engines have no threads, runs all
-    /// of them. `on_completion` gets each completion with its lane.
+    /// of them. `on_completion` gets each completion.
     ///
     /// # Errors
     /// If a link has failed, or `on_completion` says so.
