@@ -169,6 +169,11 @@ impl SendComm {
             let text = format!("a message of {size} bytes (tag {tag}) for a receive of {room}");
             return Err(Failure::new(INVALID_USAGE, text));
         }
+        if message.size > 0 {
+            // Before the first part is posted: a message is sent whole, or not at all.
+            let memory = message.memory.ok_or_else(no_memory)?;
+            memory.region(self.lanes.len() - 1)?;
+        }
         let Some(index) = state.free.pop() else { return Ok(None) };
         let posted = self.post(state, message, entry, index);
         posted.inspect_err(|failure| state.control.fail(failure.clone()))?;
@@ -226,7 +231,8 @@ impl SendComm {
             while offset < end {
                 let len = (end - offset).min(MAX_WORK_REQUEST);
                 let memory = message.memory.ok_or_else(no_memory)?;
-                let (address, lkey) = (message.address + offset, memory.region(at)?.lkey());
+                let address = message.address.wrapping_add(offset);
+                let lkey = memory.region(at)?.lkey();
                 entries[count] = [Sge { address, len: len as u32, lkey }];
                 (count, offset) = (count + 1, offset + len);
             }

@@ -584,6 +584,8 @@ static void mode_mistakes(void) {
   int code;
   while (!(code = net_isend(end.send, buffer, 101, 5, memory, &request))) CHECK(!request);
   CHECK(code == INVALID_USAGE && strstr(last_warning, "101 bytes"));
+  EXPECT(INVALID_ARGUMENT, net_isend(end.send, buffer, 100, 5, NULL, &request));
+  CHECK(!request && strstr(last_warning, "memory handle"));
   /* Another tag waits for another receive; the right one goes. */
   OK(net_isend(end.send, buffer, 100, 6, memory, &request));
   CHECK(!request);
