@@ -72,13 +72,11 @@ static void *sender(void *arguments) {
   int outstanding = 0, entry = -1, place = -1;
   while (number < side->groups || outstanding) {
     int slot = (int)(next_random(&side->random) % WINDOW);
+    sched_yield();
     if (window[slot].request) {
       int done = 0, size = -1;
       OK(net->test(window[slot].request, &done, next_random(&side->random) % 2 ? &size : NULL));
-      if (!done) {
-        sched_yield();
-        continue;
-      }
+      if (!done) continue;
       CHECK(size == -1 || (size_t)size == window[slot].size);
       window[slot].request = NULL;
       outstanding--;
@@ -93,10 +91,7 @@ static void *sender(void *arguments) {
       }
       OK(net_isend(side->comm, side->buffer + (size_t)place * ROOM, group.sizes[entry],
                    group.tags[entry], side->memory, &window[place].request));
-      if (!window[place].request) {
-        sched_yield();
-        continue;
-      }
+      if (!window[place].request) continue;
       window[place].size = group.sizes[entry];
       outstanding++;
       used |= 1u << entry;
@@ -115,16 +110,14 @@ static void *receiver(void *arguments) {
   uint64_t posted = 0, done_groups = 0;
   while (done_groups < side->groups) {
     int slot = (int)(next_random(&side->random) % GROUPS);
+    sched_yield();
     unsigned char *base = side->buffer + (size_t)slot * MAX_GROUP * ROOM;
     struct group *group = &window[slot].group;
     if (window[slot].request) {
       int done = 0, sizes[MAX_GROUP];
       memset(sizes, 0xff, sizeof sizes);
       OK(net->test(window[slot].request, &done, sizes));
-      if (!done) {
-        sched_yield();
-        continue;
-      }
+      if (!done) continue;
       for (int i = 0; i < group->n; i++) {
         if ((size_t)sizes[i] != group->sizes[i])
           FAIL("group %lu, message %d: %d bytes instead of %zu", window[slot].number, i, sizes[i],
@@ -355,6 +348,7 @@ static void mode_closing(void) {
     put(own, HANDLE_LEN);
     get(theirs, HANDLE_LEN);
     while (!end.send || !end.recv) {
+    sched_yield();
       if (!end.send) OK(net_connect(0, theirs, &end.send));
       if (!end.recv) OK(net->accept(listener, &end.recv, NULL));
     }
@@ -488,6 +482,7 @@ static void mode_strangers(void) {
   CHECK(!peer);
   double start = now();
   while (!comm || !peer) {
+    sched_yield();
     if (!comm) OK(net_connect(0, handle, &comm));
     if (!peer) OK(net->accept(listener, &peer, NULL));
   }
@@ -505,6 +500,7 @@ static void mode_strangers(void) {
     usleep(100);
   }
   while (!second || !second_peer) {
+    sched_yield();
     if (!second) OK(net_connect(0, handle, &second));
     if (!second_peer) OK(net->accept(listener, &second_peer, NULL));
   }
@@ -522,6 +518,7 @@ static void mode_mistakes(void) {
   void *listener, *memory = NULL, *request = NULL, *none = NULL;
   OK(net_listen(0, handle, &listener));
   while (!end.send || !end.recv) {
+    sched_yield();
     if (!end.send) OK(net_connect(0, handle, &end.send));
     if (!end.recv) OK(net->accept(listener, &end.recv, NULL));
   }

@@ -284,6 +284,7 @@ static struct end exchange(uint64_t seed) {
   memcpy(memory[0], theirs, HANDLE_LEN);
   int at = 0, calls = 0;
   while (!end.send || !end.recv) {
+    sched_yield();
     uint64_t r = next_random(&seed);
     if (!end.send && r % 3) {
       OK(net_connect(0, memory[at], &end.send));
