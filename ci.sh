@@ -135,7 +135,7 @@ step_no-std() {
 step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
     -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
-    -p warpwire-ibpaths -p warpwire-cli --allow-dirty --quiet
+    -p warpwire-ibpaths -p warpwire-nccl -p warpwire-cli --allow-dirty --quiet
 }
 
 prepare() {

@@ -1,9 +1,11 @@
-//! What the drop-in C libraries share: declarations of `infiniband/verbs.h`, events that wait to be
-//! acknowledged, and the rules of a library inside of a foreign program (fork, signals, panics).
+//! What the C libraries share: declarations of `infiniband/verbs.h`, events that wait to be
+//! acknowledged, network interfaces as devices, and the rules of a library inside of a foreign
+//! program (fork, signals, panics).
 //!
 //! Each library that links this crate has its own copy of its few variables.
 
 mod events;
+pub mod interfaces;
 pub mod log;
 pub mod process;
 pub mod verbs;

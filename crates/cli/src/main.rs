@@ -6,6 +6,7 @@ mod demo;
 mod devices;
 mod doctor;
 mod mp;
+mod nccl;
 mod ordered;
 mod output;
 mod perf;
@@ -49,6 +50,7 @@ Examples:
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   warpwire verbs -- ib_write_bw -x 0    any RDMA program, without an RDMA device
+  warpwire nccl -- torchrun train.py    NCCL programs, without an RDMA device
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
 Environment:
@@ -67,6 +69,7 @@ enum Command {
     Devices(devices::Arguments),
     Doctor(doctor::Arguments),
     Mp(mp::Arguments),
+    Nccl(nccl::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
     Run(run::Arguments),
@@ -85,6 +88,7 @@ fn main() -> ExitCode {
         Command::Devices(arguments) => devices::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Mp(arguments) => mp::run(&arguments),
+        Command::Nccl(arguments) => nccl::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
         Command::Run(arguments) => run::run(&arguments),

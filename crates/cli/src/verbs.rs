@@ -68,29 +68,49 @@ fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let variables = variables(&library, arguments.devices.as_deref(), |name| {
         std::env::var_os(name).filter(|value| !value.is_empty())
     });
-    if arguments.env {
+    launch(variables, arguments.env, &arguments.program)
+}
+
+/// Prints the variables for a shell, or starts a program with them.
+pub(crate) fn launch(
+    variables: Vec<(&'static str, OsString)>,
+    only_print: bool,
+    program: &[OsString],
+) -> Result<ExitCode, Failure> {
+    if only_print {
         let lines =
             variables.iter().map(|(name, value)| format!("export {name}={}\n", quoted(value)));
         output::print(&lines.collect::<String>()).map_err(Failure::Runtime)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let [program, rest @ ..] = arguments.program.as_slice() else {
+    let [program, rest @ ..] = program else {
         return Err(Failure::Usage("no program is given".to_owned()));
     };
     let why = Command::new(program).args(rest).envs(variables).exec();
     Err(Failure::Runtime(format!("cannot start {}: {why}", program.to_string_lossy())))
 }
 
-/// The library in this folder, or in those where it is usually installed.
-fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
-    let folders = match folder {
+/// Where libraries may be: this folder, or those where they are usually installed.
+pub(crate) fn library_folders(folder: Option<&Path>) -> Vec<PathBuf> {
+    match folder {
         Some(folder) => vec![folder.to_owned()],
         None => {
             let own = std::env::current_exe().ok();
             let own = own.as_deref().and_then(Path::parent).map(Path::to_owned);
             own.map(|own| vec![own.join("../lib/warpwire"), own]).unwrap_or_default()
         }
-    };
+    }
+}
+
+/// Folders, for people.
+pub(crate) fn list(folders: &[PathBuf]) -> String {
+    let folders: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
+    folders.join(" or ")
+}
+
+/// The library in this folder, or in those where it is usually installed.
+fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
+    let folders = library_folders(folder);
     let library_in = |folder: &PathBuf| {
         let names = ["libibverbs.so.1", "libibverbs.so"];
         let is_ours = folder.join(PRELOAD).is_file();
@@ -98,11 +118,10 @@ fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
         found.filter(|_| is_ours).and_then(|path| path.canonicalize().ok())
     };
     folders.iter().find_map(library_in).ok_or_else(|| {
-        let places: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
         Failure::Usage(format!(
             "no libibverbs.so.1 with {PRELOAD} in {}; run tools/install-ibverbs DIR and pass \
              --libraries DIR",
-            places.join(" or ")
+            list(&folders)
         ))
     })
 }

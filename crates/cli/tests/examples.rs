@@ -35,6 +35,7 @@ const GPU: How = Skip("needs a GPU");
 const NIC: How = Skip("needs an RDMA device");
 const SECOND_MACHINE: How = Skip("needs a second machine with a RoCE device");
 const CLIENTS: How = Skip("needs RDMA programs; tools/ibverbs-clients runs them");
+const NCCL: How = Skip("needs a GPU and NCCL");
 const ALONE: How = Skip("needs a machine on which only one process publishes counters");
 
 const ECHO: &str = "warpwire sock serve -d sim:0 --bind 127.0.0.1:0";
@@ -68,6 +69,9 @@ const TABLE: &[(&str, How)] = &[
     ("warpwire verbs -- ib_write_bw -x 0", CLIENTS),
     ("warpwire verbs --devices lo -- ucx_info -d", CLIENTS),
     ("eval \"$(warpwire verbs --env)\"", CLIENTS),
+    ("warpwire nccl -- torchrun train.py", NCCL),
+    ("warpwire nccl --link udp --devices eth0 -- torchrun --nnodes 2 train.py", NCCL),
+    ("eval \"$(warpwire nccl --env)\"", NCCL),
     ("warpwire devices", Run(&[], "")),
     ("warpwire devices -v mlx5_0", NIC),
     ("warpwire devices --json | jq -r '.devices[].ports[].gids[].address'", Run(&[], "")),

@@ -7,6 +7,7 @@ mod cli;
 mod copy;
 mod devices;
 mod examples;
+mod nccl;
 mod ordered;
 mod perf;
 mod pingpong;

@@ -33,6 +33,8 @@ pub(crate) const MAX_SRQ_WR: u32 = 32767;
 pub(crate) const MAX_SRQ_SGE: u32 = 15;
 const MAX_RD_ATOMIC: c_int = 16;
 const MAX_MESSAGE: u32 = 1 << 30;
+/// How long the engine's thread spins after its last work.
+const SPIN: Duration = Duration::from_micros(200);
 /// The table's only GID and partition key.
 pub(crate) const PKEY: u16 = 0xffff;
 
@@ -183,7 +185,7 @@ impl Settings {
         if !["", "auto", "udp"].contains(&link.as_str()) {
             return Err(wrong("WARPWIRE_IB_LINK", &link, "auto or udp"));
         }
-        let progress_mode = progress_mode(&progress).ok_or_else(|| {
+        let progress_mode = ProgressMode::from_setting(&progress, SPIN).ok_or_else(|| {
             wrong("WARPWIRE_IB_PROGRESS", &progress, "auto, thread or microseconds to spin")
         })?;
         Ok(Self { progress_mode, is_udp_only: link == "udp", is_standard_port: !port.is_empty() })
@@ -229,23 +231,6 @@ fn open_on(link: impl Link + 'static, options: HcaOptions) -> Result<verbs::Cont
         Some(capture) => verbs::Context::open_with(Tap::new(link, capture), options)?,
         None => verbs::Context::open_with(link, options)?,
     })
-}
-
-/// Peers expect answers while the program does not poll, as from a NIC. A thread that spins gives
-/// them soonest, if there is a core to spare for it; otherwise a thread that takes over when
-/// nothing polls. `None` if the text is no such setting.
-fn progress_mode(text: &str) -> Option<ProgressMode> {
-    let thread = |spin| Some(ProgressMode::Thread { spin, core: None });
-    let spin = Duration::from_micros(200);
-    match text {
-        "" => match std::thread::available_parallelism() {
-            Ok(cores) if cores.get() >= 4 => thread(spin),
-            _ => Some(ProgressMode::Auto),
-        },
-        "auto" => Some(ProgressMode::Auto),
-        "thread" => thread(spin),
-        micros => thread(Duration::from_micros(micros.parse::<u32>().ok()?.into())),
-    }
 }
 
 pub(crate) fn open_device(device: &'static Device) -> Result<*mut abi::Context> {
@@ -499,6 +484,7 @@ mod tests {
 
     #[test]
     fn settings_of_the_engine() {
+        let progress_mode = |text: &str| ProgressMode::from_setting(text, SPIN);
         let spins = |text: &str| match progress_mode(text) {
             Some(ProgressMode::Thread { spin, core: None }) => Some(spin.as_micros()),
             _ => None,

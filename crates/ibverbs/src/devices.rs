@@ -1,5 +1,4 @@
-//! The devices: one per network interface that is up and has an address, the default route's first;
-//! the loopback interface only if there is no other. `WARPWIRE_IB_DEVICES` chooses instead.
+//! The devices: one per usable network interface. `WARPWIRE_IB_DEVICES` chooses instead.
 
 use std::ffi::{c_char, c_int};
 use std::net::IpAddr;
@@ -7,10 +6,10 @@ use std::sync::OnceLock;
 
 use warpwire::host::System;
 use warpwire::verbs::Mtu;
+use warpwire_cabi::interfaces::{self, Choice};
 
 use crate::abi;
 use crate::boundary::{Errno, INVALID, Result};
-use crate::interfaces::{self, InterfaceAddress};
 use crate::log;
 use crate::numbers::gid;
 
@@ -31,13 +30,6 @@ pub(crate) struct Device {
 /// A list of devices for C: ends with null.
 pub(crate) type List = [*const Device; MAX_DEVICES + 1];
 
-/// What to make a device of.
-#[derive(Debug, PartialEq, Eq)]
-struct Choice {
-    name: String,
-    at: InterfaceAddress,
-}
-
 /// The devices of this process; they live as long as it does, because C may keep pointers to them.
 ///
 /// # Errors
@@ -47,7 +39,8 @@ pub(crate) fn all() -> Result<&'static [Device]> {
     let made = DEVICES.get_or_init(|| {
         let wanted = std::env::var("WARPWIRE_IB_DEVICES").unwrap_or_default();
         let addresses = interfaces::addresses();
-        let chosen = choose(&wanted, &addresses, interfaces::default_route()).map_err(|why| {
+        let route = interfaces::default_route();
+        let chosen = interfaces::choose(&wanted, &addresses, route).map_err(|why| {
             log::line(|| format!("WARPWIRE_IB_DEVICES: {why}"));
             INVALID
         })?;
@@ -105,124 +98,5 @@ fn copy(into: &mut [c_char], text: &str) {
     let Some((_, room)) = into.split_last_mut() else { return };
     for (to, from) in room.iter_mut().zip(text.bytes()) {
         *to = from as c_char;
-    }
-}
-
-/// The devices that `wanted` asks for: a comma-separated list of `[NAME=]INTERFACE|ADDRESS`. Empty:
-/// one per interface.
-fn choose(
-    wanted: &str,
-    addresses: &[InterfaceAddress],
-    route: Option<IpAddr>,
-) -> std::result::Result<Vec<Choice>, String> {
-    let numbered = |number: usize, at: &InterfaceAddress| Choice {
-        name: format!("warp{number}"),
-        at: at.clone(),
-    };
-    if wanted.trim().is_empty() {
-        let found = usable(addresses, route);
-        return Ok(found.into_iter().enumerate().map(|(n, at)| numbered(n, at)).collect());
-    }
-    let mut chosen: Vec<Choice> = Vec::new();
-    for word in wanted.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-        let (name, place) = match word.split_once('=') {
-            Some((name, place)) => (Some(name.trim()), place.trim()),
-            None => (None, word),
-        };
-        let ip = place.parse::<IpAddr>().ok();
-        let matches = |at: &&InterfaceAddress| at.name == place || Some(at.ip) == ip;
-        let at = addresses.iter().filter(matches).min_by_key(|at| at.ip.is_ipv6());
-        let at = at.ok_or_else(|| {
-            let known = addresses.iter().map(|at| format!("{} ({})", at.name, at.ip));
-            let known: Vec<String> = known.collect();
-            format!("no interface or address {place:?} is up; there are {}", known.join(", "))
-        })?;
-        let mut choice = numbered(chosen.len(), at);
-        if let Some(name) = name {
-            let is_valid = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-            if name.is_empty() || name.len() > 63 || !name.chars().all(is_valid) {
-                return Err(format!("{name:?} cannot be the name of a device"));
-            }
-            name.clone_into(&mut choice.name);
-        }
-        if chosen.iter().any(|known| known.name == choice.name) {
-            return Err(format!("two devices are called {:?}", choice.name));
-        }
-        chosen.push(choice);
-    }
-    Ok(chosen)
-}
-
-/// One address per interface, IPv4 before IPv6; the default route's interface first.
-fn usable(addresses: &[InterfaceAddress], route: Option<IpAddr>) -> Vec<&InterfaceAddress> {
-    let mut found: Vec<&InterfaceAddress> = Vec::new();
-    for at in addresses.iter().filter(|at| at.ip.is_ipv4()).chain(addresses) {
-        if found.iter().all(|known| known.name != at.name) {
-            found.push(at);
-        }
-    }
-    if found.iter().any(|at| !at.is_loopback) {
-        found.retain(|at| !at.is_loopback);
-    }
-    found.sort_by_key(|at| Some(at.ip) != route); // stable
-    found
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(name: &str, ip: &str) -> InterfaceAddress {
-        InterfaceAddress { name: name.into(), ip: ip.parse().unwrap(), is_loopback: name == "lo" }
-    }
-
-    fn names(choices: &[Choice]) -> Vec<(String, String)> {
-        choices.iter().map(|choice| (choice.name.clone(), choice.at.ip.to_string())).collect()
-    }
-
-    fn pairs(list: &[(&str, &str)]) -> Vec<(String, String)> {
-        list.iter().map(|(name, ip)| ((*name).to_owned(), (*ip).to_owned())).collect()
-    }
-
-    #[test]
-    fn one_device_per_interface_and_the_default_route_first() {
-        let all = [
-            at("lo", "127.0.0.1"),
-            at("eth1", "2001:db8::5"),
-            at("eth1", "10.1.0.1"),
-            at("eth0", "10.0.0.1"),
-            at("eth0", "10.0.0.2"),
-            at("six", "2001:db8::1"),
-        ];
-        let route = Some("10.0.0.1".parse().unwrap());
-        let chosen = choose("", &all, route).unwrap();
-        let expected = [("warp0", "10.0.0.1"), ("warp1", "10.1.0.1"), ("warp2", "2001:db8::1")];
-        assert_eq!(names(&chosen), pairs(&expected));
-        let chosen = choose(" ", &all[..1], None).unwrap();
-        assert_eq!(names(&chosen), pairs(&[("warp0", "127.0.0.1")]), "only if there is no other");
-        assert_eq!(choose("", &[], None).unwrap(), []);
-    }
-
-    #[test]
-    fn devices_are_chosen_by_interface_address_and_name() {
-        let all = [at("lo", "127.0.0.1"), at("eth0", "2001:db8::2"), at("eth0", "10.0.0.1")];
-        let chosen = choose("lo, mlx5_0=eth0,2001:db8::2", &all, None).unwrap();
-        let expected = [("warp0", "127.0.0.1"), ("mlx5_0", "10.0.0.1"), ("warp2", "2001:db8::2")];
-        assert_eq!(names(&chosen), pairs(&expected));
-    }
-
-    #[test]
-    fn bad_choices_are_refused() {
-        let all = [at("lo", "127.0.0.1")];
-        for (wanted, why) in [
-            ("eth9", "there are lo"),
-            ("10.9.9.9", "is up"),
-            ("=lo", "cannot be the name"),
-            ("a/b=lo", "cannot be the name"),
-            ("x=lo,x=lo", "two devices"),
-        ] {
-            let refused = choose(wanted, &all, None).unwrap_err();
-            assert!(refused.contains(why), "{wanted}: {refused}");
-        }
     }
 }

@@ -9,7 +9,7 @@
 //! | `exports` | the exported functions, by name; `exports.txt` has their versions |
 //! | `abi` | C structures and numbers, with their layout asserted |
 //! | `boundary` | null pointers, panics, errno |
-//! | `devices`, `interfaces` | the devices: one per usable network interface |
+//! | `devices` | the devices: one per usable network interface |
 //! | `numbers` | queue pair numbers and GIDs as UDP addresses |
 //! | `context` | open devices and their attributes |
 //! | `memory` | protection domains, memory regions |
@@ -38,7 +38,6 @@ mod cq_ex;
 mod devices;
 mod events;
 mod exports;
-mod interfaces;
 mod log;
 mod memory;
 mod numbers;

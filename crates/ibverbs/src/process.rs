@@ -17,8 +17,6 @@ use crate::capture;
 static OPEN: Mutex<Vec<(u64, verbs::Context)>> = Mutex::new(Vec::new());
 /// How long an exit waits for packets to leave.
 const EXIT_DEADLINE: Duration = Duration::from_millis(200);
-/// How long a step of another thread may take.
-const EXIT_PAUSE: Duration = Duration::from_micros(200);
 
 extern "C" fn on_exit() {
     if is_forked_child() {
@@ -28,18 +26,8 @@ extern "C" fn on_exit() {
     let Some(open) = OPEN.try_lock() else { return };
     let start = Instant::now();
     for (_, context) in open.iter() {
-        // Two idle steps in a row. A step also counts as idle while another thread is making one,
-        // which the pause lets it finish: waiting for it could hang an exit in a signal handler.
-        let mut idle_steps = 0;
-        while idle_steps < 2 && start.elapsed() < EXIT_DEADLINE {
-            let is_busy = context
-                .soft()
-                .is_some_and(|hca| hca.poll().is_ok_and(|progress| !progress.is_idle()));
-            idle_steps = if is_busy { 0 } else { idle_steps + 1 };
-            if idle_steps == 1 {
-                std::thread::sleep(EXIT_PAUSE);
-            }
-        }
+        let left = EXIT_DEADLINE.saturating_sub(start.elapsed());
+        context.soft().inspect(|hca| hca.flush(left));
     }
     capture::finish();
 }

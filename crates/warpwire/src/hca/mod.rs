@@ -58,6 +58,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use warpwire_proto::qp::{self, QpAttributes, State};
@@ -250,6 +251,24 @@ impl Hca {
             sum = sum + engine.poll()?;
         }
         Ok(sum)
+    }
+
+    /// Advances the engines until they are idle, for at most `limit`, so that the acknowledgements
+    /// of a process that exits reach its peers. Safe in a handler of `exit`: it waits for no lock.
+    pub fn flush(&self, limit: Duration) {
+        /// How long a step of another thread may take.
+        const PAUSE: Duration = Duration::from_micros(200);
+        let start = std::time::Instant::now();
+        // Two idle steps in a row. A step also counts as idle while another thread is making one,
+        // which the pause lets it finish: waiting for it could hang an exit in a signal handler.
+        let mut idle_steps = 0;
+        while idle_steps < 2 && start.elapsed() < limit {
+            let is_busy = self.poll().is_ok_and(|progress| !progress.is_idle());
+            idle_steps = if is_busy { 0 } else { idle_steps + 1 };
+            if idle_steps == 1 {
+                std::thread::sleep(PAUSE);
+            }
+        }
     }
 
     /// The set of all engines, one bit each.

@@ -34,6 +34,35 @@ pub enum ProgressMode {
     },
 }
 
+impl ProgressMode {
+    /// The mode of a library inside of another program, from an environment variable: `auto`,
+    /// `thread` (which spins for `spin`), or microseconds to spin. Empty: a thread if there are at
+    /// least 4 cores, because peers expect answers while the program does not poll, as from a NIC,
+    /// and a thread that spins gives them soonest; else `auto`. `None` if the text is no such mode.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use warpwire::verbs::ProgressMode;
+    /// let spin = Duration::from_micros(200);
+    /// let thread = ProgressMode::Thread { spin, core: None };
+    /// assert_eq!(ProgressMode::from_setting("thread", spin), Some(thread));
+    /// assert_eq!(ProgressMode::from_setting("200", Duration::ZERO), Some(thread));
+    /// assert_eq!(ProgressMode::from_setting("fast", spin), None);
+    /// ```
+    pub fn from_setting(text: &str, spin: Duration) -> Option<Self> {
+        let thread = |spin| Some(Self::Thread { spin, core: None });
+        match text {
+            "" => match std::thread::available_parallelism() {
+                Ok(cores) if cores.get() >= 4 => thread(spin),
+                _ => Some(Self::Auto),
+            },
+            "auto" => Some(Self::Auto),
+            "thread" => thread(spin),
+            micros => thread(Duration::from_micros(micros.parse::<u32>().ok()?.into())),
+        }
+    }
+}
+
 /// How often a sleeping engine polls doorbells that are rung without a notification: bounds of the
 /// interval. In between it is 1/32 of the idle time, so that an idle engine costs next to nothing.
 const MIN_DOORBELL_POLL_INTERVAL: Duration = Duration::from_micros(50);

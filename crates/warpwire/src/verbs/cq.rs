@@ -286,6 +286,38 @@ impl Cq {
         Ok(soft.take(into))
     }
 
+    /// Polls completions that are there already, without a step of the engine: for threads beside
+    /// engines that have threads of their own ([`ProgressMode::Thread`](super::ProgressMode)), with
+    /// which a step would contend. On hardware the same as [`poll`](Self::poll).
+    ///
+    /// ```
+    /// use warpwire::link::Hub;
+    /// use warpwire::verbs::{Completion, Context, HcaOptions, ProgressMode, QpOptions};
+    /// use warpwire::verbs::{SendRequest, WrOp};
+    /// let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?;
+    /// let options = HcaOptions::default().with_progress_mode(ProgressMode::Manual);
+    /// let context = Context::open_with(link, options)?;
+    /// let (pd, cq) = (context.alloc_pd(), context.create_cq(16)?);
+    /// let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+    /// qp.connect(&qp.endpoint())?;
+    /// qp.post_send(&[SendRequest::new(1, WrOp::Nop), SendRequest::new(2, WrOp::Nop)])?;
+    /// let mut one = [Completion::EMPTY];
+    /// assert_eq!(cq.poll_ready(&mut one)?, 0); // no thread has made a step
+    /// assert_eq!((cq.poll(&mut one)?, one[0].id), (1, 1)); // this one has
+    /// assert_eq!((cq.poll_ready(&mut one)?, one[0].id), (1, 2));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`poll`](Self::poll), on hardware.
+    #[inline]
+    pub fn poll_ready(&self, into: &mut [Completion]) -> Result<usize> {
+        match &self.0.backend {
+            Backend::Soft(soft) => Ok(soft.take(into)),
+            Backend::Hard(_) => self.poll(into),
+        }
+    }
+
     /// Adds a new queue pair, and its engine to those that polling runs.
     pub(super) fn add_qp(&self, user_index: u32, core: &Arc<Core>, engines: u32) {
         if let Backend::Soft(soft) = &self.0.backend {

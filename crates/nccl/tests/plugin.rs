@@ -1,0 +1,229 @@
+//! The plugin as NCCL uses it: a C program that loads the built library by its symbols.
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use testkit::Effort;
+use testkit::c::{missing, ok, root};
+
+const VERSIONS: std::ops::RangeInclusive<u32> = 8..=12;
+
+fn library() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libnccl_net_warpwire.so")
+}
+
+/// `plugin.c`, compiled once.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("nccl-plugin");
+        let mut cc = Command::new("cc");
+        // Its `malloc` counts allocations of the library, so its symbols are exported.
+        cc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]);
+        ok(cc.arg(root().join("crates/nccl/tests/plugin.c")).arg("-o").arg(&program).arg("-ldl"));
+        program
+    })
+}
+
+/// Settings of the plugin: link, engines, who runs them.
+#[derive(Clone, Copy, Debug)]
+struct Setup {
+    link: &'static str,
+    engines: &'static str,
+    progress: &'static str,
+}
+
+const fn setup(link: &'static str, engines: &'static str, progress: &'static str) -> Setup {
+    Setup { link, engines, progress }
+}
+
+/// The setups that a case runs with: the first two in the inner loop.
+const SETUPS: &[Setup] = &[
+    setup("shm", "1", "auto"),
+    setup("udp", "2", "auto"),
+    setup("auto", "3", "auto"),
+    setup("udp", "1", "50"),
+    setup("shm", "4", "20"),
+];
+
+fn setups() -> &'static [Setup] {
+    &SETUPS[..Effort::choose([2, SETUPS.len(), SETUPS.len()])]
+}
+
+fn run(mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
+    let limit = testkit::deadline(Duration::from_secs(60)).as_secs();
+    let mut command = Command::new(program());
+    command.arg(library()).args([mode, &version.to_string(), &seed.to_string()]);
+    command
+        .env("WARPWIRE_NCCL_DEVICES", "lo")
+        .env("WARPWIRE_NCCL_LINK", setup.link)
+        .env("WARPWIRE_NCCL_ENGINES", setup.engines)
+        .env("WARPWIRE_NCCL_PROGRESS", setup.progress)
+        .env("PLUGIN_LIMIT", limit.to_string());
+    command
+}
+
+fn passes(mode: &str, version: u32, seed: u64, setup: Setup) {
+    let printed = ok(&mut run(mode, version, seed, setup));
+    assert_eq!(printed.lines().last(), Some(format!("{mode}: all good").as_str()));
+}
+
+/// A version for each setup, so that all occur.
+fn with_setups(mode: &str) {
+    for (setup, version) in setups().iter().zip(VERSIONS) {
+        passes(mode, version, 1, *setup);
+    }
+}
+
+#[test]
+fn every_version_moves_random_schedules() {
+    for (seed, version) in VERSIONS.enumerate() {
+        passes("random", version, seed as u64, SETUPS[seed % 2]);
+    }
+}
+
+#[test]
+fn random_schedules_from_seeds() {
+    let seeds = Effort::pick("WARPWIRE_SEEDS", [1, 4, 200]);
+    for seed in 100..100 + seeds {
+        for setup in setups() {
+            passes("random", 11, seed, *setup);
+        }
+    }
+}
+
+#[test]
+fn several_communicators_and_threads() {
+    with_setups("threads");
+}
+
+/// In a network namespace whose loopback interface is slow and drops what it cannot queue.
+#[test]
+fn lost_packets_are_sent_again() {
+    if Effort::current() == Effort::Quick {
+        return;
+    }
+    let setup = "ip link set lo mtu 4200 up && \
+                 tc qdisc add dev lo root tbf rate 200mbit burst 64kb limit 100kb";
+    let namespace = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "sh", "-c", &format!("{setup} && {script}"), "sh"]);
+        command
+    };
+    if !namespace("true").output().is_ok_and(|output| output.status.success()) {
+        missing("net-lab", "no network namespace with tbf (needs root, and ip and tc of iproute2)");
+        return;
+    }
+    let inside = run("random", 11, 7, SETUPS[1]);
+    let mut command = namespace("\"$@\" && tc -s qdisc show dev lo");
+    command.arg(inside.get_program()).args(inside.get_args());
+    command.envs(inside.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let printed = ok(command.env("PLUGIN_EFFORT", "3"));
+    assert!(printed.contains("random: all good"), "{printed}");
+    let dropped = printed.split("dropped ").nth(1).and_then(|rest| rest.split(',').next());
+    let dropped: u32 = dropped.and_then(|count| count.parse().ok()).unwrap();
+    assert!(dropped > 0, "{printed}");
+}
+
+#[test]
+fn sizes_from_nothing_to_many_stripes() {
+    with_setups("sizes");
+}
+
+#[test]
+fn two_gibibytes() {
+    if Effort::current() != Effort::Quick {
+        passes("huge", 11, 1, SETUPS[0]);
+    }
+}
+
+#[test]
+fn full_queues_refuse_and_requests_allocate_nothing() {
+    with_setups("full");
+}
+
+#[test]
+fn closing_in_every_order_leaves_nothing_behind() {
+    with_setups("closing");
+}
+
+#[test]
+fn a_receiver_that_ends_does_not_fail_its_sender() {
+    for seed in 0..8 {
+        passes("last_words", 11, seed, SETUPS[seed as usize / 2 % 2]);
+    }
+}
+
+#[test]
+fn a_killed_peer_is_an_error() {
+    with_setups("killed");
+}
+
+#[test]
+fn a_stopped_peer_is_an_error_in_the_end() {
+    for setup in &SETUPS[..Effort::choose([0, 1, 2])] {
+        passes("stopped", 11, 1, *setup);
+    }
+}
+
+#[test]
+fn strangers_do_not_stop_the_peer() {
+    with_setups("strangers");
+}
+
+#[test]
+fn mistakes_are_refused() {
+    for version in VERSIONS {
+        passes("mistakes", version, 1, SETUPS[version as usize % 2]);
+    }
+}
+
+#[test]
+fn forked_children_are_refused() {
+    with_setups("forks");
+}
+
+#[test]
+fn wrong_settings_are_refused_with_the_reason() {
+    for (name, value) in [
+        ("WARPWIRE_NCCL_DEVICES", "nowhere9"),
+        ("WARPWIRE_NCCL_LINK", "tcp"),
+        ("WARPWIRE_NCCL_ENGINES", "99"),
+        ("WARPWIRE_NCCL_PROGRESS", "never"),
+    ] {
+        let mut command = run("settings", 11, 1, SETUPS[0]);
+        ok(command.env(name, value));
+    }
+}
+
+#[test]
+fn exactly_the_tables_are_exported() {
+    let printed = ok(Command::new("nm").args(["-D", "--defined-only"]).arg(library()));
+    let mut symbols: Vec<_> =
+        printed.lines().filter_map(|line| line.split_whitespace().last()).collect();
+    symbols.sort_unstable();
+    let mut expected: Vec<_> =
+        VERSIONS.map(|version| format!("ncclNetPlugin_v{version}")).collect();
+    expected.sort_unstable();
+    assert_eq!(symbols, expected);
+    let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));
+    assert!(dynamic.contains("soname: [libnccl-net-warpwire.so]"), "{dynamic}");
+    assert!(dynamic.contains("NODELETE"), "{dynamic}");
+}
+
+#[test]
+fn the_library_is_installed_under_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = root().join("tools/install-nccl");
+    let printed = ok(Command::new(&script).arg(folder.path()).arg(library()));
+    let installed = folder.path().join("libnccl-net-warpwire.so");
+    assert!(installed.is_file() && printed.contains("NCCL_NET_PLUGIN="), "{printed}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    assert!(!Command::new(&script).output().unwrap().status.success(), "without a folder");
+    let mut absent = Command::new(&script);
+    let absent = absent.arg(folder.path()).arg("/nowhere.so").output().unwrap();
+    assert!(!absent.status.success());
+}
