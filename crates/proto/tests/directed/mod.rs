@@ -18,3 +18,4 @@ mod selective;
 mod sending;
 mod states;
 mod timers;
+mod unreliable;

@@ -54,8 +54,10 @@ pub struct QpSpec {
     pub poll_doorbell: bool,
     /// Options of the protocol; the queue depth is set from `send_wqebbs`.
     pub options: qp::TransportOptions,
-    /// The maximum datagram (UD); `None` for a connection (RC).
+    /// The maximum datagram (UD); `None` for a connection.
     pub datagrams: Option<qp::Mtu>,
+    /// Whether a connection is unreliable (UC) rather than reliable (RC).
+    pub is_unreliable: bool,
 }
 
 /// State of a work request in progress, by the index of its first WQEBB.
@@ -184,6 +186,7 @@ impl QpContext {
         };
         let qp = match spec.datagrams {
             Some(mtu) => Protocol::datagram(number, mtu, spec.send_wqebbs),
+            None if spec.is_unreliable => Protocol::unreliable(number, spec.send_wqebbs),
             None => Protocol::connected(number, options),
         };
         Self {

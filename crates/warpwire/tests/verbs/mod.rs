@@ -24,6 +24,7 @@ mod scale;
 mod staged;
 mod states;
 mod timing;
+mod unreliable;
 
 use testkit::{Case, Collector, Effort, Suite};
 
@@ -43,6 +44,7 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     chaos::CASES,
     mixtures::CASES,
     datagrams::CASES,
+    unreliable::CASES,
     bad_responses::CASES,
 ];
 /// Cases whose peer is another process.
@@ -71,6 +73,7 @@ const ONCE: &[&[Case<Fixture>]] = &[
     mixtures::ONCE,
     garbage::ONCE,
     datagrams::ONCE,
+    unreliable::ONCE,
     peer_process::ONCE,
     refusals::ONCE,
 ];
