@@ -134,8 +134,8 @@ step_no-std() {
 # The other crates are `publish = false`.
 step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
-    -p warpwire-gdrapi -p warpwire-ibverbs -p warpwire-rdmacm -p warpwire-ibpaths -p warpwire-cli \
-    --allow-dirty --quiet
+    -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
+    -p warpwire-ibpaths -p warpwire-cli --allow-dirty --quiet
 }
 
 prepare() {

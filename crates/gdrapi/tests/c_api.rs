@@ -3,8 +3,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::OnceLock;
+
+use testkit::c::{ok, root};
 
 const API: [&str; 17] = [
     "gdr_close",
@@ -28,10 +30,6 @@ const API: [&str; 17] = [
 const TEST_HELPERS: [&str; 4] =
     ["warpwire_sim_alloc", "warpwire_sim_free", "warpwire_sim_read", "warpwire_sim_write"];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
-}
-
 /// The library that cargo has just built for this test, next to the test binary.
 fn library() -> PathBuf {
     let library_dir = std::env::current_exe().unwrap().with_file_name("libgdrapi.so");
@@ -49,13 +47,6 @@ fn prefix() -> &'static Path {
         ok(install.arg(&prefix).arg(library()));
         prefix
     })
-}
-
-fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = command.output().expect("the command starts");
-    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
-    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
-    stdout.into_owned()
 }
 
 /// `api.c`, compiled against the installed library.

@@ -5,12 +5,12 @@
 //! library adds lies behind.
 
 use std::cell::Cell;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicU32};
 
 use warpwire::verbs::Sge;
 
-use crate::numbers::Gid;
+pub(crate) use warpwire_cabi::verbs::*;
 
 pub(crate) type Pointer = *const c_void;
 
@@ -218,44 +218,6 @@ pub(crate) struct Td {
     pub context: *const Context,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct DeviceAttr {
-    pub fw_ver: [u8; 64],
-    pub node_guid: u64,
-    pub sys_image_guid: u64,
-    pub max_mr_size: u64,
-    pub page_size_cap: u64,
-    pub vendor_id: u32,
-    pub vendor_part_id: u32,
-    pub hw_ver: u32,
-    pub max_qp: c_int,
-    pub max_qp_wr: c_int,
-    pub device_cap_flags: c_uint,
-    pub max_sge: c_int,
-    pub max_sge_rd: c_int,
-    pub max_cq: c_int,
-    pub max_cqe: c_int,
-    pub max_mr: c_int,
-    pub max_pd: c_int,
-    pub max_qp_rd_atom: c_int,
-    pub max_ee_rd_atom: c_int,
-    pub max_res_rd_atom: c_int,
-    pub max_qp_init_rd_atom: c_int,
-    pub max_ee_init_rd_atom: c_int,
-    pub atomic_cap: c_int,
-    pub before_max_ah: [c_int; 8],
-    pub max_ah: c_int,
-    pub max_fmr: c_int,
-    pub max_map_per_fmr: c_int,
-    pub max_srq: c_int,
-    pub max_srq_wr: c_int,
-    pub max_srq_sge: c_int,
-    pub max_pkeys: u16,
-    pub local_ca_ack_delay: u8,
-    pub phys_port_cnt: u8,
-}
-
 /// Of the extended attributes, only the number of ports is not zero.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -267,33 +229,6 @@ pub(crate) struct DeviceAttrEx {
 }
 
 #[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct PortAttr {
-    pub state: c_int,
-    pub max_mtu: c_int,
-    pub active_mtu: c_int,
-    pub gid_tbl_len: c_int,
-    pub port_cap_flags: u32,
-    pub max_msg_sz: u32,
-    pub bad_pkey_cntr: u32,
-    pub qkey_viol_cntr: u32,
-    pub pkey_tbl_len: u16,
-    pub lid: u16,
-    pub sm_lid: u16,
-    pub lmc: u8,
-    pub max_vl_num: u8,
-    pub sm_sl: u8,
-    pub subnet_timeout: u8,
-    pub init_type_reply: u8,
-    pub active_width: u8,
-    pub active_speed: u8,
-    pub phys_state: u8,
-    pub link_layer: u8,
-    pub flags: u8,
-    pub port_cap_flags2: u16,
-}
-
-#[derive(Clone, Copy)]
 #[repr(C, align(8))]
 pub(crate) struct GidEntry {
     pub gid: Gid,
@@ -301,38 +236,6 @@ pub(crate) struct GidEntry {
     pub port_num: u32,
     pub gid_type: u32,
     pub ndev_ifindex: u32,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C, align(8))]
-pub(crate) struct GlobalRoute {
-    pub dgid: Gid,
-    pub flow_label: u32,
-    pub sgid_index: u8,
-    pub hop_limit: u8,
-    pub traffic_class: u8,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct AhAttr {
-    pub grh: GlobalRoute,
-    pub dlid: u16,
-    pub sl: u8,
-    pub src_path_bits: u8,
-    pub static_rate: u8,
-    pub is_global: u8,
-    pub port_num: u8,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct QpCap {
-    pub max_send_wr: u32,
-    pub max_recv_wr: u32,
-    pub max_send_sge: u32,
-    pub max_recv_sge: u32,
-    pub max_inline_data: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -368,45 +271,6 @@ pub(crate) struct QpInitAttrEx {
     pub rx_hash_conf: [u64; 3],
     pub source_qpn: u32,
     pub send_ops_flags: u64,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct QpAttr {
-    pub qp_state: u32,
-    pub cur_qp_state: u32,
-    pub path_mtu: u32,
-    pub path_mig_state: u32,
-    pub qkey: u32,
-    pub rq_psn: u32,
-    pub sq_psn: u32,
-    pub dest_qp_num: u32,
-    pub qp_access_flags: u32,
-    pub cap: QpCap,
-    pub ah_attr: AhAttr,
-    pub alt_ah_attr: AhAttr,
-    pub pkey_index: u16,
-    pub alt_pkey_index: u16,
-    pub en_sqd_async_notify: u8,
-    pub sq_draining: u8,
-    pub max_rd_atomic: u8,
-    pub max_dest_rd_atomic: u8,
-    pub min_rnr_timer: u8,
-    pub port_num: u8,
-    pub timeout: u8,
-    pub retry_cnt: u8,
-    pub rnr_retry: u8,
-    pub alt_port_num: u8,
-    pub alt_timeout: u8,
-    pub rate_limit: u32,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct SrqAttr {
-    pub max_wr: u32,
-    pub max_sge: u32,
-    pub srq_limit: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -518,26 +382,8 @@ pub(crate) struct AsyncEvent {
     pub event_type: u32,
 }
 
-/// Asserts sizes and offsets, and records them for the test against the header.
-macro_rules! layouts {
-    ($($c:literal $name:ty, $size:expr, { $($field:ident $offset:literal),* })*) => {
-        const _: () = {
-            $(
-                assert!(size_of::<$name>() >= $size);
-                $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
-            )*
-        };
-
-        /// Name, size, and the offsets of the fields.
-        #[cfg(test)]
-        type Layout = (&'static str, usize, &'static [(&'static str, usize)]);
-
-        #[cfg(test)]
-        const LAYOUTS: &[Layout] = &[$(($c, $size, &[$((stringify!($field), $offset)),*])),*];
-    };
-}
-
-layouts! {
+warpwire_cabi::layouts! {
+    pub(crate),
     "struct ibv_device" Device, 664, { node_type 16, transport_type 20, name 24, dev_name 88, dev_path 152, ibdev_path 408 }
     "struct ibv_context_ops" ContextOps, 256, { poll_cq 88, req_notify_cq 96, post_srq_recv 160, post_send 200, post_recv 208 }
     "struct ibv_context" Context, 328, { device 0, ops 8, cmd_fd 264, async_fd 268, num_comp_vectors 272, mutex 280, abi_compat 320 }
@@ -552,17 +398,10 @@ layouts! {
     "struct ibv_qp_ex" Qp, 352, { comp_mask 160, wr_id 168, wr_flags 176 }
     "struct ibv_ah" Ah, 24, { context 0, pd 8, handle 16 }
     "struct ibv_td" Td, 8, { context 0 }
-    "struct ibv_device_attr" DeviceAttr, 232, { fw_ver 0, node_guid 64, sys_image_guid 72, max_mr_size 80, page_size_cap 88, vendor_id 96, vendor_part_id 100, hw_ver 104, max_qp 108, max_qp_wr 112, device_cap_flags 116, max_sge 120, max_sge_rd 124, max_cq 128, max_cqe 132, max_mr 136, max_pd 140, max_qp_rd_atom 144, max_res_rd_atom 152, max_qp_init_rd_atom 156, atomic_cap 164, max_ah 200, max_srq 212, max_srq_wr 216, max_srq_sge 220, max_pkeys 224, local_ca_ack_delay 226, phys_port_cnt 227 }
     "struct ibv_device_attr_ex" DeviceAttrEx, 400, { orig_attr 0, comp_mask 232, phys_port_cnt_ex 396 }
-    "struct ibv_port_attr" PortAttr, 52, { state 0, max_mtu 4, active_mtu 8, gid_tbl_len 12, port_cap_flags 16, max_msg_sz 20, bad_pkey_cntr 24, qkey_viol_cntr 28, pkey_tbl_len 32, lid 34, sm_lid 36, lmc 38, max_vl_num 39, sm_sl 40, subnet_timeout 41, init_type_reply 42, active_width 43, active_speed 44, phys_state 45, link_layer 46, flags 47, port_cap_flags2 48 }
     "struct ibv_gid_entry" GidEntry, 32, { gid 0, gid_index 16, port_num 20, gid_type 24, ndev_ifindex 28 }
-    "struct ibv_global_route" GlobalRoute, 24, { dgid 0, flow_label 16, sgid_index 20, hop_limit 21, traffic_class 22 }
-    "struct ibv_ah_attr" AhAttr, 32, { grh 0, dlid 24, sl 26, src_path_bits 27, static_rate 28, is_global 29, port_num 30 }
-    "struct ibv_qp_cap" QpCap, 20, { max_send_wr 0, max_recv_wr 4, max_send_sge 8, max_recv_sge 12, max_inline_data 16 }
     "struct ibv_qp_init_attr" QpInitAttr, 64, { qp_context 0, send_cq 8, recv_cq 16, srq 24, cap 32, qp_type 52, sq_sig_all 56 }
     "struct ibv_qp_init_attr_ex" QpInitAttrEx, 136, { qp_context 0, send_cq 8, recv_cq 16, srq 24, cap 32, qp_type 52, sq_sig_all 56, comp_mask 60, pd 64, xrcd 72, create_flags 80, max_tso_header 84, rwq_ind_tbl 88, rx_hash_conf 96, source_qpn 120, send_ops_flags 128 }
-    "struct ibv_qp_attr" QpAttr, 144, { qp_state 0, cur_qp_state 4, path_mtu 8, path_mig_state 12, qkey 16, rq_psn 20, sq_psn 24, dest_qp_num 28, qp_access_flags 32, cap 36, ah_attr 56, alt_ah_attr 88, pkey_index 120, alt_pkey_index 122, en_sqd_async_notify 124, sq_draining 125, max_rd_atomic 126, max_dest_rd_atomic 127, min_rnr_timer 128, port_num 129, timeout 130, retry_cnt 131, rnr_retry 132, alt_port_num 133, alt_timeout 134, rate_limit 136 }
-    "struct ibv_srq_attr" SrqAttr, 12, { max_wr 0, max_sge 4, srq_limit 8 }
     "struct ibv_srq_init_attr" SrqInitAttr, 24, { srq_context 0, attr 8 }
     "struct ibv_srq_init_attr_ex" SrqInitAttrEx, 64, { srq_context 0, attr 8, comp_mask 20, srq_type 24, pd 32, xrcd 40, cq 48, tm_cap 56 }
     "struct ibv_cq_init_attr_ex" CqInitAttrEx, 56, { cqe 0, cq_context 8, channel 16, comp_vector 24, wc_flags 32, comp_mask 40, flags 44, parent_domain 48 }
@@ -598,17 +437,8 @@ calls! {
         wr_set_sge wr_set_sge_list wr_start wr_complete wr_abort wr_atomic_write;
 }
 
-/// Declares numbers of the header, and records them for the test against it.
-macro_rules! numbers {
-    ($($name:ident $c:ident $value:expr;)*) => {
-        $(pub(crate) const $name: u32 = $value;)*
-
-        #[cfg(test)]
-        const NUMBERS: &[(&str, u32)] = &[$((stringify!($c), $value)),*];
-    };
-}
-
-numbers! {
+warpwire_cabi::numbers! {
+    pub(crate),
     NODE_CA IBV_NODE_CA 1;
     TRANSPORT_IB IBV_TRANSPORT_IB 0;
     PORT_ACTIVE IBV_PORT_ACTIVE 4;
@@ -619,35 +449,7 @@ numbers! {
     CAP_PORT_ACTIVE_EVENT IBV_DEVICE_PORT_ACTIVE_EVENT 1 << 10;
     CAP_SYS_IMAGE_GUID IBV_DEVICE_SYS_IMAGE_GUID 1 << 11;
     CAP_RC_RNR_NAK_GEN IBV_DEVICE_RC_RNR_NAK_GEN 1 << 12;
-    QPT_RC IBV_QPT_RC 2;
-    QPT_UD IBV_QPT_UD 4;
-    QPS_ERR IBV_QPS_ERR 6;
-    SRQT_BASIC IBV_SRQT_BASIC 0;
-    QP_STATE IBV_QP_STATE 1;
-    QP_CUR_STATE IBV_QP_CUR_STATE 1 << 1;
-    QP_EN_SQD_ASYNC_NOTIFY IBV_QP_EN_SQD_ASYNC_NOTIFY 1 << 2;
-    QP_ACCESS_FLAGS IBV_QP_ACCESS_FLAGS 1 << 3;
-    QP_PKEY_INDEX IBV_QP_PKEY_INDEX 1 << 4;
-    QP_PORT IBV_QP_PORT 1 << 5;
-    QP_QKEY IBV_QP_QKEY 1 << 6;
-    QP_AV IBV_QP_AV 1 << 7;
-    QP_PATH_MTU IBV_QP_PATH_MTU 1 << 8;
-    QP_TIMEOUT IBV_QP_TIMEOUT 1 << 9;
-    QP_RETRY_CNT IBV_QP_RETRY_CNT 1 << 10;
-    QP_RNR_RETRY IBV_QP_RNR_RETRY 1 << 11;
-    QP_RQ_PSN IBV_QP_RQ_PSN 1 << 12;
-    QP_MAX_QP_RD_ATOMIC IBV_QP_MAX_QP_RD_ATOMIC 1 << 13;
-    QP_ALT_PATH IBV_QP_ALT_PATH 1 << 14;
-    QP_MIN_RNR_TIMER IBV_QP_MIN_RNR_TIMER 1 << 15;
-    QP_SQ_PSN IBV_QP_SQ_PSN 1 << 16;
-    QP_MAX_DEST_RD_ATOMIC IBV_QP_MAX_DEST_RD_ATOMIC 1 << 17;
-    QP_PATH_MIG_STATE IBV_QP_PATH_MIG_STATE 1 << 18;
-    QP_DEST_QPN IBV_QP_DEST_QPN 1 << 20;
-    QP_RATE_LIMIT IBV_QP_RATE_LIMIT 1 << 25;
-    INIT_PD IBV_QP_INIT_ATTR_PD 1;
     INIT_SEND_OPS IBV_QP_INIT_ATTR_SEND_OPS_FLAGS 1 << 6;
-    SRQ_INIT_TYPE IBV_SRQ_INIT_ATTR_TYPE 1;
-    SRQ_INIT_PD IBV_SRQ_INIT_ATTR_PD 1 << 1;
     CQ_INIT_FLAGS IBV_CQ_INIT_ATTR_MASK_FLAGS 1;
     CQ_INIT_PD IBV_CQ_INIT_ATTR_MASK_PD 1 << 1;
     CQ_SINGLE_THREADED IBV_CREATE_CQ_ATTR_SINGLE_THREADED 1;
@@ -659,16 +461,6 @@ numbers! {
     OPS_CMP_SWP IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP 1 << 5;
     OPS_FETCH_ADD IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD 1 << 6;
     OPS_SEND_INV IBV_QP_EX_WITH_SEND_WITH_INV 1 << 9;
-    ACCESS_LOCAL_WRITE IBV_ACCESS_LOCAL_WRITE 1;
-    ACCESS_REMOTE_WRITE IBV_ACCESS_REMOTE_WRITE 1 << 1;
-    ACCESS_REMOTE_READ IBV_ACCESS_REMOTE_READ 1 << 2;
-    ACCESS_REMOTE_ATOMIC IBV_ACCESS_REMOTE_ATOMIC 1 << 3;
-    ACCESS_MW_BIND IBV_ACCESS_MW_BIND 1 << 4;
-    ACCESS_ZERO_BASED IBV_ACCESS_ZERO_BASED 1 << 5;
-    ACCESS_ON_DEMAND IBV_ACCESS_ON_DEMAND 1 << 6;
-    ACCESS_HUGETLB IBV_ACCESS_HUGETLB 1 << 7;
-    ACCESS_RELAXED_ORDERING IBV_ACCESS_RELAXED_ORDERING 1 << 20;
-    ACCESS_OPTIONAL IBV_ACCESS_OPTIONAL_RANGE 0x3ff0_0000;
     REREG_TRANSLATION IBV_REREG_MR_CHANGE_TRANSLATION 1;
     REREG_PD IBV_REREG_MR_CHANGE_PD 1 << 1;
     REREG_ACCESS IBV_REREG_MR_CHANGE_ACCESS 1 << 2;

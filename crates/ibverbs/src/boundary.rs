@@ -1,14 +1,12 @@
-//! The boundary to C: errno, and panics, which stop here.
-#![allow(unsafe_code)]
+//! The boundary to C: errno.
 
 use std::ffi::c_int;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use warpwire::Error;
 use warpwire::error::Kind;
 use warpwire::verbs::PostError;
 
-use crate::{log, process};
+use crate::log;
 
 /// The result of a call: an errno value if it failed.
 pub(crate) type Result<T> = std::result::Result<T, Errno>;
@@ -55,23 +53,13 @@ impl From<rustix::io::Errno> for Errno {
 
 /// Sets this thread's `errno`.
 pub(crate) fn set_errno(Errno(errno): Errno) {
-    // SAFETY: glibc returns a valid pointer to the thread's own variable.
-    unsafe { *libc::__errno_location() = errno };
+    warpwire_cabi::set_errno(errno);
 }
 
-/// Runs a call. A panic, which is a defect of this library, becomes `EIO`; in a forked child, which
-/// has none of the library's threads, every call is `EIO`.
+/// Runs a call. After a panic, and in a forked child, it is `EIO`.
 #[inline]
 fn run<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
-    if process::is_forked_child() {
-        return Err(Errno(libc::EIO));
-    }
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
-        // Dropping a panic payload may panic.
-        std::mem::forget(payload);
-        log::line(|| "internal error (a panic); please report it");
-        Err(Errno(libc::EIO))
-    })
+    warpwire_cabi::guard("ibverbs", call).unwrap_or(Err(Errno(libc::EIO)))
 }
 
 /// For calls that return 0 or an errno value; `errno` is set as well, because programs print it.

@@ -11,14 +11,14 @@ use parking_lot::Mutex;
 use rustix::event::epoll;
 use rustix::fs::OFlags;
 use warpwire::verbs;
+use warpwire_cabi::Unacked;
+use warpwire_cabi::process::restarts_system_calls;
 
 use crate::abi;
 use crate::boundary::{Errno, Result, give, some};
 use crate::context::ContextPtr;
 use crate::cq::Cq;
-use crate::events::Unacked;
 use crate::memory::destroy;
-use crate::process;
 
 /// `struct ibv_comp_channel`.
 #[repr(C)]
@@ -121,7 +121,7 @@ pub(crate) fn wait(fd: BorrowedFd<'_>) -> Result<u64> {
             Ok(1..) => return Ok(events[0].data.u64()),
             Ok(_) if is_blocking => {}
             Ok(_) => return Err(Errno(libc::EAGAIN)),
-            Err(rustix::io::Errno::INTR) if process::restarts_system_calls() => {}
+            Err(rustix::io::Errno::INTR) if restarts_system_calls() => {}
             Err(why) => return Err(why.into()),
         }
     }

@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use warpwire::verbs::WqeOpcode;
 use warpwire::verbs::{self, Completion, CompletionKind};
+use warpwire_cabi::Unacked;
 
 use crate::abi::{self, Wc};
 use crate::boundary::{INVALID, Result, UNSUPPORTED, count, pointer, some, status};
 use crate::channel::{self, Channel};
 use crate::context::{ContextPtr, MAX_CQE};
 use crate::cq_ex::{self, Reader};
-use crate::events::{Kind, Unacked};
+use crate::events::Kind;
 use crate::memory::{Used, Users, destroy, object};
 
 /// `struct ibv_cq`, and `struct ibv_cq_ex`.

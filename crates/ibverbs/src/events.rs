@@ -4,39 +4,14 @@ use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use warpwire::verbs::AsyncEvent as Event;
+use warpwire_cabi::Unacked;
 
 use crate::abi::{self, AsyncEvent};
 use crate::boundary::{Result, some};
 use crate::channel;
 use crate::context::ContextPtr;
-
-/// Events of an object that were handed out and not acknowledged: destroying it waits for them.
-#[derive(Default)]
-pub(crate) struct Unacked {
-    count: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Unacked {
-    pub(crate) fn add(&self) {
-        *self.count.lock() += 1;
-    }
-
-    pub(crate) fn ack(&self, events: u64) {
-        let mut count = self.count.lock();
-        *count = count.saturating_sub(events);
-        self.changed.notify_all();
-    }
-
-    pub(crate) fn wait(&self) {
-        let mut count = self.count.lock();
-        while *count > 0 {
-            self.changed.wait(&mut count);
-        }
-    }
-}
 
 /// Kinds of objects that events name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -50,22 +50,10 @@ mod qp_ex;
 mod srq;
 mod strings;
 
-#[cfg(target_arch = "x86_64")]
-macro_rules! jump {
-    () => {
-        "jmp"
-    };
-}
-#[cfg(target_arch = "aarch64")]
-macro_rules! jump {
-    () => {
-        "b"
-    };
-}
-
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod symbols {
     #![allow(unsafe_code)]
+    use warpwire_cabi::jump;
     // Jumps to the functions of `exports`, under the names that C programs look up.
     include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 }

@@ -1,37 +1,24 @@
 //! Fork and exit.
 //!
-//! A child of `fork` has its parent's objects, but none of the threads that serve them, and shares
-//! sockets and shared memory with the parent: every call in it is refused. A program that exits
-//! first sends what it owes its peers, as a NIC would have: they must not take its end for a
-//! failure.
+//! Every call in a forked child is refused. A program that exits first sends what it owes its
+//! peers, as a NIC would have: they must not take its end for a failure.
 #![allow(unsafe_code)]
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use warpwire::verbs;
+use warpwire_cabi::process::{is_forked_child, watch_forks};
 
 use crate::capture;
 
-/// Set in a child that was forked after a device was opened.
-static IS_CHILD: AtomicBool = AtomicBool::new(false);
 /// The devices that are open.
 static OPEN: Mutex<Vec<(u64, verbs::Context)>> = Mutex::new(Vec::new());
 /// How long an exit waits for packets to leave.
 const EXIT_DEADLINE: Duration = Duration::from_millis(200);
 /// How long a step of another thread may take.
 const EXIT_PAUSE: Duration = Duration::from_micros(200);
-
-#[inline]
-pub(crate) fn is_forked_child() -> bool {
-    IS_CHILD.load(Ordering::Relaxed)
-}
-
-extern "C" fn on_fork() {
-    IS_CHILD.store(true, Ordering::Relaxed);
-}
 
 extern "C" fn on_exit() {
     if is_forked_child() {
@@ -59,14 +46,12 @@ extern "C" fn on_exit() {
 
 /// Adds an open device; returns a number for [`remove`].
 pub(crate) fn add(context: &verbs::Context) -> u64 {
-    static HANDLERS: Once = Once::new();
-    HANDLERS.call_once(|| {
-        // SAFETY: both functions stay mapped until the end of the process: the library is linked
-        // with `-z nodelete`. Both may fail for lack of memory, and are then not called.
-        unsafe {
-            libc::pthread_atfork(None, None, Some(on_fork));
-            libc::atexit(on_exit);
-        }
+    static HANDLER: Once = Once::new();
+    HANDLER.call_once(|| {
+        watch_forks();
+        // SAFETY: the function stays mapped until the end of the process: the library is linked
+        // with `-z nodelete`. The call may fail for lack of memory, and it is then not called.
+        unsafe { libc::atexit(on_exit) };
     });
     let mut open = OPEN.lock();
     let number = open.last().map_or(0, |(last, _)| last + 1);
@@ -77,22 +62,4 @@ pub(crate) fn add(context: &verbs::Context) -> u64 {
 /// Removes a device that is closed.
 pub(crate) fn remove(number: u64) {
     OPEN.lock().retain(|(known, _)| *known != number);
-}
-
-/// Whether a system call that a signal has interrupted would be restarted by the kernel: if all
-/// handlers of this process were installed so (`SA_RESTART`). Waiting for an event is a `read` with
-/// a NIC, and follows that rule; here it is a system call that never restarts.
-#[cold]
-pub(crate) fn restarts_system_calls() -> bool {
-    (1..libc::SIGRTMAX()).all(|signal| {
-        let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: the kernel fills in the structure; a number without signal leaves it zero.
-        let action = unsafe {
-            libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
-            action.assume_init()
-        };
-        let has_handler =
-            action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN;
-        !has_handler || action.sa_flags & libc::SA_RESTART != 0
-    })
 }

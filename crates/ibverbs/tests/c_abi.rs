@@ -5,34 +5,20 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
+
+use testkit::c::{missing, ok, root};
 
 const HEADER: &str = "/usr/include/infiniband/verbs.h";
 const PRIVATE: [u32; 6] = [25, 34, 57, 59, 64, 65];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
-}
-
-/// Whether something is missing: prints it, or fails if `WARPWIRE_REQUIRE` names it.
-fn missing(name: &str, why: &str) -> bool {
-    let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
-    assert!(!list.split(',').any(|required| required == name), "required: {why}");
-    println!("skipped: {why}");
-    true
-}
-
 fn no_header() -> bool {
-    !Path::new(HEADER).exists()
-        && missing("verbs.h", &format!("no {HEADER} (Debian: libibverbs-dev)"))
-}
-
-fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = command.output().expect("the command starts");
-    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
-    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
-    stdout.into_owned()
+    let is_absent = !Path::new(HEADER).exists();
+    if is_absent {
+        missing("verbs.h", &format!("no {HEADER} (Debian: libibverbs-dev)"));
+    }
+    is_absent
 }
 
 /// A folder with the library installed, made once; `None` if cargo's linker made no versions.

@@ -6,9 +6,10 @@ use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
+pub(crate) use warpwire_cabi::verbs::*;
+
 /// A pointer that this library passes on: an object of libibverbs, or the program's.
 pub(crate) type Pointer = *mut c_void;
-pub(crate) type Gid = [u8; 16];
 
 /// `struct sockaddr_storage`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -208,38 +209,6 @@ pub(crate) struct AddrInfo {
     pub ai_next: Pointer,
 }
 
-#[derive(Clone, Copy, Default)]
-#[repr(C, align(8))]
-pub(crate) struct GlobalRoute {
-    pub dgid: Gid,
-    pub flow_label: u32,
-    pub sgid_index: u8,
-    pub hop_limit: u8,
-    pub traffic_class: u8,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct AhAttr {
-    pub grh: GlobalRoute,
-    pub dlid: u16,
-    pub sl: u8,
-    pub src_path_bits: u8,
-    pub static_rate: u8,
-    pub is_global: u8,
-    pub port_num: u8,
-}
-
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct QpCap {
-    pub max_send_wr: u32,
-    pub max_recv_wr: u32,
-    pub max_send_sge: u32,
-    pub max_recv_sge: u32,
-    pub max_inline_data: u32,
-}
-
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct QpInitAttr {
@@ -272,68 +241,24 @@ pub(crate) struct QpInitAttrEx {
 #[repr(C)]
 pub(crate) struct SrqInitAttr {
     pub srq_context: Pointer,
-    pub attr: [u32; 3],
+    pub attr: SrqAttr,
 }
 
 #[repr(C)]
 pub(crate) struct SrqInitAttrEx {
     pub srq_context: Pointer,
-    pub attr: [u32; 3],
+    pub attr: SrqAttr,
     pub comp_mask: u32,
     pub srq_type: u32,
     pub pd: Pointer,
     pub others: [u64; 4],
 }
 
-#[derive(Clone, Copy, Default)]
+/// A port's attributes, and room for those that other releases add.
 #[repr(C)]
-pub(crate) struct QpAttr {
-    pub qp_state: u32,
-    pub cur_qp_state: u32,
-    pub path_mtu: u32,
-    pub path_mig_state: u32,
-    pub qkey: u32,
-    pub rq_psn: u32,
-    pub sq_psn: u32,
-    pub dest_qp_num: u32,
-    pub qp_access_flags: u32,
-    pub cap: QpCap,
-    pub ah_attr: AhAttr,
-    pub alt_ah_attr: AhAttr,
-    pub pkey_index: u16,
-    pub alt_pkey_index: u16,
-    pub en_sqd_async_notify: u8,
-    pub sq_draining: u8,
-    pub max_rd_atomic: u8,
-    pub max_dest_rd_atomic: u8,
-    pub min_rnr_timer: u8,
-    pub port_num: u8,
-    pub timeout: u8,
-    pub retry_cnt: u8,
-    pub rnr_retry: u8,
-    pub alt_port_num: u8,
-    pub alt_timeout: u8,
-    pub rate_limit: u32,
-}
-
-/// What is read of a device's attributes.
-#[derive(Clone, Copy)]
-#[repr(C, align(8))]
-pub(crate) struct DeviceAttr {
-    pub before: [u32; 36],
-    pub max_qp_rd_atom: c_int,
-    pub between: [u32; 2],
-    pub max_qp_init_rd_atom: c_int,
-    pub behind: [u32; 18],
-}
-
-/// What is read of a port's attributes, and room for those that other releases add.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct PortAttr {
-    pub before: [u32; 2],
-    pub active_mtu: u32,
-    pub behind: [u32; 29],
+pub(crate) struct PortAttrRoom {
+    pub attr: PortAttr,
+    pub room: [u64; 8],
 }
 
 /// The beginning of a queue pair.
@@ -344,26 +269,8 @@ pub(crate) struct Qp {
     pub qp_num: u32,
 }
 
-/// Asserts sizes and offsets, and records them for the test against the headers.
-macro_rules! layouts {
-    ($($c:literal $name:ty, $size:expr, { $($field:ident $offset:literal),* })*) => {
-        const _: () = {
-            $(
-                assert!(size_of::<$name>() >= $size);
-                $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
-            )*
-        };
-
-        /// Name, size, and the offsets of the fields.
-        #[cfg(test)]
-        type Layout = (&'static str, usize, &'static [(&'static str, usize)]);
-
-        #[cfg(test)]
-        const LAYOUTS: &[Layout] = &[$(($c, $size, &[$((stringify!($field), $offset)),*])),*];
-    };
-}
-
-layouts! {
+warpwire_cabi::layouts! {
+    pub(crate),
     "struct sockaddr_storage" Sockaddr, 128, {}
     "struct rdma_event_channel" EventChannel, 4, { fd 0 }
     "struct rdma_ib_addr" IbAddr, 40, { sgid 0, dgid 16, pkey 32 }
@@ -374,30 +281,15 @@ layouts! {
     "struct rdma_ud_param" UdParam, 56, { private_data 0, private_data_len 8, ah_attr 16, qp_num 48, qkey 52 }
     "struct rdma_cm_event" CmEvent, 80, { id 0, listen_id 8, event 16, status 20, param 24 }
     "struct rdma_addrinfo" AddrInfo, 96, { ai_flags 0, ai_family 4, ai_qp_type 8, ai_port_space 12, ai_src_len 16, ai_dst_len 20, ai_src_addr 24, ai_dst_addr 32, ai_src_canonname 40, ai_dst_canonname 48, ai_route_len 56, ai_route 64, ai_connect_len 72, ai_connect 80, ai_next 88 }
-    "struct ibv_global_route" GlobalRoute, 24, { dgid 0, flow_label 16, sgid_index 20, hop_limit 21, traffic_class 22 }
-    "struct ibv_ah_attr" AhAttr, 32, { grh 0, dlid 24, sl 26, src_path_bits 27, static_rate 28, is_global 29, port_num 30 }
-    "struct ibv_qp_cap" QpCap, 20, { max_send_wr 0, max_recv_wr 4, max_send_sge 8, max_recv_sge 12, max_inline_data 16 }
     "struct ibv_qp_init_attr" QpInitAttr, 64, { qp_context 0, send_cq 8, recv_cq 16, srq 24, cap 32, qp_type 52, sq_sig_all 56 }
     "struct ibv_qp_init_attr_ex" QpInitAttrEx, 136, { qp_context 0, send_cq 8, recv_cq 16, srq 24, cap 32, qp_type 52, sq_sig_all 56, comp_mask 60, pd 64 }
     "struct ibv_srq_init_attr" SrqInitAttr, 24, { srq_context 0, attr 8 }
     "struct ibv_srq_init_attr_ex" SrqInitAttrEx, 64, { srq_context 0, attr 8, comp_mask 20, srq_type 24, pd 32 }
-    "struct ibv_qp_attr" QpAttr, 144, { qp_state 0, cur_qp_state 4, path_mtu 8, path_mig_state 12, qkey 16, rq_psn 20, sq_psn 24, dest_qp_num 28, qp_access_flags 32, cap 36, ah_attr 56, alt_ah_attr 88, pkey_index 120, alt_pkey_index 122, en_sqd_async_notify 124, sq_draining 125, max_rd_atomic 126, max_dest_rd_atomic 127, min_rnr_timer 128, port_num 129, timeout 130, retry_cnt 131, rnr_retry 132, alt_port_num 133, alt_timeout 134, rate_limit 136 }
-    "struct ibv_device_attr" DeviceAttr, 232, { max_qp_rd_atom 144, max_qp_init_rd_atom 156 }
-    "struct ibv_port_attr" PortAttr, 52, { active_mtu 8 }
     "struct ibv_qp" Qp, 56, { handle 48, qp_num 52 }
 }
 
-/// Declares numbers of the headers, and records them for the test against them.
-macro_rules! numbers {
-    ($($name:ident $c:ident $value:expr;)*) => {
-        $(pub(crate) const $name: u32 = $value;)*
-
-        #[cfg(test)]
-        const NUMBERS: &[(&str, u32)] = &[$((stringify!($c), $value)),*];
-    };
-}
-
-numbers! {
+warpwire_cabi::numbers! {
+    pub(crate),
     PS_TCP RDMA_PS_TCP 0x0106;
     PS_UDP RDMA_PS_UDP 0x0111;
     UDP_QKEY RDMA_UDP_QKEY 0x0123_4567;
@@ -419,36 +311,6 @@ numbers! {
     OPTION_ID_REUSEADDR RDMA_OPTION_ID_REUSEADDR 1;
     OPTION_ID_AFONLY RDMA_OPTION_ID_AFONLY 2;
     OPTION_ID_ACK_TIMEOUT RDMA_OPTION_ID_ACK_TIMEOUT 3;
-    QPT_RC IBV_QPT_RC 2;
-    QPT_UC IBV_QPT_UC 3;
-    QPT_UD IBV_QPT_UD 4;
-    QPS_INIT IBV_QPS_INIT 1;
-    QPS_RTR IBV_QPS_RTR 2;
-    QPS_RTS IBV_QPS_RTS 3;
-    QPS_ERR IBV_QPS_ERR 6;
-    QP_STATE IBV_QP_STATE 1;
-    QP_ACCESS_FLAGS IBV_QP_ACCESS_FLAGS 1 << 3;
-    QP_PKEY_INDEX IBV_QP_PKEY_INDEX 1 << 4;
-    QP_PORT IBV_QP_PORT 1 << 5;
-    QP_QKEY IBV_QP_QKEY 1 << 6;
-    QP_AV IBV_QP_AV 1 << 7;
-    QP_PATH_MTU IBV_QP_PATH_MTU 1 << 8;
-    QP_TIMEOUT IBV_QP_TIMEOUT 1 << 9;
-    QP_RETRY_CNT IBV_QP_RETRY_CNT 1 << 10;
-    QP_RNR_RETRY IBV_QP_RNR_RETRY 1 << 11;
-    QP_RQ_PSN IBV_QP_RQ_PSN 1 << 12;
-    QP_MAX_QP_RD_ATOMIC IBV_QP_MAX_QP_RD_ATOMIC 1 << 13;
-    QP_MIN_RNR_TIMER IBV_QP_MIN_RNR_TIMER 1 << 15;
-    QP_SQ_PSN IBV_QP_SQ_PSN 1 << 16;
-    QP_MAX_DEST_RD_ATOMIC IBV_QP_MAX_DEST_RD_ATOMIC 1 << 17;
-    QP_DEST_QPN IBV_QP_DEST_QPN 1 << 20;
-    INIT_PD IBV_QP_INIT_ATTR_PD 1;
-    SRQ_INIT_TYPE IBV_SRQ_INIT_ATTR_TYPE 1;
-    SRQ_INIT_PD IBV_SRQ_INIT_ATTR_PD 1 << 1;
-    SRQT_BASIC IBV_SRQT_BASIC 0;
-    ACCESS_REMOTE_WRITE IBV_ACCESS_REMOTE_WRITE 1 << 1;
-    ACCESS_REMOTE_READ IBV_ACCESS_REMOTE_READ 1 << 2;
-    ACCESS_REMOTE_ATOMIC IBV_ACCESS_REMOTE_ATOMIC 1 << 3;
 }
 
 /// Where `struct verbs_context` has its call, counted from `struct ibv_context` backwards, and the

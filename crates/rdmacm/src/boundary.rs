@@ -1,12 +1,10 @@
-//! The boundary to C: errno, panics, which stop here, and pointers of C.
+//! The boundary to C: errno, and pointers of C.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::abi::{CmId, Sockaddr};
 use crate::id::Id;
-use crate::{log, process};
 
 /// The result of a call: an errno value if it failed.
 pub(crate) type Result<T> = std::result::Result<T, Errno>;
@@ -33,20 +31,13 @@ impl From<std::io::Error> for Errno {
 
 /// Sets this thread's `errno`.
 pub(crate) fn set_errno(Errno(errno): Errno) {
-    // SAFETY: glibc returns a valid pointer to the thread's own variable.
-    unsafe { *libc::__errno_location() = errno };
+    warpwire_cabi::set_errno(errno);
 }
 
+/// Runs a call. After a panic, and in a forked child, it is `EIO`.
+#[inline]
 fn run<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
-    if process::is_forked_child() {
-        return Err(Errno(libc::EIO));
-    }
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
-        // Dropping a panic payload may panic.
-        std::mem::forget(payload);
-        log::line(|| "internal error (a panic); please report it");
-        Err(Errno(libc::EIO))
-    })
+    warpwire_cabi::guard("rdmacm", call).unwrap_or(Err(Errno(libc::EIO)))
 }
 
 /// For calls that return 0, or -1 with `errno`.

@@ -6,13 +6,14 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::OFlags;
+use warpwire_cabi::Unacked;
+use warpwire_cabi::process::restarts_system_calls;
 
 use crate::abi;
 use crate::boundary::{Errno, IdPtr, Result, give, take};
-use crate::process;
 use crate::session::Told;
 
 /// `struct rdma_event_channel`.
@@ -29,32 +30,6 @@ static DESTROYED: Mutex<VecDeque<Box<Channel>>> = Mutex::new(VecDeque::new());
 const MAX_DESTROYED: usize = 64;
 /// How long such a thread waits before it gets an error.
 const DESTROYED_PAUSE: Duration = Duration::from_secs(1);
-
-/// Events of an id that were handed out and not acknowledged: destroying it waits for them.
-#[derive(Default)]
-pub(crate) struct Unacked {
-    count: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Unacked {
-    pub(crate) fn add(&self) {
-        *self.count.lock() += 1;
-    }
-
-    pub(crate) fn ack(&self) {
-        let mut count = self.count.lock();
-        *count = count.saturating_sub(1);
-        self.changed.notify_all();
-    }
-
-    pub(crate) fn wait(&self) {
-        let mut count = self.count.lock();
-        while *count > 0 {
-            self.changed.wait(&mut count);
-        }
-    }
-}
 
 /// An event that the program has not taken yet.
 pub(crate) struct Event {
@@ -130,7 +105,7 @@ impl EventQueue {
                 return Err(Errno(libc::EAGAIN));
             }
             match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], None) {
-                Err(rustix::io::Errno::INTR) if process::restarts_system_calls() => {}
+                Err(rustix::io::Errno::INTR) if restarts_system_calls() => {}
                 result => drop(result?),
             }
         }
@@ -231,7 +206,7 @@ mod tests {
         });
         std::thread::sleep(std::time::Duration::from_millis(20));
         assert!(!waiting.is_finished());
-        taken.unacked.ack();
+        taken.unacked.ack(1);
         waiting.join().unwrap();
     }
 }

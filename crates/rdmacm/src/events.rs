@@ -4,9 +4,11 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
+use warpwire_cabi::Unacked;
+
 use crate::abi::{self, CmEvent, ConnParam, EventParam, UdParam};
 use crate::boundary::{Errno, IdPtr, Result, object, some, take};
-use crate::channel::{Channel, Event, Unacked};
+use crate::channel::{Channel, Event};
 use crate::id::{self, Id};
 use crate::message::{EndPoint, Message, Parameters, PrivateData, Reply, Request, Space};
 use crate::service::service;
@@ -116,7 +118,7 @@ pub(crate) fn next(channel: Option<&Channel>) -> Result<*mut CmEvent> {
             Ok((says, space)) => return Ok(says.give(space, unacked)),
             Err(Errno(errno)) => {
                 log::line(|| format!("an event was dropped: error {errno}"));
-                unacked.ack();
+                unacked.ack(1);
             }
         }
     }
@@ -125,7 +127,7 @@ pub(crate) fn next(channel: Option<&Channel>) -> Result<*mut CmEvent> {
 /// Gives an event back.
 pub(crate) fn ack(event: *mut CmEvent) {
     if let Some(taken) = take::<_, Taken>(event) {
-        taken.unacked.ack();
+        taken.unacked.ack(1);
     }
 }
 

@@ -8,9 +8,11 @@ use std::net::SocketAddr;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
+use warpwire_cabi::Unacked;
+
 use crate::abi::{self, CmId, IbAddr, PathRec, Pointer, QpInitAttr, Route, Sockaddr};
 use crate::boundary::{Errno, INVALID, IdPtr, Result, bytes, give, object, some, take};
-use crate::channel::{Channel, Unacked};
+use crate::channel::Channel;
 use crate::events;
 use crate::message::{Parameters, Space};
 use crate::qp;

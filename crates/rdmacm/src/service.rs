@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::net::{RecvFlags, SendFlags};
+use warpwire_cabi::Unacked;
 
 use crate::boundary::{Errno, INVALID, IdPtr, Result};
-use crate::channel::{Event, EventQueue, Unacked};
+use crate::channel::{Event, EventQueue};
 use crate::message::{EndPoint, MAX_LEN, Message, Parameters, PrivateData, Space};
 use crate::session::{self, Phase, REASON_NO_LISTENER, Step, Told};
 use crate::sockets;

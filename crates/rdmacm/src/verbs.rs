@@ -7,7 +7,8 @@ use std::ffi::{c_int, c_uint};
 use std::sync::OnceLock;
 
 use crate::abi::{
-    self, DeviceAttr, Gid, Pointer, PortAttr, Qp, QpAttr, QpInitAttr, QpInitAttrEx, SrqInitAttr,
+    self, DeviceAttr, Gid, Pointer, PortAttr, PortAttrRoom, Qp, QpAttr, QpInitAttr, QpInitAttrEx,
+    SrqInitAttr,
 };
 use crate::boundary::{Errno, INVALID, Result, UNSUPPORTED};
 use crate::log;
@@ -145,16 +146,16 @@ impl Verbs {
                     continue;
                 }
                 let mut gid = [0; 16];
-                let mut port = PortAttr { before: [0; 2], active_mtu: 0, behind: [0; 29] };
+                let mut port: PortAttrRoom = std::mem::zeroed();
                 let mut device: DeviceAttr = std::mem::zeroed();
                 let is_usable = (calls.ibv_query_gid)(context, 1, 0, &raw mut gid) == 0
-                    && (calls.ibv_query_port)(context, 1, &raw mut port) == 0
+                    && (calls.ibv_query_port)(context, 1, &raw mut port.attr) == 0
                     && (calls.ibv_query_device)(context, &raw mut device) == 0;
                 let limit = |count: c_int| count.clamp(0, 254) as u8;
                 opened.extend(is_usable.then(|| OpenDevice {
                     context,
                     gid,
-                    mtu: port.active_mtu.clamp(1, 5) as u8,
+                    mtu: port.attr.active_mtu.clamp(1, 5) as u8,
                     max_resources: limit(device.max_qp_rd_atom),
                     max_depth: limit(device.max_qp_init_rd_atom),
                     pd: OnceLock::new(),

@@ -6,29 +6,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
+use testkit::c::{missing, ok, root};
+
 const HEADER: &str = "/usr/include/rdma/rdma_cma.h";
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
-}
-
-/// Whether something is missing: prints it, or fails if `WARPWIRE_REQUIRE` names it.
-fn missing(name: &str, why: &str) -> bool {
-    let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
-    assert!(!list.split(',').any(|required| required == name), "required: {why}");
-    println!("skipped: {why}");
-    true
-}
-
-fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = command.output().expect("the command starts");
-    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
-    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
-    stdout.into_owned()
-}
 
 /// A folder with both libraries installed, made once; `None` if cargo's linker made no versions.
 fn folder() -> Option<&'static Path> {

@@ -9,12 +9,14 @@
 //! | seeds that can be replayed individually | [`for_each_seed`], [`Rng`] |
 //! | a second process that runs part of a test | [`Role`], [`Process`] |
 //! | device code for tests only | [`ptx()`] |
+//! | C programs, and the values of a header | [`c`] |
 //! | allocation counts of a thread or of the process | [`CountingAllocator`] |
 //!
 //! Everything here may panic: it runs inside tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod alloc;
+pub mod c;
 mod clock;
 mod effort;
 mod process;

@@ -49,18 +49,8 @@ const UNSAFE_FILES: &[&str] = &[
 const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("doctor", &["trial.rs"]),
     // Pointers of C, and calls of libc without a typed wrapper.
-    (
-        "ibverbs",
-        &[
-            "boundary.rs",
-            "context.rs",
-            "interfaces.rs",
-            "lib.rs",
-            "memory.rs",
-            "post.rs",
-            "process.rs",
-        ],
-    ),
+    ("ibverbs", &["context.rs", "interfaces.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
+    ("cabi", &["process.rs"]),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
     (
