@@ -73,6 +73,7 @@ fn supported_ops(service: Service) -> u64 {
     let messages = abi::OPS_SEND | abi::OPS_SEND_IMM;
     let all = match service {
         Service::Ud => messages,
+        Service::Uc => messages | abi::OPS_RDMA_WRITE | abi::OPS_RDMA_WRITE_IMM,
         _ => {
             messages
                 | abi::OPS_SEND_INV
@@ -99,6 +100,7 @@ fn create(pd: &Pd, attr: &mut QpInitAttr, send_ops: Option<u64>) -> Result<*mut 
     let (context, open) = pd.context().of()?;
     let service = match attr.qp_type {
         abi::QPT_RC => Service::Rc,
+        abi::QPT_UC => Service::Uc,
         abi::QPT_UD => Service::Ud,
         _ => return Err(UNSUPPORTED),
     };

@@ -219,6 +219,40 @@ static void regions(void) {
   NONE(ibv_alloc_parent_domain(context, &parent_attr), EINVAL);
 }
 
+// A queue pair that is connected to itself, without acknowledgements.
+static void unreliable(void) {
+  struct ibv_cq *cq = new_cq(64, NULL);
+  struct ibv_qp *qp = new_qp(IBV_QPT_UC, cq, NULL);
+  struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_512,
+    .dest_qp_num = qp->qp_num, .rq_psn = 77, .ah_attr = self_path() };
+  int rtr = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+  CHECK(!to_init(qp));
+  REFUSED(ibv_modify_qp(qp, &attr, rtr | IBV_QP_MAX_DEST_RD_ATOMIC), EINVAL);
+  CHECK(!ibv_modify_qp(qp, &attr, rtr));
+  attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .sq_psn = 77 };
+  CHECK(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) && qp->state == IBV_QPS_RTS);
+  memset(memory, 'u', 4096);
+  CHECK(!post_recv(qp, 1, at(8192, 4096)) && !post_send(qp, 2, IBV_WR_SEND, at(0, 3000), 0));
+  struct ibv_wc wc[2] = { next(cq), next(cq) };
+  struct ibv_wc *got = wc[0].wr_id == 1 ? &wc[0] : &wc[1];
+  CHECK(got->opcode == IBV_WC_RECV && got->byte_len == 3000);
+  CHECK(!memcmp(memory, memory + 8192, 3000));
+  CHECK(!post_send(qp, 3, IBV_WR_RDMA_WRITE, at(0, 2000), 4096) && next(cq).wr_id == 3);
+  // A message behind it shows that the write has come.
+  CHECK(!post_recv(qp, 4, at(8192, 64)) && !post_send(qp, 5, IBV_WR_SEND, at(0, 8), 0));
+  wc[0] = next(cq), wc[1] = next(cq);
+  CHECK(!memcmp(memory, memory + 4096, 2000));
+  // Without receive a message is lost, and nobody is told.
+  CHECK(!post_send(qp, 6, IBV_WR_SEND, at(0, 8), 0));
+  wc[0] = next(cq);
+  CHECK(wc[0].wr_id == 6 && wc[0].status == IBV_WC_SUCCESS);
+  // What it does not have fails.
+  CHECK(!post_send(qp, 7, IBV_WR_RDMA_READ, at(0, 8), 4096));
+  wc[0] = next(cq);
+  CHECK(wc[0].wr_id == 7 && wc[0].status == IBV_WC_LOC_QP_OP_ERR);
+  CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
+}
+
 // Every operation on a queue pair that is connected to itself; lists; refusals.
 static void operations(void) {
   NONE(ibv_create_cq(context, 0, NULL, NULL, 0), EINVAL);
@@ -227,7 +261,7 @@ static void operations(void) {
   NONE(ibv_create_cq(context, 16, NULL, NULL, 1), EINVAL); // vectors
   struct ibv_cq *cq = new_cq(64, NULL);
   struct ibv_qp *qp = new_qp(IBV_QPT_RC, cq, NULL);
-  struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_UC };
+  struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RAW_PACKET };
   NONE(ibv_create_qp(pd, &init), EOPNOTSUPP);
   init.qp_type = IBV_QPT_RC;
   init.cap.max_send_wr = 1 << 20;
@@ -672,6 +706,7 @@ int main(int count, char **arguments) {
   const char *mode = count > 1 ? arguments[1] : "";
   struct { const char *name; void (*run)(void); } parts[] = {
     { "queries", queries }, { "regions", regions }, { "operations", operations },
+    { "unreliable", unreliable },
     { "channels", channels }, { "shared_receives", shared_receives }, { "datagrams", datagrams },
     { "extended", extended }, { "forks", forks }, { "signals", signals },
     { "wrong_order", wrong_order } };
