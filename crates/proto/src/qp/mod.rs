@@ -38,6 +38,7 @@
 //! | `rto` | the retransmission timeout, from measured round trips |
 //! | `uc` | unreliable connections |
 //! | `ud` | datagrams |
+//! | `window` | memory windows |
 
 mod access;
 mod atomic;
@@ -53,6 +54,7 @@ mod selective;
 mod stats;
 mod uc;
 mod ud;
+mod window;
 mod work;
 
 use core::time::Duration;
@@ -64,6 +66,7 @@ pub use selective::HOLD_SLOTS;
 pub use stats::{DiscardReason, Stats};
 pub use uc::Uc;
 pub use ud::{Datagram, GRH_LEN, Ud};
+pub use window::{MwBind, MwType, next_rkey};
 pub use work::{
     Fence, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendOp,
     SendQueueError, SendWr, Status,

@@ -157,8 +157,9 @@ impl Uc {
         Ok(())
     }
 
-    /// Posts work: sends, RDMA writes, both with or without immediate data. Other operations fail
-    /// in queue order with [`Status::LocalQpOperation`], and move the send queue to `SQE`.
+    /// Posts work: sends, RDMA writes, both with or without immediate data, and work on keys of
+    /// memory windows. Other operations fail in queue order with [`Status::LocalQpOperation`], and
+    /// move the send queue to `SQE`.
     pub fn post(&mut self, work: SendWr) -> Result<(), SendQueueError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
             return Err(SendQueueError::State(self.state));
@@ -189,6 +190,8 @@ impl Uc {
             let local = match work.op {
                 SendOp::Send | SendOp::SendImm(_) | SendOp::Write(_) | SendOp::WriteImm(..) => None,
                 SendOp::Local => Some(Status::Success),
+                // The host cannot do it now: nothing else is sent before it.
+                SendOp::Bind(_) | SendOp::LocalInvalidate(_) => Some(work.op.change_key(host)?),
                 SendOp::Bad(status) => Some(status),
                 _ => Some(Status::LocalQpOperation),
             };

@@ -19,3 +19,4 @@ mod sending;
 mod states;
 mod timers;
 mod unreliable;
+mod windows;

@@ -411,3 +411,21 @@ fn the_first_packet_establishes_the_connection() {
     let told = events(&mut receiver);
     assert!(matches!(told[..], [ProtocolEvent::Received(completion)] if completion.len == 2 * MTU));
 }
+
+/// Work on keys of windows is executed in queue order, once, and a refusal fails the send queue.
+#[test]
+fn keys_of_windows_change_in_order() {
+    let (mut uc, mut host) = (uc_in_rts(A, Access::ALL), ScriptedHost::default());
+    host.answer(HostCall::Invalidate, [Retry]);
+    uc.post(SendWr::new(1, SendOp::LocalInvalidate(7), 0)).unwrap();
+    uc.post(SendWr::new(2, SendOp::Send, 1)).unwrap();
+    assert_eq!(uc.poll_transmit(&mut host), None, "nothing overtakes it");
+    assert!(uc.poll_transmit(&mut host).is_some());
+    assert_eq!(host.done, [HostEffect::Invalidated(7)]);
+    assert_eq!(completions(&mut uc), [(1, Status::Success), (2, Status::Success)]);
+    host.answer(HostCall::Invalidate, [Denied]);
+    uc.post(SendWr::new(3, SendOp::LocalInvalidate(7), 0)).unwrap();
+    assert_eq!(uc.poll_transmit(&mut host), None);
+    assert_eq!(completions(&mut uc), [(3, Status::LocalQpOperation)]);
+    assert_eq!(uc.state(), State::Sqe);
+}

@@ -133,6 +133,7 @@ pub(super) struct QpMemory {
     pub receives: RecvSource,
     /// Receives in use: one by the current message, one perhaps taken for the next.
     active_receives: [Option<TakenReceive>; 2],
+    /// The protection domain, with the number of the queue pair.
     pub pd: PdId,
     /// Read-ahead of payload in device memory.
     read_ahead: ReadAhead,
@@ -174,7 +175,7 @@ impl QpContext {
             wr_state: vec![WrState::NONE; spec.send_wqebbs as usize].into(),
             receives,
             active_receives: [None; 2],
-            pd: spec.pd,
+            pd: spec.pd.of_qp(number),
             read_ahead: ReadAhead::default(),
             held: HeldPackets::default(),
             denied: None,
@@ -369,6 +370,8 @@ impl QpMemory {
         };
         let (op, len) = match wqe.work {
             Work::Nop => (SendOp::Local, 0),
+            Work::Bind(bind) => (SendOp::Bind(bind), 0),
+            Work::LocalInvalidate(rkey) => (SendOp::LocalInvalidate(rkey), 0),
             Work::Wait(found) => {
                 wait = Some(found);
                 (SendOp::Local, 0)
@@ -573,7 +576,9 @@ impl QpMemory {
             Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
             Work::Read { into, .. } | Work::Atomic { into, .. } => into,
             Work::Dump { from } => from,
-            Work::Nop | Work::Wait(_) => return Err(AccessDenied::Range),
+            Work::Nop | Work::Wait(_) | Work::Bind(_) | Work::LocalInvalidate(_) => {
+                return Err(AccessDenied::Range);
+            }
         };
         walk_segments(
             payload.data_segments().map(|segment| (segment.len(), segment)),

@@ -293,6 +293,7 @@ fn operation(op: WrOp, entry: &mut sys::SendWr) -> PostResult {
             (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(Remote { address: 0, rkey: 0 }));
             (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
         }
+        WrOp::BindMw(_) | WrOp::LocalInvalidate(_) => return Err(PostError::NO_WINDOWS),
         WrOp::Wait { .. } => {
             return Err(PostError::Unsupported(
                 "libibverbs has no WAIT operation; poll for the completion instead",

@@ -25,6 +25,7 @@ mod staged;
 mod states;
 mod timing;
 mod unreliable;
+mod windows;
 
 use testkit::{Case, Collector, Effort, Suite};
 
@@ -45,6 +46,7 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     mixtures::CASES,
     datagrams::CASES,
     unreliable::CASES,
+    windows::CASES,
     bad_responses::CASES,
 ];
 /// Cases whose peer is another process.
@@ -74,6 +76,7 @@ const ONCE: &[&[Case<Fixture>]] = &[
     garbage::ONCE,
     datagrams::ONCE,
     unreliable::ONCE,
+    windows::ONCE,
     peer_process::ONCE,
     refusals::ONCE,
 ];
@@ -128,6 +131,17 @@ const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
             "a_shared_receive_in_use",
             "a_shared_receive_queue",
             "a_peer_that_vanishes",
+            "messages_without_receive_or_right_are_lost",
+            "messages_over_a_bad_network",
+            "a_peer_that_does_not_drain",
+        ],
+    ),
+    (
+        "memory windows are those of the software HCA",
+        &[
+            "windows_of_every_memory",
+            "a_peer_invalidates_a_window",
+            "windows_of_unreliable_connections",
         ],
     ),
     ("rxe sends datagrams longer than its MTU", &["longer_than_a_packet"]),
