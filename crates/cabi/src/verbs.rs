@@ -33,7 +33,9 @@ pub struct DeviceAttr {
     pub max_qp_init_rd_atom: c_int,
     pub max_ee_init_rd_atom: c_int,
     pub atomic_cap: c_int,
-    pub before_max_ah: [c_int; 8],
+    pub before_max_mw: [c_int; 2],
+    pub max_mw: c_int,
+    pub before_max_ah: [c_int; 5],
     pub max_ah: c_int,
     pub max_fmr: c_int,
     pub max_map_per_fmr: c_int,
@@ -145,7 +147,7 @@ pub struct SrqAttr {
 
 crate::layouts! {
     pub,
-    "struct ibv_device_attr" DeviceAttr, 232, { fw_ver 0, node_guid 64, sys_image_guid 72, max_mr_size 80, page_size_cap 88, vendor_id 96, vendor_part_id 100, hw_ver 104, max_qp 108, max_qp_wr 112, device_cap_flags 116, max_sge 120, max_sge_rd 124, max_cq 128, max_cqe 132, max_mr 136, max_pd 140, max_qp_rd_atom 144, max_res_rd_atom 152, max_qp_init_rd_atom 156, atomic_cap 164, max_ah 200, max_srq 212, max_srq_wr 216, max_srq_sge 220, max_pkeys 224, local_ca_ack_delay 226, phys_port_cnt 227 }
+    "struct ibv_device_attr" DeviceAttr, 232, { fw_ver 0, node_guid 64, sys_image_guid 72, max_mr_size 80, page_size_cap 88, vendor_id 96, vendor_part_id 100, hw_ver 104, max_qp 108, max_qp_wr 112, device_cap_flags 116, max_sge 120, max_sge_rd 124, max_cq 128, max_cqe 132, max_mr 136, max_pd 140, max_qp_rd_atom 144, max_res_rd_atom 152, max_qp_init_rd_atom 156, atomic_cap 164, max_mw 176, max_ah 200, max_srq 212, max_srq_wr 216, max_srq_sge 220, max_pkeys 224, local_ca_ack_delay 226, phys_port_cnt 227 }
     "struct ibv_port_attr" PortAttr, 52, { state 0, max_mtu 4, active_mtu 8, gid_tbl_len 12, port_cap_flags 16, max_msg_sz 20, bad_pkey_cntr 24, qkey_viol_cntr 28, pkey_tbl_len 32, lid 34, sm_lid 36, lmc 38, max_vl_num 39, sm_sl 40, subnet_timeout 41, init_type_reply 42, active_width 43, active_speed 44, phys_state 45, link_layer 46, flags 47, port_cap_flags2 48 }
     "struct ibv_global_route" GlobalRoute, 24, { dgid 0, flow_label 16, sgid_index 20, hop_limit 21, traffic_class 22 }
     "struct ibv_ah_attr" AhAttr, 32, { grh 0, dlid 24, sl 26, src_path_bits 27, static_rate 28, is_global 29, port_num 30 }

@@ -32,7 +32,11 @@ pub(crate) struct Device {
 pub(crate) struct ContextOps {
     pub query_device: Pointer,
     pub query_port: Pointer,
-    pub before_poll: [Pointer; 9],
+    pub before_mw: [Pointer; 5],
+    pub alloc_mw: Pointer,
+    pub bind_mw: Pointer,
+    pub dealloc_mw: Pointer,
+    pub before_poll: Pointer,
     pub poll_cq: Pointer,
     pub req_notify_cq: Pointer,
     pub before_srq: [Pointer; 7],
@@ -94,6 +98,43 @@ pub(crate) struct Mr {
     pub handle: u32,
     pub lkey: Cell<u32>,
     pub rkey: Cell<u32>,
+}
+
+#[repr(C)]
+pub(crate) struct Mw {
+    pub context: *const Context,
+    pub pd: *const Pd,
+    /// Programs change it, too.
+    pub rkey: AtomicU32,
+    pub handle: u32,
+    /// `type` in the header.
+    pub kind: u32,
+}
+
+/// `struct ibv_mw_bind_info`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MwBindInfo {
+    pub mr: *const Mr,
+    pub addr: u64,
+    pub length: u64,
+    pub mw_access_flags: u32,
+}
+
+/// `struct ibv_mw_bind`, of `ibv_bind_mw`.
+#[repr(C)]
+pub(crate) struct MwBind {
+    pub wr_id: u64,
+    pub send_flags: u32,
+    pub bind_info: MwBindInfo,
+}
+
+/// The part of a work request that binds a window.
+#[repr(C)]
+pub(crate) struct WrBindMw {
+    pub mw: *const Mw,
+    pub rkey: u32,
+    pub bind_info: MwBindInfo,
 }
 
 #[repr(C)]
@@ -355,7 +396,8 @@ pub(crate) struct SendWr<'a> {
     /// A union: see [`SendWr::remote`] and the other accessors.
     pub wr: [u64; 4],
     pub qp_type: u32,
-    pub bind_mw: [u64; 6],
+    /// In a union with other operations.
+    pub bind_mw: WrBindMw,
 }
 
 #[repr(C)]
@@ -385,11 +427,14 @@ pub(crate) struct AsyncEvent {
 warpwire_cabi::layouts! {
     pub(crate),
     "struct ibv_device" Device, 664, { node_type 16, transport_type 20, name 24, dev_name 88, dev_path 152, ibdev_path 408 }
-    "struct ibv_context_ops" ContextOps, 256, { poll_cq 88, req_notify_cq 96, post_srq_recv 160, post_send 200, post_recv 208 }
+    "struct ibv_context_ops" ContextOps, 256, { alloc_mw 56, bind_mw 64, dealloc_mw 72, poll_cq 88, req_notify_cq 96, post_srq_recv 160, post_send 200, post_recv 208 }
     "struct ibv_context" Context, 328, { device 0, ops 8, cmd_fd 264, async_fd 268, num_comp_vectors 272, mutex 280, abi_compat 320 }
     "struct verbs_context" VerbsContext, 648, { query_port 0, alloc_parent_domain 112, dealloc_td 120, alloc_td 128, modify_cq 136, create_cq_ex 200, query_device_ex 216, create_qp_ex 264, get_srq_num 272, create_srq_ex 280, sz 312, context 320 }
     "struct ibv_pd" Pd, 16, { context 0, handle 8 }
     "struct ibv_mr" Mr, 48, { context 0, pd 8, addr 16, length 24, handle 32, lkey 36, rkey 40 }
+    "struct ibv_mw" Mw, 32, { context 0, pd 8, rkey 16, handle 20 }
+    "struct ibv_mw_bind_info" MwBindInfo, 32, { mr 0, addr 8, length 16, mw_access_flags 24 }
+    "struct ibv_mw_bind" MwBind, 48, { wr_id 0, send_flags 8, bind_info 16 }
     "struct ibv_comp_channel" CompChannel, 16, { context 0, fd 8, refcnt 12 }
     "struct ibv_cq" Cq, 128, { context 0, channel 8, cq_context 16, handle 24, cqe 28, mutex 32, cond 72, comp_events_completed 120, async_events_completed 124 }
     "struct ibv_cq_ex" Cq, 288, { comp_mask 128, status 132, wr_id 136 }
@@ -449,6 +494,10 @@ warpwire_cabi::numbers! {
     CAP_PORT_ACTIVE_EVENT IBV_DEVICE_PORT_ACTIVE_EVENT 1 << 10;
     CAP_SYS_IMAGE_GUID IBV_DEVICE_SYS_IMAGE_GUID 1 << 11;
     CAP_RC_RNR_NAK_GEN IBV_DEVICE_RC_RNR_NAK_GEN 1 << 12;
+    CAP_MEM_WINDOW IBV_DEVICE_MEM_WINDOW 1 << 17;
+    CAP_MEM_WINDOW_TYPE_2B IBV_DEVICE_MEM_WINDOW_TYPE_2B 1 << 24;
+    MW_TYPE_1 IBV_MW_TYPE_1 1;
+    MW_TYPE_2 IBV_MW_TYPE_2 2;
     INIT_SEND_OPS IBV_QP_INIT_ATTR_SEND_OPS_FLAGS 1 << 6;
     CQ_INIT_FLAGS IBV_CQ_INIT_ATTR_MASK_FLAGS 1;
     CQ_INIT_PD IBV_CQ_INIT_ATTR_MASK_PD 1 << 1;
@@ -460,6 +509,8 @@ warpwire_cabi::numbers! {
     OPS_RDMA_READ IBV_QP_EX_WITH_RDMA_READ 1 << 4;
     OPS_CMP_SWP IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP 1 << 5;
     OPS_FETCH_ADD IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD 1 << 6;
+    OPS_LOCAL_INV IBV_QP_EX_WITH_LOCAL_INV 1 << 7;
+    OPS_BIND_MW IBV_QP_EX_WITH_BIND_MW 1 << 8;
     OPS_SEND_INV IBV_QP_EX_WITH_SEND_WITH_INV 1 << 9;
     REREG_TRANSLATION IBV_REREG_MR_CHANGE_TRANSLATION 1;
     REREG_PD IBV_REREG_MR_CHANGE_PD 1 << 1;
@@ -471,6 +522,8 @@ warpwire_cabi::numbers! {
     WR_RDMA_READ IBV_WR_RDMA_READ 4;
     WR_ATOMIC_CMP_AND_SWP IBV_WR_ATOMIC_CMP_AND_SWP 5;
     WR_ATOMIC_FETCH_AND_ADD IBV_WR_ATOMIC_FETCH_AND_ADD 6;
+    WR_LOCAL_INV IBV_WR_LOCAL_INV 7;
+    WR_BIND_MW IBV_WR_BIND_MW 8;
     WR_SEND_WITH_INV IBV_WR_SEND_WITH_INV 9;
     SEND_FENCE IBV_SEND_FENCE 1;
     SEND_SIGNALED IBV_SEND_SIGNALED 1 << 1;
@@ -481,6 +534,8 @@ warpwire_cabi::numbers! {
     WC_RDMA_READ IBV_WC_RDMA_READ 2;
     WC_COMP_SWAP IBV_WC_COMP_SWAP 3;
     WC_FETCH_ADD IBV_WC_FETCH_ADD 4;
+    WC_BIND_MW IBV_WC_BIND_MW 5;
+    WC_LOCAL_INV IBV_WC_LOCAL_INV 6;
     WC_RECV IBV_WC_RECV 128;
     WC_RECV_RDMA_WITH_IMM IBV_WC_RECV_RDMA_WITH_IMM 129;
     WC_GRH IBV_WC_GRH 1;

@@ -22,7 +22,7 @@ use crate::devices::Device;
 use crate::events::Registry;
 use crate::memory::Users;
 use crate::numbers::{self, gid};
-use crate::{capture, cq, exports, log, memory, post, process, qp, srq};
+use crate::{capture, cq, exports, log, memory, post, process, qp, srq, window};
 
 /// Limits that are reported and enforced.
 pub(crate) const MAX_QP_WR: u32 = 16384;
@@ -283,7 +283,11 @@ fn context_ops() -> abi::ContextOps {
     abi::ContextOps {
         query_device: exports::ibv_query_device as Pointer,
         query_port: exports::ibv_query_port as Pointer,
-        before_poll: [null; 9],
+        before_mw: [null; 5],
+        alloc_mw: window::alloc_mw as Pointer,
+        bind_mw: window::bind_mw as Pointer,
+        dealloc_mw: window::dealloc_mw as Pointer,
+        before_poll: null,
         poll_cq: cq::poll_cq as Pointer,
         req_notify_cq: cq::req_notify_cq as Pointer,
         before_srq: [null; 7],
@@ -328,7 +332,9 @@ fn device_attr(device: &Device) -> abi::DeviceAttr {
         device_cap_flags: abi::CAP_CURR_QP_STATE_MOD
             | abi::CAP_PORT_ACTIVE_EVENT
             | abi::CAP_SYS_IMAGE_GUID
-            | abi::CAP_RC_RNR_NAK_GEN,
+            | abi::CAP_RC_RNR_NAK_GEN
+            | abi::CAP_MEM_WINDOW
+            | abi::CAP_MEM_WINDOW_TYPE_2B,
         max_sge: MAX_SGE as c_int,
         max_sge_rd: MAX_SGE as c_int,
         max_cq: 1 << 16,
@@ -341,7 +347,9 @@ fn device_attr(device: &Device) -> abi::DeviceAttr {
         max_qp_init_rd_atom: MAX_RD_ATOMIC,
         max_ee_init_rd_atom: 0,
         atomic_cap: abi::ATOMIC_HCA as c_int,
-        before_max_ah: [0; 8],
+        before_max_mw: [0; 2],
+        max_mw: 1 << 20,
+        before_max_ah: [0; 5],
         max_ah: 1 << 16,
         max_fmr: 0,
         max_map_per_fmr: 0,

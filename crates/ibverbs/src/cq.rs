@@ -207,6 +207,8 @@ pub(crate) fn wc(completion: &Completion) -> Wc {
             WqeOpcode::RdmaRead => abi::WC_RDMA_READ,
             WqeOpcode::CompareSwap | WqeOpcode::MaskedCompareSwap => abi::WC_COMP_SWAP,
             WqeOpcode::FetchAdd | WqeOpcode::MaskedFetchAdd => abi::WC_FETCH_ADD,
+            WqeOpcode::BindMw => abi::WC_BIND_MW,
+            WqeOpcode::LocalInvalidate => abi::WC_LOCAL_INV,
             _ => abi::WC_SEND,
         },
         CompletionKind::Receive | CompletionKind::ReceiveFailed => abi::WC_RECV,

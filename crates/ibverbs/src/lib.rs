@@ -12,7 +12,7 @@
 //! | `devices` | the devices: one per usable network interface |
 //! | `numbers` | queue pair numbers and GIDs as UDP addresses |
 //! | `context` | open devices and their attributes |
-//! | `memory` | protection domains, memory regions |
+//! | `memory`, `window` | protection domains, memory regions, memory windows |
 //! | `channel`, `events` | completion channels, asynchronous events |
 //! | `cq`, `cq_ex` | completion queues |
 //! | `qp`, `post`, `qp_ex` | queue pairs, work requests |
@@ -48,6 +48,7 @@ mod qp;
 mod qp_ex;
 mod srq;
 mod strings;
+mod window;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod symbols {

@@ -147,7 +147,7 @@ pub(crate) struct Mr {
 ///
 /// # Errors
 /// `EINVAL` for flags that are neither known nor optional.
-fn access(flags: u32) -> Result<Access> {
+pub(crate) fn access(flags: u32) -> Result<Access> {
     let known = [
         (abi::ACCESS_LOCAL_WRITE, Access::LOCAL_WRITE),
         (abi::ACCESS_REMOTE_WRITE, Access::REMOTE_WRITE),
@@ -156,8 +156,9 @@ fn access(flags: u32) -> Result<Access> {
         (abi::ACCESS_ZERO_BASED, Access::ZERO_BASED),
         (abi::ACCESS_ON_DEMAND, Access::ON_DEMAND),
         (abi::ACCESS_RELAXED_ORDERING, Access::RELAXED_ORDERING),
-        // Permit what is not done here, or hint at page sizes.
-        (abi::ACCESS_MW_BIND | abi::ACCESS_HUGETLB | abi::ACCESS_OPTIONAL, Access::NONE),
+        (abi::ACCESS_MW_BIND, Access::MW_BIND),
+        // Hints.
+        (abi::ACCESS_HUGETLB | abi::ACCESS_OPTIONAL, Access::NONE),
     ];
     let all = known.iter().fold(0, |all, (bit, _)| all | bit);
     if flags & !all != 0 {
@@ -240,10 +241,27 @@ impl Mr {
             verbs: Mutex::new((verbs, pd.add_user())),
         }
     }
+
+    pub(crate) fn domain(&self) -> *const abi::Pd {
+        self.abi.pd.get()
+    }
+
+    pub(crate) fn lkey(&self) -> u32 {
+        self.abi.lkey.get()
+    }
+
+    /// # Errors
+    /// `EBUSY` if memory windows are bound to it.
+    fn check_unbound(&self) -> Result<()> {
+        match self.verbs.lock().0.bound_windows() {
+            0 => Ok(()),
+            _ => Err(Errno(libc::EBUSY)),
+        }
+    }
 }
 
 pub(crate) fn dereg_mr(mr: Option<Box<Mr>>) -> Result<()> {
-    destroy(mr, |_| Ok(()))
+    destroy(mr, Mr::check_unbound)
 }
 
 /// Changes a registration: registers anew, then ends the old one, whose keys the new one gets. On
@@ -261,6 +279,7 @@ pub(crate) fn rereg_mr(
     if flags == 0 || flags & !known != 0 {
         return Err(INVALID);
     }
+    mr.check_unbound()?;
     let place = match flags & abi::REREG_TRANSLATION {
         0 => (mr.abi.addr.get(), mr.abi.length.get()),
         _ => (addr, len),

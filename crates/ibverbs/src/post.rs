@@ -8,12 +8,13 @@ use warpwire::verbs::{
     AddressHandle, Atomic, Batch, Fence, ReceiveRequest, Remote, SendRequest, Sge, WrOp,
 };
 
-use crate::abi::{self, RecvWr, SendWr, Wc};
+use crate::abi::{self, RecvWr, SendWr, Wc, WrBindMw};
 use crate::ah::Ah;
 use crate::boundary::{INVALID, Result, some, status};
 use crate::context::MAX_INLINE;
 use crate::qp::Qp;
 use crate::srq::Srq;
+use crate::window::bind_type_2;
 
 /// The array that a poll fills.
 pub(crate) fn completions<'a>(into: *mut Wc, entries: c_int) -> Result<&'a mut [MaybeUninit<Wc>]> {
@@ -60,7 +61,7 @@ impl SendWr<'_> {
         Remote { address: self.wr[0], rkey: self.wr[1] as u32 }
     }
 
-    fn op(&self) -> Result<WrOp> {
+    fn op(&self, qp: &Qp) -> Result<WrOp> {
         let atomic = || Remote { address: self.wr[0], rkey: self.wr[3] as u32 };
         let (first, second) = (self.wr[1], self.wr[2]);
         Ok(match self.opcode {
@@ -74,6 +75,11 @@ impl SendWr<'_> {
                 WrOp::Atomic(atomic(), Atomic::CompareSwap { compare: first, swap: second })
             }
             abi::WR_ATOMIC_FETCH_AND_ADD => WrOp::Atomic(atomic(), Atomic::FetchAdd { add: first }),
+            abi::WR_LOCAL_INV => WrOp::LocalInvalidate(u32::from_ne_bytes(self.imm_data)),
+            abi::WR_BIND_MW => {
+                let WrBindMw { mw, rkey, bind_info } = &self.bind_mw;
+                bind_type_2(qp, crate::memory::object(*mw)?, bind_info, *rkey)?
+            }
             _ => return Err(INVALID),
         })
     }
@@ -114,8 +120,12 @@ pub(crate) fn push(
 }
 
 fn push_wr(qp: &Qp, batch: &mut Batch<'_>, wr: &SendWr<'_>) -> Result<()> {
+    let request = with_flags(SendRequest::new(wr.wr_id, wr.op(qp)?), wr.send_flags)?;
+    if matches!(request.op, WrOp::BindMw(_) | WrOp::LocalInvalidate(_)) {
+        // Without data, and without a destination.
+        return if qp.is_datagram { Err(INVALID) } else { push(batch, request, None) };
+    }
     let data = entries(wr.sg_list, wr.num_sge, qp.cap.max_send_sge)?;
-    let request = with_flags(SendRequest::new(wr.wr_id, wr.op()?), wr.send_flags)?;
     let to = if qp.is_datagram { Some(wr.datagram()?) } else { None };
     if wr.send_flags & abi::SEND_INLINE == 0 {
         return push(batch, request.with(data), to);

@@ -71,10 +71,13 @@ pub(crate) extern "C" fn create_qp_ex(
 /// The operations that `ibv_wr_*` can build for a kind of queue pair.
 fn supported_ops(service: Service) -> u64 {
     let messages = abi::OPS_SEND | abi::OPS_SEND_IMM;
+    let keys = abi::OPS_BIND_MW | abi::OPS_LOCAL_INV;
     let all = match service {
         Service::Ud => messages,
+        Service::Uc => messages | keys | abi::OPS_RDMA_WRITE | abi::OPS_RDMA_WRITE_IMM,
         _ => {
             messages
+                | keys
                 | abi::OPS_SEND_INV
                 | abi::OPS_RDMA_WRITE
                 | abi::OPS_RDMA_WRITE_IMM
@@ -99,6 +102,7 @@ fn create(pd: &Pd, attr: &mut QpInitAttr, send_ops: Option<u64>) -> Result<*mut 
     let (context, open) = pd.context().of()?;
     let service = match attr.qp_type {
         abi::QPT_RC => Service::Rc,
+        abi::QPT_UC => Service::Uc,
         abi::QPT_UD => Service::Ud,
         _ => return Err(UNSUPPORTED),
     };

@@ -12,6 +12,7 @@ use crate::ah::Ah;
 use crate::boundary::{Errno, INVALID, Result, UNSUPPORTED, nothing, some, status};
 use crate::post::{bytes, push, slice, with_flags};
 use crate::qp::Qp;
+use crate::window::{Mw, bind_type_2};
 
 /// Work between `ibv_wr_start` and `ibv_wr_complete`.
 pub(crate) struct Builder {
@@ -51,8 +52,8 @@ pub(crate) fn calls() -> abi::QpCalls {
     abi::QpCalls {
         wr_atomic_cmp_swp: wr_atomic_cmp_swp as Pointer,
         wr_atomic_fetch_add: wr_atomic_fetch_add as Pointer,
-        wr_bind_mw: wr_unsupported as Pointer,
-        wr_local_inv: wr_unsupported as Pointer,
+        wr_bind_mw: wr_bind_mw as Pointer,
+        wr_local_inv: wr_local_inv as Pointer,
         wr_rdma_read: wr_rdma_read as Pointer,
         wr_rdma_write: wr_rdma_write as Pointer,
         wr_rdma_write_imm: wr_rdma_write_imm as Pointer,
@@ -179,12 +180,37 @@ impl Work {
     }
 }
 
-extern "C" fn wr_unsupported(qp: Option<&Qp>) {
+/// Keeps a mistake for `ibv_wr_complete`.
+fn refuse(qp: Option<&Qp>, why: Errno) {
     nothing(|| {
         if let Some(qp) = qp {
-            qp.builder.work.lock().refused.get_or_insert(UNSUPPORTED);
+            qp.builder.work.lock().refused.get_or_insert(why);
         }
     });
+}
+
+extern "C" fn wr_unsupported(qp: Option<&Qp>) {
+    refuse(qp, UNSUPPORTED);
+}
+
+extern "C" fn wr_bind_mw(
+    qp: Option<&Qp>,
+    mw: Option<&Mw>,
+    rkey: u32,
+    info: Option<&abi::MwBindInfo>,
+) {
+    let bind = || bind_type_2(some(qp)?, some(mw)?, some(info)?, rkey);
+    match bind() {
+        Ok(op) => add(qp, op),
+        Err(refused) => refuse(qp, refused),
+    }
+}
+
+extern "C" fn wr_local_inv(qp: Option<&Qp>, rkey: u32) {
+    match qp {
+        Some(datagrams) if datagrams.is_datagram => refuse(qp, INVALID),
+        _ => add(qp, WrOp::LocalInvalidate(rkey)),
+    }
 }
 
 extern "C" fn wr_send(qp: Option<&Qp>) {

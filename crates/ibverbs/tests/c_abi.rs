@@ -77,7 +77,8 @@ macro_rules! parts {
     };
 }
 
-parts!(queries regions operations channels shared_receives datagrams extended forks signals);
+parts!(queries regions operations unreliable windows channels shared_receives datagrams extended
+    forks signals);
 
 /// glibc overwrites freed memory here, so that its use is noticed.
 #[test]
@@ -89,7 +90,7 @@ fn objects_that_outlive_their_device() {
 
 #[test]
 fn every_part_passes_over_udp() {
-    for part in ["operations", "datagrams", "extended"] {
+    for part in ["operations", "unreliable", "windows", "datagrams", "extended"] {
         let Some(mut command) = run(part) else { return };
         ok(command.env("WARPWIRE_IB_LINK", "udp"));
     }

@@ -191,7 +191,6 @@ static void regions(void) {
   CHECK(other && other->lkey != mr->lkey && !ibv_dereg_mr(other));
   NONE(ibv_reg_dmabuf_mr(pd, 0, 4096, 0, -1, 0), EBADF); // how programs ask for support
   NONE(ibv_reg_dmabuf_mr(pd, 0, 4096, 0, 987, 0), EBADF);
-  NONE(ibv_alloc_mw(pd, IBV_MW_TYPE_1), EOPNOTSUPP);
   NONE(ibv_alloc_null_mr(pd), EOPNOTSUPP);
   // A changed registration has new keys.
   other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE);
@@ -219,6 +218,180 @@ static void regions(void) {
   NONE(ibv_alloc_parent_domain(context, &parent_attr), EINVAL);
 }
 
+// A queue pair that is connected to itself, without acknowledgements.
+static void unreliable(void) {
+  struct ibv_cq *cq = new_cq(64, NULL);
+  struct ibv_qp *qp = new_qp(IBV_QPT_UC, cq, NULL);
+  struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_512,
+    .dest_qp_num = qp->qp_num, .rq_psn = 77, .ah_attr = self_path() };
+  int rtr = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+  CHECK(!to_init(qp));
+  REFUSED(ibv_modify_qp(qp, &attr, rtr | IBV_QP_MAX_DEST_RD_ATOMIC), EINVAL);
+  CHECK(!ibv_modify_qp(qp, &attr, rtr));
+  attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .sq_psn = 77 };
+  CHECK(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) && qp->state == IBV_QPS_RTS);
+  memset(memory, 'u', 4096);
+  CHECK(!post_recv(qp, 1, at(8192, 4096)) && !post_send(qp, 2, IBV_WR_SEND, at(0, 3000), 0));
+  struct ibv_wc wc[2] = { next(cq), next(cq) };
+  struct ibv_wc *got = wc[0].wr_id == 1 ? &wc[0] : &wc[1];
+  CHECK(got->opcode == IBV_WC_RECV && got->byte_len == 3000);
+  CHECK(!memcmp(memory, memory + 8192, 3000));
+  CHECK(!post_send(qp, 3, IBV_WR_RDMA_WRITE, at(0, 2000), 4096) && next(cq).wr_id == 3);
+  // A message behind it shows that the write has come.
+  CHECK(!post_recv(qp, 4, at(8192, 64)) && !post_send(qp, 5, IBV_WR_SEND, at(0, 8), 0));
+  wc[0] = next(cq), wc[1] = next(cq);
+  CHECK(!memcmp(memory, memory + 4096, 2000));
+  // Without receive a message is lost, and nobody is told.
+  CHECK(!post_send(qp, 6, IBV_WR_SEND, at(0, 8), 0));
+  wc[0] = next(cq);
+  CHECK(wc[0].wr_id == 6 && wc[0].status == IBV_WC_SUCCESS);
+  // What it does not have fails.
+  CHECK(!post_send(qp, 7, IBV_WR_RDMA_READ, at(0, 8), 4096));
+  wc[0] = next(cq);
+  CHECK(wc[0].wr_id == 7 && wc[0].status == IBV_WC_LOC_QP_OP_ERR);
+  CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
+}
+
+// A write through a window by a queue pair that is connected to itself; its status.
+static int through(struct ibv_qp *qp, struct ibv_cq *cq, uint32_t rkey, uint64_t to) {
+  struct ibv_sge sge = at(0, 8);
+  struct ibv_send_wr wr = { .wr_id = 77, .sg_list = &sge, .num_sge = 1,
+    .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED,
+    .wr.rdma = { to, rkey } }, *bad;
+  CHECK(!ibv_post_send(qp, &wr, &bad));
+  struct ibv_wc wc = next(cq);
+  CHECK(wc.wr_id == 77);
+  return wc.status;
+}
+
+// Memory windows of both types.
+static void windows(void) {
+  struct ibv_device_attr device;
+  CHECK(!ibv_query_device(context, &device) && device.max_mw > 1000);
+  CHECK(device.device_cap_flags & IBV_DEVICE_MEM_WINDOW);
+  CHECK(device.device_cap_flags & IBV_DEVICE_MEM_WINDOW_TYPE_2B);
+  NONE(ibv_alloc_mw(pd, 3), EINVAL);
+  struct ibv_cq *cq = new_cq(64, NULL);
+  struct ibv_qp *qp = new_qp(IBV_QPT_RC, cq, NULL);
+  connect_to(qp, self_path(), qp->qp_num);
+  struct ibv_mr *owner = ibv_reg_mr(pd, memory, LEN, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
+  struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1), *two = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+  CHECK(owner && one && two && one->pd == pd && one->context == context);
+  CHECK(one->type == IBV_MW_TYPE_1 && two->type == IBV_MW_TYPE_2);
+  uint64_t place = (uintptr_t)memory + 4096;
+  struct ibv_mw_bind bind = { .wr_id = 1, .send_flags = IBV_SEND_SIGNALED, .bind_info = {
+    .mr = owner, .addr = place, .length = 64, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE } };
+  // Type 1: the library chooses the key.
+  CHECK(ibv_bind_mw(qp, two, &bind) == EINVAL); // by the header
+  REFUSED(ibv_bind_mw(NULL, one, &bind), EINVAL);
+  struct ibv_mw_bind wrong = bind;
+  wrong.bind_info.mw_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_ZERO_BASED;
+  REFUSED(ibv_bind_mw(qp, one, &wrong), EINVAL);
+  wrong.bind_info.mw_access_flags = IBV_ACCESS_ON_DEMAND;
+  REFUSED(ibv_bind_mw(qp, one, &wrong), EINVAL);
+  wrong = bind;
+  wrong.bind_info.mr = NULL;
+  CHECK(ibv_bind_mw(qp, one, &wrong) == EINVAL);
+  uint32_t unbound = one->rkey;
+  CHECK(!ibv_bind_mw(qp, one, &bind) && one->rkey != unbound);
+  struct ibv_wc wc = next(cq);
+  CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_BIND_MW);
+  strcpy(memory, "through");
+  CHECK(through(qp, cq, one->rkey, place) == IBV_WC_SUCCESS && !strcmp(memory + 4096, "through"));
+  REFUSED(ibv_dereg_mr(owner), EBUSY);
+  CHECK(ibv_rereg_mr(owner, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, ALL) && errno == EBUSY);
+  // Bound to nothing, it is invalid, and the region can go.
+  bind.bind_info.length = 0;
+  CHECK(!ibv_bind_mw(qp, one, &bind) && next(cq).status == IBV_WC_SUCCESS);
+  // Type 2: the program chooses the key; zero-based. Bound and used in one list.
+  struct ibv_sge sge = at(0, 8);
+  struct ibv_send_wr write = { .wr_id = 3, .sg_list = &sge, .num_sge = 1,
+    .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED, .wr.rdma = { 8, 0 } }, *bad;
+  struct ibv_send_wr wr = { .wr_id = 2, .next = &write, .opcode = IBV_WR_BIND_MW,
+    .send_flags = IBV_SEND_SIGNALED, .bind_mw = { .mw = two, .rkey = ibv_inc_rkey(two->rkey),
+      .bind_info = { .mr = owner, .addr = place, .length = 64,
+        .mw_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_ZERO_BASED } } };
+  write.wr.rdma.rkey = wr.bind_mw.rkey;
+  CHECK(!ibv_post_send(qp, &wr, &bad));
+  wc = next(cq);
+  CHECK(wc.wr_id == 2 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_BIND_MW);
+  CHECK(next(cq).status == IBV_WC_SUCCESS && !strcmp(memory + 4104, "through"));
+  // The peer's message invalidates it.
+  CHECK(!post_recv(qp, 4, at(8192, 64)));
+  struct ibv_send_wr invalidate = { .wr_id = 5, .opcode = IBV_WR_SEND_WITH_INV,
+    .send_flags = IBV_SEND_SIGNALED, .invalidate_rkey = wr.bind_mw.rkey };
+  CHECK(!ibv_post_send(qp, &invalidate, &bad));
+  struct ibv_wc both[2] = { next(cq), next(cq) };
+  struct ibv_wc *got = both[0].wr_id == 4 ? &both[0] : &both[1];
+  CHECK(got->opcode == IBV_WC_RECV && got->wc_flags & IBV_WC_WITH_INV);
+  CHECK(got->invalidated_rkey == wr.bind_mw.rkey);
+  // So does its owner.
+  wr.next = NULL;
+  wr.bind_mw.rkey = ibv_inc_rkey(wr.bind_mw.rkey);
+  CHECK(!ibv_post_send(qp, &wr, &bad) && next(cq).status == IBV_WC_SUCCESS);
+  CHECK(through(qp, cq, wr.bind_mw.rkey, 16) == IBV_WC_SUCCESS);
+  REFUSED(ibv_dereg_mr(owner), EBUSY);
+  struct ibv_send_wr local = { .wr_id = 6, .opcode = IBV_WR_LOCAL_INV,
+    .send_flags = IBV_SEND_SIGNALED, .invalidate_rkey = wr.bind_mw.rkey };
+  CHECK(!ibv_post_send(qp, &local, &bad));
+  wc = next(cq);
+  CHECK(wc.wr_id == 6 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_LOCAL_INV);
+  // Refused when posted: another window's key, a window of type 1, none, another domain.
+  struct ibv_send_wr broken = wr;
+  broken.bind_mw.rkey ^= 1 << 8;
+  CHECK(ibv_post_send(qp, &broken, &bad) == EINVAL && bad == &broken);
+  broken = wr, broken.bind_mw.mw = one, broken.bind_mw.rkey = one->rkey;
+  CHECK(ibv_post_send(qp, &broken, &bad) == EINVAL);
+  broken.bind_mw.mw = NULL;
+  CHECK(ibv_post_send(qp, &broken, &bad) == EINVAL);
+  struct ibv_pd *second = ibv_alloc_pd(context);
+  struct ibv_mw *foreign = ibv_alloc_mw(second, IBV_MW_TYPE_2);
+  CHECK(foreign && ibv_dealloc_pd(second) == EBUSY);
+  broken.bind_mw.mw = foreign, broken.bind_mw.rkey = foreign->rkey;
+  CHECK(ibv_post_send(qp, &broken, &bad) == EPERM);
+  CHECK(!ibv_dealloc_mw(foreign) && !ibv_dealloc_pd(second));
+  // Failures of work end the queue pair; this one is both ends, so its work may be flushed first.
+  CHECK(through(qp, cq, wr.bind_mw.rkey, 16) != IBV_WC_SUCCESS);
+  CHECK(!ibv_destroy_qp(qp));
+  qp = new_qp(IBV_QPT_RC, cq, NULL);
+  connect_to(qp, self_path(), qp->qp_num);
+  wr.bind_mw.bind_info.mr = mr; // which does not permit windows
+  CHECK(!ibv_post_send(qp, &wr, &bad));
+  wc = next(cq);
+  CHECK(wc.wr_id == 2 && wc.status == IBV_WC_MW_BIND_ERR);
+  CHECK(!ibv_destroy_qp(qp));
+  // With ibv_wr_*; a window that is deallocated is invalid.
+  struct ibv_qp_init_attr_ex init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC,
+    .pd = pd, .cap = { 16, 16, 2, 2, 64 },
+    .comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+    .send_ops_flags = IBV_QP_EX_WITH_BIND_MW | IBV_QP_EX_WITH_LOCAL_INV };
+  qp = ibv_create_qp_ex(context, &init);
+  CHECK(qp);
+  connect_to(qp, self_path(), qp->qp_num);
+  struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qp);
+  uint32_t key = ibv_inc_rkey(wr.bind_mw.rkey);
+  struct ibv_mw_bind_info info = { .mr = owner, .addr = place, .length = 64,
+    .mw_access_flags = IBV_ACCESS_REMOTE_WRITE };
+  ibv_wr_start(ex);
+  ex->wr_flags = IBV_SEND_SIGNALED;
+  ex->wr_id = 10, ibv_wr_bind_mw(ex, two, key, &info);
+  ex->wr_id = 11, ibv_wr_local_inv(ex, key);
+  ex->wr_id = 12, ibv_wr_bind_mw(ex, two, ibv_inc_rkey(key), &info);
+  CHECK(!ibv_wr_complete(ex));
+  for (uint64_t id = 10; id < 13; id++) {
+    wc = next(cq);
+    CHECK(wc.wr_id == id && wc.status == IBV_WC_SUCCESS);
+    CHECK(wc.opcode == (id == 11 ? IBV_WC_LOCAL_INV : IBV_WC_BIND_MW));
+  }
+  ibv_wr_start(ex);
+  ibv_wr_bind_mw(ex, one, one->rkey, &info);
+  CHECK(ibv_wr_complete(ex) == EINVAL);
+  CHECK(!ibv_dealloc_mw(two));
+  CHECK(through(qp, cq, ibv_inc_rkey(key), place) != IBV_WC_SUCCESS);
+  CHECK(!ibv_dealloc_mw(one) && !ibv_dereg_mr(owner));
+  CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
+}
+
 // Every operation on a queue pair that is connected to itself; lists; refusals.
 static void operations(void) {
   NONE(ibv_create_cq(context, 0, NULL, NULL, 0), EINVAL);
@@ -227,7 +400,7 @@ static void operations(void) {
   NONE(ibv_create_cq(context, 16, NULL, NULL, 1), EINVAL); // vectors
   struct ibv_cq *cq = new_cq(64, NULL);
   struct ibv_qp *qp = new_qp(IBV_QPT_RC, cq, NULL);
-  struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_UC };
+  struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RAW_PACKET };
   NONE(ibv_create_qp(pd, &init), EOPNOTSUPP);
   init.qp_type = IBV_QPT_RC;
   init.cap.max_send_wr = 1 << 20;
@@ -523,7 +696,7 @@ static void extended(void) {
   CHECK(qp);
   struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qp);
   CHECK(ex && ibv_cq_ex_to_cq(cq) == qp->send_cq);
-  init.send_ops_flags = IBV_QP_EX_WITH_BIND_MW;
+  init.send_ops_flags = IBV_QP_EX_WITH_TSO;
   NONE(ibv_create_qp_ex(context, &init), EOPNOTSUPP);
   init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_RX_HASH;
   NONE(ibv_create_qp_ex(context, &init), EOPNOTSUPP);
@@ -576,7 +749,7 @@ static void extended(void) {
   ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8); // of no request
   CHECK(ibv_wr_complete(ex) == EINVAL);
   ibv_wr_start(ex);
-  ibv_wr_local_inv(ex, mr->rkey);
+  ibv_wr_send_tso(ex, memory, 8, 8);
   CHECK(ibv_wr_complete(ex) == EOPNOTSUPP);
   ibv_wr_start(ex);
   ibv_wr_rdma_write(ex, mr->rkey, (uintptr_t)memory);
@@ -672,6 +845,7 @@ int main(int count, char **arguments) {
   const char *mode = count > 1 ? arguments[1] : "";
   struct { const char *name; void (*run)(void); } parts[] = {
     { "queries", queries }, { "regions", regions }, { "operations", operations },
+    { "unreliable", unreliable }, { "windows", windows },
     { "channels", channels }, { "shared_receives", shared_receives }, { "datagrams", datagrams },
     { "extended", extended }, { "forks", forks }, { "signals", signals },
     { "wrong_order", wrong_order } };

@@ -10,7 +10,7 @@
 //! | [`psn`] | 24-bit packet sequence numbers and their circular order |
 //! | [`time`] | the integer clock that callers pass in |
 //! | [`wire`] | RoCEv2 packets: parsing, building, ICRC |
-//! | [`qp`] | the queue pair: reliable connected (RC), and datagram (UD) |
+//! | [`qp`] | the queue pair: reliable (RC) and unreliable connected (UC), and datagram (UD) |
 //! | [`congestion`] | how many packets may be in flight to one peer |
 #![no_std]
 #![forbid(unsafe_code)]

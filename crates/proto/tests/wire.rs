@@ -178,9 +178,18 @@ fn extension(opcode: Opcode, a: u64, b: u64, c: u32) -> Extension {
     let aeth = Aeth { syndrome: Syndrome::from_byte(a as u8), msn: c & 0xff_ffff };
     let deth = Deth { qkey: c, source_qp: a as u32 & 0xff_ffff };
     match opcode {
-        Opcode::SendLastImm | Opcode::SendOnlyImm | Opcode::WriteLastImm => Extension::Imm(c),
-        Opcode::WriteFirst | Opcode::WriteOnly | Opcode::ReadRequest => Extension::Reth(reth),
-        Opcode::WriteOnlyImm => Extension::RethImm(reth, c),
+        Opcode::SendLastImm
+        | Opcode::SendOnlyImm
+        | Opcode::WriteLastImm
+        | Opcode::UcSendLastImm
+        | Opcode::UcSendOnlyImm
+        | Opcode::UcWriteLastImm => Extension::Imm(c),
+        Opcode::WriteFirst
+        | Opcode::WriteOnly
+        | Opcode::ReadRequest
+        | Opcode::UcWriteFirst
+        | Opcode::UcWriteOnly => Extension::Reth(reth),
+        Opcode::WriteOnlyImm | Opcode::UcWriteOnlyImm => Extension::RethImm(reth, c),
         Opcode::ReadResponseFirst
         | Opcode::ReadResponseLast
         | Opcode::ReadResponseOnly

@@ -34,12 +34,15 @@ impl Access {
     pub const RELAXED_ORDERING: Self = Self(1 << 5);
     /// On-demand paging: pages are faulted in at first use, and may be unmapped and mapped again.
     pub const ON_DEMAND: Self = Self(1 << 6);
-    /// All local and remote rights, without the options (zero-based, relaxed ordering, on-demand).
+    /// Memory windows may be bound to the memory.
+    pub const MW_BIND: Self = Self(1 << 7);
+    /// All local and remote rights, without the options (zero-based, relaxed ordering, on-demand,
+    /// windows).
     pub const ALL: Self = Self(0b1111);
 
     const REMOTE: Self = Self(0b1110);
 
-    const NAMES: [(Self, &'static str); 7] = [
+    const NAMES: [(Self, &'static str); 8] = [
         (Self::LOCAL_WRITE, "local-write"),
         (Self::REMOTE_READ, "remote-read"),
         (Self::REMOTE_WRITE, "remote-write"),
@@ -47,6 +50,7 @@ impl Access {
         (Self::ZERO_BASED, "zero-based"),
         (Self::RELAXED_ORDERING, "relaxed-ordering"),
         (Self::ON_DEMAND, "on-demand"),
+        (Self::MW_BIND, "mw-bind"),
     ];
 
     /// Whether `other` is a subset of this set.
@@ -66,9 +70,9 @@ impl Access {
         self.0
     }
 
-    /// A set from bits; unknown ones are dropped.
+    /// A set from bits, all of which are known.
     pub const fn from_bits_truncate(bits: u8) -> Self {
-        Self(bits & 0b111_1111)
+        Self(bits)
     }
 
     /// Whether the set contains any remote right.

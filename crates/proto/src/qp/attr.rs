@@ -21,7 +21,7 @@ pub enum State {
     Rts,
     /// Send queue drained or draining: messages that have started are completed, none is started.
     Sqd,
-    /// Send queue error of a datagram queue pair; it still receives.
+    /// Send queue error of an unreliable queue pair; it still receives.
     Sqe,
     /// Error: all work is flushed.
     Err,
@@ -46,6 +46,8 @@ impl fmt::Display for State {
 pub enum Service {
     /// Reliable connected.
     Rc,
+    /// Unreliable connected.
+    Uc,
     /// Unreliable datagram.
     Ud,
 }
@@ -249,10 +251,13 @@ const RC_DRAINED: A = A::PORT
     .and(A::ACCESS)
     .and(A::PARTITION_INDEX)
     .and(A::MIN_RNR_TIMER);
+const UC_RECEIVE: A = A::PATH.and(A::MTU).and(A::DESTINATION).and(A::RECEIVE_PSN);
+const UC_RUNNING: A = A::CURRENT_STATE.and(A::ACCESS);
+const UC_DRAINED: A = A::PATH.and(A::ACCESS).and(A::PARTITION_INDEX);
 const UD_RUNNING: A = A::CURRENT_STATE.and(A::QKEY);
 const UD_IDENTITY: A = A::PARTITION_INDEX.and(A::QKEY);
 
-use Service::{Rc, Ud};
+use Service::{Rc, Uc, Ud};
 use State::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
 
 /// All transitions except those to `ERR` (from any state but `RESET`) and to `RESET` (from any
@@ -266,6 +271,15 @@ pub const TRANSITIONS: &[Transition] = &[
     transition(Rc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
     transition(Rc, Sqd, Sqd, NONE, RC_DRAINED),
     transition(Rc, Sqd, Rts, NONE, RC_RUNNING),
+    transition(Uc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
+    transition(Uc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
+    transition(Uc, Init, Rtr, UC_RECEIVE, A::ACCESS.and(A::PARTITION_INDEX)),
+    transition(Uc, Rtr, Rts, A::SEND_PSN, UC_RUNNING),
+    transition(Uc, Rts, Rts, NONE, UC_RUNNING),
+    transition(Uc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
+    transition(Uc, Sqd, Sqd, NONE, UC_DRAINED),
+    transition(Uc, Sqd, Rts, NONE, UC_RUNNING),
+    transition(Uc, Sqe, Rts, NONE, UC_RUNNING),
     transition(Ud, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY), NONE),
     transition(Ud, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY)),
     transition(Ud, Init, Rtr, NONE, UD_IDENTITY),

@@ -1,6 +1,6 @@
 //! What a queue pair requires from the owner of the memory and the receive queue.
 
-use super::Access;
+use super::{Access, MwBind};
 use crate::psn::Psn;
 
 /// The host's answer to a memory access.
@@ -229,8 +229,14 @@ pub trait Host {
     /// the peer that succeeds.
     fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus>;
 
-    /// Invalidates a local key (send with invalidate).
+    /// Invalidates a local key (send with invalidate, or work of our own).
     fn invalidate(&mut self, key: u32) -> HostStatus;
+
+    /// Binds a memory window, for work of our own.
+    fn bind(&mut self, bind: &MwBind) -> HostStatus {
+        let _ = bind;
+        HostStatus::Denied
+    }
 
     /// Stores the result of one of our atomics.
     fn store_result(&mut self, id: u64, value: u64) -> HostStatus;

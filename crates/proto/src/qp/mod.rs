@@ -1,4 +1,5 @@
-//! The queue pair: reliable connected ([`RcQp`]) and unreliable datagram ([`Ud`]), sans-IO.
+//! The queue pair: reliable connected ([`RcQp`]), unreliable connected ([`Uc`]) and unreliable
+//! datagram ([`Ud`]), sans-IO.
 //!
 //! There are three inputs: packets ([`RcQp::handle_packet`]), time ([`RcQp::handle_timeout`], and
 //! `now` everywhere) and work ([`RcQp::post`]); and three outputs: packets
@@ -35,7 +36,9 @@
 //! | `atomic` | atomics on the wire |
 //! | `selective` | what is known about packets that arrived out of order |
 //! | `rto` | the retransmission timeout, from measured round trips |
+//! | `uc` | unreliable connections |
 //! | `ud` | datagrams |
+//! | `window` | memory windows |
 
 mod access;
 mod atomic;
@@ -49,7 +52,9 @@ mod response;
 mod rto;
 mod selective;
 mod stats;
+mod uc;
 mod ud;
+mod window;
 mod work;
 
 use core::time::Duration;
@@ -59,7 +64,9 @@ pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
 pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
 pub use selective::HOLD_SLOTS;
 pub use stats::{DiscardReason, Stats};
+pub use uc::Uc;
 pub use ud::{Datagram, GRH_LEN, Ud};
+pub use window::{MwBind, MwType, next_rkey};
 pub use work::{
     Fence, ProtocolEvent, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendOp,
     SendQueueError, SendWr, Status,
@@ -464,6 +471,7 @@ impl RcQp {
             Opcode::UdSendOnly | Opcode::UdSendOnlyImm | Opcode::Unknown(_) => {
                 Err(DiscardReason::Service)
             }
+            opcode if opcode.is_uc() => Err(DiscardReason::Service),
             Opcode::CongestionNotification => {
                 if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
                     return Err(DiscardReason::State);

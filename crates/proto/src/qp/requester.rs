@@ -312,6 +312,19 @@ impl Requester {
                 SendOp::Bad(status) if self.current == self.tail => return Err(status),
                 SendOp::Bad(_) => return Ok(false),
                 SendOp::Local => self.complete_local(is_new_message),
+                SendOp::Bind(_) | SendOp::LocalInvalidate(_) => {
+                    // Once: a retransmission of what stands before it comes here again.
+                    let op = entry.work.op;
+                    let done =
+                        if is_new_message { op.change_key(host) } else { Some(Status::Success) };
+                    match done {
+                        Some(Status::Success) => self.complete_local(is_new_message),
+                        Some(status) => {
+                            self.entry_mut(self.current).work.op = SendOp::Bad(status);
+                        }
+                        None => return Ok(false),
+                    }
+                }
                 _ => {
                     let sent = self.request(now, params, is_new_message, host, stats, packet)?;
                     if sent && let Some(known) = &mut self.selective {
@@ -565,9 +578,11 @@ impl Segment {
             SendOp::Write(at) => {
                 (WRITE.at(is_first, is_last), write_header(is_first, at, work.len))
             }
-            SendOp::Send | SendOp::Local | SendOp::Bad(_) => {
-                (SEND.at(is_first, is_last), Extension::None)
-            }
+            SendOp::Send
+            | SendOp::Bind(_)
+            | SendOp::LocalInvalidate(_)
+            | SendOp::Local
+            | SendOp::Bad(_) => (SEND.at(is_first, is_last), Extension::None),
             SendOp::SendImm(imm) if is_last => {
                 let opcode = if is_first { Opcode::SendOnlyImm } else { Opcode::SendLastImm };
                 (opcode, Extension::Imm(imm))

@@ -26,15 +26,18 @@ pub enum DiscardReason {
     ResponseGap,
     /// The last receive completion is still pending, or the host cannot place the data now.
     Busy,
-    /// A datagram without a posted receive.
+    /// A datagram, or a message of an unreliable connection, without a posted receive.
     NoReceive,
-    /// A datagram longer than the receive's buffers, or than the MTU.
+    /// A datagram longer than the receive's buffers, or than the MTU; a packet of an unreliable
+    /// connection whose length does not fit its message.
     Length,
+    /// An RDMA write of an unreliable connection without the right to it.
+    Access,
 }
 
 impl DiscardReason {
     /// Number of reasons.
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 14;
 
     /// All reasons, in the order in which [`Stats::drops`] counts them.
     pub const ALL: [Self; Self::COUNT] = [
@@ -51,6 +54,7 @@ impl DiscardReason {
         Self::Busy,
         Self::NoReceive,
         Self::Length,
+        Self::Access,
     ];
 
     /// The name in reports.
@@ -69,6 +73,7 @@ impl DiscardReason {
             Self::Busy => "busy",
             Self::NoReceive => "no-receive",
             Self::Length => "length",
+            Self::Access => "access",
         }
     }
 }

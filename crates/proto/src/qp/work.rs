@@ -1,6 +1,7 @@
 //! Work requests and completions.
 
-use super::host::{Atomic, Remote};
+use super::host::{Atomic, Host, HostStatus, Remote};
+use super::window::MwBind;
 use crate::wire::Opcode;
 
 /// The operation of a work request.
@@ -20,6 +21,11 @@ pub enum SendOp {
     Read(Remote),
     /// An atomic on a word of the peer's memory.
     Atomic(Remote, Atomic),
+    /// Bind a memory window. No packets: executed when it would start, so that later work may send
+    /// the new key.
+    Bind(MwBind),
+    /// Invalidate a key of our own memory. No packets: executed when it would start.
+    LocalInvalidate(u32),
     /// No packets: completes in queue order.
     Local,
     /// Work that the host found invalid: fails in queue order, with this status.
@@ -43,7 +49,22 @@ impl SendOp {
 
     /// Whether no packet is sent for it.
     pub(super) fn is_local(&self) -> bool {
-        matches!(self, Self::Local | Self::Bad(_))
+        matches!(self, Self::Bind(_) | Self::LocalInvalidate(_) | Self::Local | Self::Bad(_))
+    }
+
+    /// Executes work that changes a key. `None` if the host cannot do it now.
+    #[cold]
+    pub(super) fn change_key<H: Host>(&self, host: &mut H) -> Option<Status> {
+        let (done, refused) = match self {
+            Self::Bind(bind) => (host.bind(bind), Status::MwBind),
+            Self::LocalInvalidate(key) => (host.invalidate(*key), Status::LocalQpOperation),
+            _ => (HostStatus::Ready, Status::Success),
+        };
+        match done {
+            HostStatus::Ready => Some(Status::Success),
+            HostStatus::Retry => None,
+            HostStatus::Denied => Some(refused),
+        }
     }
 }
 

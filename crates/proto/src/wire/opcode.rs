@@ -139,6 +139,18 @@ opcodes! {
     0x14 FetchAdd "FETCH_ADD" Only Atomic,
     0x16 SendLastInvalidate "SEND_LAST_INV" Last Invalidate,
     0x17 SendOnlyInvalidate "SEND_ONLY_INV" Only Invalidate,
+    0x20 UcSendFirst "UC_SEND_FIRST" First Plain,
+    0x21 UcSendMiddle "UC_SEND_MIDDLE" Middle Plain,
+    0x22 UcSendLast "UC_SEND_LAST" Last Plain,
+    0x23 UcSendLastImm "UC_SEND_LAST_IMM" Last Imm,
+    0x24 UcSendOnly "UC_SEND_ONLY" Only Plain,
+    0x25 UcSendOnlyImm "UC_SEND_ONLY_IMM" Only Imm,
+    0x26 UcWriteFirst "UC_WRITE_FIRST" First Reth,
+    0x27 UcWriteMiddle "UC_WRITE_MIDDLE" Middle Plain,
+    0x28 UcWriteLast "UC_WRITE_LAST" Last Plain,
+    0x29 UcWriteLastImm "UC_WRITE_LAST_IMM" Last Imm,
+    0x2a UcWriteOnly "UC_WRITE_ONLY" Only Reth,
+    0x2b UcWriteOnlyImm "UC_WRITE_ONLY_IMM" Only RethImm,
     0x64 UdSendOnly "UD_SEND_ONLY" Only Deth,
     0x65 UdSendOnlyImm "UD_SEND_ONLY_IMM" Only DethImm,
     0x81 CongestionNotification "CNP" Only Cnp,
@@ -191,6 +203,36 @@ impl Opcode {
         self.row().position
     }
 
+    /// Whether it is of the service UC.
+    #[inline]
+    pub const fn is_uc(self) -> bool {
+        use Opcode::{
+            UcSendFirst, UcSendLast, UcSendLastImm, UcSendMiddle, UcSendOnly, UcSendOnlyImm,
+        };
+        let is_send = matches!(
+            self,
+            UcSendFirst | UcSendMiddle | UcSendLast | UcSendLastImm | UcSendOnly | UcSendOnlyImm
+        );
+        is_send || self.is_uc_write()
+    }
+
+    /// Whether it is of an RDMA write of the service UC.
+    #[inline]
+    pub const fn is_uc_write(self) -> bool {
+        use Opcode::{
+            UcWriteFirst, UcWriteLast, UcWriteLastImm, UcWriteMiddle, UcWriteOnly, UcWriteOnlyImm,
+        };
+        matches!(
+            self,
+            UcWriteFirst
+                | UcWriteMiddle
+                | UcWriteLast
+                | UcWriteLastImm
+                | UcWriteOnly
+                | UcWriteOnlyImm
+        )
+    }
+
     #[inline]
     pub(super) fn ext_kind(self) -> Option<ExtKind> {
         self.row().ext_kind
@@ -224,7 +266,7 @@ mod tests {
         for byte in 0..=255 {
             assert_eq!(Opcode::from_byte(byte).byte(), byte);
         }
-        assert_eq!(Opcode::all().count(), 30);
+        assert_eq!(Opcode::all().count(), 42);
         assert_eq!(Opcode::Unknown(0x55).ext_kind(), None);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use warpwire_proto::qp::{
-    Access, Atomic, HOLD_SLOTS, Host, HostStatus, Receive, Remote, Source, Target,
+    Access, Atomic, HOLD_SLOTS, Host, HostStatus, MwBind, Receive, Remote, Source, Target,
 };
 use warpwire_proto::wire::Headers;
 
@@ -18,6 +18,7 @@ pub enum HostCall {
     PlaceResponse,
     Execute,
     Invalidate,
+    Bind,
     StoreResult,
     FetchWork,
     FetchRemote,
@@ -31,6 +32,7 @@ pub enum HostEffect {
     Executed(Remote, Atomic),
     Stored(u64, u64),
     Invalidated(u32),
+    Bound(MwBind),
 }
 
 #[derive(Debug, Default)]
@@ -119,6 +121,10 @@ impl Host for ScriptedHost {
 
     fn invalidate(&mut self, key: u32) -> HostStatus {
         self.apply(HostCall::Invalidate, HostEffect::Invalidated(key))
+    }
+
+    fn bind(&mut self, bind: &MwBind) -> HostStatus {
+        self.apply(HostCall::Bind, HostEffect::Bound(*bind))
     }
 
     fn store_result(&mut self, id: u64, value: u64) -> HostStatus {

@@ -12,7 +12,7 @@ use crate::directed::pair::{
 };
 
 use HostCall::{
-    Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
+    Bind, Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
     PlaceResponse, StoreResult, TakeReceive,
 };
 
@@ -27,6 +27,8 @@ fn calls_of(op: SendOp) -> &'static [(usize, HostCall)] {
         }
         SendOp::Read(_) => &[(B, MayAccess), (B, FetchRemote), (A, PlaceResponse)],
         SendOp::Atomic(..) => &[(B, MayAccess), (B, Execute), (A, StoreResult)],
+        SendOp::Bind(_) => &[(A, Bind)],
+        SendOp::LocalInvalidate(_) => &[(A, Invalidate)],
         SendOp::Local | SendOp::Bad(_) => &[],
     }
 }

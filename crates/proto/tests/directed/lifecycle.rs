@@ -4,7 +4,7 @@ use warpwire_proto::qp::{
     Access, DiscardReason, QpAttributes, QpEvent, RcQp, RxPacket, SendOp, SendQueueError, SendWr,
     State, Status, TransportOptions,
 };
-use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
+use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
 use warpwire_proto::{Instant, Psn};
 
 use crate::directed::host::ScriptedHost;
@@ -248,13 +248,15 @@ fn packets_of_other_services_are_dropped() {
     for (opcode, extension) in [
         (Opcode::UdSendOnly, Extension::Deth(deth)),
         (Opcode::UdSendOnlyImm, Extension::DethImm(deth, 1)),
+        (Opcode::UcSendOnly, Extension::None),
+        (Opcode::UcWriteOnly, Extension::Reth(Reth { address: 0, rkey: 1, len: 10 })),
         (Opcode::Unknown(0x1c), Extension::None),
         (Opcode::Unknown(0xff), Extension::None),
     ] {
         pair.number = Psn::new(0x100);
         assert_eq!(pair.inject_request(opcode, extension, 10), Err(DiscardReason::Service));
     }
-    assert_eq!(pair.endpoints[B].dropped(DiscardReason::Service), 4);
+    assert_eq!(pair.endpoints[B].dropped(DiscardReason::Service), 6);
     assert_eq!(pair.send_all(B), []);
     assert_eq!(pair.endpoints[B].host.receives_left(), 1);
 }

@@ -18,3 +18,5 @@ mod selective;
 mod sending;
 mod states;
 mod timers;
+mod unreliable;
+mod windows;

@@ -3,12 +3,12 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::attr::QpAttrMask as Set;
 use warpwire_proto::qp::{
-    ModifyError, Mtu, PathAttributes, QpAttributes, RcQp, Service, State, TransportOptions, Ud,
+    ModifyError, Mtu, PathAttributes, QpAttributes, RcQp, Service, State, TransportOptions, Uc, Ud,
 };
 
 use crate::directed::pair::{A, ConnParams};
 
-use Service::{Rc, Ud as Dgram};
+use Service::{Rc, Uc as Unreliable, Ud as Dgram};
 use State::{Err as Error, Init, Reset, Rtr, Rts, Sqd, Sqe};
 
 const STATES: [State; 7] = [Reset, Init, Rtr, Rts, Sqd, Sqe, Error];
@@ -38,9 +38,10 @@ const ALL: [Set; 18] = [
 type Row = (Service, State, State, &'static [Set], &'static [Set]);
 
 const RC_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::ACCESS, Set::MIN_RNR_TIMER];
+const UC_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::ACCESS];
 const UD_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::QKEY];
 
-/// The transitions of RC queue pairs, without alternate paths, and of UD queue pairs.
+/// The transitions of RC and UC queue pairs, without alternate paths, and of UD queue pairs.
 const ROWS: &[Row] = &[
     (Rc, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS], &[]),
     (Rc, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS]),
@@ -86,6 +87,21 @@ const ROWS: &[Row] = &[
         ],
     ),
     (Rc, Sqd, Rts, &[], RC_RUNNING),
+    (Unreliable, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS], &[]),
+    (Unreliable, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS]),
+    (
+        Unreliable,
+        Init,
+        Rtr,
+        &[Set::PATH, Set::MTU, Set::DESTINATION, Set::RECEIVE_PSN],
+        &[Set::ACCESS, Set::PARTITION_INDEX],
+    ),
+    (Unreliable, Rtr, Rts, &[Set::SEND_PSN], UC_RUNNING),
+    (Unreliable, Rts, Rts, &[], UC_RUNNING),
+    (Unreliable, Rts, Sqd, &[], &[Set::NOTIFY_DRAINED]),
+    (Unreliable, Sqd, Sqd, &[], &[Set::PATH, Set::ACCESS, Set::PARTITION_INDEX]),
+    (Unreliable, Sqd, Rts, &[], UC_RUNNING),
+    (Unreliable, Sqe, Rts, &[], UC_RUNNING),
     (Dgram, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::QKEY], &[]),
     (Dgram, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::QKEY]),
     (Dgram, Init, Rtr, &[], &[Set::PARTITION_INDEX, Set::QKEY]),
@@ -136,9 +152,10 @@ fn attr(from: State, to: State, attributes: &[Set]) -> QpAttributes {
     attr
 }
 
-/// An RC or UD queue pair.
+/// A queue pair of any service.
 enum Either {
     Rc(Box<RcQp>),
+    Uc(Box<Uc>),
     Ud(Box<Ud>),
 }
 
@@ -146,6 +163,7 @@ impl Either {
     fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
         match self {
             Self::Rc(qp) => qp.modify(attr),
+            Self::Uc(uc) => uc.modify(attr),
             Self::Ud(ud) => ud.modify(attr),
         }
     }
@@ -153,6 +171,7 @@ impl Either {
     fn state(&self) -> State {
         match self {
             Self::Rc(qp) => qp.state(),
+            Self::Uc(uc) => uc.state(),
             Self::Ud(ud) => ud.state(),
         }
     }
@@ -160,6 +179,7 @@ impl Either {
     fn debug_text(&self) -> String {
         match self {
             Self::Rc(qp) => format!("{qp:?}"),
+            Self::Uc(uc) => format!("{uc:?}"),
             Self::Ud(ud) => format!("{ud:?}"),
         }
     }
@@ -169,6 +189,7 @@ impl Either {
         let mut qp = match service {
             Rc if state == Sqe => return None,
             Rc => Self::Rc(Box::new(RcQp::new(1, TransportOptions::default()))),
+            Unreliable => Self::Uc(Box::new(Uc::new(1, 4))),
             Dgram => Self::Ud(Box::new(Ud::new(1, Mtu::new(256).unwrap(), 4))),
         };
         let via: &[State] = match state {
@@ -187,6 +208,9 @@ impl Either {
         if let (Self::Ud(ud), Sqe) = (&mut qp, state) {
             crate::directed::datagram::fail_send_queue(ud);
         }
+        if let (Self::Uc(uc), Sqe) = (&mut qp, state) {
+            crate::directed::unreliable::fail_send_queue(uc);
+        }
         assert_eq!(qp.state(), state);
         Some(qp)
     }
@@ -201,7 +225,7 @@ impl Either {
 }
 
 fn every_pair(mut check: impl FnMut(Service, State, State, Either)) {
-    for service in [Rc, Dgram] {
+    for service in [Rc, Unreliable, Dgram] {
         for from in STATES {
             for to in STATES {
                 if let Some(qp) = Either::in_state(service, from) {

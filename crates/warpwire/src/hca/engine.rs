@@ -5,6 +5,7 @@
 
 mod control;
 mod datagram;
+mod unreliable;
 
 pub(super) use control::no_such_qp;
 
@@ -296,7 +297,10 @@ impl Engine {
         let QpContext { qp: Protocol::Connected(qp), qp_memory, flow, active, path_use, .. } =
             &mut **qpc
         else {
-            return self.transmit_datagrams(now, index);
+            return match qpc.qp {
+                Protocol::Unreliable(_) => self.transmit_unreliable(now, index),
+                _ => self.transmit_datagrams(now, index),
+            };
         };
         let Some(flow) = *flow else {
             *active = false;
@@ -404,7 +408,10 @@ impl Core {
             return totals.count_drop(DropReason::NoQueuePair);
         };
         let QpContext { qp: Protocol::Connected(qp), qp_memory, .. } = &mut **qpc else {
-            return self.on_datagram(now, index, &transport, frame);
+            return match qpc.qp {
+                Protocol::Unreliable(_) => self.on_unreliable(now, index, &transport, frame),
+                _ => self.on_datagram(now, index, &transport, frame),
+            };
         };
         if !qp.path().is_some_and(|path| is_from(path, frame.from)) {
             return totals.count_drop(DropReason::WrongPeer);

@@ -1,7 +1,9 @@
 //! The engine as the protocol's [`Host`]: keys, ranges and receives of one queue pair while a
 //! packet is handled.
 
-use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target};
+use warpwire_proto::qp::{
+    Access, Atomic, Host, HostStatus, MwBind, Receive, Remote, Source, Target,
+};
 
 use super::qpc::QpMemory;
 use super::ring::SharedReceiveQueue;
@@ -88,6 +90,11 @@ impl Host for HostView<'_> {
 
     fn invalidate(&mut self, key: u32) -> HostStatus {
         let outcome = self.registry.invalidate(key, self.qp_memory.pd);
+        self.verdict(outcome)
+    }
+
+    fn bind(&mut self, bind: &MwBind) -> HostStatus {
+        let outcome = self.registry.bind_window(self.qp_memory.pd, bind);
         self.verdict(outcome)
     }
 

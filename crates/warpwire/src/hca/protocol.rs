@@ -1,11 +1,11 @@
-//! The transport of a queue pair, RC or UD, behind one interface.
+//! The transport of a queue pair, RC, UC or UD, behind one interface.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
     self, Datagram, GRH_LEN, Host, HostStatus, Mtu, ProtocolEvent, QpAttributes, RcQp, Receive,
-    Remote, SendCompletion, SendOp, SendQueueError, SendWr, Service, Source, State, Target, Ud,
+    Remote, SendCompletion, SendOp, SendQueueError, SendWr, Service, Source, State, Target, Uc, Ud,
 };
 use warpwire_proto::wire::ip::{IpRepr, UDP_LEN, mapped};
 
@@ -19,7 +19,24 @@ use crate::mlx5::{AddressVector, Origin};
 #[derive(Debug)]
 pub(super) enum Protocol {
     Connected(RcQp),
+    Unreliable(Box<Unreliable>),
     Datagram(Box<Datagrams>),
+}
+
+/// State of a UC queue pair.
+#[derive(Debug)]
+pub(super) struct Unreliable {
+    pub uc: Uc,
+    /// Since when the link has had no room for its packets.
+    pub full_since: Option<Instant>,
+}
+
+impl Unreliable {
+    /// Called when the link has no room: whether the packet waits for some.
+    #[cold]
+    pub(super) fn should_wait(&mut self, now: Instant, limit: std::time::Duration) -> bool {
+        now - *self.full_since.get_or_insert(now) < limit
+    }
 }
 
 /// State of a UD queue pair.
@@ -35,6 +52,10 @@ macro_rules! either {
     ($protocol:expr, $one:ident => $does:expr) => {
         match $protocol {
             Protocol::Connected($one) => $does,
+            Protocol::Unreliable(unreliable) => {
+                let $one = &mut unreliable.uc;
+                $does
+            }
             Protocol::Datagram(datagrams) => {
                 let $one = &mut datagrams.ud;
                 $does
@@ -44,6 +65,10 @@ macro_rules! either {
     (ref $protocol:expr, $one:ident => $does:expr) => {
         match $protocol {
             Protocol::Connected($one) => $does,
+            Protocol::Unreliable(unreliable) => {
+                let $one = &unreliable.uc;
+                $does
+            }
             Protocol::Datagram(datagrams) => {
                 let $one = &datagrams.ud;
                 $does
@@ -57,6 +82,10 @@ impl Protocol {
         Self::Connected(RcQp::new(number, options))
     }
 
+    pub(super) fn unreliable(number: u32, depth: u32) -> Self {
+        Self::Unreliable(Box::new(Unreliable { uc: Uc::new(number, depth), full_since: None }))
+    }
+
     pub(super) fn datagram(number: u32, mtu: Mtu, depth: u32) -> Self {
         let from = (Ipv4Addr::UNSPECIFIED, 0).into();
         Self::Datagram(Box::new(Datagrams { ud: Ud::new(number, mtu, depth), from }))
@@ -65,6 +94,7 @@ impl Protocol {
     pub(super) fn service(&self) -> Service {
         match self {
             Self::Connected(_) => Service::Rc,
+            Self::Unreliable(_) => Service::Uc,
             Self::Datagram(_) => Service::Ud,
         }
     }
@@ -74,7 +104,7 @@ impl Protocol {
     pub(super) fn connection(&self) -> Option<&RcQp> {
         match self {
             Self::Connected(qp) => Some(qp),
-            Self::Datagram(_) => None,
+            Self::Unreliable(_) | Self::Datagram(_) => None,
         }
     }
 
@@ -110,12 +140,12 @@ impl Protocol {
         either!(self, one => one.poll_event())
     }
 
-    /// UD has no timers.
+    /// Only RC has timers.
     #[inline]
     pub(super) fn poll_timeout(&mut self, now: Instant) -> Instant {
         match self {
             Self::Connected(qp) => qp.poll_timeout(now),
-            Self::Datagram(_) => Instant::NEVER,
+            Self::Unreliable(_) | Self::Datagram(_) => Instant::NEVER,
         }
     }
 
@@ -134,6 +164,7 @@ impl Protocol {
     ) -> Result<(), SendQueueError> {
         match self {
             Self::Connected(qp) => qp.post(work),
+            Self::Unreliable(unreliable) => unreliable.uc.post(work),
             Self::Datagram(datagrams) => datagrams.post(work, to()),
         }
     }
@@ -141,7 +172,7 @@ impl Protocol {
     /// The origin of a message, for its CQE. A connection has only one.
     pub(super) fn origin(&self, qpn: u32) -> Origin {
         match self {
-            Self::Connected(_) => Origin { qpn, ..Origin::default() },
+            Self::Connected(_) | Self::Unreliable(_) => Origin { qpn, ..Origin::default() },
             Self::Datagram(datagrams) => {
                 let gid = mapped(datagrams.from.ip()).octets();
                 let port = datagrams.from.port();

@@ -53,8 +53,10 @@ pub struct QpSpec {
     pub poll_doorbell: bool,
     /// Options of the protocol; the queue depth is set from `send_wqebbs`.
     pub options: qp::TransportOptions,
-    /// The maximum datagram (UD); `None` for a connection (RC).
+    /// The maximum datagram (UD); `None` for a connection.
     pub datagrams: Option<qp::Mtu>,
+    /// Whether a connection is unreliable (UC) rather than reliable (RC).
+    pub is_unreliable: bool,
 }
 
 /// State of a work request in progress, by the index of its first WQEBB.
@@ -132,6 +134,7 @@ pub(super) struct QpMemory {
     pub receives: RecvSource,
     /// Receives in use: one by the current message, one perhaps taken for the next.
     active_receives: [Option<TakenReceive>; 2],
+    /// The protection domain, with the number of the queue pair.
     pub pd: PdId,
     /// Read-ahead of payload in device memory.
     read_ahead: ReadAhead,
@@ -173,7 +176,7 @@ impl QpContext {
             wr_state: vec![WrState::NONE; spec.send_wqebbs as usize].into(),
             receives,
             active_receives: [None; 2],
-            pd: spec.pd,
+            pd: spec.pd.of_qp(number),
             read_ahead: ReadAhead::default(),
             held: HeldPackets::default(),
             denied: None,
@@ -185,6 +188,7 @@ impl QpContext {
         };
         let qp = match spec.datagrams {
             Some(mtu) => Protocol::datagram(number, mtu, spec.send_wqebbs),
+            None if spec.is_unreliable => Protocol::unreliable(number, spec.send_wqebbs),
             None => Protocol::connected(number, options),
         };
         Self {
@@ -376,6 +380,8 @@ impl QpMemory {
         };
         let (op, len) = match wqe.work {
             Work::Nop => (SendOp::Local, 0),
+            Work::Bind(bind) => (SendOp::Bind(bind), 0),
+            Work::LocalInvalidate(rkey) => (SendOp::LocalInvalidate(rkey), 0),
             Work::Wait(found) => {
                 wait = Some(found);
                 (SendOp::Local, 0)
@@ -580,7 +586,9 @@ impl QpMemory {
             Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
             Work::Read { into, .. } | Work::Atomic { into, .. } => into,
             Work::Dump { from } => from,
-            Work::Nop | Work::Wait(_) => return Err(AccessDenied::Range),
+            Work::Nop | Work::Wait(_) | Work::Bind(_) | Work::LocalInvalidate(_) => {
+                return Err(AccessDenied::Range);
+            }
         };
         walk_segments(
             payload.data_segments().map(|segment| (segment.len(), segment)),

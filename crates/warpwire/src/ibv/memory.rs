@@ -206,7 +206,7 @@ impl Pd {
 
 /// The `ibv_access_flags` for these rights.
 pub(super) fn access_flags(access: Access) -> u32 {
-    const FLAGS: [(Access, u32); 7] = [
+    const FLAGS: [(Access, u32); 8] = [
         (Access::LOCAL_WRITE, sys::ACCESS_LOCAL_WRITE),
         (Access::REMOTE_READ, sys::ACCESS_REMOTE_READ),
         (Access::REMOTE_WRITE, sys::ACCESS_REMOTE_WRITE),
@@ -214,6 +214,7 @@ pub(super) fn access_flags(access: Access) -> u32 {
         (Access::ZERO_BASED, sys::ACCESS_ZERO_BASED),
         (Access::RELAXED_ORDERING, sys::ACCESS_RELAXED_ORDERING),
         (Access::ON_DEMAND, sys::ACCESS_ON_DEMAND),
+        (Access::MW_BIND, sys::ACCESS_MW_BIND),
     ];
     FLAGS
         .iter()

@@ -211,7 +211,7 @@ impl SendQueue<'_> {
         let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == context;
         let Some(to) = request.destination else {
             return match self.caps.service {
-                Service::Rc => Ok(()),
+                Service::Rc | Service::Uc => Ok(()),
                 service => Err(wrong_service(service, false, plain)),
             };
         };
@@ -293,6 +293,7 @@ fn operation(op: WrOp, entry: &mut sys::SendWr) -> PostResult {
             (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(Remote { address: 0, rkey: 0 }));
             (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
         }
+        WrOp::BindMw(_) | WrOp::LocalInvalidate(_) => return Err(PostError::NO_WINDOWS),
         WrOp::Wait { .. } => {
             return Err(PostError::Unsupported(
                 "libibverbs has no WAIT operation; poll for the completion instead",
@@ -495,7 +496,7 @@ fn too_many_sges(count: usize, max: u32) -> PostError {
 #[cold]
 fn wrong_service(service: Service, addressed: bool, plain: bool) -> PostError {
     match (service, addressed, plain) {
-        (Service::Rc, ..) => PostError::SURPLUS_DESTINATION,
+        (Service::Rc | Service::Uc, ..) => PostError::SURPLUS_DESTINATION,
         (_, false, _) => PostError::NO_DESTINATION,
         (_, _, false) => {
             PostError::Invalid("a UD queue pair supports sends only; use a connected queue pair")

@@ -180,6 +180,7 @@ impl Pd {
         };
         let qp_type = match options.service {
             Service::Rc => sys::QPT_RC,
+            Service::Uc => sys::QPT_UC,
             Service::Ud => sys::QPT_UD,
         };
         let mut init = sys::QpInitAttr {

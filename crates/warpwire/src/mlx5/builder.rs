@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::address::AddressVector;
 use super::opcode::WqeOpcode;
-use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
-use super::{Atomic, AtomicWidth};
+use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, bind_field, field};
+use super::{Access, Atomic, AtomicWidth, MwBind, MwType};
 use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT_LEN, WQEBB_LEN, put, wqebbs};
 
 /// Scratch buffer of a [`Builder`]. A poster keeps one; it is not cleared between WQEs.
@@ -191,6 +191,32 @@ impl<'s> Builder<'s> {
         put(&mut segment, 8, index.to_be_bytes());
         put(&mut segment, 12, cqn.to_be_bytes());
         self.push(segment)
+    }
+
+    /// Appends the two segments of a BIND_MW, in ConnectX-3's format.
+    pub fn bind(self, bind: &MwBind) -> Self {
+        let access = bind_field::RIGHTS
+            .iter()
+            .filter(|(right, _)| bind.access.contains(*right))
+            .fold(0, |set, (_, bit)| set | bit);
+        let type_2 = if bind.kind == MwType::Type2 { bind_field::TYPE_2 } else { 0 };
+        let zero_based = bind.access.contains(Access::ZERO_BASED);
+        let options = type_2 | if zero_based { bind_field::ZERO_BASED } else { 0 };
+        let mut segments = [[0; SEGMENT_LEN]; 2];
+        put(&mut segments[0], 0, access.to_be_bytes());
+        put(&mut segments[0], 4, options.to_be_bytes());
+        put(&mut segments[0], 8, bind.rkey.to_be_bytes());
+        put(&mut segments[0], 12, bind.lkey.to_be_bytes());
+        put(&mut segments[1], 0, bind.address.to_be_bytes());
+        put(&mut segments[1], 8, bind.len.to_be_bytes());
+        segments.into_iter().fold(self, Self::push)
+    }
+
+    /// Appends the two segments of a LOCAL_INVAL, in ConnectX-3's format.
+    pub fn local_invalidate(self, rkey: u32) -> Self {
+        let mut segment = [0; SEGMENT_LEN];
+        put(&mut segment, 8, rkey.to_be_bytes());
+        self.push(segment).push([0; SEGMENT_LEN])
     }
 
     fn push(mut self, segment: [u8; SEGMENT_LEN]) -> Self {

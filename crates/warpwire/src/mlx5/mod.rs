@@ -45,7 +45,8 @@ pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
 pub use opcode::WqeOpcode;
 pub use receive::{ReceiveWqe, Segments, SrqEntry, receive_stride};
 pub use status::CqeSyndrome;
-pub use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, Remote, Status};
+use warpwire_proto::qp::Access;
+pub use warpwire_proto::qp::{Atomic, AtomicWidth, Fence, MwBind, MwType, Remote, Status};
 pub use wqe::{
     ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, SendKind, Wait, Work,
     Wqe, WqeError, WqePayload,

@@ -36,7 +36,12 @@ pub enum WqeOpcode {
     MaskedCompareSwap,
     /// Masked fetch-and-add.
     MaskedFetchAdd,
-    /// Local invalidation of a key; not supported here.
+    /// Binds a memory window: the operation of ConnectX-3, for which later NICs use [`Umr`].
+    ///
+    /// [`Umr`]: Self::Umr
+    BindMw,
+    /// Local invalidation of a key: the operation of ConnectX-3, as for
+    /// [`BindMw`](Self::BindMw).
     LocalInvalidate,
     /// Signature set-up; not supported here.
     SetPsv,
@@ -51,7 +56,7 @@ pub enum WqeOpcode {
 }
 
 /// Every opcode with its code and name.
-const TABLE: [(u8, WqeOpcode, &str); 17] = [
+const TABLE: [(u8, WqeOpcode, &str); 18] = [
     (0x00, WqeOpcode::Nop, "NOP"),
     (0x01, WqeOpcode::SendInvalidate, "SEND_INVAL"),
     (0x08, WqeOpcode::RdmaWrite, "RDMA_WRITE"),
@@ -64,6 +69,7 @@ const TABLE: [(u8, WqeOpcode, &str); 17] = [
     (0x12, WqeOpcode::FetchAdd, "ATOMIC_FA"),
     (0x14, WqeOpcode::MaskedCompareSwap, "MASKED_CS"),
     (0x15, WqeOpcode::MaskedFetchAdd, "MASKED_FA"),
+    (0x18, WqeOpcode::BindMw, "BIND_MW"),
     (0x1b, WqeOpcode::LocalInvalidate, "LOCAL_INVAL"),
     (0x20, WqeOpcode::SetPsv, "SET_PSV"),
     (0x23, WqeOpcode::Dump, "DUMP"),

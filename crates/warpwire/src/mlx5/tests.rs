@@ -168,9 +168,42 @@ fn every_operation() -> Vec<(WqeOpcode, Vec<u8>)> {
     }
     let wait = Builder::new(&mut scratch, WqeOpcode::Wait, 1, 2).wait(0x77, 0x1_0005);
     all.push((WqeOpcode::Wait, wait.finish().unwrap().bytes().to_vec()));
+    for bind in binds() {
+        let built = Builder::new(&mut scratch, WqeOpcode::BindMw, 1, 2).bind(&bind);
+        let bytes = built.finish().unwrap().bytes().to_vec();
+        let Work::Bind(read) = Wqe::parse(&bytes).unwrap().work else { panic!() };
+        assert_eq!((read, bytes.len()), (bind, 48));
+        all.push((WqeOpcode::BindMw, bytes));
+    }
+    let built =
+        Builder::new(&mut scratch, WqeOpcode::LocalInvalidate, 1, 2).local_invalidate(0x1234_5678);
+    let bytes = built.finish().unwrap().bytes().to_vec();
+    assert!(matches!(Wqe::parse(&bytes).unwrap().work, Work::LocalInvalidate(0x1234_5678)));
+    all.push((WqeOpcode::LocalInvalidate, bytes));
     let dump = Builder::new(&mut scratch, WqeOpcode::Dump, 1, 2).data(8, 3, 4);
     all.push((WqeOpcode::Dump, dump.finish().unwrap().bytes().to_vec()));
     all
+}
+
+/// Binds of both types, with every right.
+fn binds() -> impl Iterator<Item = MwBind> {
+    let (lkey, address, len) = (0x99, 0x7f00_0000_1001, 1 << 40);
+    [MwType::Type1, MwType::Type2].into_iter().flat_map(move |kind| {
+        let rights = [
+            Access::NONE,
+            Access::REMOTE_READ,
+            Access::REMOTE_WRITE,
+            Access::REMOTE_ATOMIC | Access::ZERO_BASED,
+        ];
+        rights.into_iter().map(move |access| MwBind {
+            kind,
+            rkey: 0x1234_5678,
+            lkey,
+            address,
+            len,
+            access,
+        })
+    })
 }
 
 #[test]
@@ -196,6 +229,7 @@ fn truncated_wqes_are_rejected_or_have_less_payload() {
                         | Work::Write { .. }
                         | Work::Read { .. }
                         | Work::Dump { .. }
+                        | Work::LocalInvalidate(_)
                 )),
             }
         }
@@ -256,7 +290,7 @@ fn nop_ignores_extra_segments() {
 
 #[test]
 fn unsupported_opcodes_are_rejected_with_their_code() {
-    for code in [0x1b, 0x20, 0x25, 0x2f, 0x02, 0xff] {
+    for code in [0x19, 0x20, 0x25, 0x2f, 0x02, 0xff] {
         let mut bytes = [0; 256];
         bytes[3] = code;
         bytes[7] = 7;
@@ -525,7 +559,7 @@ fn walk(wqe: &Wqe<'_>) -> u64 {
         Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
         Work::Read { into, .. } | Work::Atomic { into, .. } => into,
         Work::Dump { from } => from,
-        Work::Nop | Work::Wait(_) => return 0,
+        Work::Nop | Work::Wait(_) | Work::Bind(_) | Work::LocalInvalidate(_) => return 0,
     }
     .data_segments()
     .map(|segment| segment.len())
@@ -555,7 +589,9 @@ proptest! {
     #[test]
     fn any_bytes_are_parsed_or_rejected(
         mut bytes in proptest::collection::vec(any::<u8>(), 0..1100),
-        known in prop::sample::select(vec![0u8, 1, 8, 9, 10, 11, 15, 16, 17, 18, 20, 21, 0x23]),
+        known in prop::sample::select(
+            vec![0u8, 1, 8, 9, 10, 11, 15, 16, 17, 18, 20, 21, 0x18, 0x1b, 0x23]
+        ),
         opmod in 7u8..11,
     ) {
         if let Ok(wqe) = Wqe::parse(&bytes) {

@@ -5,8 +5,8 @@ use std::fmt;
 use super::address::{ADDRESS_SEGMENTS, AddressVector};
 use super::opcode::WqeOpcode;
 use super::{
-    Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, Remote, SEGMENT_LEN, Status, array, be16, be32,
-    be64, wqebbs,
+    Access, Atomic, AtomicWidth, Fence, MAX_MESSAGE_LEN, MwBind, MwType, Remote, SEGMENT_LEN,
+    Status, array, be16, be32, be64, wqebbs,
 };
 
 /// Flag in a byte count: inline data follows.
@@ -23,6 +23,21 @@ pub(super) mod field {
     pub const QPN_DS: usize = 4;
     pub const FLAGS: usize = 11;
     pub const IMM: usize = 12;
+}
+
+/// Bits in the segments of a BIND_MW.
+pub(super) mod bind_field {
+    use super::Access;
+
+    /// In the first word.
+    pub const RIGHTS: [(Access, u32); 3] = [
+        (Access::REMOTE_ATOMIC, 1 << 31),
+        (Access::REMOTE_WRITE, 1 << 30),
+        (Access::REMOTE_READ, 1 << 29),
+    ];
+    /// In the second word.
+    pub const TYPE_2: u32 = 1 << 31;
+    pub const ZERO_BASED: u32 = 1 << 30;
 }
 
 /// When a WQE generates a completion.
@@ -54,7 +69,7 @@ impl CqUpdate {
 pub enum FenceMode {
     /// Nothing.
     None,
-    /// Earlier memory key operations (of which this HCA has none).
+    /// Earlier memory key operations, which are executed before any later work starts anyway.
     Small,
     /// The responses of earlier RDMA reads and atomics.
     ReadsAndAtomics,
@@ -378,6 +393,10 @@ pub enum Work<'a> {
         /// Memory to read.
         from: WqePayload<'a>,
     },
+    /// Binds a memory window.
+    Bind(MwBind),
+    /// Invalidates a key of this side.
+    LocalInvalidate(u32),
 }
 
 /// Why a WQE cannot be executed.
@@ -523,12 +542,31 @@ impl<'a> Wqe<'a> {
                 Ok(Work::Wait(Wait { index: be32(wait, 8), cqn: be32(wait, 12) & 0xff_ffff }))
             }
             WqeOpcode::Dump => Ok(Work::Dump { from: WqePayload::parse(rest, false)? }),
-            WqeOpcode::LocalInvalidate
-            | WqeOpcode::SetPsv
-            | WqeOpcode::Umr
-            | WqeOpcode::Mmo
-            | WqeOpcode::Unknown(_) => Err(WqeError::WqeOpcode(control.opcode.code())),
+            WqeOpcode::BindMw => Self::bind(rest),
+            WqeOpcode::LocalInvalidate => Ok(Work::LocalInvalidate(be32(first(rest)?.0, 8))),
+            WqeOpcode::SetPsv | WqeOpcode::Umr | WqeOpcode::Mmo | WqeOpcode::Unknown(_) => {
+                Err(WqeError::WqeOpcode(control.opcode.code()))
+            }
         }
+    }
+
+    fn bind(rest: &[[u8; SEGMENT_LEN]]) -> Result<Work<'a>, WqeError> {
+        let (what, rest) = first(rest)?;
+        let (range, _) = first(rest)?;
+        let (rights, options) = (be32(what, 0), be32(what, 4));
+        let set = bind_field::RIGHTS.iter().filter(|(_, bit)| rights & bit != 0);
+        let mut access = set.fold(Access::NONE, |set, (right, _)| set | *right);
+        if options & bind_field::ZERO_BASED != 0 {
+            access |= Access::ZERO_BASED;
+        }
+        Ok(Work::Bind(MwBind {
+            kind: if options & bind_field::TYPE_2 == 0 { MwType::Type1 } else { MwType::Type2 },
+            rkey: be32(what, 8),
+            lkey: be32(what, 12),
+            address: be64(range, 0),
+            len: be64(range, 8),
+            access,
+        }))
     }
 
     fn write(rest: &'a [[u8; SEGMENT_LEN]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {

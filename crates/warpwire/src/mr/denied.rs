@@ -20,8 +20,12 @@ pub enum AccessDenied {
     Rights,
     /// The range is not inside the registered memory.
     Range,
-    /// A peer's send-with-invalidate has invalidated the key for remote use.
+    /// The key was invalidated for remote use, or its window is not bound.
     Invalidated,
+    /// The window is bound to another queue pair.
+    WrongQp,
+    /// The window is bound, and must be invalidated before it is bound again.
+    Bound,
     /// The memory was freed under its registration.
     Gone,
     /// The memory is being moved; retry later.
@@ -50,6 +54,8 @@ impl fmt::Display for AccessDenied {
             Self::Rights => "the registration does not grant the right",
             Self::Range => "the range is not inside the registered memory",
             Self::Invalidated => "the key has been invalidated",
+            Self::WrongQp => "the window is bound to another queue pair",
+            Self::Bound => "the window is bound already",
             Self::Gone => "the memory was freed under its registration",
             Self::Moving => "the memory is moving",
             Self::NotResident => "the memory is not resident",

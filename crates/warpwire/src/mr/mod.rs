@@ -7,6 +7,7 @@
 //! | [`SoftMr`] | a registration; dropping it deregisters |
 //! | [`MemorySource`], [`HostMemory`] | what can be registered |
 //! | [`Access`] | access rights |
+//! | [`SoftMw`] | a memory window: a key for a part of a registration |
 //! | [`Span`] | memory resolved from a key, for one copy or one atomic operation |
 //! | [`AccessDenied`] | why a key was not resolved |
 //! | [`MrExport`], [`ExportObserver`] | registrations that local peers map and access directly |
@@ -40,7 +41,8 @@
 //!    span must not deregister: it would deadlock. A peer process that is stopped during a direct
 //!    access is waited for half a second; deregistration then reports
 //!    [`Kind::Busy`](crate::error::Kind::Busy), and the memory is quarantined
-//!    ([`Registry::quarantined`]).
+//!    ([`Registry::quarantined`]). The same holds for keys of windows: when one was invalidated, or
+//!    its window was bound again or dropped, its last [`Span`] has been dropped.
 //! 2. **Memory outlives its registration.** A [`SoftMr`] holds its memory and its [`SoftPd`]; the
 //!    handles of an allocation cannot free it while it is registered.
 //! 3. **Freed memory is never read.** If memory is freed under its registration nevertheless (its
@@ -82,6 +84,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod uffd;
+mod window;
 
 pub use cache::{CacheOptions, CacheStats, Lease, MrCache, Validation};
 pub use client::{InvalidationHandle, PeerClient, PeerPages, Persistence, ReleaseReason};
@@ -103,3 +106,6 @@ pub use registry::{PdId, Registry, SoftPd};
 #[doc(hidden)]
 pub use span::Span;
 pub use warpwire_proto::qp::Access;
+#[doc(hidden)]
+pub use window::SoftMw;
+pub use window::{MwBind, MwType, next_rkey};

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use super::Access;
 use super::client::{Acquired, Persistence, ReleaseReason};
 use super::custom_memory::CustomMemory;
+use super::denied::AccessDenied;
 use super::device::DeviceMemory;
 use super::host::HostRange;
 use super::invalidation::InvalidationLink;
 use super::memory::{AccessPath, PathSource};
 use super::on_demand::OdpStats;
 use super::registry::{PdId, Registry, SoftPd};
+use super::window::{BoundWindows, Window};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{PinGuard, Region};
 
@@ -26,11 +28,19 @@ pub(super) struct Registration {
     pub(super) acquired: Option<Acquired>,
     /// Keeps the exporter from moving the memory (static dma-buf attachment).
     pub(super) _pin: Option<PinGuard>,
+    pub(super) windows: BoundWindows,
     /// Keeps the protection domain alive.
     pub(super) _pd: SoftPd,
 }
 
 impl Registration {
+    /// The state of a window that is not bound.
+    pub(super) fn of_window(pd: &SoftPd, target: Target) -> Self {
+        let (access, windows) = (Access::NONE, BoundWindows::of(Access::NONE));
+        let (iova, len, acquired, _pin) = (0, 0, None, None);
+        Self { pd: pd.id(), access, iova, len, target, acquired, _pin, windows, _pd: pd.clone() }
+    }
+
     pub(super) fn pd(&self) -> PdId {
         self.pd
     }
@@ -55,8 +65,37 @@ impl Registration {
 /// The memory behind a registration, by access method.
 pub(super) enum Target {
     Host(HostRange),
-    Device { memory: Arc<DeviceMemory>, region: Region },
-    Custom { custom_memory: Arc<dyn CustomMemory>, address: u64 },
+    Device {
+        memory: Arc<DeviceMemory>,
+        region: Region,
+    },
+    Custom {
+        custom_memory: Arc<dyn CustomMemory>,
+        address: u64,
+    },
+    /// A part of another registration. No span has this target, but that one's.
+    Window(Window),
+}
+
+impl Target {
+    /// Whether the range can be accessed now.
+    #[inline]
+    pub(super) fn check(
+        &self,
+        offset: u64,
+        len: u64,
+        need: Access,
+    ) -> std::result::Result<(), AccessDenied> {
+        match self {
+            Self::Host(_) | Self::Window(_) => Ok(()),
+            Self::Device { memory, region } => memory.check(region.offset() + offset, len),
+            Self::Custom { custom_memory, .. } => {
+                let writes =
+                    need.contains(Access::LOCAL_WRITE) || need.contains(Access::REMOTE_WRITE);
+                custom_memory.check(offset, len, writes)
+            }
+        }
+    }
 }
 
 /// How the importer of a dma-buf is attached to its exporter.
@@ -127,6 +166,7 @@ pub struct SoftMr {
     /// Remarks shown with the path's own reasons by [`SoftMr::why`].
     pub(super) notes: Vec<String>,
     pub(super) invalidation: Option<Arc<InvalidationLink>>,
+    pub(super) windows: BoundWindows,
     pub(super) ended: bool,
 }
 
@@ -160,6 +200,12 @@ impl SoftMr {
     /// The rights granted at registration.
     pub fn access(&self) -> Access {
         self.access
+    }
+
+    /// How many memory windows are bound to it. Windows that still are when it is deregistered
+    /// become invalid.
+    pub fn bound_windows(&self) -> u32 {
+        self.windows.count()
     }
 
     /// How the memory was identified when it was registered.

@@ -21,6 +21,7 @@ use super::registration::{RegisteredBy, Registration, SoftMr, Target};
 use super::revocable_slot::SlotGuard;
 use super::span::Span;
 use super::table::{Slot, Table};
+use super::window::BoundWindows;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{PinGuard, Region};
 use crate::units;
@@ -28,20 +29,42 @@ use crate::units;
 // A slot's label: the tag of its key (bits 0 to 7), and these flags.
 
 /// The slot has held a registration.
-const USED: u32 = 1 << 8;
+pub(super) const USED: u32 = 1 << 8;
 /// The key has been invalidated for remote use.
-const REMOTE_INVALIDATED: u32 = 1 << 9;
+pub(super) const REMOTE_INVALIDATED: u32 = 1 << 9;
 /// The memory was freed under its registration.
 const GONE: u32 = 1 << 10;
+/// The slot has a window; [`USED`] then says that it is bound.
+pub(super) const WINDOW: u32 = 1 << 11;
 
-/// Identifies a [`SoftPd`] in work requests and queue pairs; unique in the process.
+/// Identifies a [`SoftPd`] in work requests and queue pairs; unique in the process. That of a queue
+/// pair has its number in the upper 24 bits, for windows that only one queue pair may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PdId(u64);
 
 impl PdId {
-    /// As a number, which local peers compare.
-    pub(crate) fn raw(self) -> u64 {
-        self.0
+    const DOMAIN_BITS: u32 = 40;
+
+    /// The same domain, used by this queue pair.
+    #[must_use]
+    pub const fn of_qp(self, number: u32) -> Self {
+        Self(self.raw() | (number as u64) << Self::DOMAIN_BITS)
+    }
+
+    /// The queue pair that uses it; 0 if none was given.
+    pub(super) const fn qp(self) -> u32 {
+        (self.0 >> Self::DOMAIN_BITS) as u32
+    }
+
+    /// Whether both are the same domain, whichever queue pair uses it.
+    #[inline]
+    pub(super) const fn is_same_domain(self, other: Self) -> bool {
+        (self.0 ^ other.0) << (u64::BITS - Self::DOMAIN_BITS) == 0
+    }
+
+    /// The domain as a number, which local peers compare.
+    pub(crate) const fn raw(self) -> u64 {
+        self.0 & ((1 << Self::DOMAIN_BITS) - 1)
     }
 }
 
@@ -104,6 +127,8 @@ pub(super) struct Inner {
     /// Exports registrations to other processes.
     observer: OnceLock<Arc<dyn ExportObserver>>,
     quarantine: Quarantine,
+    /// Held while a window is bound, invalidated or deallocated.
+    window_transitions: Mutex<()>,
 }
 
 impl Inner {
@@ -195,6 +220,7 @@ impl Registry {
             clients: RwLock::new(clients::all()),
             observer: OnceLock::new(),
             quarantine: Quarantine::default(),
+            window_transitions: Mutex::default(),
         };
         Self(Arc::new(inner), 0)
     }
@@ -215,12 +241,12 @@ impl Registry {
         SoftPd(Arc::new(PdId(NEXT.fetch_add(1, Ordering::Relaxed))))
     }
 
-    /// The number of live registrations.
+    /// The number of live registrations and windows.
     pub fn len(&self) -> usize {
         self.0.keys.lock().live
     }
 
-    /// Whether there is no live registration.
+    /// Whether there is no live registration or window.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -357,8 +383,18 @@ impl Registry {
         let (target, reached) = self.target(memory)?;
         let Provenance { registered_by, acquired, invalidation, pin } = provenance;
         let (id, _pd) = (pd.id(), pd.clone());
-        let registration =
-            Registration { pd: id, access, iova, len, target, acquired, _pin: pin, _pd };
+        let windows = BoundWindows::of(access);
+        let registration = Registration {
+            pd: id,
+            access,
+            iova,
+            len,
+            target,
+            acquired,
+            _pin: pin,
+            windows: windows.clone(),
+            _pd,
+        };
         let publish = || self.publish(registration);
         let key = match &invalidation {
             None => publish()?,
@@ -379,6 +415,7 @@ impl Registry {
             registered_by,
             notes,
             invalidation,
+            windows,
             ended: false,
         })
     }
@@ -403,21 +440,36 @@ impl Registry {
         })
     }
 
-    /// Allocates a key and stores the registration under it.
-    fn publish(&self, registration: Registration) -> Result<u32> {
+    /// Allocates a key and stores the registration, or a window that is not bound, under it.
+    pub(super) fn publish(&self, registration: Registration) -> Result<u32> {
         let full = || {
             Error::new(Kind::OutOfMemory, "register memory")
                 .why("every key is in use")
                 .fix("deregister what is no longer needed")
         };
         self.release_quarantined();
+        let label = if matches!(registration.target, Target::Window(_)) { WINDOW } else { USED };
         let key = self.0.keys.lock().allocate().ok_or_else(full)?;
         let slot = self.0.table.get_or_alloc(self.0.key_mask.index(key)).ok_or_else(full)?;
         // Before the slot opens: from then on a peer's message may invalidate the key.
         self.notify_opened(key, &registration);
         // The index was free, so its slot is closed.
-        slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
+        slot.0.open(key & TAG | label, registration).map_err(|_| full())?;
         Ok(key)
+    }
+
+    /// The slot of a key, if there is one.
+    pub(super) fn slot(&self, key: u32) -> Option<&Slot> {
+        self.0.slot(key)
+    }
+
+    /// In which shard of a slot this handle counts its accesses.
+    pub(super) fn shard(&self) -> usize {
+        self.1
+    }
+
+    pub(super) fn window_transitions(&self) -> &Mutex<()> {
+        &self.0.window_transitions
     }
 
     pub(super) fn observer_cell(&self) -> &OnceLock<Arc<dyn ExportObserver>> {
@@ -464,14 +516,14 @@ impl Registry {
             return Ok(Span::empty());
         }
         let slot = self.0.slot(key).ok_or(AccessDenied::Unknown)?;
-        // Local access ignores the flag that shuts out peers.
-        let ignored = if need.is_remote() { 0 } else { REMOTE_INVALIDATED };
+        // Local access ignores the flag that shuts out peers; only peers use windows.
+        let ignored = if need.is_remote() { WINDOW } else { REMOTE_INVALIDATED };
         let wanted = key & TAG | USED;
         let guard = slot
             .0
             .enter_shard(self.1, |label| label & !ignored == wanted)
             .map_err(|(label, open)| reason(label, open, wanted))?;
-        if guard.pd != pd {
+        if !guard.pd.is_same_domain(pd) {
             return Err(AccessDenied::WrongPd);
         }
         if !guard.access.contains(need) {
@@ -480,27 +532,27 @@ impl Registry {
         let offset = locate(guard.iova, guard.len, address, len).ok_or(AccessDenied::Range)?;
         match &guard.target {
             Target::Host(_) => {}
-            Target::Device { memory, region } => memory.check(region.offset() + offset, len)?,
-            Target::Custom { custom_memory, .. } => {
-                let writes =
-                    need.contains(Access::LOCAL_WRITE) || need.contains(Access::REMOTE_WRITE);
-                custom_memory.check(offset, len, writes)?;
-            }
+            Target::Window(window) => return self.resolve_window(window, pd, need, offset, len),
+            target => target.check(offset, len, need)?,
         }
         Ok(Span::new(guard, offset, len))
     }
 
-    /// Ends remote use of a key (send with invalidate). To allow remote access again, register the
-    /// memory anew. Local use is unaffected. When it returns, no packet's access is in progress,
+    /// Ends remote use of a key (send with invalidate, local invalidation): of a window of type 2,
+    /// which can then be bound again; or of a registration, until the memory is registered anew,
+    /// and whose local use is unaffected. When it returns, no packet's access is in progress,
     /// and no peer's direct access begins; one that has begun ends within its quantum. The caller
     /// must hold no [`Span`] of the key.
     pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), AccessDenied> {
         let slot = self.0.slot(rkey).ok_or(AccessDenied::Unknown)?;
         let wanted = rkey & TAG | USED;
+        if slot.0.peek().0 & WINDOW != 0 {
+            return self.invalidate_window(rkey, pd);
+        }
         {
             let denied = |(label, open)| reason(label, open, wanted);
             let guard = slot.0.enter(|label| label == wanted).map_err(denied)?;
-            if guard.pd != pd {
+            if !guard.pd.is_same_domain(pd) {
                 return Err(AccessDenied::WrongPd);
             }
             if !guard.access.is_remote() {
@@ -623,15 +675,17 @@ impl Registry {
 /// The offset of a range in memory of `total` bytes that begins at `iova`; `None` if it is out of
 /// bounds. `len` is not zero.
 #[inline]
-fn locate(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
+pub(super) fn locate(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
     let offset = address.checked_sub(iova)?;
     (offset < total && len <= total - offset).then_some(offset)
 }
 
 /// Why a slot with this label rejected a key.
 #[cold]
-fn reason(label: u32, open: bool, wanted: u32) -> AccessDenied {
+pub(super) fn reason(label: u32, open: bool, wanted: u32) -> AccessDenied {
     match (label & USED != 0, open) {
+        (false, true) => AccessDenied::Invalidated, // a window that is not bound
+        (true, true) if label == wanted | WINDOW => AccessDenied::Rights, // as a local key
         (false, _) => AccessDenied::Unknown,
         (true, false) if label & !REMOTE_INVALIDATED == wanted | GONE => AccessDenied::Gone,
         (true, true) if label & !REMOTE_INVALIDATED == wanted => AccessDenied::Invalidated,

@@ -63,7 +63,7 @@ impl<'a> Span<'a> {
         match self.guard.as_deref().map(|registration| &registration.target) {
             Some(Target::Device { .. }) => true,
             Some(Target::Custom { custom_memory, .. }) => custom_memory.is_slow(),
-            Some(Target::Host(_)) | None => false,
+            Some(Target::Host(_) | Target::Window(_)) | None => false,
         }
     }
 
@@ -88,6 +88,7 @@ impl<'a> Span<'a> {
                 memory.read(region.offset() + at, into, &|| self.is_revoked())
             }
             Target::Custom { custom_memory, .. } => custom_memory.read(at, into),
+            Target::Window(_) => Err(AccessDenied::Range),
         }
     }
 
@@ -103,6 +104,7 @@ impl<'a> Span<'a> {
                 memory.write(region.offset() + at, from, &|| self.is_revoked())
             }
             Target::Custom { custom_memory, .. } => custom_memory.write(at, from),
+            Target::Window(_) => Err(AccessDenied::Range),
         }
     }
 
@@ -144,6 +146,7 @@ impl<'a> Span<'a> {
                 aligned(*address)?;
                 custom_memory.atomic(at, op)
             }
+            Target::Window(_) => Err(AccessDenied::Range),
         }
     }
 
@@ -188,7 +191,7 @@ impl<'a> Span<'a> {
     pub fn host_bytes(&self) -> Option<SharedBytes<'_>> {
         match &self.guard.as_deref()?.target {
             Target::Host(range) => range.bytes().slice(self.offset, self.len).ok(),
-            Target::Device { .. } | Target::Custom { .. } => None,
+            Target::Device { .. } | Target::Custom { .. } | Target::Window(_) => None,
         }
     }
 

@@ -21,7 +21,7 @@ use crate::error::{Error, Kind};
 use crate::hca::{CQE_LEN, QueueMemory};
 use crate::ibv::DirectCq;
 use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, Queue, owner_bit};
-use crate::work::{Completion, PostError, PostResult, ReceiveRequest};
+use crate::work::{Completion, PostError, PostResult, ReceiveRequest, WrOp};
 
 /// A queue pair driven with direct verbs.
 #[derive(Debug)]
@@ -89,6 +89,9 @@ impl DirectVerbsBatch<'_> {
     pub(super) fn push(&mut self, request: &SendRequest<'_>) -> PostResult {
         if request.destination.is_some() {
             return Err(PostError::DIRECT_UD);
+        }
+        if matches!(request.op, WrOp::BindMw(_) | WrOp::LocalInvalidate(_)) {
+            return Err(PostError::NO_WINDOWS);
         }
         let Self { direct_qp, state, next } = self;
         let used = *next - direct_qp.wr_table.freed.load(Ordering::Acquire);

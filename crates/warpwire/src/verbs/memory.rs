@@ -174,6 +174,15 @@ impl Mr {
         either!(self, mr => mr.access())
     }
 
+    /// How many memory windows are bound to it; always 0 on hardware. Windows that still are when
+    /// it is deregistered become invalid.
+    pub fn bound_windows(&self) -> u32 {
+        match &self.0 {
+            Backend::Soft(mr) => mr.bound_windows(),
+            Backend::Hard(_) => 0,
+        }
+    }
+
     /// Its protection domain.
     pub fn pd(&self) -> Pd {
         match &self.0 {
@@ -295,6 +304,25 @@ impl Mr {
             _ => Err(Error::new(Kind::Unsupported, "take over a key")
                 .why("a NIC assigns its keys itself")),
         }
+    }
+}
+
+/// A memory window (`ibv_mw`) of the software HCA: an rkey for a part of a memory region, with
+/// rights of its own. Bound by [`WrOp::BindMw`](super::WrOp::BindMw). Dropping it deallocates it:
+/// its rkey is then invalid.
+#[derive(Debug)]
+pub struct Mw(pub(super) mr::SoftMw);
+
+impl Mw {
+    /// Its rkey when it was allocated, which is not bound yet. Those that it is bound under have
+    /// the same upper 24 bits; [`next_rkey`](super::next_rkey) makes them.
+    pub fn rkey(&self) -> u32 {
+        self.0.rkey()
+    }
+
+    /// Its type.
+    pub fn kind(&self) -> mr::MwType {
+        self.0.kind()
     }
 }
 

@@ -74,7 +74,9 @@ pub use crate::hca::{
 };
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::WqeOpcode;
-pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
+pub use crate::mr::{
+    Access, AttachMode, DmaBufRange, MemorySource, MwBind, MwType, PeerClient, next_rkey,
+};
 pub use crate::work::{
     AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, PostError, ReceiveRequest,
     Remote, Sge, WrOp,
@@ -83,7 +85,7 @@ pub use bootstrap::QpEndpoint;
 pub use cq::{Cq, CqOptions};
 pub use datagram::{AddressHandle, Destination, GRH_LEN, Grh};
 pub use hardware::DeviceOptions;
-pub use memory::{Mr, Pd};
+pub use memory::{Mr, Mw, Pd};
 pub use post::{Batch, SendRequest};
 pub use qp::{Qp, QpOptions};
 pub use queues::{DirectQueues, Poster};
@@ -293,6 +295,15 @@ impl Context {
         };
         let registry = soft.hca.registry();
         Ok(registry.register_dmabuf(pd.soft()?, range, iova, access, attach)?.into())
+    }
+
+    /// Allocates a memory window (`ibv_alloc_mw`), which is not bound yet.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] on hardware; [`Kind::OutOfMemory`] if every key is in use.
+    pub fn alloc_mw(&self, pd: &Pd, kind: MwType) -> Result<Mw> {
+        let hca = self.soft().ok_or_else(|| soft_only("allocate a memory window"))?;
+        Ok(Mw(hca.registry().alloc_window(pd.soft()?, kind)?))
     }
 
     /// Adds a peer-memory client, which is asked before those already present when memory is

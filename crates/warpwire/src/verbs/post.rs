@@ -73,6 +73,8 @@ impl SendRequest<'_> {
             WrOp::Atomic(_, Atomic::FetchAdd { .. }) => WqeOpcode::FetchAdd,
             WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => WqeOpcode::MaskedCompareSwap,
             WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => WqeOpcode::MaskedFetchAdd,
+            WrOp::BindMw(_) => WqeOpcode::BindMw,
+            WrOp::LocalInvalidate(_) => WqeOpcode::LocalInvalidate,
             WrOp::Nop => WqeOpcode::Nop,
             WrOp::Wait { .. } => WqeOpcode::Wait,
             WrOp::Dump => WqeOpcode::Dump,
@@ -93,6 +95,8 @@ impl SendRequest<'_> {
             WrOp::Write(at) | WrOp::Read(at) => entry.remote(at.address, at.rkey),
             WrOp::WriteImm(at, imm) => entry.imm(imm).remote(at.address, at.rkey),
             WrOp::Atomic(at, op) => entry.remote(at.address, at.rkey).atomic(&op),
+            WrOp::BindMw(bind) => entry.bind(&bind),
+            WrOp::LocalInvalidate(rkey) => entry.local_invalidate(rkey),
             WrOp::Wait { cqn, index } => entry.wait(cqn, index),
             WrOp::Send | WrOp::Nop | WrOp::Dump => entry,
         };

@@ -36,7 +36,8 @@ use crate::work::{PostError, ReceiveRequest};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct QpOptions {
-    /// Transport service: reliable connection (RC, the default) or unreliable datagram (UD).
+    /// Transport service: reliable connection (RC, the default), unreliable connection (UC: sends
+    /// and writes, without acknowledgement) or unreliable datagram (UD).
     pub service: Service,
     /// Minimum number of outstanding sends (`max_send_wr`). Default: 128. The send queue holds at
     /// most 32768 WQEBBs of 64 bytes.
@@ -167,7 +168,7 @@ impl QpOptions {
         };
         // A UD address vector takes two segments more than the remote address of a write.
         let inline = match self.service {
-            Service::Rc => self.max_inline_data,
+            Service::Rc | Service::Uc => self.max_inline_data,
             Service::Ud => self.max_inline_data.saturating_add(2 * mlx5::SEGMENT_LEN as u32),
         };
         let wqebbs = mlx5::send_queue_wqebbs(self.send_depth.max(1), self.max_send_sge, inline)
@@ -196,9 +197,9 @@ impl QpOptions {
     }
 }
 
-/// A queue pair (`ibv_qp`): reliable connected, or unreliable datagram. Clones refer to the same
-/// queue pair; it is destroyed when the last one is dropped. Outstanding work then never completes,
-/// and completions that were not polled are lost.
+/// A queue pair (`ibv_qp`): reliable or unreliable connected, or unreliable datagram. Clones refer
+/// to the same queue pair; it is destroyed when the last one is dropped. Outstanding work then never
+/// completes, and completions that were not polled are lost.
 ///
 /// Any thread may use it. Sends execute in posting order. Posting is serialized by one lock for
 /// sends and one for receives, which is nearly free while one thread posts.
@@ -491,8 +492,9 @@ impl Qp {
         self.modify(&QpAttributes::new(State::Rts).with_send_psn(psn))
     }
 
-    /// Moves an RC queue pair from `RESET` through `INIT` and `RTR` to `RTS`, connected to `peer`.
-    /// The peer must connect too, before the retries of the first request are used up.
+    /// Moves an RC or UC queue pair from `RESET` through `INIT` and `RTR` to `RTS`, connected to
+    /// `peer`. The peer must connect too: with RC before the retries of the first request are used
+    /// up, with UC before the first message, which is lost otherwise.
     ///
     /// # Errors
     /// As for [`modify`](Self::modify) and [`rtr_attr`](Self::rtr_attr). On hardware also if the
@@ -519,7 +521,7 @@ impl Qp {
     }
 
     /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs;
-    /// with selective repeat if both ends support it and packets are not longer than RoCE's.
+    /// RC with selective repeat if both ends support it and packets are not longer than RoCE's.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if the peer's MTU is not a valid one.
@@ -538,13 +540,17 @@ impl Qp {
             flow_label,
             source_port: (peer.source_port != 0).then_some(peer.source_port),
         };
-        let selective = own.selective_repeat && peer.selective_repeat;
-        Ok(QpAttributes::new(State::Rtr)
-            .with_selective_repeat((selective && mtu.bytes() <= MAX_HELD_PAYLOAD).then_some(true))
+        let rtr_attr = QpAttributes::new(State::Rtr)
             .with_path(path)
             .with_mtu(mtu)
             .with_destination(peer.qpn)
-            .with_receive_psn(Psn::new(peer.psn))
+            .with_receive_psn(Psn::new(peer.psn));
+        if self.service() == Service::Uc {
+            return Ok(rtr_attr);
+        }
+        let selective = own.selective_repeat && peer.selective_repeat;
+        Ok(rtr_attr
+            .with_selective_repeat((selective && mtu.bytes() <= MAX_HELD_PAYLOAD).then_some(true))
             .with_max_dest_rd_atomic(self.0.options.max_rd_atomic)
             .with_min_rnr_timer(self.0.options.min_rnr_timer))
     }
@@ -552,8 +558,11 @@ impl Qp {
     /// Attributes for the transition to `RTS`.
     pub fn rts_attr(&self, peer: &QpEndpoint) -> QpAttributes {
         let options = &self.0.options;
-        QpAttributes::new(State::Rts)
-            .with_send_psn(Psn::new(self.endpoint().psn))
+        let rts_attr = QpAttributes::new(State::Rts).with_send_psn(Psn::new(self.endpoint().psn));
+        if options.service == Service::Uc {
+            return rts_attr;
+        }
+        rts_attr
             .with_timeout(options.timeout)
             .with_retry_count(options.retry_count)
             .with_rnr_retry(options.rnr_retry)
@@ -676,7 +685,7 @@ impl Soft {
         let free = user_indices.iter().position(|used| !used);
         let user_index = free.unwrap_or(user_indices.len());
         let datagrams = match options.service {
-            Service::Rc => None,
+            Service::Rc | Service::Uc => None,
             Service::Ud => Some(options.mtu.unwrap_or_else(|| device.max_mtu())),
         };
         let number = device.hca.create_qp(QpSpec {
@@ -694,6 +703,7 @@ impl Soft {
             poll_doorbell: options.poll_doorbell,
             options: options.tuning,
             datagrams,
+            is_unreliable: options.service == Service::Uc,
         })?;
         let core = Arc::new(Core {
             number,

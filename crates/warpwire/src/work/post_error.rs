@@ -67,6 +67,10 @@ impl PostError {
         "direct verbs cannot build the address vector of a UD message; use Qp::post_send on a queue \
          pair without them",
     );
+    pub(crate) const NO_WINDOWS: Self = Self::Unsupported(
+        "memory windows of a NIC are not supported; use the software HCA, or a memory region of its \
+         own",
+    );
     pub(crate) const USES_SRQ: Self =
         Self::Invalid("the queue pair uses an SRQ; post the receive to the SRQ");
 

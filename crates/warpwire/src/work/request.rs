@@ -1,6 +1,6 @@
 //! Work requests.
 
-use warpwire_proto::qp::{Atomic, Fence, Remote};
+use warpwire_proto::qp::{Atomic, Fence, MwBind, Remote};
 
 /// A scatter-gather entry: a range of registered memory. Laid out as libibverbs' `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,13 @@ pub enum WrOp {
     /// Atomically change a word of the peer's memory; the previous value is written to the
     /// request's memory. Masked and four-byte atomics are not supported by libibverbs.
     Atomic(Remote, Atomic),
+    /// Bind a memory window, on a connected queue pair. Later work of the queue may send its new
+    /// rkey. Fails with [`Status::MwBind`](warpwire_proto::qp::Status::MwBind). Software HCA only.
+    BindMw(MwBind),
+    /// Invalidate the rkey of a memory window of type 2 that this queue pair has bound, or end
+    /// remote use of a registration. When it completes, no more bytes are read or written through
+    /// the key. Software HCA only.
+    LocalInvalidate(u32),
     /// No operation: completes in queue order. libibverbs has none; there it is a write of zero
     /// bytes.
     Nop,

@@ -315,6 +315,7 @@ fn random_srq_links(fixture: &Fixture) {
                 poll_doorbell: false,
                 options: QpOptions::default().tuning,
                 datagrams: None,
+                is_unreliable: false,
             })
             .unwrap();
         let peer = testbed.test_qp(&testbed.b, options()); // only for its attributes

@@ -25,6 +25,8 @@ mod scale;
 mod staged;
 mod states;
 mod timing;
+mod unreliable;
+mod windows;
 
 use testkit::{Case, Collector, Effort, Suite};
 
@@ -45,6 +47,8 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     chaos::CASES,
     mixtures::CASES,
     datagrams::CASES,
+    unreliable::CASES,
+    windows::CASES,
     bad_responses::CASES,
 ];
 /// Cases whose peer is another process.
@@ -73,6 +77,8 @@ const ONCE: &[&[Case<Fixture>]] = &[
     mixtures::ONCE,
     garbage::ONCE,
     datagrams::ONCE,
+    unreliable::ONCE,
+    windows::ONCE,
     peer_process::ONCE,
     refusals::ONCE,
 ];
@@ -127,6 +133,17 @@ const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
             "a_shared_receive_in_use",
             "a_shared_receive_queue",
             "a_peer_that_vanishes",
+            "messages_without_receive_or_right_are_lost",
+            "messages_over_a_bad_network",
+            "a_peer_that_does_not_drain",
+        ],
+    ),
+    (
+        "memory windows are those of the software HCA",
+        &[
+            "windows_of_every_memory",
+            "a_peer_invalidates_a_window",
+            "windows_of_unreliable_connections",
         ],
     ),
     ("rxe sends datagrams longer than its MTU", &["longer_than_a_packet"]),
