@@ -19,10 +19,10 @@
 //!   in order. So a host whose counter is not known, or has jumped, loses nothing.
 //! - The held packet is sent again (rule 4): the copy is delivered.
 //! - [`HOLD_TIME`](super::held::HOLD_TIME) passes. The packet is dropped and counted as
-//!   `unverified`. Requests and ACKs are then repeated by their sender, or asked for again, which is
-//!   rule 3 or 4. A datagram is lost, as datagrams may be: it was the first of its host, no packet
-//!   of the host followed, and 1 in 2^15 of such packets is damaged and cannot be told from it.
-//!   The next datagram is compared with it (rule 3) and not lost.
+//!   `unverified`. Requests and ACKs are then repeated by their sender, or asked for again, which
+//!   is rule 3 or 4. A datagram is lost, as datagrams may be: it was the first of its host, no
+//!   packet of the host followed, and 1 in 2^15 of damaged packets cannot be told from it. The next
+//!   datagram is compared with it (rule 3) and not lost.
 //!
 //! One kind of packet is delivered when its time is up: a NAK that ends a connection. rxe sends it
 //! once and is silent from then on. The silence is the second opinion: its requester has asked
@@ -31,9 +31,9 @@
 //! is damage of more than two bits in the 16 bytes of a NAK, of which the queue pair checks 11,
 //! followed by the silence of the whole host: the connection has failed either way.
 //!
-//! The probability that a damaged packet passes is 2^-26 (rule 1; 2^-25 for the first packet), 2^-26
-//! or after idle time up to 2^-22 (rule 2), the same after a packet that was not plausible (rule 3,
-//! and for the held packet that it confirms), 2^-39 (rule 4).
+//! The probability that a damaged packet passes is 2^-26 (rule 1; 2^-25 for the first packet),
+//! 2^-26 or after idle time up to 2^-22 (rule 2), the same after a packet that was not plausible
+//! (rule 3, and for the held packet that it confirms), 2^-39 (rule 4).
 
 #[cfg(test)]
 mod tests;
