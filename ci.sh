@@ -12,7 +12,7 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# verbs.h, sanitizers, msrv, no-std.
+# verbs.h, net-lab, sanitizers, msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -30,9 +30,9 @@ clients    | change full | redis, nc, curl and Python as peers of sockets inside
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
+network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
 demo       | change full | the README's first command, doctor, and two examples
-network    | full        | a bottleneck between namespaces: goodput beside TCP, packets resent
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 counts     | full        | machine instructions per packet do not exceed their ceilings
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
@@ -108,9 +108,13 @@ step_demo() {
   "$(bin examples/12_together)"
 }
 step_network() {
-  command -v tc >/dev/null || missing iproute2 || true
-  cargo build --release -p warpwire-cli --quiet
-  tools/net-lab --full --seconds 8
+  command -v tc >/dev/null || missing iproute2 || true # tools/net-lab prints why it skips
+  if [ "$WARPWIRE_EFFORT" = change ]; then
+    tools/net-lab --binary "$(bin warpwire)"
+  else
+    cargo build --release -p warpwire-cli --quiet
+    tools/net-lab --full --seconds 8
+  fi
 }
 step_sanitizers() { tools/sock-sanitizers; }
 step_counts() { tools/instructions; }

@@ -27,6 +27,10 @@ const MAX_WINDOW: u64 = 1 << 16;
 const FRACTION: u32 = 16;
 const ONE: u64 = 1 << FRACTION;
 
+/// Payload of TCP's segments on Ethernet, in bytes. Windows grow by packets per time; where packets
+/// are smaller, they grow by more of them, to get as many bytes as TCP.
+const SEGMENT: u32 = 1448;
+
 /// What a queue pair has seen since it was last asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PathSignals {
@@ -36,8 +40,10 @@ pub struct PathSignals {
     pub round_trip: Option<Duration>,
     /// A packet was lost: the peer reported a gap.
     pub lost: bool,
-    /// No answer came in time.
-    pub timed_out: bool,
+    /// No answer came in time to a packet that was sent this long ago, or longer.
+    pub timed_out: Option<Duration>,
+    /// The answer that did not come in time came after all: nothing was lost.
+    pub spurious_timeout: bool,
     /// The peer received packets with a congestion mark (ECN).
     pub marked: bool,
 }
@@ -76,6 +82,13 @@ pub trait CongestionControl: fmt::Debug + Send {
     fn on_ack(&mut self, ack: &PathAck);
     /// The network is congested. Called at most once per round trip.
     fn on_congestion(&mut self, now: Instant, signal: CongestionSignal);
+    /// The last call of [`on_congestion`](Self::on_congestion) was a mistake: answers were late,
+    /// and nothing was lost. By default nothing is undone.
+    fn undo_congestion(&mut self) {}
+    /// Packets carry up to this many bytes. By default it makes no difference.
+    fn set_mtu(&mut self, bytes: u32) {
+        let _ = bytes;
+    }
 }
 
 /// A window that never changes.
@@ -111,14 +124,16 @@ impl CongestionControl for FixedWindow {
 #[derive(Debug)]
 pub struct Path {
     control: Box<dyn CongestionControl>,
+    mtu: u32,
     in_flight: u32,
     /// The largest number in flight since the last acknowledgement.
     peak: u32,
     /// Smoothed, in nanoseconds; 0 before the first measurement.
     smoothed: u64,
     last_ack: Instant,
-    /// The window is not reduced again before.
-    reduce_after: Instant,
+    /// When the window was last reduced, and whether a timeout was the reason.
+    reduced_at: Instant,
+    reduced_by_timeout: bool,
 }
 
 impl Default for Path {
@@ -130,8 +145,27 @@ impl Default for Path {
 impl Path {
     /// A path with this algorithm.
     pub fn new(control: Box<dyn CongestionControl>) -> Self {
-        let start = Instant::default();
-        Self { control, in_flight: 0, peak: 0, smoothed: 0, last_ack: start, reduce_after: start }
+        let (last_ack, reduced_at) = (Instant::default(), Instant::default());
+        let (in_flight, peak, smoothed, reduced_by_timeout) = (0, 0, 0, false);
+        Self {
+            control,
+            mtu: 0,
+            in_flight,
+            peak,
+            smoothed,
+            last_ack,
+            reduced_at,
+            reduced_by_timeout,
+        }
+    }
+
+    /// A queue pair with this MTU, in bytes of payload, uses the path. If they differ, the largest
+    /// one counts.
+    pub fn add_mtu(&mut self, bytes: u32) {
+        if bytes > self.mtu {
+            self.mtu = bytes;
+            self.control.set_mtu(bytes);
+        }
     }
 
     /// How many more packets may be sent.
@@ -183,18 +217,23 @@ impl Path {
         if signals.acked > 0 {
             self.last_ack = now;
         }
-        let signal = match signals {
+        if signals.spurious_timeout && core::mem::take(&mut self.reduced_by_timeout) {
+            self.control.undo_congestion();
+        }
+        let (signal, age) = match signals {
             // The timeout of one queue pair, while others get answers, is a loss.
-            PathSignals { timed_out: true, .. } if is_silent => CongestionSignal::Silence,
-            PathSignals { timed_out: true, .. } | PathSignals { lost: true, .. } => {
-                CongestionSignal::Loss
+            PathSignals { timed_out: Some(age), .. } if is_silent => {
+                (CongestionSignal::Silence, *age)
             }
-            PathSignals { marked: true, .. } => CongestionSignal::Mark,
+            PathSignals { timed_out: Some(age), .. } => (CongestionSignal::Loss, *age),
+            PathSignals { lost: true, .. } => (CongestionSignal::Loss, smoothed_round_trip),
+            PathSignals { marked: true, .. } => (CongestionSignal::Mark, smoothed_round_trip),
             _ => return,
         };
-        // What was in flight at the reduction may still report the same congestion.
-        if now >= self.reduce_after {
-            self.reduce_after = now + smoothed_round_trip;
+        // What was sent before the last reduction reports the same congestion: one queue pair by a
+        // NAK after a round trip, another one, whose last packet was lost, by a timeout later.
+        if now >= self.reduced_at + age {
+            (self.reduced_at, self.reduced_by_timeout) = (now, signals.timed_out.is_some());
             self.control.on_congestion(now, signal);
         }
     }
@@ -214,6 +253,10 @@ pub struct Cubic {
     /// When the growth after a reduction began.
     epoch: Option<Instant>,
     slow_start: SlowStart,
+    /// Packets that count as one segment of TCP.
+    per_segment: u64,
+    /// Window, threshold, maximum, Reno's window and epoch before the last reduction.
+    before: Option<(u64, u64, u64, u64, Option<Instant>)>,
 }
 
 impl Default for Cubic {
@@ -225,6 +268,8 @@ impl Default for Cubic {
             reno: 0,
             epoch: None,
             slow_start: SlowStart::default(),
+            per_segment: ONE,
+            before: None,
         }
     }
 }
@@ -248,20 +293,20 @@ impl Cubic {
             |distance: u64| packets.saturating_mul(distance) / (self.window >> FRACTION).max(1);
         let cubic = self.window + steps(target - self.window).min(target - self.window);
         // Reno with CUBIC's factor: 9/17 packets per round trip until the old maximum, then 1.
-        let alpha = if self.reno < self.max { ONE * 9 / 17 } else { ONE };
+        let alpha = if self.reno < self.max { self.per_segment * 9 / 17 } else { self.per_segment };
         self.reno += steps(alpha);
         self.window = cubic.max(self.reno).min(MAX_WINDOW * ONE);
     }
 
-    /// The window at this time after the reduction: `C * (t - K)^3 + max`, with C = 0.4 packets per
-    /// second cubed, and K such that it begins at the reduced window.
+    /// The window at this time after the reduction: `C * (t - K)^3 + max`, with C = 0.4 segments
+    /// per second cubed, and K such that it begins at the reduced window.
     fn curve(&self, elapsed: Duration) -> u64 {
         let begin = self.max.saturating_sub(self.threshold.min(self.max));
-        // K in milliseconds: the cube root of 2.5 times the difference in packets, times 10^9.
-        let k = cube_root((u128::from(begin) * 2_500_000_000) >> FRACTION);
+        // K in milliseconds: the cube root of 2.5 times the difference in segments, times 10^9.
+        let k = cube_root(u128::from(begin) * 2_500_000_000 / u128::from(self.per_segment));
         let from_k = elapsed.as_millis() as i128 - i128::from(k);
         let cube = from_k.clamp(-1_000_000, 1_000_000).pow(3);
-        let grown = i128::from(self.max) + cube * i128::from(ONE) * 2 / 5_000_000_000;
+        let grown = i128::from(self.max) + cube * i128::from(self.per_segment) * 2 / 5_000_000_000;
         grown.clamp(0, i128::from(MAX_WINDOW * ONE)) as u64
     }
 }
@@ -293,6 +338,7 @@ impl CongestionControl for Cubic {
             CongestionSignal::Mark => Self::MARK_FACTOR,
             CongestionSignal::Loss | CongestionSignal::Silence => Self::LOSS_FACTOR,
         };
+        self.before = Some((self.window, self.threshold, self.max, self.reno, self.epoch));
         // Fast convergence: below the last maximum, leave room for a flow that has begun.
         let shrinks = self.window < self.max;
         self.max = if shrinks { self.window * 17 / 20 } else { self.window };
@@ -303,6 +349,17 @@ impl CongestionControl for Cubic {
         };
         self.epoch = None;
         self.slow_start = SlowStart::default();
+    }
+
+    fn set_mtu(&mut self, bytes: u32) {
+        self.per_segment = (u64::from(SEGMENT) * ONE / u64::from(bytes.max(256))).max(ONE);
+    }
+
+    fn undo_congestion(&mut self) {
+        if let Some((window, threshold, max, reno, epoch)) = self.before.take() {
+            self.window = self.window.max(window);
+            (self.threshold, self.max, self.reno, self.epoch) = (threshold, max, reno, epoch);
+        }
     }
 }
 
@@ -400,8 +457,19 @@ mod tests {
         start + count * round_trip
     }
 
-    const LOST: PathSignals =
-        PathSignals { acked: 0, round_trip: None, lost: true, timed_out: false, marked: false };
+    const LOST: PathSignals = PathSignals {
+        acked: 0,
+        round_trip: None,
+        lost: true,
+        timed_out: None,
+        spurious_timeout: false,
+        marked: false,
+    };
+
+    /// No answer for this time.
+    fn timed_out(micros: u64) -> PathSignals {
+        PathSignals { timed_out: Some(Duration::from_micros(micros)), ..PathSignals::default() }
+    }
 
     #[test]
     fn slow_start_doubles_until_a_loss_and_then_grows_slowly() {
@@ -436,8 +504,8 @@ mod tests {
     fn marks_cut_less_than_losses_and_silence_cuts_most() {
         for (signals, quiet, window) in [
             (PathSignals { marked: true, ..PathSignals::default() }, 0, 136),
-            (PathSignals { timed_out: true, ..PathSignals::default() }, 0, 112),
-            (PathSignals { timed_out: true, ..PathSignals::default() }, 9000, 2),
+            (timed_out(1000), 0, 112),
+            (timed_out(9000), 9000, 2),
         ] {
             let mut path = Path::default();
             let now = rounds(&mut path, 0, 1000, 4);
@@ -449,13 +517,83 @@ mod tests {
     #[test]
     fn silence_again_and_again_leaves_a_window() {
         let mut path = Path::default();
-        let silent = PathSignals { timed_out: true, ..PathSignals::default() };
         for second in 1..100 {
-            path.on_signals(at(second * 1_000_000), &silent);
+            path.on_signals(at(second * 1_000_000), &timed_out(900_000));
         }
         assert_eq!(path.window(), 2);
         rounds(&mut path, 100_000_000, 1000, 3);
         assert!(path.window() > 2);
+    }
+
+    /// Of several queue pairs some notice a loss by a NAK, and those whose last packet was lost by
+    /// a timeout, some round trips later.
+    /// In bytes, the windows of small packets grow like TCP's; those of large ones by packets.
+    #[test]
+    fn windows_of_small_packets_grow_by_more_of_them() {
+        let grown = |mtu: u32| {
+            let mut path = Path::default();
+            path.add_mtu(mtu);
+            let now = rounds(&mut path, 0, 20_000, 3);
+            path.on_signals(at(now), &LOST);
+            let before = path.window();
+            rounds(&mut path, now, 20_000, 8);
+            path.window() - before
+        };
+        let of_segments = grown(SEGMENT);
+        assert_eq!((grown(4096), grown(0)), (of_segments, of_segments));
+        for mtu in [512, 1024] {
+            let bytes = grown(mtu) * mtu / SEGMENT;
+            assert!(bytes.abs_diff(of_segments) <= of_segments / 5 + 1, "{mtu}: {bytes}");
+        }
+        // Of several, the largest counts.
+        let mut path = Path::default();
+        path.add_mtu(1024);
+        path.add_mtu(256);
+        assert_eq!(path.mtu, 1024);
+    }
+
+    #[test]
+    fn one_episode_of_congestion_reduces_the_window_once() {
+        let mut path = Path::default();
+        let mut now = rounds(&mut path, 0, 1000, 4);
+        path.on_signals(at(now), &LOST);
+        assert_eq!(path.window(), 112);
+        // Sent before the reduction, at the latest at the same time as what was lost.
+        now = rounds(&mut path, now, 1000, 4);
+        let window = path.window();
+        path.on_signals(at(now), &timed_out(4500));
+        assert_eq!(path.window(), window);
+        // Sent after it: another episode.
+        path.on_signals(at(now), &timed_out(3500));
+        assert_eq!(path.window(), window * 7 / 10);
+    }
+
+    #[test]
+    fn a_spurious_timeout_is_undone_and_a_loss_is_not() {
+        let spurious = PathSignals { spurious_timeout: true, ..PathSignals::default() };
+        for quiet in [1500, 9000] {
+            let mut path = Path::default();
+            let now = rounds(&mut path, 0, 1000, 4) + quiet;
+            path.on_signals(at(now), &timed_out(quiet));
+            assert!(path.window() < 160);
+            path.on_signals(at(now + 10), &spurious);
+            assert_eq!(path.window(), 160);
+            // Once, and not what is not known to be a mistake.
+            path.on_signals(at(now + 20_000), &LOST);
+            let window = path.window();
+            assert!(window < 160);
+            path.on_signals(at(now + 20_010), &spurious);
+            assert_eq!(path.window(), window);
+        }
+        // A loss after the timeout stays.
+        let mut path = Path::default();
+        let now = rounds(&mut path, 0, 1000, 4) + 9000;
+        path.on_signals(at(now), &timed_out(9000));
+        let now = rounds(&mut path, now, 1000, 5);
+        path.on_signals(at(now), &LOST);
+        let window = path.window();
+        path.on_signals(at(now + 10), &spurious);
+        assert_eq!(path.window(), window);
     }
 
     #[test]

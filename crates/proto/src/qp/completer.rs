@@ -75,6 +75,11 @@ impl Requester {
             other => other,
         };
         if self.unacked != before {
+            if let Some(at) = self.timed_out_at.take() {
+                // Since the timeout one packet was sent. If more have arrived, they had before, and
+                // the answer was late (F-RTO, RFC 5682).
+                self.signals.spurious_timeout |= self.unacked.distance_from(at) > 1;
+            }
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
             self.last_nak = self.last_nak.filter(|at| at.distance_from(self.unacked) >= 0);
             let measured = self.rto.on_progress(now, self.unacked);
@@ -178,7 +183,7 @@ impl Requester {
         self.nak_ignored = true;
         // If nothing was sent since going back, the NAK says nothing new.
         if self.next != self.unacked {
-            self.signals.lost = true;
+            self.report_loss();
             self.go_back();
         }
         Accepted
@@ -226,7 +231,7 @@ impl Requester {
         if self.last_go_back != Some(self.unacked) {
             stats.response_gaps += 1;
             self.last_go_back = Some(self.unacked);
-            self.signals.lost = true;
+            self.report_loss();
             self.go_back();
         }
         GAP

@@ -150,6 +150,9 @@ pub(super) struct Requester {
     pub(super) blocked_by_path: bool,
     /// What the path has not been told yet.
     pub(super) signals: PathSignals,
+    /// The first unacknowledged PSN at a timeout at which several packets were in flight, until
+    /// there is progress, or a packet is known to be missing.
+    pub(super) timed_out_at: Option<Psn>,
     /// A PSN that the peer rejected, with the status for its work, while responses before it are
     /// missing.
     pub(super) rejection: Option<(Psn, Status)>,
@@ -195,6 +198,7 @@ impl Requester {
             allowance: u32::MAX,
             blocked_by_path: false,
             signals: PathSignals::default(),
+            timed_out_at: None,
             rejection: None,
             failure: None,
             selective: None,
@@ -445,6 +449,12 @@ impl Requester {
         Ok(true)
     }
 
+    /// The peer, or data behind a gap, says that a packet was lost.
+    pub(super) fn report_loss(&mut self) {
+        self.signals.lost = true;
+        self.timed_out_at = None;
+    }
+
     /// Restarts the timer, if a response is due.
     pub(super) fn restart_timer(&mut self, now: Instant, params: &ConnParams) {
         self.deadline = Instant::NEVER;
@@ -497,7 +507,10 @@ impl Requester {
             return Ok(());
         }
         stats.timeouts += 1;
-        self.signals.timed_out = true;
+        self.signals.timed_out = Some(self.rto.wait());
+        if self.absent == 0 && self.next.distance_from(self.unacked) > 1 {
+            self.timed_out_at = Some(self.unacked);
+        }
         let timeout = params.timeout.unwrap_or(Duration::MAX);
         if self.rto.on_timeout(timeout, self.retry_count) {
             return Err(Status::RetryExceeded);

@@ -97,6 +97,11 @@ impl RtoEstimator {
         self.wait
     }
 
+    /// The wait in progress, or the last one.
+    pub(super) fn wait(&self) -> Duration {
+        self.wait
+    }
+
     /// A wait ended without an answer; returns whether the peer has been silent for too long.
     pub(super) fn on_timeout(&mut self, timeout: Duration, retry_count: u8) -> bool {
         self.timeouts = self.timeouts.saturating_add(1);

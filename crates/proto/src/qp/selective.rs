@@ -323,16 +323,16 @@ impl Requester {
 
     /// Counts a loss, and starts the timer: nothing else may cause an answer.
     fn after_loss(&mut self, now: Instant, params: &ConnParams, lost: usize, stats: &mut Stats) {
-        let Some(known) = &mut self.selective else { return };
+        let Some(known) = &self.selective else { return };
         self.absent = known.absent();
         if lost == 0 {
             return;
         }
         stats.lost += lost as u64;
-        self.signals.lost = true;
         if self.rto.sampled().is_some_and(|psn| known.lost.contains(psn)) {
             self.rto.forget_sample();
         }
+        self.report_loss();
         self.ack_due = self.next;
         self.restart_timer(now, params);
     }

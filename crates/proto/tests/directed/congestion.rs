@@ -5,7 +5,7 @@ use core::time::Duration;
 use warpwire_proto::Psn;
 use warpwire_proto::congestion::PathSignals;
 use warpwire_proto::qp::{CNP_INTERVAL, RxPacket, SendOp, Transmit};
-use warpwire_proto::wire::{Extension, Opcode};
+use warpwire_proto::wire::{Extension, Nak, Opcode, Syndrome};
 
 use crate::directed::pair::{A, B, MTU, Pair, QPNS, REMOTE_ADDR};
 
@@ -90,4 +90,38 @@ fn a_marked_notification_is_not_answered_with_another() {
     let responses = pair.send(B).unwrap();
     deliver_marked(&mut pair, A, &responses);
     assert_eq!(pair.send(A), None);
+}
+
+/// After a timeout one packet is sent. An answer for more than that one was only late.
+#[test]
+fn late_answers_are_reported_as_a_spurious_timeout() {
+    const LAST: u32 = 0x107;
+    for (timeouts, answers, is_spurious) in [
+        (1, &[(LAST, Syndrome::ACK)][..], true),
+        (3, &[(LAST, Syndrome::ACK)], true),
+        (1, &[(0x101, Syndrome::ACK)], true),
+        // The packet that was sent again, and nothing else.
+        (1, &[(0x100, Syndrome::ACK), (LAST, Syndrome::ACK)], false),
+        (1, &[(0x100, Syndrome::Nak(Nak::Sequence)), (LAST, Syndrome::ACK)], false),
+        (0, &[(LAST, Syndrome::ACK)], false),
+    ] {
+        let mut pair = Pair::new();
+        (0..8).for_each(|id| pair.post(A, id, SendOp::Write(REMOTE_ADDR), 10));
+        assert_eq!(pair.send_all(A).len(), 8);
+        let start = pair.now;
+        for _ in 0..timeouts {
+            let before = pair.now;
+            pair.advance_to(pair.next_deadline());
+            let signals = pair.endpoints[A].qp.take_path_signals();
+            assert_eq!(signals.timed_out, Some(pair.now - before), "since {start:?}");
+            pair.send_all(A);
+        }
+        let mut spurious = false;
+        for (psn, syndrome) in answers {
+            pair.inject_ack(*psn, *syndrome).unwrap();
+            spurious |= pair.endpoints[A].qp.take_path_signals().spurious_timeout;
+            pair.send_all(A);
+        }
+        assert_eq!(spurious, is_spurious, "{timeouts} timeouts, then {answers:?}");
+    }
 }

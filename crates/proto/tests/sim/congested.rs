@@ -14,6 +14,7 @@ use crate::sim::link::Faults;
 use crate::sim::net::{ConnParams, Network};
 use crate::sim::node::PlannedWr;
 use crate::sim::random::{Random, mix};
+use crate::sim::tcp::TcpFlow;
 
 /// A queue in front of a line.
 #[derive(Clone, Debug)]
@@ -37,7 +38,7 @@ impl Bottleneck {
     }
 
     /// When a packet leaves the line, and whether it was marked; `None` if it was dropped.
-    fn enqueue(&mut self, now: Instant, len: usize) -> Option<(Instant, bool)> {
+    pub fn enqueue(&mut self, now: Instant, len: usize) -> Option<(Instant, bool)> {
         let backlog = (self.free_at - now).as_nanos() as u64 * self.rate / 1_000_000_000;
         if backlog + len as u64 > self.queue {
             self.dropped += 1;
@@ -49,6 +50,11 @@ impl Bottleneck {
         let time = Duration::from_nanos(len as u64 * 1_000_000_000 / self.rate);
         self.free_at = self.free_at.max(now) + time;
         Some((self.free_at, is_marked))
+    }
+
+    /// When the last packet of the queue leaves the line.
+    pub fn busy_until(&self, now: Instant) -> Instant {
+        self.free_at.max(now)
     }
 }
 
@@ -66,11 +72,12 @@ pub struct Congestion {
     pub bottlenecks: Vec<Bottleneck>,
     /// Which bottleneck lies between two hosts.
     route: BTreeMap<(usize, usize), usize>,
+    pub tcp: Vec<TcpFlow>,
 }
 
 impl Congestion {
     pub fn new(bottlenecks: Vec<Bottleneck>, route: BTreeMap<(usize, usize), usize>) -> Self {
-        Self { paths: BTreeMap::new(), bottlenecks, route }
+        Self { paths: BTreeMap::new(), bottlenecks, route, tcp: Vec::new() }
     }
 }
 
@@ -79,7 +86,9 @@ impl Network {
     pub fn admit(&mut self, node: usize, conn: usize) {
         let Some(congestion) = &mut self.congestion else { return };
         let state = &mut self.nodes[node].conns[conn];
-        let room = congestion.paths.entry((node, state.peer.0)).or_default().path.room();
+        let path = &mut congestion.paths.entry((node, state.peer.0)).or_default().path;
+        path.add_mtu(state.qp.mtu().bytes());
+        let room = path.room();
         state.qp.set_allowance(state.path_in_flight.saturating_add(room));
     }
 

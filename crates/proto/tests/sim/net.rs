@@ -71,14 +71,45 @@ impl Default for ConnParams {
 /// A scheduled event.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimEvent {
-    PacketArrives { node: usize, bytes: Vec<u8>, marked: bool },
-    Timer { node: usize, conn: usize },
-    Poll { node: usize, conn: usize },
-    NewReceive { node: usize, conn: usize },
-    NodeFails { node: usize },
-    Cut { from: usize, to: usize, cut: bool },
-    Pause { node: usize, conn: usize },
-    Resume { node: usize, conn: usize },
+    PacketArrives {
+        node: usize,
+        bytes: Vec<u8>,
+        marked: bool,
+    },
+    Timer {
+        node: usize,
+        conn: usize,
+    },
+    Poll {
+        node: usize,
+        conn: usize,
+    },
+    NewReceive {
+        node: usize,
+        conn: usize,
+    },
+    NodeFails {
+        node: usize,
+    },
+    Cut {
+        from: usize,
+        to: usize,
+        cut: bool,
+    },
+    Pause {
+        node: usize,
+        conn: usize,
+    },
+    Resume {
+        node: usize,
+        conn: usize,
+    },
+    /// A TCP sender hears of a segment.
+    Tcp {
+        flow: usize,
+        sent: Instant,
+        lost: bool,
+    },
 }
 
 pub struct Network {
@@ -248,6 +279,7 @@ impl Network {
                 self.after(node, conn, false);
             }
             SimEvent::NewReceive { node, conn } => self.conn(node, conn).app.post_receive(),
+            SimEvent::Tcp { flow, sent, lost } => self.on_tcp(flow, sent, lost),
             SimEvent::NodeFails { node } => self.nodes[node].alive = false,
             SimEvent::Cut { from, to, cut } => {
                 self.links.get_mut(&(from, to)).expect("a link").cut = cut;

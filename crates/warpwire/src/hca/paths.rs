@@ -44,7 +44,7 @@ struct Slot {
 
 impl Paths {
     /// Adds a user of the path to a peer; returns the path's index.
-    fn attach(&mut self, peer: IpAddr) -> u32 {
+    fn attach(&mut self, peer: IpAddr, mtu: u32) -> u32 {
         let Self { slots, by_peer } = self;
         let at = *by_peer.entry(peer).or_insert_with(|| {
             let slot = Slot { path: Path::default(), peer, users: 0, waiting: VecDeque::new() };
@@ -57,6 +57,7 @@ impl Paths {
         });
         if let Some(slot) = self.get_mut(at) {
             slot.users += 1;
+            slot.path.add_mtu(mtu);
             // All of them may wait: pushing never allocates.
             slot.waiting.reserve(slot.users as usize);
         }
@@ -150,12 +151,12 @@ impl Engine {
         let mut path_use = std::mem::take(&mut qpc.path_use);
         let peer = match (&qpc.qp, qpc.flow) {
             (Protocol::Connected(qp), Some(flow)) if self.link.can_congest(flow) => {
-                qp.path().map(|path| path.peer.ip())
+                qp.path().map(|path| (path.peer.ip(), qp.mtu().bytes()))
             }
             _ => None,
         };
         self.core.leave_path(&mut path_use);
-        let path = peer.map(|peer| self.core.paths.attach(peer));
+        let path = peer.map(|(peer, mtu)| self.core.paths.attach(peer, mtu));
         if let Some(Some(qpc)) = self.core.qpcs.get_mut(index as usize) {
             qpc.path_use = PathUse { path, ..PathUse::default() };
         }

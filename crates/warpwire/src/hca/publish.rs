@@ -186,6 +186,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
     let drops = counters.drops;
     let link_drops = [
         ("icrc", drops.icrc),
+        ("unverified", drops.unverified),
         ("short", drops.short),
         ("long", drops.long),
         ("overrun", drops.overrun),

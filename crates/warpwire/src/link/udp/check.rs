@@ -9,20 +9,34 @@
 //!    use 0, and count from 0 in a segmented run. The flag is that of the packets before;
 //! 2. or a small step ahead of the last one that was used by any sender of that address: a counter
 //!    of a host (rxe). Linux lets that counter jump by up to one per tick while it is idle;
-//! 3. or that of the last packet that was not plausible, or a small step ahead of it: the counter
-//!    has jumped;
-//! 4. or that of a packet that was dropped before and is sent again: the same bytes with another
-//!    identification;
-//! 5. or that of a sender's first packet, or of an acknowledgement without data, if the counter of
-//!    its host is not known yet. rxe rejects a request once and is silent from then on, and may
-//!    stall if its first request is lost, so that these must not be dropped. An acknowledgement
-//!    has few bits: all damage of up to two is detected.
+//! 3. or a small step from that of the last packet that was not plausible, with the same flag: the
+//!    counter was not known, or has jumped;
+//! 4. or that of a packet that was not plausible before and is sent again: the same bytes with
+//!    another identification.
 //!
-//! Other packets are dropped. So a sender loses one packet when its counter jumps, and one whose
-//! identifications are random sends each packet twice. The probability that a damaged packet passes
-//! is 2^-26 (rule 1; 2^-25 for the first packet), 2^-26 or after idle time up to 2^-22 (rule 2),
-//! 2^-25 directly after a packet that was dropped (rule 3), 2^-39 (rule 4), 2^-15 (rule 5, beyond
-//! two bits).
+//! Other packets are held, one per host (`held.rs`), until one of three things happens:
+//! - A packet of the host is plausible by rule 3. It confirms the held one, and both are delivered
+//!   in order. So a host whose counter is not known, or has jumped, loses nothing.
+//! - The held packet is sent again (rule 4): the copy is delivered.
+//! - [`HOLD_TIME`](super::held::HOLD_TIME) passes. The packet is dropped and counted as
+//!   `unverified`. Requests and ACKs are then repeated by their sender, or asked for again, which
+//!   is rule 3 or 4. A datagram is lost, as datagrams may be: it was the first of its host, no
+//!   packet of the host followed, and 1 in 2^15 of damaged packets cannot be told from it. The next
+//!   datagram is compared with it (rule 3) and not lost.
+//!
+//! One kind of packet is delivered when its time is up: a NAK that ends a connection. rxe sends it
+//! once and is silent from then on. The silence is the second opinion: its requester has asked
+//! again meanwhile, and a peer whose answer was another one, damaged into such a NAK, would have
+//! given it again, which settles its counter and leaves the held packet unconfirmed. What is left
+//! is damage of more than two bits in the 16 bytes of a NAK, of which the queue pair checks 11,
+//! followed by the silence of the whole host: the connection has failed either way.
+//!
+//! The probability that a damaged packet passes is 2^-26 (rule 1; 2^-25 for the first packet),
+//! 2^-26 or after idle time up to 2^-22 (rule 2), the same after a packet that was not plausible
+//! (rule 3, and for the held packet that it confirms), 2^-39 (rule 4).
+
+#[cfg(test)]
+mod tests;
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -30,6 +44,7 @@ use std::time::Instant;
 use warpwire_proto::wire::icrc::{Crc32, IcrcPrefix, IpIdSolver};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
+use super::held::{Arrival, HeldPackets, Solution};
 use super::send::PACKETS;
 use crate::link::SimdCrc32;
 
@@ -55,6 +70,8 @@ struct SenderState {
     from: SocketAddr,
     to: IpAddr,
     icrc_prefix: IcrcPrefix,
+    /// Its packets have the flag "don't fragment".
+    dont_fragment: bool,
     /// The last identification.
     last: u16,
     /// The increment from packet to packet, 0 or 1.
@@ -71,23 +88,43 @@ struct HostCounter {
     from: IpAddr,
     last: u16,
     at: Instant,
-    /// The last identification that was not plausible.
-    jumped_to: Option<u16>,
+    /// The last packet that was not plausible, and when it came.
+    jump: Option<(Solution, Instant)>,
     /// A valid packet has been received from any of its senders.
     is_known: bool,
+}
+
+/// Whether a counter that was at `last` some time ago may be at `found` now.
+fn may_be_at(last: u16, since: Instant, found: u16, now: Instant) -> bool {
+    let idle = now.saturating_duration_since(since).as_millis().min(MAX_IDLE_STEP);
+    let ahead = found.wrapping_sub(last);
+    ahead <= MAX_STEP + idle as u16 || ahead.wrapping_neg() <= MAX_REORDERING
 }
 
 impl HostCounter {
     /// Whether the counter may be at `found` now. Before the first packet nothing is known.
     fn may_be_at(&self, found: u16, now: Instant) -> bool {
-        let idle = now.saturating_duration_since(self.at).as_millis().min(MAX_IDLE_STEP);
-        let ahead = found.wrapping_sub(self.last);
-        self.is_known && (ahead <= MAX_STEP + idle as u16 || ahead.wrapping_neg() <= MAX_REORDERING)
+        self.is_known && may_be_at(self.last, self.at, found, now)
     }
 
-    fn has_jumped_to(&self, found: u16) -> bool {
-        self.jumped_to.is_some_and(|to| found.wrapping_sub(to) <= MAX_STEP)
+    fn has_jumped_to(&self, found: u16, dont_fragment: bool, now: Instant) -> bool {
+        self.jump.is_some_and(|(to, at)| {
+            to.dont_fragment == dont_fragment && may_be_at(to.identification, at, found, now)
+        })
     }
+}
+
+/// What the checker says about a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Its ICRC is valid, with this identification.
+    Valid(u16),
+    /// So is that of the packet held for its host, which came before it.
+    Confirms(u16),
+    /// Valid only if the counter of its host is where nothing confirms it yet: to be held.
+    Unsettled(Solution),
+    /// Damaged.
+    Invalid,
 }
 
 pub(super) struct IcrcChecker {
@@ -95,6 +132,7 @@ pub(super) struct IcrcChecker {
     senders: Vec<Option<SenderState>>,
     hosts: Vec<Option<HostCounter>>,
     lengths: Vec<IpIdSolver>,
+    held: HeldPackets,
     dropped: DroppedPackets,
 }
 
@@ -106,14 +144,20 @@ impl IcrcChecker {
             senders: vec![None; SENDERS],
             hosts: vec![None; HOSTS],
             lengths: (0..LENGTHS).map(IpIdSolver::new).collect(),
+            held: HeldPackets::default(),
             dropped: DroppedPackets { digests: [0; DROPPED], next: 0 },
         }
     }
 
-    /// The identification for which the packet's ICRC is valid; `None` if there is none, or if it
-    /// is not plausible.
+    /// Checks a packet from its BTH through its ICRC.
     #[inline]
-    pub(super) fn check(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> Option<u16> {
+    pub(super) fn check(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> Verdict {
+        self.predict(from, to, packet).unwrap_or(Verdict::Invalid)
+    }
+
+    /// `None` if it is damaged.
+    #[inline]
+    fn predict(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> Option<Verdict> {
         let carried = carried(packet)?;
         let sender = sender(&mut self.senders, self.port, from, to)?;
         let guess = match sender.counts {
@@ -128,12 +172,12 @@ impl IcrcChecker {
         sender.is_known = true;
         if sender.counts {
             let host = host(&mut self.hosts, from.ip())?;
-            (host.last, host.at, host.jumped_to) = (guess, Instant::now(), None);
+            (host.last, host.at, host.jump) = (guess, Instant::now(), None);
         }
-        Some(guess)
+        Some(Verdict::Valid(guess))
     }
 
-    /// As `check`, for a packet whose identification is not `guess`: the ICRC computed with it
+    /// As `predict`, for a packet whose identification is not `guess`: the ICRC computed with it
     /// differs by `difference`.
     #[inline(never)]
     fn solve(
@@ -144,7 +188,7 @@ impl IcrcChecker {
         guess: u16,
         difference: u32,
         now: Instant,
-    ) -> Option<u16> {
+    ) -> Option<Verdict> {
         if from.is_ipv6() {
             return None;
         }
@@ -156,33 +200,96 @@ impl IcrcChecker {
         let sender = sender(&mut self.senders, self.port, from, to)?;
         let host = host(&mut self.hosts, from.ip())?;
         let is_small = found < MAX_SMALL_ID;
+        let dont_fragment = sender.dont_fragment != flag_differs;
+        let digest = digest(from, packet);
+        let solution = Solution { identification: found, dont_fragment, digest };
         // A sender does not change its mind about fragmentation from packet to packet.
         let same_flags = !flag_differs || !sender.is_known;
-        let digest = digest(from, packet);
-        let plausible = same_flags && (is_small || host.may_be_at(found, now))
-            || host.has_jumped_to(found)
-            || self.dropped.contains(digest)
-            || !host.is_known && (!sender.is_known || is_bare_acknowledgement(packet));
-        if !plausible {
-            host.jumped_to = Some(found);
-            self.dropped.add(digest);
-            return None;
+        let expected = same_flags && (is_small || host.may_be_at(found, now));
+        let held = self.held.of_host(from.ip());
+        let repeats_held = held.is_some_and(|held| held.digest == digest);
+        let repeats = repeats_held || self.dropped.contains(digest);
+        let has_jumped = host.has_jumped_to(found, dont_fragment, now);
+        if !expected && !repeats && !has_jumped {
+            host.jump = Some((solution, now));
+            return Some(Verdict::Unsettled(solution));
         }
-        if flag_differs {
-            sender.icrc_prefix.toggle_dont_fragment();
+        let confirms = !expected && !repeats && held == host.jump.map(|(held, _)| held);
+        sender.settle(found, flag_differs, host.may_be_at(found, now));
+        if confirms {
+            host.jump = None;
         }
-        sender.counts = !is_small || sender.counts && host.may_be_at(found, now);
-        match found.wrapping_sub(sender.last) {
-            step @ 0..=1 if !sender.counts => sender.step = step,
-            _ => {}
-        }
-        (sender.last, sender.is_known) = (found, true);
         if sender.counts {
             let is_late = host.is_known && host.last.wrapping_sub(found) <= MAX_REORDERING;
             host.last = if is_late { host.last } else { found };
-            (host.at, host.jumped_to, host.is_known) = (now, None, true);
+            (host.at, host.jump, host.is_known) = (now, None, true);
         }
-        Some(found)
+        if repeats_held {
+            let _ = self.held.take(from.ip());
+        }
+        Some(if confirms { Verdict::Confirms(found) } else { Verdict::Valid(found) })
+    }
+
+    /// Holds a packet that is not settled; returns whether another one was dropped for it.
+    #[cold]
+    pub(super) fn hold(&mut self, arrival: &Arrival<'_>, solution: Solution) -> bool {
+        let evicted = self.held.hold(arrival, solution, Instant::now());
+        if let Some(evicted) = evicted {
+            self.dropped.add(evicted.digest);
+        }
+        evicted.is_some()
+    }
+
+    /// Takes the packet of a host that another one has confirmed.
+    #[cold]
+    pub(super) fn take_confirmed(&mut self, from: IpAddr) -> Option<(Arrival<'_>, Solution)> {
+        let (arrival, solution) = self.held.take(from)?;
+        let sender = sender(&mut self.senders, self.port, arrival.from, arrival.to)?;
+        if !sender.is_known {
+            let flag_differs = sender.dont_fragment != solution.dont_fragment;
+            sender.settle(solution.identification, flag_differs, true);
+        }
+        Some((arrival, solution))
+    }
+
+    /// When [`expire`](Self::expire) has something to do next.
+    #[inline]
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        self.held.next_expiry()
+    }
+
+    /// Takes a packet that was held for long enough, and whether it is to be delivered: the others
+    /// are dropped.
+    pub(super) fn expire(&mut self, now: Instant) -> Option<(Arrival<'_>, Solution, bool)> {
+        let Self { held, senders, hosts, dropped, port, .. } = self;
+        let (arrival, solution) = held.take_expired(now)?;
+        let host = host(hosts, arrival.from.ip())?;
+        let sender = sender(senders, *port, arrival.from, arrival.to)?;
+        // Nothing since then has said where the counter is, or that the sender has none.
+        let is_last_word = host.jump.is_some_and(|(last, _)| last == solution)
+            && (sender.counts || !sender.is_known);
+        let is_final = is_final_nak(arrival.bytes) && is_last_word;
+        if !is_final {
+            dropped.add(solution.digest);
+        }
+        Some((arrival, solution, is_final))
+    }
+}
+
+impl SenderState {
+    /// A packet with this identification is valid. `fits_counter` is whether the counter of the
+    /// host may be there.
+    fn settle(&mut self, found: u16, flag_differs: bool, fits_counter: bool) {
+        if flag_differs {
+            self.icrc_prefix.toggle_dont_fragment();
+            self.dont_fragment = !self.dont_fragment;
+        }
+        self.counts = found >= MAX_SMALL_ID || self.counts && fits_counter;
+        match found.wrapping_sub(self.last) {
+            step @ 0..=1 if !self.counts => self.step = step,
+            _ => {}
+        }
+        (self.last, self.is_known) = (found, true);
     }
 }
 
@@ -214,11 +321,13 @@ fn digest(from: SocketAddr, packet: &[u8]) -> u32 {
     SimdCrc32::update(state, rest)
 }
 
-/// Whether this is an ACK or a NAK without data, in the default partition, and with nothing set
-/// that such a packet does not have.
-fn is_bare_acknowledgement(packet: &[u8]) -> bool {
+/// Whether this is a NAK after which the sender's queue pair is in the error state: without data,
+/// in the default partition, and with nothing set that such a packet does not have.
+fn is_final_nak(packet: &[u8]) -> bool {
     const LEN: usize = BTH_LEN + 4 + ICRC_LEN;
-    packet.len() == LEN && matches!(packet, [0x11, 0 | 0x40, 0x7f | 0xff, 0xff, _, _, _, _, 0, ..])
+    let head = matches!(packet, [0x11, 0 | 0x40, 0x7f | 0xff, 0xff, _, _, _, _, 0, ..]);
+    // Invalid request, remote access, remote operation, invalid RD request.
+    packet.len() == LEN && head && matches!(packet.get(BTH_LEN), Some(0x61..=0x64))
 }
 
 #[inline]
@@ -238,8 +347,16 @@ fn sender(
     let slot = senders.get_mut(index)?;
     if !slot.as_ref().is_some_and(|known| known.from == from && known.to == to) {
         let icrc_prefix = IcrcPrefix::new(from, SocketAddr::new(to, port));
-        let (last, step, counts, is_known) = (0, 0, false, false);
-        *slot = Some(SenderState { from, to, icrc_prefix, last, step, counts, is_known });
+        *slot = Some(SenderState {
+            from,
+            to,
+            icrc_prefix,
+            dont_fragment: true,
+            last: 0,
+            step: 0,
+            counts: false,
+            is_known: false,
+        });
     }
     slot.as_mut()
 }
@@ -247,12 +364,18 @@ fn sender(
 /// The counter of a host; evicts another one from the slot if needed.
 #[inline]
 fn host(hosts: &mut [Option<HostCounter>], from: IpAddr) -> Option<&mut HostCounter> {
-    let slot = hosts.get_mut(hash(from) % HOSTS)?;
+    let slot = hosts.get_mut(host_index(from, HOSTS))?;
     if slot.as_ref().is_none_or(|known| known.from != from) {
         let at = Instant::now();
-        *slot = Some(HostCounter { from, last: 0, at, jumped_to: None, is_known: false });
+        *slot = Some(HostCounter { from, last: 0, at, jump: None, is_known: false });
     }
     slot.as_mut()
+}
+
+/// The slot of a host in a table of this length.
+#[inline]
+pub(super) fn host_index(host: IpAddr, len: usize) -> usize {
+    hash(host) % len
 }
 
 #[inline]
@@ -265,299 +388,5 @@ fn hash(address: IpAddr) -> usize {
     match address {
         IpAddr::V4(address) => fold(&address.octets()),
         IpAddr::V6(address) => fold(&address.octets()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    /// A packet with the ICRC for this identification, and with or without "don't fragment".
-    fn built(from: SocketAddr, id: u16, dont_fragment: bool, bytes: &[u8]) -> Vec<u8> {
-        let mut packet = bytes.to_vec();
-        let mut icrc_prefix = IcrcPrefix::new(from, here());
-        if !dont_fragment {
-            icrc_prefix.toggle_dont_fragment();
-        }
-        let icrc = icrc_prefix.icrc::<SimdCrc32>(id, &packet).unwrap();
-        *packet.last_chunk_mut::<4>().unwrap() = icrc.to_le_bytes();
-        packet
-    }
-
-    /// The bytes of a request with this number.
-    fn request(number: u32, len: usize) -> Vec<u8> {
-        let mut packet = vec![0x5a; len];
-        packet[..4].copy_from_slice(&[4, 0x40, 0xff, 0xff]);
-        packet[8..12].copy_from_slice(&number.to_be_bytes());
-        packet
-    }
-
-    fn packet_with_icrc(id: u16, len: usize) -> Vec<u8> {
-        built(from(), id, true, &request(u32::from(id), len))
-    }
-
-    fn acknowledgement(from: SocketAddr, id: u16, syndrome: u8) -> Vec<u8> {
-        let head = [0x11, 0, 0xff, 0xff, 0, 0, 0, 0x12, 0, 0, 1, 0x23, syndrome, 0, 0, 1];
-        built(from, id, true, &[&head[..], &[0; 4]].concat())
-    }
-
-    fn from() -> SocketAddr {
-        "192.0.2.1:50000".parse().unwrap()
-    }
-
-    fn here() -> SocketAddr {
-        SocketAddr::new(to(), 4791)
-    }
-
-    fn to() -> IpAddr {
-        "192.0.2.2".parse().unwrap()
-    }
-
-    fn checked(ids: &[u16]) -> Vec<Option<u16>> {
-        let mut checker = IcrcChecker::new(here());
-        ids.iter().map(|id| checker.check(from(), to(), &packet_with_icrc(*id, 100))).collect()
-    }
-
-    #[test]
-    fn small_identifications_are_found_in_any_order() {
-        let mut checker = IcrcChecker::new(here());
-        for id in [0, 0, 1, 2, 3, 0, 1, 2, 0, 0, 17, 63, 0] {
-            for len in [16, 60, 1064, 4140] {
-                assert_eq!(checker.check(from(), to(), &packet_with_icrc(id, len)), Some(id));
-            }
-        }
-    }
-
-    #[test]
-    fn a_counting_sender_costs_one_crc_per_packet() {
-        let mut checker = IcrcChecker::new(here());
-        for id in 0..60 {
-            assert_eq!(checker.check(from(), to(), &packet_with_icrc(id, 100)), Some(id));
-        }
-        let known = sender(&mut checker.senders, 4791, from(), to()).unwrap();
-        assert_eq!((known.last, known.step), (59, 1));
-    }
-
-    #[test]
-    fn a_counter_that_jumps_costs_one_packet() {
-        let all = checked(&[5, 0x9000, 0x9001, 0x9003, 0x9003 + MAX_STEP, 0x1234, 0x1236, 0x1237]);
-        let some = |id| Some(id);
-        let wanted = [
-            some(5),
-            None,
-            some(0x9001),
-            some(0x9003),
-            some(0x9003 + MAX_STEP),
-            None,
-            some(0x1236),
-            some(0x1237),
-        ];
-        assert_eq!(all, wanted);
-        // Packets that overtake one another do not move the counter back.
-        let overtaken = checked(&[0x9000, 0x9001, 0x9005, 0x9003, 0x9004, 0x9006, 0x9006 - 40]);
-        assert_eq!(
-            overtaken.iter().map(Option::is_some).collect::<Vec<_>>(),
-            [true, true, true, true, true, true, false]
-        );
-    }
-
-    #[test]
-    fn a_counter_that_leaves_the_small_ids_in_small_steps_is_followed() {
-        let ids: Vec<u16> = (3..1000).step_by(7).collect();
-        // It is not known as a counter before it exceeds the small ones: one packet is lost.
-        assert_eq!(checked(&ids).iter().filter(|found| found.is_none()).count(), 1);
-    }
-
-    #[test]
-    fn a_counter_may_advance_while_it_is_idle() {
-        let mut checker = IcrcChecker::new(here());
-        for id in [700, 701] {
-            let _ = checker.check(from(), to(), &packet_with_icrc(id, 100));
-        }
-        let counter = host(&mut checker.hosts, from().ip()).unwrap();
-        let now = counter.at;
-        assert!(!counter.may_be_at(701 + MAX_STEP + 400, now));
-        assert!(counter.may_be_at(701 + MAX_STEP + 400, now + Duration::from_millis(400)));
-        assert!(!counter.may_be_at(701 + MAX_STEP + 400, now + Duration::from_millis(399)));
-        let long = now + Duration::from_secs(1000);
-        assert!(counter.may_be_at(701 + MAX_STEP + 1024, long));
-        assert!(!counter.may_be_at(701 + MAX_STEP + 1025, long));
-    }
-
-    #[test]
-    fn the_senders_of_a_host_share_its_counter() {
-        let mut checker = IcrcChecker::new(here());
-        let ports = [50_000, 50_001, 50_002].map(|port| SocketAddr::new(from().ip(), port));
-        let mut lost = 0;
-        for id in 0x7000..0x7100 {
-            let port = ports[usize::from(id) % 3];
-            let packet = built(port, id, true, &request(u32::from(id), 100));
-            lost += u32::from(checker.check(port, to(), &packet) != Some(id));
-        }
-        assert_eq!(lost, 0);
-    }
-
-    #[test]
-    fn random_identifications_need_every_packet_twice() {
-        let mut checker = IcrcChecker::new(here());
-        assert_eq!(checker.check(from(), to(), &packet_with_icrc(0, 100)), Some(0));
-        for (number, ids) in
-            [[0x9000, 0xa123], [0xb456, 0x8200], [0xffff, 0x4444]].iter().enumerate()
-        {
-            let sent = ids.map(|id| built(from(), id, true, &request(number as u32, 100)));
-            assert_eq!(checker.check(from(), to(), &sent[0]), None);
-            // The repeated packet may request an acknowledgement.
-            let mut again = request(number as u32, 100);
-            again[8] |= 0x80;
-            let again = built(from(), ids[1], true, &again);
-            assert_eq!(checker.check(from(), to(), &again), Some(ids[1]), "{number}");
-        }
-    }
-
-    #[test]
-    fn the_first_packet_of_a_host_may_have_any_identification() {
-        assert_eq!(checked(&[0xabcd, 0xabce, 0x1234]), [Some(0xabcd), Some(0xabce), None]);
-        // rxe reports a rejection once. If it were dropped, the requester would wait in vain.
-        let mut checker = IcrcChecker::new(here());
-        let nak = acknowledgement(from(), 0xabcd, 0x62);
-        assert_eq!(checker.check(from(), to(), &nak), Some(0xabcd));
-        // Then its counter is known, for all of its ports.
-        let port = SocketAddr::new(from().ip(), 50_001);
-        assert_eq!(checker.check(port, to(), &acknowledgement(port, 0xabd0, 0x62)), Some(0xabd0));
-        assert_eq!(checker.check(port, to(), &acknowledgement(port, 0x1234, 0x62)), None);
-        // A request of a sender that is known, or another partition, is not believed.
-        let known = || {
-            let mut checker = IcrcChecker::new(here());
-            assert_eq!(checker.check(from(), to(), &packet_with_icrc(0, 20)), Some(0));
-            checker
-        };
-        assert_eq!(known().check(from(), to(), &packet_with_icrc(0xabcd, 20)), None);
-        assert_eq!(
-            known().check(from(), to(), &acknowledgement(from(), 0xabcd, 0x62)),
-            Some(0xabcd)
-        );
-        for (at, byte) in [(0, 0x12), (1, 0x20), (2, 0x12), (8, 0x80)] {
-            let mut checker = known();
-            let mut other = acknowledgement(from(), 0xabcd, 0x62);
-            other[at] = byte;
-            let other = built(from(), 0xabcd, true, &other);
-            assert_eq!(checker.check(from(), to(), &other), None, "byte {at}");
-        }
-    }
-
-    #[test]
-    fn two_wrong_bits_of_an_acknowledgement_are_detected_without_its_identification() {
-        let packet = acknowledgement(from(), 0, 0x62);
-        let mut icrc_prefix = IcrcPrefix::new(from(), here());
-        // The difference that each bit makes; those of byte 4 are not covered.
-        let effects: Vec<u32> = (0..packet.len() * 8)
-            .filter(|bit| bit / 8 != 4)
-            .map(|bit| {
-                let mut flipped = packet.clone();
-                flipped[bit / 8] ^= 1 << (bit % 8);
-                carried(&flipped).unwrap() ^ icrc_prefix.icrc::<SimdCrc32>(0, &flipped).unwrap()
-            })
-            .collect();
-        let solver = IpIdSolver::new(packet.len());
-        for (a, one) in effects.iter().enumerate() {
-            assert_eq!(solver.solve(0, *one), None);
-            for two in &effects[a + 1..] {
-                assert_eq!(solver.solve(0, one ^ two), None);
-            }
-        }
-    }
-
-    #[test]
-    fn packets_without_dont_fragment_are_accepted() {
-        let mut checker = IcrcChecker::new(here());
-        for id in [0, 0, 1, 2, 0] {
-            let packet = built(from(), id, false, &request(u32::from(id), 100));
-            assert_eq!(checker.check(from(), to(), &packet), Some(id));
-        }
-        // A sender that changes its mind loses one packet.
-        for (number, wanted) in [None, Some(0), Some(0)].into_iter().enumerate() {
-            let packet = built(from(), 0, true, &request(number as u32, 100));
-            assert_eq!(checker.check(from(), to(), &packet), wanted, "{number}");
-        }
-        let found: Vec<_> = (0x9000..0x9004)
-            .map(|id| built(from(), id, false, &request(u32::from(id), 100)))
-            .map(|packet| checker.check(from(), to(), &packet).is_some())
-            .collect();
-        assert_eq!(found, [false, true, true, true]);
-    }
-
-    #[test]
-    fn a_packet_as_captured_without_dont_fragment_is_accepted() {
-        let (from, to) = ("10.77.0.1:57345".parse().unwrap(), "10.77.0.2".parse().unwrap());
-        let packet = [
-            0x04, 0x00, 0xff, 0xff, 0x00, 0x01, 0x00, 0x10, 0x80, 0x70, 0x00, 0x00, 0x78, 0x78,
-            0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78, 0x78,
-            0xf6, 0x11, 0x8b, 0xbd,
-        ];
-        let mut checker = IcrcChecker::new(SocketAddr::new(to, 4791));
-        assert_eq!(checker.check(from, to, &packet), Some(0));
-    }
-
-    /// Payload that was damaged so that the ICRC fits another identification.
-    #[test]
-    fn damage_that_fits_another_identification_is_rejected() {
-        let mut checker = IcrcChecker::new(here());
-        let ids = [0xabcb, 0xabcc, 0xabcd];
-        let _ = ids.map(|id| checker.check(from(), to(), &packet_with_icrc(id, 100)));
-        let mut packet = packet_with_icrc(0xabce, 100);
-        let mut icrc_prefix = IcrcPrefix::new(from(), here());
-        // The payload changes at will; its last four bytes restore the ICRC of another one.
-        packet[40] ^= 1;
-        let wrong = icrc_prefix.icrc::<SimdCrc32>(0x1111, &packet).unwrap();
-        packet[96..].copy_from_slice(&wrong.to_le_bytes());
-        assert_eq!(checker.check(from(), to(), &packet), None);
-        assert_eq!(checker.check(from(), to(), &packet_with_icrc(0xabce, 100)), Some(0xabce));
-    }
-
-    #[test]
-    fn corruption_is_detected_whatever_the_sender_did_before() {
-        let mut checker = IcrcChecker::new(here());
-        for id in [0, 0xabcd, 0xabce, 0xabcf, 0xabd0] {
-            let _ = checker.check(from(), to(), &packet_with_icrc(id, 200));
-        }
-        let mut packet = packet_with_icrc(7, 200);
-        for bit in 5 * 8..200 * 8 {
-            packet[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(checker.check(from(), to(), &packet), None, "bit {bit}");
-            packet[bit / 8] ^= 1 << (bit % 8);
-        }
-        assert_eq!(checker.check(from(), to(), &packet), Some(7));
-    }
-
-    #[test]
-    fn random_damage_does_not_pass() {
-        let mut checker = IcrcChecker::new(here());
-        for id in [0x7000, 0x7001] {
-            let _ = checker.check(from(), to(), &packet_with_icrc(id, 64));
-        }
-        let packet = packet_with_icrc(0x7002, 64);
-        let mut random = 88_172_645_463_325_252_u64;
-        for round in 0..200_000 {
-            let mut damaged = packet.clone();
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            let at = 12 + (random >> 40) as usize % 40;
-            for (byte, change) in damaged[at..at + 8].iter_mut().zip(random.to_le_bytes()) {
-                *byte ^= change;
-            }
-            assert_eq!(checker.check(from(), to(), &damaged), None, "round {round}");
-        }
-        assert_eq!(checker.check(from(), to(), &packet), Some(0x7002));
-    }
-
-    #[test]
-    fn packets_that_are_too_short_are_rejected() {
-        let mut checker = IcrcChecker::new(here());
-        for len in 0..16 {
-            assert_eq!(checker.check(from(), to(), &[0; 16][..len]), None);
-        }
     }
 }

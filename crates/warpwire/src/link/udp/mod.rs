@@ -13,6 +13,7 @@
 //! recomputed and it is sent packet by packet.
 
 mod check;
+mod held;
 mod options;
 mod send;
 mod sys;
@@ -22,6 +23,7 @@ mod tests;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::IcrcPrefix;
@@ -36,7 +38,8 @@ use super::{
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::host::System;
 use crate::units;
-use check::IcrcChecker;
+use check::{IcrcChecker, Verdict};
+use held::Arrival;
 use send::{Flow, TxBatch};
 use sys::{CallMode, Headers, SockAddr};
 
@@ -203,29 +206,58 @@ impl Udp {
             return 0;
         }
         let segment = if message.segment == 0 { bytes.len() } else { message.segment };
-        let to = message.to.unwrap_or(self.local.ip());
+        let (to, port) = (message.to.unwrap_or(self.local.ip()), self.local.port());
+        let coalesced = u64::from(segment < bytes.len());
         let mut delivered = 0;
         for packet in bytes.chunks(segment) {
             if packet.len() < MIN_PACKET {
                 counters.drops.short += 1;
-            } else if packet.len() > self.max_packet {
+                continue;
+            }
+            if packet.len() > self.max_packet {
                 counters.drops.long += 1;
-            } else if let Some(identification) = checker.check(message.from, to, packet) {
-                delivered += 1;
-                counters.received += 1;
-                counters.received_bytes += packet.len() as u64;
-                counters.coalesced += u64::from(segment < bytes.len());
-                take(Frame {
-                    from: message.from,
-                    to: SocketAddr::new(to, self.local.port()),
-                    bytes: packet,
-                    traffic_class: message.traffic_class,
-                    hop_limit: message.hop_limit,
-                    identification,
-                    has_icrc: true,
-                });
+                continue;
+            }
+            let arrival = Arrival {
+                from: message.from,
+                to,
+                traffic_class: message.traffic_class,
+                hop_limit: message.hop_limit,
+                bytes: packet,
+            };
+            let verdict = checker.check(message.from, to, packet);
+            match verdict {
+                Verdict::Valid(id) | Verdict::Confirms(id) => {
+                    if matches!(verdict, Verdict::Confirms(_))
+                        && let Some((held, solution)) = checker.take_confirmed(message.from.ip())
+                    {
+                        delivered += counters.count_received(held.bytes);
+                        take(held.frame(port, solution.identification));
+                    }
+                    delivered += counters.count_received(packet);
+                    counters.coalesced += coalesced;
+                    take(arrival.frame(port, id));
+                }
+                Verdict::Unsettled(solution) => {
+                    counters.drops.unverified += u64::from(checker.hold(&arrival, solution));
+                }
+                Verdict::Invalid => counters.drops.icrc += 1,
+            }
+        }
+        delivered
+    }
+
+    /// Ends the wait of packets that no other packet has confirmed in time.
+    #[cold]
+    fn expire_held(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> usize {
+        let Self { checker, counters, local, .. } = self;
+        let (now, mut delivered) = (Instant::now(), 0);
+        while let Some((held, solution, is_final)) = checker.expire(now) {
+            if is_final {
+                delivered += counters.count_received(held.bytes);
+                take(held.frame(local.port(), solution.identification));
             } else {
-                counters.drops.icrc += 1;
+                counters.drops.unverified += 1;
             }
         }
         delivered
@@ -342,7 +374,17 @@ impl Link for Udp {
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         // `recvmsg` has less latency than `recvmmsg` for a caller that polls for single packets.
         let Incoming { busy_calls, calls, .. } = self.incoming;
-        self.receive_with(if busy_calls < BATCH_AFTER { CallMode::Single } else { calls }, take)
+        let mode = if busy_calls < BATCH_AFTER { CallMode::Single } else { calls };
+        let delivered = self.receive_with(mode, take)?;
+        if self.checker.next_expiry().is_none() {
+            return Ok(delivered);
+        }
+        Ok(delivered + self.expire_held(take))
+    }
+
+    fn poll_delay(&self) -> Option<Duration> {
+        let expiry = self.checker.next_expiry()?;
+        Some(expiry.saturating_duration_since(Instant::now()))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -188,7 +188,95 @@ proptest! {
         for _ in 0..packets.len() {
             prop_assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
         }
+        // One in 32768 is held for a while.
+        while let Some(wait) = link.poll_delay() {
+            std::thread::sleep(wait);
+            prop_assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
+        }
         prop_assert_eq!(link.counters().drops.total(), packets.len() as u64);
+    }
+}
+
+/// A peer whose IP identifications come from a counter. What the kernel writes into the IP header
+/// does not matter: only the ICRC depends on it here.
+struct Counting {
+    socket: UdpSocket,
+    prefix: IcrcPrefix,
+}
+
+impl Counting {
+    fn new(link: &Udp) -> Self {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.connect(link.local()).unwrap();
+        let prefix = IcrcPrefix::new(socket.local_addr().unwrap(), link.local());
+        Self { socket, prefix }
+    }
+
+    /// Sends this packet, with its ICRC appended.
+    fn send(&mut self, id: u16, packet: &[u8]) {
+        let mut packet = [packet, &[0; 4]].concat();
+        let icrc = self.prefix.icrc::<crate::link::SimdCrc32>(id, &packet).unwrap();
+        packet.last_chunk_mut::<4>().unwrap().copy_from_slice(&icrc.to_le_bytes());
+        self.socket.send(&packet).unwrap();
+    }
+
+    fn send_request(&mut self, id: u16, number: u8) {
+        self.send(id, &[4, 0, 0xff, 0xff, 0, 0, 0, 7, 0, 0, 0, number, 1, 2, 3, 4]);
+    }
+}
+
+/// Receives until nothing more is to come; returns the PSNs and identifications.
+fn receive_all(link: &mut Udp, expired: bool) -> Vec<(u8, u16)> {
+    let mut found = Vec::new();
+    let end = Instant::now() + if expired { held::HOLD_TIME * 2 } else { held::HOLD_TIME / 6 };
+    while Instant::now() < end {
+        link.receive(&mut |frame| found.push((frame.bytes[11], frame.identification))).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    found
+}
+
+#[test]
+fn the_first_packet_of_a_counting_host_is_delivered_with_the_second() {
+    for options in ["", "gro=off,mmsg=off"] {
+        let mut link = bind("127.0.0.1:0", options.parse().unwrap());
+        let mut peer = Counting::new(&link);
+        peer.send_request(0xabcd, 1);
+        assert_eq!(receive_all(&mut link, false), [], "{options}");
+        assert!(link.poll_delay().is_some_and(|wait| wait <= held::HOLD_TIME));
+        peer.send_request(0xabce, 2);
+        assert_eq!(receive_all(&mut link, false), [(1, 0xabcd), (2, 0xabce)], "{options}");
+        assert_eq!(link.poll_delay(), None);
+        peer.send_request(0xabcf, 3);
+        assert_eq!(receive_all(&mut link, false), [(3, 0xabcf)]);
+        let counters = link.counters();
+        assert_eq!((counters.received, counters.received_bytes), (3, 60));
+        assert_eq!(counters.drops.total(), 0);
+    }
+}
+
+#[test]
+fn a_lone_first_packet_is_counted_and_accepted_when_it_is_sent_again() {
+    let mut link = bind("127.0.0.1:0", UdpOptions::default());
+    let mut peer = Counting::new(&link);
+    peer.send_request(0xabcd, 1);
+    assert_eq!(receive_all(&mut link, true), []);
+    let drops = link.counters().drops;
+    assert_eq!((drops.unverified, drops.icrc, link.poll_delay()), (1, 0, None));
+    peer.send_request(0x1234, 1);
+    assert_eq!(receive_all(&mut link, false), [(1, 0x1234)]);
+}
+
+#[test]
+fn a_lone_final_nak_is_delivered_late_and_another_one_is_not() {
+    let nak = |syndrome| [0x11, 0, 0xff, 0xff, 0, 0, 0, 7, 0, 0, 0, 9, syndrome, 0, 0, 1];
+    for (syndrome, wanted) in [(0x62, &[(9, 0xabcd)][..]), (0x60, &[])] {
+        let mut link = bind("127.0.0.1:0", UdpOptions::default());
+        let mut peer = Counting::new(&link);
+        peer.send(0xabcd, &nak(syndrome));
+        assert_eq!(receive_all(&mut link, false), []);
+        assert_eq!(receive_all(&mut link, true), wanted);
+        assert_eq!(link.counters().drops.unverified, u64::from(syndrome == 0x60));
     }
 }
 
