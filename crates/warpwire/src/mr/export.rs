@@ -123,7 +123,7 @@ impl Registry {
                 let offset = region.offset();
                 observer.opened(&export(key, registration, id, offset, Sharing::Device));
             }),
-            Target::Custom { .. } => {}
+            Target::Custom { .. } | Target::Window(_) => {}
         }
     }
 
