@@ -3,7 +3,7 @@
 //!
 //! Every case runs over every link: without direct access, packets must give the same result.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::mr::HostMemory;
@@ -32,6 +32,7 @@ cases!(Fixture; CASES:
     direct_access_restarts_with_the_next_connection,
     direct_writes_wrap_the_queue_with_wqes_between,
     direct_batches_are_executed_when_posted,
+    direct_copies_of_the_kernel,
 );
 
 /// Two connected ends with memory; `new` writes until the peer's memory is mapped.
@@ -514,4 +515,50 @@ fn direct_writes_wrap_the_queue_with_wqes_between(fixture: &Fixture) {
         }
     }
     assert_eq!(operations(&testbed.a) > count * 9 / 10, fixture.test_link.is_direct());
+}
+
+/// Host memory that is not in a file: the kernel copies what is long enough, at every offset, until
+/// the registration ends; memory that it cannot copy is left to packets.
+fn direct_copies_of_the_kernel(fixture: &Fixture) {
+    let transfer = TransferTest::new(fixture, QpOptions::default());
+    let TransferTest { testbed, conn, near, .. } = &transfer;
+    let words: Vec<AtomicU64> = (0..1 << 17).map(|_| AtomicU64::new(0)).collect();
+    let bytes = || words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes());
+    let register = |at: u64, len| {
+        let (context, pd) = (&testbed.b.context, &testbed.b.pd);
+        // SAFETY: the words outlive the registration, and are atomics, so peers may change them;
+        // nothing else is mapped at other addresses that are passed here.
+        #[allow(unsafe_code)]
+        unsafe {
+            context.register_address(pd, at, len, None, Access::ALL)
+        }
+    };
+    let far = register(words.as_ptr().addr() as u64, 1 << 20).unwrap();
+    let direct = fixture.test_link.is_direct();
+    let mut seed = 100;
+    for (from, to, len) in [(0, 0, 4096), (3, 5, 4097), (0, 8, 70_000), (9, 0, 1 << 19)] {
+        seed += 1;
+        let wanted = near.pattern(from, len as usize, seed);
+        let data =
+            [near.mr.sge(from, len / 2), near.mr.sge(from + u64::from(len / 2), len - len / 2)];
+        let write = SendRequest::new(seed, WrOp::Write(far.remote(to))).with(&data);
+        let used = (0..3).filter(|_| transfer.is_direct(write)).count();
+        assert_eq!(used > 0, direct, "a write of {len} bytes");
+        same(&bytes().skip(to as usize).take(len as usize).collect::<Vec<_>>(), &wanted, "a write");
+        near.write(from, &vec![0; len as usize]);
+        let read = SendRequest::new(seed, WrOp::Read(far.remote(to))).with(&data);
+        assert_eq!(transfer.is_direct(read), direct, "a read of {len} bytes");
+        same(&near.read(from, len as usize), &wanted, "a read");
+    }
+    // Short ones, and atomics.
+    let data = [near.mr.sge(0, 8)];
+    let add = WrOp::Atomic(far.remote(8), Atomic::FetchAdd { add: 1 });
+    for op in [WrOp::Write(far.remote(0)), WrOp::Read(far.remote(0)), add] {
+        assert!(!transfer.is_direct(SendRequest::new(1, op).with(&data)), "{op:?}");
+    }
+    // Its end, and what lies outside of it, has the protocol's statuses.
+    let (remote, data) = (far.remote(0), [near.mr.sge(0, 8192)]);
+    drop(far);
+    conn.a.qp.post_send(&[SendRequest::new(7, WrOp::Write(remote)).with(&data)]).unwrap();
+    testbed.failed(&conn.a.sends, 7, Status::RemoteAccess);
 }

@@ -465,7 +465,14 @@ impl DirectPeer {
             0 => String::new(),
             count => format!(", of device memory: {count}"),
         };
-        format!("direct access: on (peer mappings: {}{on_device}){failure}", host + device)
+        let by_kernel = match self.peer.is_process_accessible() {
+            true => "",
+            false => "; memory without a file by packets: the kernel does not copy it",
+        };
+        format!(
+            "direct access: on (peer mappings: {}{on_device}){failure}{by_kernel}",
+            host + device
+        )
     }
 
     /// Removes a revoked key.
