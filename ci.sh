@@ -12,7 +12,7 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# verbs.h, net-lab, sanitizers, msrv, no-std.
+# pyverbs, wheels, verbs.h, net-lab, sanitizers, msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -98,9 +98,18 @@ step_verbs() {
   cargo build --workspace --quiet # tests link the libraries elsewhere
   tools/install-ibverbs "$libraries" "$built"
   tools/ibverbs-clients "$libraries"
+  tools/ibverbs-pyverbs "$libraries"
+  [ "$WARPWIRE_EFFORT" = change ] || tools/ibverbs-wheels "$libraries"
 }
 step_lab() { tools/rxe-lab test; }
-step_fuzz() { if [ "$WARPWIRE_EFFORT" = full ]; then tools/fuzz all 300; else tools/fuzz; fi; }
+step_fuzz() {
+  if [ "$WARPWIRE_EFFORT" = change ]; then
+    tools/fuzz
+    return
+  fi
+  tools/fuzz all 300
+  SANITIZE=address tools/fuzz verbs 300
+}
 step_demo() {
   "$(bin warpwire)" demo
   "$(bin warpwire)" doctor
@@ -161,7 +170,7 @@ prepare() {
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
-  missing ibverbs-utils ibverbs-providers perftest ucx-utils rdmacm-utils libfabric-bin || true
+  missing ibverbs-utils ibverbs-providers perftest ucx-utils rdmacm-utils libfabric-bin python3-pyverbs || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true

@@ -130,6 +130,10 @@ pub(crate) fn wait(fd: BorrowedFd<'_>) -> Result<u64> {
 const EMPTY: epoll::EventData = epoll::EventData::new_u64(0);
 
 impl Channel {
+    pub(crate) fn is_of(&self, context: ContextPtr) -> bool {
+        std::ptr::eq(self.abi.context, context.0)
+    }
+
     /// Counts a completion queue of the channel, for programs that look.
     pub(crate) fn count(&self, change: c_int) {
         self.abi.refcnt.fetch_add(change, Ordering::Relaxed);

@@ -88,6 +88,9 @@ fn create(context: ContextPtr, request: &Request) -> Result<*mut Cq> {
         true => None,
         false => Some(object(request.channel)?),
     };
+    if channel.is_some_and(|channel| !channel.is_of(context)) {
+        return Err(INVALID); // numbers of queues are unique within a device
+    }
     let verbs = device.open()?.verbs.create_cq(request.cqe)?;
     let unacked = Arc::default();
     let made = Box::new(Cq {

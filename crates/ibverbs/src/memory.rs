@@ -7,6 +7,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
+use warpwire::error::Kind;
+use warpwire::mem::{self, DeviceAddr};
 use warpwire::verbs::{self, Access, AttachMode, DmaBufRange};
 
 use crate::abi::{self, Pointer};
@@ -112,7 +114,7 @@ pub(crate) extern "C" fn alloc_parent_domain(
         let attr = some(attr)?;
         let pd: &Pd = object(attr.pd)?;
         // Allocators of the program, and a pointer for them: nothing is allocated through them.
-        if attr.comp_mask & !0b11 != 0 {
+        if attr.comp_mask & !0b11 != 0 || !std::ptr::eq(pd.abi.context, context.0) {
             return Err(INVALID);
         }
         new_pd(context, pd.verbs.clone(), Some(pd.add_user()))
@@ -203,6 +205,10 @@ fn register(
 
 /// Registers a dma-buf. The probe with a negative descriptor is answered with `EBADF`, which tells
 /// programs that dma-bufs are supported.
+///
+/// CUDA's dma-bufs cannot be mapped by the CPU. Programs that export them (NCCL, UCX) pass the
+/// memory's own address as `iova`: where that is device memory of this process, it is registered by
+/// this address instead.
 pub(crate) fn reg_dmabuf_mr(
     pd: Option<&Pd>,
     (offset, len): (u64, usize),
@@ -220,9 +226,20 @@ pub(crate) fn reg_dmabuf_mr(
     let range = DmaBufRange { fd, offset, len: len as u64 };
     let access = access(flags)?;
     let attach = AttachMode::Dynamic;
-    let verbs = open.verbs.register_dmabuf(&pd.verbs, range, Some(iova), access, attach)?;
+    let verbs = match open.verbs.register_dmabuf(&pd.verbs, range, Some(iova), access, attach) {
+        Err(error) if *error.kind() == Kind::Unsupported && is_device_memory(iova) => {
+            log::line(|| format!("{error}; registered by its address {iova:#x}"));
+            let addr = std::ptr::without_provenance(iova as usize);
+            register(pd, (addr, len), Some(iova), flags)?
+        }
+        registered => registered?,
+    };
     let addr = std::ptr::without_provenance::<c_void>(offset as usize);
     Ok(give(Mr::new(pd, (addr, len), flags, verbs)))
+}
+
+fn is_device_memory(address: u64) -> bool {
+    mem::owner_of(DeviceAddr::new(address)).is_ok()
 }
 
 impl Mr {
@@ -302,4 +319,44 @@ pub(crate) fn rereg_mr(
     mr.abi.lkey.set(current.0.lkey());
     mr.abi.rkey.set(current.0.rkey());
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, AsRawFd};
+
+    use super::*;
+    use crate::{context, devices};
+
+    /// CUDA's dma-bufs are like this: this process has the memory, but not through the descriptor.
+    #[test]
+    fn a_dma_buf_that_cannot_be_mapped_is_registered_by_its_address() {
+        const LEN: usize = 1 << 16;
+        let memory = mem::open("sim:0").unwrap().alloc(LEN as u64).unwrap();
+        let buffer = memory.export_dmabuf(0, LEN as u64).unwrap();
+        let fd = buffer.as_fd().try_clone_to_owned().unwrap();
+        drop(buffer);
+        let context = ContextPtr(context::open_device(&devices::all().unwrap()[0]).unwrap());
+        let pd = alloc_pd(context).unwrap();
+        let register = |iova, fd| {
+            // SAFETY: a domain that is not destroyed before the last call.
+            let pd = unsafe { pd.as_ref() };
+            reg_dmabuf_mr(pd, (0, LEN), iova, fd, abi::ACCESS_LOCAL_WRITE)
+        };
+        let address = memory.address().raw();
+        let mr = register(address, fd.as_raw_fd()).unwrap();
+        // SAFETY: made above, and destroyed once.
+        let mr = unsafe { Box::from_raw(mr) };
+        let registered = mr.verbs.lock();
+        assert_eq!((registered.0.iova(), registered.0.len()), (address, LEN as u64));
+        drop(registered);
+        dereg_mr(Some(mr)).unwrap();
+        let (other, null) = (4096, std::fs::File::open("/dev/null").unwrap());
+        assert_eq!(register(other, fd.as_raw_fd()).err(), Some(UNSUPPORTED), "no device memory");
+        assert_eq!(register(address, null.as_raw_fd()).err(), Some(INVALID), "no dma-buf");
+        assert_eq!(register(address, -1).err(), Some(Errno(libc::EBADF)));
+        // SAFETY: made above, and destroyed once.
+        dealloc_pd(Some(unsafe { Box::from_raw(pd) })).unwrap();
+        context::close_device(context).unwrap();
+    }
 }

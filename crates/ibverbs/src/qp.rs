@@ -2,10 +2,13 @@
 
 use std::cell::Cell;
 use std::ffi::c_int;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
-use warpwire::verbs::{self, Mtu, PathAttributes, QpAttributes, QpOptions, Service, State};
+use warpwire::verbs::{
+    self, Mtu, PathAttributes, QpAttributes, QpOptions, QpnSlot, Service, State,
+};
 use warpwire_proto::{Psn, qp::Access};
 
 use crate::abi::{self, QpAttr, QpCap, QpInitAttr, QpInitAttrEx};
@@ -15,9 +18,9 @@ use crate::context::{ContextPtr, MAX_INLINE, MAX_QP_WR, MAX_SGE, check_port};
 use crate::cq::Cq;
 use crate::events::Kind;
 use crate::memory::{Pd, Used, destroy, object};
-use crate::numbers;
 use crate::qp_ex::{self, Builder};
 use crate::srq::Srq;
+use crate::{interfaces, numbers};
 
 /// `struct ibv_qp`, and `struct ibv_qp_ex`.
 #[repr(C)]
@@ -45,7 +48,9 @@ pub(crate) extern "C" fn create_qp_ex(
     pointer(|| {
         context.get()?;
         let attr = some(attr)?;
-        if attr.comp_mask & !(abi::INIT_PD | abi::INIT_SEND_OPS) != 0 {
+        let known = abi::INIT_PD | abi::INIT_SEND_OPS | abi::INIT_CREATE_FLAGS;
+        let has_flags = attr.comp_mask & abi::INIT_CREATE_FLAGS != 0 && attr.create_flags != 0;
+        if attr.comp_mask & !known != 0 || has_flags {
             return Err(UNSUPPORTED);
         }
         if attr.comp_mask & abi::INIT_PD == 0 {
@@ -213,6 +218,15 @@ fn path(attr: &QpAttr, destination: u32) -> Result<PathAttributes> {
     })
 }
 
+/// The path MTU in use: packets between processes of one machine do not pass the interface, and are
+/// as large as RoCE has them. Both ends decide alike, from the addresses and both numbers.
+fn mtu_to(peer: IpAddr, numbers: [u32; 2], asked: Mtu) -> Mtu {
+    let are_ours = numbers.iter().all(|number| QpnSlot::of(*number).is_some());
+    let is_local =
+        || peer.is_loopback() || interfaces::addresses().iter().any(|known| known.ip == peer);
+    if are_ours && is_local() { Mtu::ALL[Mtu::ALL.len() - 1] } else { asked }
+}
+
 /// The ACK timeout in use: four times the one asked for, as InfiniBand permits. Programs choose it
 /// for NICs, which answer in microseconds; the process at the other end may wait for a CPU first.
 fn timeout(asked: u8) -> u8 {
@@ -256,6 +270,8 @@ fn change(qp: &Qp, attr: &QpAttr, mask: u32, max_mtu: Mtu) -> Result<QpAttribute
         false => qp.attr.lock().dest_qp_num,
     };
     let path = has(abi::QP_AV).then(|| path(attr, destination)).transpose()?;
+    let numbers = [qp.verbs.number(), destination];
+    let mtu = mtu.map(|asked| path.map_or(asked, |path| mtu_to(path.peer.ip(), numbers, asked)));
     let current_state = has(abi::QP_CUR_STATE).then(|| state(attr.cur_qp_state)).transpose()?;
     let psn = |number: u32| Psn::new(number & 0xff_ffff);
     let mut change = QpAttributes::new(to);
@@ -351,4 +367,23 @@ pub(crate) fn destroy_qp(qp: Option<Box<Qp>>) -> Result<()> {
         ContextPtr(qp.abi.context).get()?.registry.remove(Kind::Qp, qp.verbs.number());
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_within_a_machine_are_as_large_as_roce_has_them() {
+        let (ours, others) = (0x80_1005, 0x11);
+        let [small, large] = [Mtu::ALL[2], Mtu::ALL[4]];
+        let [near, far]: [IpAddr; 2] = ["127.0.0.1", "198.51.100.77"].map(|ip| ip.parse().unwrap());
+        assert_eq!(mtu_to(near, [ours, ours], small), large);
+        assert_eq!(mtu_to(near, [ours, others], small), small, "RoCE's own port");
+        assert_eq!(mtu_to(near, [others, ours], small), small);
+        assert_eq!(mtu_to(far, [ours, ours], small), small);
+        for at in interfaces::addresses() {
+            assert_eq!(mtu_to(at.ip, [ours, ours], small), large, "{}", at.ip);
+        }
+    }
 }

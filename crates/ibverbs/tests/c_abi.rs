@@ -111,6 +111,31 @@ fn captured(bytes: &[u8]) -> Vec<([u16; 2], &[u8])> {
     packets
 }
 
+/// The address of an interface to elsewhere, if there is one.
+fn outward_address() -> Option<std::net::IpAddr> {
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?; // sends nothing
+    socket.local_addr().ok().map(|at| at.ip()).filter(|ip| !ip.is_loopback())
+}
+
+/// An interface of 1500 bytes does not limit packets that do not pass it.
+#[test]
+fn packets_within_a_machine_are_large() {
+    let Some(address) = outward_address() else {
+        println!("skipped: no interface but the loopback interface");
+        return;
+    };
+    for link in ["auto", "udp"] {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(mut command) = run("operations") else { return };
+        command.env("WARPWIRE_IB_LINK", link).env("WARPWIRE_IB_DEVICES", address.to_string());
+        ok(command.env("WARPWIRE_PCAP", folder.path().join("pcap")));
+        let bytes = fs::read(folder.path().join("pcap")).unwrap();
+        let longest = captured(&bytes).iter().map(|(_, packet)| packet.len()).max().unwrap();
+        assert!((4096..4200).contains(&longest), "{link}: {longest}");
+    }
+}
+
 #[test]
 fn packets_are_captured() {
     for link in ["auto", "udp"] {

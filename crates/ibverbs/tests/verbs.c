@@ -216,6 +216,10 @@ static void regions(void) {
   CHECK(!ibv_dereg_mr(other) && !ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
   parent_attr.pd = NULL;
   NONE(ibv_alloc_parent_domain(context, &parent_attr), EINVAL);
+  struct ibv_context *elsewhere = ibv_open_device(context->device);
+  parent_attr = (struct ibv_parent_domain_init_attr){ .pd = pd };
+  NONE(ibv_alloc_parent_domain(elsewhere, &parent_attr), EINVAL); // the domain of another device
+  CHECK(!ibv_close_device(elsewhere));
 }
 
 // A queue pair that is connected to itself, without acknowledgements.
@@ -448,6 +452,9 @@ static void operations(void) {
   CHECK(!strcmp(memory + 2048, "hello"));
   CHECK(!post_send(qp, 13, IBV_WR_RDMA_READ, at(4096, 6), 2048));
   CHECK(next(cq).opcode == IBV_WC_RDMA_READ && !strcmp(memory + 4096, "hello"));
+  memset(memory + 8192, 7, 16384); // more than one packet
+  CHECK(!post_send(qp, 99, IBV_WR_RDMA_WRITE, at(8192, 16384), 32768) && next(cq).wr_id == 99);
+  CHECK(!memcmp(memory + 8192, memory + 32768, 16384));
   // A key that the peer knows survives a change of its registration.
   struct ibv_mr *region = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE);
   uint32_t known = region->rkey;
@@ -556,6 +563,9 @@ static void channels(void) {
   struct ibv_qp *qp = new_qp(IBV_QPT_RC, cq, NULL);
   connect_to(qp, self_path(), qp->qp_num);
   void *cq_context;
+  struct ibv_context *second = ibv_open_device(context->device);
+  NONE(ibv_create_cq(second, 16, NULL, channel, 0), EINVAL); // the channel of another device
+  CHECK(!ibv_close_device(second));
   CHECK(channel->refcnt == 2);
   REFUSED(ibv_destroy_comp_channel(channel), EBUSY);
   int flags = fcntl(channel->fd, F_GETFL);
@@ -700,6 +710,13 @@ static void extended(void) {
   NONE(ibv_create_qp_ex(context, &init), EOPNOTSUPP);
   init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_RX_HASH;
   NONE(ibv_create_qp_ex(context, &init), EOPNOTSUPP);
+  // No flags are the same as none given.
+  init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
+  init.create_flags = IBV_QP_CREATE_BLOCK_SELF_MCAST_LB;
+  NONE(ibv_create_qp_ex(context, &init), EOPNOTSUPP);
+  init.create_flags = 0;
+  struct ibv_qp *plain = ibv_create_qp_ex(context, &init);
+  CHECK(plain && !ibv_destroy_qp(plain));
   connect_to(qp, self_path(), qp->qp_num);
   CHECK(!post_recv(qp, 80, at(1024, 64)));
   strcpy(memory, "extended");

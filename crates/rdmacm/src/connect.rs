@@ -51,7 +51,7 @@ pub(crate) fn bind_addr(id: &Id, at: *const libc::sockaddr) -> Result<()> {
     };
     let local = bind_socket(id, at)?;
     id.abi.route.src_addr.set(local.into());
-    device.map_or(Ok(()), |device| id.bind_to(device, false))
+    device.map_or(Ok(()), |device| id.bind_to(device))
 }
 
 /// Finds the device for a destination, and the address of this side.
@@ -71,7 +71,7 @@ pub(crate) fn resolve_addr(
     let port = source.map_or(0, |from| from.port());
     let local = bind_socket(id, SocketAddr::new(ip(device), port))?;
     let local = SocketAddr::new(ip(device), local.port());
-    id.bind_to(device, true)?;
+    id.bind_to(device)?;
     id.set_addresses(local, to);
     id.abi.route.ibaddr.dgid.set(gid_of(to.ip(), device));
     let mut state = service()?.lock();
@@ -151,6 +151,17 @@ pub(crate) fn agreed(own: Parameters, peer: Parameters) -> Parameters {
     }
 }
 
+/// What the side that accepts uses: the request's retry count is for both sides.
+fn answer(own: Parameters, peer: Parameters) -> Parameters {
+    Parameters { retry_count: peer.retry_count, ..agreed(own, peer) }
+}
+
+/// What the side that accepts uses if its program asks for no less: programs with queue pairs of
+/// their own connect them before they accept.
+pub(crate) fn default_answer(device: &OpenDevice, peer: Parameters) -> Parameters {
+    answer(parameters(None, device), peer)
+}
+
 fn end_point(id: &Id, device: &OpenDevice, qp_num: u32) -> EndPoint {
     let qkey = match id.space {
         Space::Tcp => 0,
@@ -209,8 +220,7 @@ pub(crate) fn accept(id: &Id, param: Option<&ConnParam>) -> Result<()> {
         param.map_or((std::ptr::null(), 0), |param| (param.private_data, param.private_data_len));
     let data = private_data(data, len, reply_data_len(id.space))?;
     let own = parameters(param, device);
-    // The request's retry count is for both sides.
-    let agreed = Parameters { retry_count: peer.retry_count, ..agreed(own, peer) };
+    let agreed = answer(own, peer);
     id.parameters.set(agreed);
     let is_connection = id.space == Space::Tcp;
     if is_connection && !id.abi.qp.get().is_null() {
@@ -286,7 +296,9 @@ pub(crate) fn create_end_point(
     let fill = |id: &Id| -> Result<()> {
         if info.ai_flags as u32 & abi::RAI_PASSIVE != 0 {
             bind_addr(id, info.ai_src_addr)?;
-            id.abi.pd.set(pd);
+            if !pd.is_null() {
+                id.abi.pd.set(pd);
+            }
             let qp_type = info.ai_qp_type as u32;
             id.init_attr.set(attr.as_deref().map(|attr| QpInitAttr { qp_type, ..*attr }));
             return Ok(());

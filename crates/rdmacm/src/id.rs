@@ -13,6 +13,7 @@ use warpwire_cabi::Unacked;
 use crate::abi::{self, CmId, IbAddr, PathRec, Pointer, QpInitAttr, Route, Sockaddr};
 use crate::boundary::{Errno, INVALID, IdPtr, Result, bytes, give, object, some, take};
 use crate::channel::Channel;
+use crate::connect;
 use crate::events;
 use crate::message::{Parameters, Space};
 use crate::qp;
@@ -133,7 +134,7 @@ pub(crate) fn create_child(number: u64, listener: &Id) -> Result<*mut Id> {
     let mut state = service()?.lock();
     let conn = state.get(number)?;
     let (local, remote) = (some(conn.local)?, some(conn.remote)?);
-    let (peer, _) = some(conn.peer)?;
+    let (peer, asked) = some(conn.peer)?;
     let channel = listener.abi.channel.get();
     let context = listener.abi.context.get();
     let id = new(conn.space, number, conn.unacked.clone(), channel.cast(), context);
@@ -145,7 +146,8 @@ pub(crate) fn create_child(number: u64, listener: &Id) -> Result<*mut Id> {
     let id: &Id = some(object(made))?;
     let bound = crate::devices::with_address(local.ip()).and_then(|device| {
         id.set_addresses(local, remote);
-        id.bind_to(device, true)
+        id.parameters.set(connect::default_answer(device, asked));
+        id.bind_to(device)
     });
     if let Err(errno) = bound {
         drop(take::<_, Id>(made));
@@ -162,8 +164,8 @@ impl Id {
     }
 
     /// Binds the id to a device, with the device's domain unless it has one.
-    pub(crate) fn bind_to(&self, device: &'static OpenDevice, with_pd: bool) -> Result<()> {
-        if with_pd && self.abi.pd.get().is_null() {
+    pub(crate) fn bind_to(&self, device: &'static OpenDevice) -> Result<()> {
+        if self.abi.pd.get().is_null() {
             self.abi.pd.set(device.default_pd()?);
         }
         self.device.set(Some(device));

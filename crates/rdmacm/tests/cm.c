@@ -66,7 +66,7 @@ static struct rdma_cm_id *listener(struct rdma_event_channel *channel, enum rdma
   struct sockaddr_in any = loopback(0);
   CHECK(!rdma_create_id(channel, &id, (void *)7, ps));
   CHECK(!rdma_bind_addr(id, (void *)&any));
-  CHECK(id->verbs && id->port_num == 1 && rdma_get_src_port(id) != 0);
+  CHECK(id->verbs && id->pd && id->port_num == 1 && rdma_get_src_port(id) != 0);
   CHECK(!rdma_listen(id, 4));
   return id;
 }
@@ -133,6 +133,11 @@ static void connections(void) {
   CHECK(rdma_get_src_port(child) == rdma_get_src_port(passive));
   CHECK(rdma_get_dst_port(child) == rdma_get_src_port(id));
   CHECK(!rdma_ack_cm_event(event));
+  /* A queue pair of the program's own is connected before the answer: as the request asks. */
+  struct ibv_qp_attr early = {.qp_state = IBV_QPS_RTS};
+  int early_mask;
+  CHECK(!rdma_init_qp_attr(child, &early, &early_mask));
+  CHECK(early.retry_cnt == 6 && early.rnr_retry == 7 && early.max_rd_atomic == 3);
   add_qp(child, IBV_QPT_RC);
   struct rdma_conn_param answer = {.private_data = "yes", .private_data_len = 3, .responder_resources = 2,
       .initiator_depth = RDMA_MAX_INIT_DEPTH, .rnr_retry_count = 7};
@@ -304,6 +309,7 @@ static void synchronous(void) {
   struct rdma_cm_id *passive, *id;
   CHECK(!rdma_create_ep(&passive, info, NULL, &attr));
   rdma_freeaddrinfo(info);
+  CHECK(passive->pd && passive->pd->context == passive->verbs);
   CHECK(!rdma_listen(passive, 0));
   pthread_t server;
   CHECK(!pthread_create(&server, NULL, serve, passive));

@@ -308,12 +308,13 @@ impl Engine {
         };
         path_use.admit(paths, qp);
         let max_len = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
+        let max_len = max_len.min(self.link.max_packet_to(flow));
         let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
         let outcome = loop {
             if count == BUDGET || bytes >= BUDGET_BYTES {
                 break TxOutcome::More;
             }
-            match self.link.reserve(flow, max_len.min(self.link.max_packet())) {
+            match self.link.reserve(flow, max_len) {
                 Ok(_) => {}
                 Err(crate::link::ReserveError::Full) => {
                     qp.on_link_full(now);

@@ -54,6 +54,10 @@ impl Registry {
     /// sealed against shrinking. `iova` and offset must be equal modulo the page size; the rights
     /// are those that `ibv_reg_dmabuf_mr` accepts.
     ///
+    /// # Errors
+    /// [`Kind::Unsupported`] for a dma-buf whose memory cannot be reached through it: one that the
+    /// CPU may not map, or simulated memory of another process.
+    ///
     /// ```
     /// use warpwire::{mem, mr::{Access, AttachMode, RegisteredBy, Registry}};
     /// let memory = mem::open("sim:0")?.alloc(1 << 20)?;
@@ -160,11 +164,12 @@ fn of_device(
 
 /// The source for a file that is mapped in this process.
 fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
-    let refused = |why: String| Error::new(Kind::InvalidArgument, "register a dma-buf").why(why);
+    let refused = |kind, why: String| Error::new(kind, "register a dma-buf").why(why);
     let name = std::fs::read_link(format!("/proc/self/fd/{}", range.fd.as_raw_fd()));
     let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     if name.starts_with(SIMULATED) {
         return Err(refused(
+            Kind::Unsupported,
             "it is simulated memory of another process, whose moves are not reported here".into(),
         )
         .fix("open it with an inter-process handle (Device::open_ipc), and register that"));
@@ -174,7 +179,7 @@ fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
     let is_dmabuf = || rustix::fs::fstatfs(range.fd).is_ok_and(|fs| fs.f_type == DMA_BUF_MAGIC);
     if !is_memfd && !is_dmabuf() {
         let why = format!("the descriptor is not a dma-buf: it is {}", describe(range.fd, &name));
-        return Err(refused(why).fix(
+        return Err(refused(Kind::InvalidArgument, why).fix(
             "pass the descriptor of DmaBuf, of cuMemGetHandleForAddressRange, or of a sealed memfd",
         ));
     }
@@ -185,7 +190,7 @@ fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
         false => HostMemory::map_dmabuf(own).map_err(|error| {
             let why = "another library or process exported it, and the CPU may not map it";
             let fix = "register the memory by address, or export it with mem::export_address";
-            refused(format!("{why} ({})", error.reason())).fix(fix)
+            refused(Kind::Unsupported, format!("{why} ({})", error.reason())).fix(fix)
         })?,
     };
     let size = pages.len();

@@ -10,6 +10,7 @@ use crate::hca::cq::CqSlot;
 use crate::hca::numbers::Generation;
 use crate::hca::qpc::QpContext;
 use crate::hca::ring::SharedReceiveQueue;
+use crate::link::MAX_ROCE_PACKET;
 
 impl Engine {
     pub(in crate::hca) fn add_qp(&mut self, spec: QpSpec) -> Result<u32> {
@@ -98,7 +99,10 @@ impl Engine {
                 .map_err(|why| refused(why.to_string()))?;
             let label = path.flow_label ^ number;
             let opened = self.link.open(path.peer, label)?;
-            let carried = self.link.max_packet().saturating_sub(MAX_PACKET_OVERHEAD);
+            // A flow may carry more than others, but a jumbo frame only where all do: it may move
+            // to another link.
+            let on_flow = self.link.max_packet_to(opened).min(MAX_ROCE_PACKET);
+            let carried = self.link.max_packet().max(on_flow).saturating_sub(MAX_PACKET_OVERHEAD);
             if change.mtu.is_some_and(|mtu| mtu.bytes() as usize > carried) {
                 self.link.close(opened);
                 let why = format!("the link carries at most {carried} bytes of payload per packet");

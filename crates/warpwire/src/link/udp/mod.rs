@@ -73,7 +73,10 @@ const IPV6_AND_UDP: usize = 48;
 pub struct Udp {
     socket: OwnedFd,
     local: SocketAddr,
+    /// The longest packet on any flow.
     max_packet: usize,
+    /// The longest packet that leaves through the interface.
+    interface_max: usize,
     batch: TxBatch,
     flows: Flows<Flow>,
     incoming: Incoming,
@@ -138,7 +141,7 @@ impl Udp {
         let headers = if local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
         let carried = setup.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
         let carried = carried.saturating_sub(headers).max(MIN_PACKET);
-        let max_packet = options.max_packet_or_default().min(carried);
+        let max_packet = options.max_packet_or_default();
         let calls = if options.mmsg { CallMode::Batched } else { CallMode::Single };
         // One byte more than the maximum packet, so that longer ones are detected.
         let (count, size) = match setup.gro {
@@ -147,6 +150,7 @@ impl Udp {
         };
         Ok(Self {
             max_packet,
+            interface_max: max_packet.min(carried),
             batch: TxBatch::new(max_packet, setup.gso.is_ok(), calls),
             flows: Flows::new(),
             incoming: Incoming {
@@ -296,7 +300,7 @@ impl Udp {
 
 impl Link for Udp {
     fn path(&self) -> LinkPath {
-        let why = self.setup.describe(&self.offloads(), self.local, self.max_packet);
+        let why = self.setup.describe(&self.offloads(), self.local, self.interface_max);
         LinkPath { kind: LinkKind::Udp, local: self.local, why }
     }
 
@@ -305,7 +309,12 @@ impl Link for Udp {
     }
 
     fn max_packet(&self) -> usize {
-        self.max_packet
+        self.interface_max
+    }
+
+    /// Packets to this machine itself do not pass the interface: theirs is the route's limit.
+    fn max_packet_to(&self, flow: FlowId) -> usize {
+        self.flows.get(flow).map_or(self.interface_max, |flow| flow.max_packet)
     }
 
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
@@ -316,13 +325,13 @@ impl Link for Udp {
                 .fix("bind the link to an address that has a route to the peer (0.0.0.0 for any)")
         })?;
         let headers = if peer.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
-        if route.mtu < self.max_packet + headers {
-            let fits = route.mtu.saturating_sub(headers);
+        let fits = route.mtu.saturating_sub(headers);
+        if fits < self.interface_max {
             return Err(Error::new(ErrorKind::Unsupported, format!("open a flow to {peer}"))
                 .on(format!("udp {}", self.local))
                 .why(format!(
                     "the route carries packets of {fits} bytes, but the link uses {}",
-                    self.max_packet
+                    self.interface_max
                 ))
                 .fix(format!("set max_packet={fits} in {ENV_VAR} or in the link's options")));
         }
@@ -333,6 +342,7 @@ impl Link for Udp {
             name: SockAddr::from(peer),
             source: self.local.ip().is_unspecified().then_some(route.source),
             icrc_prefix: IcrcPrefix::new(from, peer),
+            max_packet: fits.min(self.max_packet),
         }))
     }
 
@@ -347,11 +357,9 @@ impl Link for Udp {
         flow: FlowId,
         len: usize,
     ) -> std::result::Result<&mut [u8], ReserveError> {
-        if !(MIN_PACKET..=self.max_packet).contains(&len) {
+        let Some(known) = self.flows.get_mut(flow) else { return Err(ReserveError::Closed) };
+        if !(MIN_PACKET..=known.max_packet).contains(&len) {
             return Err(ReserveError::Length);
-        }
-        if self.flows.get_mut(flow).is_none() {
-            return Err(ReserveError::Closed);
         }
         self.batch.reserve(flow, len).ok_or(ReserveError::Full)
     }

@@ -30,6 +30,8 @@ pub(super) struct Flow {
     /// The source address to request if the socket has several.
     pub source: Option<IpAddr>,
     pub icrc_prefix: IcrcPrefix,
+    /// The longest packet that the route carries, within the link's limit.
+    pub max_packet: usize,
 }
 
 /// Contiguous packets to one peer.
