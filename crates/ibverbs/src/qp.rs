@@ -20,7 +20,9 @@ use crate::events::Kind;
 use crate::memory::{Pd, Used, destroy, object};
 use crate::qp_ex::{self, Builder};
 use crate::srq::Srq;
-use crate::{interfaces, numbers};
+use warpwire_cabi::interfaces;
+
+use crate::numbers;
 
 /// `struct ibv_qp`, and `struct ibv_qp_ex`.
 #[repr(C)]
