@@ -222,29 +222,9 @@ impl DirectPeer {
             return Err(IndirectReason::KeyNotExported);
         };
         let offset = known.offset(direct.pd, need, remote.address, len)?;
-        let min = match memory {
-            PeerMemory::Host(_) => 0,
-            PeerMemory::Device(_) => device_copies::MIN_COPY,
-            PeerMemory::Process if self.peer.is_process_accessible() => process_memory::MIN_COPY,
-            PeerMemory::Process => return Err(IndirectReason::KeyNotExported),
-        };
-        if len < min || min > 0 && need == Access::REMOTE_ATOMIC {
-            return Err(IndirectReason::Small);
+        if let Some(outcome) = self.must_wait(memory, qp, direct, requested)? {
+            return Ok(outcome);
         }
-        if direct.in_flight > 0 && !matches!(memory, PeerMemory::Device(_)) {
-            return Ok(DirectOutcome::WaitForCopies);
-        }
-        if qp.outstanding() > 0 {
-            let waits =
-                len >= WAIT_THRESHOLD || direct.consecutive_indirect >= MAX_CONSECUTIVE_INDIRECT;
-            direct.consecutive_indirect += 1;
-            return if waits {
-                Ok(DirectOutcome::WaitForOutstanding)
-            } else {
-                Err(IndirectReason::Outstanding)
-            };
-        }
-        direct.consecutive_indirect = 0;
         let rows = [row, FIRST_KEY_ROW + (remote.rkey >> 8)];
         let generations = [direct.generation, known.generation];
         let outcome = match memory {
@@ -260,23 +240,22 @@ impl DirectPeer {
                 let step = (len - direct.done).min(*budget);
                 match self.peer.begin_access(rows, generations, step.into()) {
                     None => Err(IndirectReason::Revoked),
-                    Some(guard) => {
+                    Some(_guard) => {
                         let at = offset.saturating_add(direct.done.into());
-                        let done = direct.done;
-                        let moved = match memory {
-                            PeerMemory::Host(memory) => RemoteTarget { memory, at }
-                                .execute(qp_memory, registry, work, done, step),
-                            _ => ProcessTarget { peer: &self.peer, address: at }
-                                .execute(qp_memory, registry, work, done, step),
-                        };
-                        drop(guard);
+                        let (done, peer) = (direct.done, &*self.peer);
                         *budget -= step;
                         direct.done += step;
-                        match moved {
-                            Ok(()) => Ok(DirectOutcome::Done),
-                            Err(AccessDenied::NotResident) => Err(IndirectReason::KeyNotExported),
-                            Err(_) => Err(IndirectReason::LocalMemory),
+                        match memory {
+                            PeerMemory::Host(memory) => RemoteTarget { memory, at }
+                                .execute(qp_memory, registry, work, done, step),
+                            _ => ProcessTarget { peer, address: at }
+                                .execute(qp_memory, registry, work, done, step),
                         }
+                        .map(|()| DirectOutcome::Done)
+                        .map_err(|denied| match denied {
+                            AccessDenied::NotResident => IndirectReason::KeyNotExported,
+                            _ => IndirectReason::LocalMemory,
+                        })
                     }
                 }
             }
@@ -304,6 +283,41 @@ impl DirectPeer {
             Err(why) => self.or_wait(why, requested, now),
             outcome => outcome,
         }
+    }
+
+    /// Whether work on this memory must wait for earlier work of the queue pair.
+    #[inline]
+    fn must_wait(
+        &self,
+        memory: &PeerMemory,
+        qp: &qp::RcQp,
+        direct: &mut DirectState,
+        requested: &Requested<'_>,
+    ) -> Result<Option<DirectOutcome>, IndirectReason> {
+        let (need, len) = (requested.need, requested.work.len);
+        let min = match memory {
+            PeerMemory::Host(_) => 0,
+            PeerMemory::Device(_) => device_copies::MIN_COPY,
+            PeerMemory::Process if self.peer.is_process_accessible() => process_memory::MIN_COPY,
+            PeerMemory::Process => return Err(IndirectReason::KeyNotExported),
+        };
+        if len < min || min > 0 && need == Access::REMOTE_ATOMIC {
+            return Err(IndirectReason::Small);
+        }
+        if direct.in_flight > 0 && !matches!(memory, PeerMemory::Device(_)) {
+            return Ok(Some(DirectOutcome::WaitForCopies));
+        }
+        if qp.outstanding() > 0 {
+            let waits =
+                len >= WAIT_THRESHOLD || direct.consecutive_indirect >= MAX_CONSECUTIVE_INDIRECT;
+            direct.consecutive_indirect += 1;
+            return match waits {
+                true => Ok(Some(DirectOutcome::WaitForOutstanding)),
+                false => Err(IndirectReason::Outstanding),
+            };
+        }
+        direct.consecutive_indirect = 0;
+        Ok(None)
     }
 
     /// Lets long work wait for device memory that is being opened.

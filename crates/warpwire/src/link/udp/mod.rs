@@ -74,7 +74,7 @@ pub struct Udp {
     socket: OwnedFd,
     local: SocketAddr,
     /// The longest packet on any flow.
-    max_packet: usize,
+    socket_max: usize,
     /// The longest packet that leaves through the interface.
     interface_max: usize,
     batch: TxBatch,
@@ -149,7 +149,7 @@ impl Udp {
             Err(_) => (MESSAGES.1, (max_packet + 1).next_multiple_of(64)),
         };
         Ok(Self {
-            max_packet,
+            socket_max: max_packet,
             interface_max: max_packet.min(carried),
             batch: TxBatch::new(max_packet, setup.gso.is_ok(), calls),
             flows: Flows::new(),
@@ -218,7 +218,7 @@ impl Udp {
                 counters.drops.short += 1;
                 continue;
             }
-            if packet.len() > self.max_packet {
+            if packet.len() > self.socket_max {
                 counters.drops.long += 1;
                 continue;
             }
@@ -342,7 +342,7 @@ impl Link for Udp {
             name: SockAddr::from(peer),
             source: self.local.ip().is_unspecified().then_some(route.source),
             icrc_prefix: IcrcPrefix::new(from, peer),
-            max_packet: fits.min(self.max_packet),
+            max_packet: fits.min(self.socket_max),
         }))
     }
 
