@@ -5,8 +5,8 @@
 //! `/dev/infiniband/rdma_cm` is left alone: where it seems to exist, librdmacm waits for a kernel
 //! that is not there. All other paths reach the kernel unchanged.
 //!
-//! Programs also ask where in the machine a device is, by `realpath` of `/sys/class/infiniband/NAME`
-//! (Mooncake, of its grandparent). For a device without such a folder, the answer is the one for
+//! Programs also ask where in the machine a device is, by `realpath` of
+//! `/sys/class/infiniband/NAME` (Mooncake, of its grandparent). For a device without such a folder, the answer is the one for
 //! Linux's soft-RoCE: among the virtual devices, at no bus.
 #![allow(unsafe_code)]
 

@@ -1,9 +1,9 @@
 //! Registrations exported to other processes, and the mapping of other processes' memory.
 //!
 //! A peer on the same machine can map memory that is backed by a memfd ([`HostMemory`]), or device
-//! memory if it uses the same GPU, and then accesses it without packets; other host memory is copied
-//! by the kernel. An [`ExportObserver`] is notified of each registration that peers
-//! may use in this way, and again before it ends: from then on no access begins, and the registry
+//! memory if it uses the same GPU, and then accesses it without packets; other host memory is
+//! copied by the kernel. An [`ExportObserver`] is notified of each registration that peers may use
+//! in this way, and again before it ends: from then on no access begins, and the registry
 //! waits for the end of those in progress. It waits for a limited time only: memory that a stopped
 //! peer may still access is quarantined, that is, its key is not reused and the registry keeps it
 //! mapped until that access has ended.
@@ -358,7 +358,7 @@ mod tests {
             }]
         };
         let [device, staged] = on_gpu(Access::ALL);
-        let [local, _] = on_gpu(Access::LOCAL_WRITE);
+        let [local, _staged] = on_gpu(Access::LOCAL_WRITE);
         let keys = [&shared, &own, &pinned, &device, &staged, &local].map(|mr| mr.rkey());
         assert_eq!(*recording.0.lock(), [0, 2, 3].map(|at: usize| ('+', keys[at])));
         let files = |key| registry.files_for_key(key).len();

@@ -1,6 +1,6 @@
 //! The pager: one thread per process that resolves page faults of on-demand registrations and opens
-//! peers' device memory, so that engine threads never block on that. A page may have to be read from
-//! disk.
+//! peers' device memory, so that engine threads never block on that. A page may have to be read
+//! from disk.
 
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};

@@ -198,8 +198,8 @@ impl QpOptions {
 }
 
 /// A queue pair (`ibv_qp`): reliable or unreliable connected, or unreliable datagram. Clones refer
-/// to the same queue pair; it is destroyed when the last one is dropped. Outstanding work then never
-/// completes, and completions that were not polled are lost.
+/// to the same queue pair; it is destroyed when the last one is dropped. Outstanding work then
+/// never completes, and completions that were not polled are lost.
 ///
 /// Any thread may use it. Sends execute in posting order. Posting is serialized by one lock for
 /// sends and one for receives, which is nearly free while one thread posts.

@@ -137,7 +137,10 @@ impl DirectPeers {
             return false;
         };
         let peer = &*direct_peer.peer;
-        if peer.has_replies() || direct.remote_access & u64::from(need.bits()) == 0 {
+        if peer.is_gone()
+            || peer.has_replies()
+            || direct.remote_access & u64::from(need.bits()) == 0
+        {
             return false;
         }
         let Some(known) = direct_peer.key(write.remote.rkey) else { return false };

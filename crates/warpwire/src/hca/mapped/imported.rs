@@ -62,8 +62,8 @@ impl ImportedMemory {
         })
     }
 
-    /// The memory, if it has been opened; else it is being opened on this device. With `needs_queue`
-    /// a queue of copies is created too.
+    /// The memory, if it has been opened; else it is being opened on this device. With
+    /// `needs_queue` a queue of copies is created too.
     pub(super) fn open_on(self: &Arc<Self>, device: &Device, needs_queue: bool) -> ImportState<'_> {
         match self.opened.get() {
             Some(Ok(memory)) => return ImportState::Opened(memory),

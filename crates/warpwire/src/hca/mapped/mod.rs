@@ -107,8 +107,8 @@ impl Mapped {
         }
     }
 
-    /// Executes or starts work of a queue pair that needs no packets. `budget` is how many bytes the
-    /// CPU may still move.
+    /// Executes or starts work of a queue pair that needs no packets. `budget` is how many bytes
+    /// the CPU may still move.
     #[inline]
     pub(super) fn try_execute(
         &mut self,

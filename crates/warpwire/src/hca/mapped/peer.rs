@@ -58,7 +58,7 @@ pub(super) struct RemoteKey {
     /// Offset of the registration in that memory.
     start: u64,
     sharing: Sharing,
-    /// When it was looked up.
+    /// When it was looked up first.
     since: Instant,
     pub mapping: MappingState,
 }
@@ -197,6 +197,9 @@ impl DirectPeer {
     ) -> Result<DirectOutcome, IndirectReason> {
         let &Requested { remote, need, work } = requested;
         let len = work.len;
+        if self.peer.is_gone() {
+            return Err(IndirectReason::NoExports);
+        }
         if self.peer.has_replies() {
             self.process_replies();
         }
@@ -380,6 +383,11 @@ impl DirectPeer {
                 _ => {}
             }
         }
+        // A request that is repeated does not begin anew for those who wait.
+        let since = match self.keys.get(at) {
+            Some(Some(known)) if (known.key, known.generation) == (key, generation) => known.since,
+            _ => now,
+        };
         self.evict_key(at);
         let Some((generation, [number, pd, access, iova, len, memory, start])) = self.peer.row(row)
         else {
@@ -412,7 +420,7 @@ impl DirectPeer {
             number: memory,
             start,
             sharing,
-            since: now,
+            since,
             mapping,
         };
         if self.keys.len() <= at {

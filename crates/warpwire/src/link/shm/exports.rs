@@ -20,8 +20,8 @@
 //! # Trust
 //! Peers are processes of the same user. A peer holds the file of each memory that it requested and
 //! can access all of it at any time, whatever the rows say; the rows keep a well-behaved peer
-//! correct. Files of memory that a peer may only read are opened read-only. Memory without a file is
-//! copied by the kernel (`process_vm_writev`), where that lets processes of one user do so.
+//! correct. Files of memory that a peer may only read are opened read-only. Memory without a file
+//! is copied by the kernel (`process_vm_writev`), where that lets processes of one user do so.
 
 use std::io;
 use std::net::SocketAddr;
