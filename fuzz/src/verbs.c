@@ -73,7 +73,8 @@ static struct ibv_pd *own[2], *hidden[2];
 static struct ibv_mr *secrets[2], *quiet_mrs[2];
 static struct ibv_cq *quiet_cqs[2];
 static struct ibv_qp *quiet[2];
-// Buffers of LEN bytes, for scripts, for secrets and for the connection; inaccessible pages between.
+// Buffers of LEN bytes, for scripts, for secrets and for the connection, with inaccessible pages
+// between them.
 static uint8_t *buffers[6];
 
 static struct ibv_context *any_context(void) { return rarely() ? NULL : contexts[below(2)]; }

@@ -6,8 +6,8 @@
 //! that is not there. All other paths reach the kernel unchanged.
 //!
 //! Programs also ask where in the machine a device is, by `realpath` of
-//! `/sys/class/infiniband/NAME` (Mooncake, of its grandparent). For a device without such a folder, the answer is the one for
-//! Linux's soft-RoCE: among the virtual devices, at no bus.
+//! `/sys/class/infiniband/NAME` (Mooncake, of its grandparent). For a device without such a folder,
+//! the answer is the one for Linux's soft-RoCE: among the virtual devices, at no bus.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};

@@ -190,8 +190,8 @@ impl Registry {
 
     /// The files with which a local peer maps the memory of a registration: a memfd, opened
     /// read-only unless the registration grants remote write or atomic; or, for device memory, a
-    /// file that contains its [`IpcHandle`] and the descriptors that belong to that. None if the key
-    /// is invalid or not exported.
+    /// file that contains its [`IpcHandle`] and the descriptors that belong to that. None if the
+    /// key is invalid or not exported.
     pub fn files_for_key(&self, key: u32) -> Vec<OwnedFd> {
         let Some(guard) = self.enter_for_peer(key) else { return Vec::new() };
         if let Target::Device { memory, .. } = &guard.target
