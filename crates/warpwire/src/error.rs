@@ -39,6 +39,8 @@ pub enum Kind {
     Unsupported,
     /// The timeout expired; the work continues.
     Timeout,
+    /// It was cancelled before it was complete.
+    Cancelled,
     /// Work queued earlier on the stream failed; the stream accepts no more.
     StreamFailed,
     /// The whole device context is lost.

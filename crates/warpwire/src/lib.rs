@@ -17,6 +17,7 @@
 //! | RDMA ordered by a CUDA stream | [`stream::StreamQp`] | `11_jacobi`, mode `stream` |
 //! | RDMA posted by a running kernel | [`stream::KernelQp`] | `10_kernels` |
 //! | ranks, messages, windows, collectives | [`msg::Comm`] | `11_jacobi` |
+//! | lists of ranges to and from peers that come and go | [`agent::Agent`] | `14_agents` |
 //! | messages in stream order, or from a kernel | [`msg::DeviceChannel`] | `12_together` |
 //! | TCP, UDP or RDMA sockets inside a kernel | [`sock::SockHost`] | `warpwire sock` |
 //! | RoCEv2 over UDP | [`link::Udp`] | `03_udp_rate` |
@@ -74,6 +75,7 @@
 //! this table and checks every `use`. `error` and `units` may be used everywhere.
 //!
 //! ```text
+//! agent     transfer agents: peers that come and go, lists of ranges, notifications
 //! sock      sockets for kernels: TCP and UDP through the host, or RDMA without it
 //! msg       ranks and messages: launchers, send and receive, windows, collectives
 //! stream    verbs in stream order, and verbs posted by running kernels
@@ -92,6 +94,7 @@
 #[macro_use(setters)]
 extern crate warpwire_proto;
 
+pub mod agent;
 pub mod error;
 #[doc(hidden)]
 pub mod hca;

@@ -28,10 +28,12 @@ use crate::units;
 /// let on_host = MemorySource::from(HostMemory::new(4096).unwrap());
 /// assert_eq!(on_host.len(), 4096);
 /// ```
+#[derive(Clone)]
 pub struct MemorySource {
     pub(super) what: SourceKind,
 }
 
+#[derive(Clone)]
 pub(super) enum SourceKind {
     Host {
         range: HostRange,

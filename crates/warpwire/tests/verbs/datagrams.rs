@@ -202,13 +202,20 @@ fn replies_reach_the_sender(fixture: &Fixture) {
         address = (Grh::parse(&route).expect("a header").source, 4791).into();
     }
     let back = ud_pair.testbed.b.context.create_address_handle(address).unwrap();
+    // The first packet of a host that counts its packets is delivered when a second one confirms
+    // it: a lone datagram may be lost (docs/link.md).
+    let replies = if ud_pair.testbed.b.context.soft().is_none() { 2 } else { 1 };
     let buffer = [ud_pair.near.mr.sge(0, GRH + 6)];
-    ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 3, data: &buffer }]).unwrap();
-    let reply = SendRequest::new(4, WrOp::Send).to(&back, qpn, QKEY).inline(b"answer");
-    ud_pair.b.qp.post_send(&[reply]).unwrap();
+    for _ in 0..replies {
+        ud_pair.a.qp.post_receive(&[ReceiveRequest { id: 3, data: &buffer }]).unwrap();
+        let reply = SendRequest::new(4, WrOp::Send).to(&back, qpn, QKEY).inline(b"answer");
+        ud_pair.b.qp.post_send(&[reply]).unwrap();
+    }
     ud_pair.testbed.done(&ud_pair.a.sends, 2);
-    ud_pair.testbed.done(&ud_pair.b.sends, 4);
-    ud_pair.testbed.done(&ud_pair.a.receives, 3);
+    for _ in 0..replies {
+        ud_pair.testbed.done(&ud_pair.b.sends, 4);
+        ud_pair.testbed.done(&ud_pair.a.receives, 3);
+    }
     same(&ud_pair.near.read(GRH.into(), 6), b"answer", "a reply");
 }
 

@@ -166,7 +166,9 @@ fn peers_of_different_mtus(fixture: &Fixture) {
         testbed.done(&conn.a.sends, 1);
         same(&far.read(0, 4000), &wanted, "a write with the smaller MTU");
         if let Ok(stats) = conn.a.qp.stats() {
-            assert_eq!(stats.packets_sent, 16);
+            // The first acknowledgement of a device waits for a second packet, so it is asked again.
+            let again = u64::from(testbed.b.context.soft().is_none());
+            assert!((16..=16 + again).contains(&stats.packets_sent), "{stats:?}");
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -144,6 +145,18 @@ impl BootstrapListener {
     /// If the operating system cannot wait.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<Bootstrap>> {
         self.poll_next(Framing::Line, timeout.min(MAX_WAIT))
+    }
+
+    /// Whether there are connections without a complete message, which are dropped after a while.
+    pub(crate) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// What to wait for before [`next`](Self::next) is called again, for a thread that waits for
+    /// other things as well: the listener, and the connections without a complete message.
+    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let pending = self.pending.iter().map(|(bootstrap, _)| bootstrap.stream().as_fd());
+        pending.chain([self.listener.as_fd()]).collect()
     }
 
     fn poll_next(&mut self, framing: Framing, timeout: Duration) -> Result<Option<Bootstrap>> {

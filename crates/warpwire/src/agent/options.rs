@@ -1,0 +1,169 @@
+//! Options of an agent, and the devices that they ask for.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result};
+use crate::link::{Auto, Shm, ShmOptions, Udp, UdpOptions};
+use crate::verbs::{Context, HcaOptions};
+
+/// The link of an agent's software HCA.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AgentLink {
+    /// Shared memory to peers on the same machine, UDP to others.
+    #[default]
+    Auto,
+    /// UDP.
+    Udp,
+    /// Shared memory: all peers are on this machine.
+    Shm,
+}
+
+impl FromStr for AgentLink {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "udp" => Ok(Self::Udp),
+            "shm" => Ok(Self::Shm),
+            _ => Err(Error::new(Kind::Malformed, format!("use link {text:?}"))
+                .why("unknown link")
+                .fix("use auto, udp or shm")),
+        }
+    }
+}
+
+/// Options of an [`Agent`](super::Agent).
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::agent::{AgentLink, AgentOptions};
+/// let options = AgentOptions::default().with_link(AgentLink::Shm).with_queue_pairs(2);
+/// assert_eq!((options.queue_pairs, options.connect_timeout), (2, Duration::from_secs(10)));
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AgentOptions {
+    /// Devices to use, one rail each: a transfer's ranges are spread over all of them. Peers have
+    /// equally many, and the first is connected to the first. Empty (the default): one software
+    /// HCA, by `link`, `address` and `engines`.
+    pub rails: Vec<Context>,
+    /// The link of the software HCA.
+    pub link: AgentLink,
+    /// Its address. Default: the one that the default route uses, or 127.0.0.1 without one.
+    pub address: Option<IpAddr>,
+    /// Its engines: threads that process packets, 1 (the default) to 64. More need UDP, and as many
+    /// `queue_pairs`.
+    pub engines: u32,
+    /// Queue pairs per peer and rail, 1 (the default) to 16. With more than one, a notification
+    /// waits until all data is acknowledged.
+    pub queue_pairs: usize,
+    /// Work requests in flight per queue pair, 16 to 4096. Default: 1024.
+    pub send_depth: u32,
+    /// How long connecting to a peer may take. Default: 10 s.
+    pub connect_timeout: Duration,
+    /// Notifications that wait to be taken, in bytes with 64 each: when there are more, peers that
+    /// notify wait. Default: 64 MiB.
+    pub max_pending_notifications: u64,
+}
+
+setters! {
+    AgentOptions {
+        with_rails => rails: Vec<Context>,
+        with_link => link: AgentLink,
+        with_engines => engines: u32,
+        with_queue_pairs => queue_pairs: usize,
+        with_send_depth => send_depth: u32,
+        with_connect_timeout => connect_timeout: Duration,
+        with_max_pending_notifications => max_pending_notifications: u64,
+    } optional {
+        with_address => address: IpAddr,
+    }
+}
+
+impl Default for AgentOptions {
+    fn default() -> Self {
+        Self {
+            rails: Vec::new(),
+            link: AgentLink::default(),
+            address: None,
+            engines: 1,
+            queue_pairs: 1,
+            send_depth: 1024,
+            connect_timeout: Duration::from_secs(10),
+            max_pending_notifications: 64 << 20,
+        }
+    }
+}
+
+/// The most rails.
+pub(super) const MAX_RAILS: usize = 16;
+/// The most queue pairs per peer and rail.
+pub(super) const MAX_QUEUE_PAIRS: usize = 16;
+
+impl AgentOptions {
+    /// These options, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_ADDRESS` (an IP
+    /// address of this machine) where they are set.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if a variable cannot be parsed.
+    pub fn with_env(mut self) -> Result<Self> {
+        if let Ok(text) = std::env::var("WARPWIRE_LINK") {
+            self.link = text.parse()?;
+        }
+        if let Ok(text) = std::env::var("WARPWIRE_ADDRESS") {
+            let address = text.parse().map_err(|_| {
+                Error::new(Kind::Malformed, format!("use address {text:?}"))
+                    .why("WARPWIRE_ADDRESS is no IP address")
+                    .fix("set it to an IP address of this machine, or unset it")
+            })?;
+            self.address = Some(address);
+        }
+        Ok(self)
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let wrong =
+            |why: &'static str| Err(Error::new(Kind::InvalidArgument, "open an agent").why(why));
+        match self {
+            _ if self.rails.len() > MAX_RAILS => wrong("there are more than 16 rails"),
+            _ if !(1..=MAX_QUEUE_PAIRS).contains(&self.queue_pairs) => {
+                wrong("queue_pairs must be 1 to 16")
+            }
+            _ if !(16..=4096).contains(&self.send_depth) => wrong("send_depth must be 16 to 4096"),
+            _ => Ok(()),
+        }
+    }
+
+    /// The devices: those that were given, or one software HCA.
+    pub(super) fn open_contexts(&self) -> Result<Vec<Context>> {
+        if !self.rails.is_empty() {
+            return Ok(self.rails.clone());
+        }
+        let at = SocketAddr::new(self.address.unwrap_or_else(default_address), 0);
+        let hca = HcaOptions::default().with_engines(self.engines);
+        let context = match self.link {
+            AgentLink::Auto => {
+                let link = Auto::bind(at, UdpOptions::from_env()?, ShmOptions::from_env()?)?;
+                Context::open_with(link, hca)
+            }
+            AgentLink::Udp => Context::open_with(Udp::bind(at, UdpOptions::from_env()?)?, hca),
+            AgentLink::Shm => Context::open_with(Shm::bind(at, ShmOptions::from_env()?)?, hca),
+        };
+        Ok(vec![context?])
+    }
+}
+
+/// The address that packets to other networks leave from; the loopback address without a route.
+fn default_address() -> IpAddr {
+    let route = || {
+        // Connecting a UDP socket sends nothing. The address is one kept for documentation.
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
+        socket.local_addr().ok().map(|address| address.ip())
+    };
+    route().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}

@@ -1,0 +1,218 @@
+//! Transfers: what the program holds of one, and its outcome.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context as TaskContext, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::MAX_NOTIFICATION_LEN;
+use super::connection::Connection;
+use super::prepared::{Lists, Prepared};
+use super::progress::Shared;
+use crate::error::{Error, Kind, Result};
+
+/// The direction of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TransferOp {
+    /// From local memory to the peer's.
+    Write,
+    /// From the peer's memory to local memory.
+    Read,
+}
+
+/// What a transfer has beside its lists.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct TransferOptions<'a> {
+    /// Sent to the peer when all data is in place: after a write it can see the data, after a read
+    /// it may change it.
+    pub notification: Option<&'a [u8]>,
+    /// The transfer fails with [`Kind::Timeout`] if it takes longer. Default: no limit but those of
+    /// the transport, which gives up after 4.3 s without an answer.
+    pub timeout: Option<Duration>,
+}
+
+impl<'a> TransferOptions<'a> {
+    /// Sets `notification`.
+    #[must_use]
+    pub fn with_notification(self, notification: Option<&'a [u8]>) -> Self {
+        Self { notification, ..self }
+    }
+
+    /// Sets `timeout`.
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self }
+    }
+}
+
+/// The state of a transfer.
+#[derive(Clone, Debug)]
+pub enum TransferState {
+    /// It goes on.
+    InProgress,
+    /// All data is in place, and the notification has been delivered to the peer's agent.
+    Done,
+    /// It has ended without success; nothing of it is written any more. Some of the data may have
+    /// been.
+    Failed(Error),
+}
+
+/// A transfer that was posted. Dropping it does not end it.
+///
+/// It is a future as well: it is polled again when the transfer has ended, by whatever executor.
+#[derive(Clone)]
+pub struct Transfer {
+    agent: Arc<Shared>,
+    inner: Arc<Active>,
+}
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Active { op, lists, outcome, .. } = &*self.inner;
+        write!(f, "Transfer({op:?} of {lists:?}, {outcome:?})")
+    }
+}
+
+/// A transfer, from its posting to its end.
+pub(super) struct Active {
+    pub number: u64,
+    pub op: TransferOp,
+    pub lists: Arc<Lists>,
+    pub notification: Option<Box<[u8]>>,
+    pub deadline: Option<Instant>,
+    pub progress: Mutex<Progress>,
+    /// The connection that works on it; another one after it was posted again.
+    pub connection: Mutex<Option<Arc<Connection>>>,
+    pub outcome: OnceLock<Result<()>>,
+    waker: Mutex<Option<Waker>>,
+}
+
+/// How far it is.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// The next piece to post.
+    pub next: usize,
+    /// Entries of lanes that are not complete.
+    pub outstanding: usize,
+    /// How many bytes of the notification were posted; `None` before its first message.
+    pub notified: Option<usize>,
+    /// Why nothing more is posted.
+    pub cancelled: Option<Error>,
+}
+
+impl Active {
+    /// Whether the whole notification was posted, or there is none.
+    pub(super) fn is_notified(&self, progress: &Progress) -> bool {
+        match &self.notification {
+            Some(bytes) => progress.notified == Some(bytes.len()),
+            None => true,
+        }
+    }
+
+    /// Wakes the task that waits for it.
+    pub(super) fn wake(&self) {
+        if let Some(waker) = self.waker.lock().take() {
+            waker.wake();
+        }
+    }
+}
+
+pub(super) fn post(
+    agent: &Arc<Shared>,
+    op: TransferOp,
+    prepared: &Prepared,
+    options: &TransferOptions<'_>,
+) -> Result<Transfer> {
+    let lists = &prepared.0;
+    let wrong = |why: String| Error::new(Kind::InvalidArgument, "post a transfer").why(why);
+    if !lists.peer.belongs_to(agent) {
+        return Err(wrong("the lists were prepared by another agent".into()));
+    }
+    if let Some(bytes) = options.notification
+        && bytes.len() > MAX_NOTIFICATION_LEN
+    {
+        return Err(wrong(format!(
+            "the notification has {} bytes, more than {MAX_NOTIFICATION_LEN}",
+            bytes.len()
+        )));
+    }
+    let inner = Arc::new(Active {
+        number: agent.next_number(),
+        op,
+        lists: lists.clone(),
+        notification: options.notification.map(Into::into),
+        deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+        progress: Mutex::default(),
+        connection: Mutex::new(None),
+        outcome: OnceLock::new(),
+        waker: Mutex::new(None),
+    });
+    let connection = lists.peer.connection(agent)?;
+    agent.add_deadline(&inner);
+    connection.post(agent, inner.clone());
+    Ok(Transfer { agent: agent.clone(), inner })
+}
+
+impl Transfer {
+    /// Its state now. Also makes progress, so that a loop which asks needs no other thread.
+    pub fn state(&self) -> TransferState {
+        if self.inner.outcome.get().is_none() {
+            self.agent.poll();
+        }
+        match self.inner.outcome.get() {
+            None => TransferState::InProgress,
+            Some(Ok(())) => TransferState::Done,
+            Some(Err(error)) => TransferState::Failed(error.clone()),
+        }
+    }
+
+    /// Whether it has ended, with success or not.
+    pub fn is_ended(&self) -> bool {
+        !matches!(self.state(), TransferState::InProgress)
+    }
+
+    /// Waits until it is done.
+    ///
+    /// # Errors
+    /// [`Kind::Timeout`] if it is still in progress after `timeout`: it goes on. Else why it
+    /// failed.
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now().checked_add(timeout);
+        match self.agent.wait(deadline, || self.inner.outcome.get().cloned())? {
+            Some(outcome) => outcome,
+            None => Err(Error::new(Kind::Timeout, "wait for a transfer")
+                .why(format!("it is still in progress after {} s", timeout.as_secs_f64()))
+                .fix("wait longer, or cancel it")),
+        }
+    }
+
+    /// Cancels it: nothing more of it is posted, and it ends as [`Kind::Cancelled`] once what was
+    /// posted before has ended; unless that completes it. Does not wait.
+    pub fn cancel(&self) {
+        let why = Error::new(Kind::Cancelled, "transfer").why("it was cancelled");
+        self.agent.cancel(&self.inner, why);
+    }
+
+    /// Bytes of its lists.
+    pub fn bytes(&self) -> u64 {
+        self.inner.lists.bytes
+    }
+}
+
+impl Future for Transfer {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        let ended = || self.inner.outcome.get().cloned();
+        if ended().is_none() {
+            // Before the second look: whoever ends it in between finds the waker.
+            *self.inner.waker.lock() = Some(task.waker().clone());
+            self.agent.wake_for_sleeper();
+        }
+        ended().map_or(Poll::Pending, Poll::Ready)
+    }
+}
