@@ -3,6 +3,7 @@
 //!
 //! | suite | subject: backends |
 //! |---|---|
+//! | `agent` | transfer agents: every link, threads and processes |
 //! | `allocations` | no allocation in post, packet and poll: handles, addresses, dma-bufs |
 //! | `conformance` | devices, memory, streams: the simulated GPU, CUDA |
 //! | `ibv` | RDMA devices through libibverbs: rxe in a virtual machine |
@@ -20,6 +21,7 @@
 //! that into a failure. `WARPWIRE_EFFORT=quick|change|full` sets how thorough the tests are.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod agent;
 mod allocations;
 mod conformance;
 mod ibv;
@@ -41,6 +43,7 @@ static ALLOCATOR: testkit::CountingAllocator = testkit::CountingAllocator;
 
 fn main() -> ExitCode {
     testkit::run(&[
+        agent::SUITE,
         allocations::SUITE,
         conformance::SUITE,
         ibv::SUITE,

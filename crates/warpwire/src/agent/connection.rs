@@ -26,7 +26,7 @@ use super::control::{self, Hello, LaneEndpoint};
 use super::lanes::{Lane, Outcome};
 use super::peer::Peer;
 use super::progress::Shared;
-use super::transfer::Active;
+use super::transfer::{self, Active, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::verbs::bootstrap::Bootstrap;
 use crate::verbs::{Completion, PostError, QpEndpoint, Status};
@@ -195,23 +195,27 @@ impl Connection {
     }
 
     /// Adds a transfer and posts what there is room for.
-    pub(super) fn post(self: &Arc<Self>, agent: &Arc<Shared>, transfer: Arc<Active>) {
+    ///
+    /// # Errors
+    /// The transfer, if the connection has failed.
+    pub(super) fn post(
+        self: &Arc<Self>,
+        agent: &Arc<Shared>,
+        transfer: Arc<Active>,
+    ) -> std::result::Result<(), Arc<Active>> {
         let mut ended = Ended::new();
         {
             let mut state = self.state.lock();
-            *transfer.connection.lock() = Some(self.clone());
-            if self.is_usable() {
-                state.transfers.insert(transfer.number, transfer.clone());
-                state.queue.push_back(transfer);
-                self.pump(&mut state, &mut ended);
-            } else {
-                // It failed since the caller looked.
-                let error = state.failure.as_ref().map(|failure| failure.error.clone());
-                let lost = || Error::new(Kind::PeerLost, "post a transfer");
-                ended.push((transfer, Err(error.unwrap_or_else(lost))));
+            if !self.is_usable() {
+                return Err(transfer);
             }
+            *transfer.connection.lock() = Some(self.clone());
+            state.transfers.insert(transfer.number, transfer.clone());
+            state.queue.push_back(transfer);
+            self.pump(&mut state, &mut ended);
         }
         agent.end(ended);
+        Ok(())
     }
 
     /// Posts what there is room for.
@@ -337,10 +341,9 @@ impl Connection {
         }
         agent.end(ended);
         for transfer in again {
-            *transfer.progress.lock() = Default::default();
-            match self.peer.connection(agent) {
-                Ok(connection) => connection.post(agent, transfer),
-                Err(error) => agent.end(vec![(transfer, Err(error))]),
+            *transfer.progress.lock() = Progress::default();
+            if let Err(error) = transfer::start(agent, transfer.clone()) {
+                agent.end(vec![(transfer, Err(error))]);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Messages over the TCP connection between two agents. It is made before queue pairs are
 //! connected, and stays open while they are: its end tells that the other side has gone.
 
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 use rustix::net::sockopt;
@@ -52,31 +52,36 @@ pub(super) fn keep_alive(stream: &TcpStream) {
 }
 
 /// Connects and says hello; returns the peer's queue pairs.
+///
+/// # Errors
+/// [`Kind::PeerLost`] if nobody answers, [`Kind::Stale`] if the peer refuses.
 pub(super) fn say_hello(
-    address: std::net::SocketAddr,
+    address: SocketAddr,
     hello: &Hello,
     timeout: Duration,
 ) -> Result<(Bootstrap, Vec<QpEndpoint>)> {
     let what = || format!("connect to the agent at {address}");
-    let stream = TcpStream::connect_timeout(&address, timeout.max(Duration::from_millis(1)));
-    let stream = stream.map_err(|why| {
+    let lost = |why: String| {
         Error::new(Kind::PeerLost, what())
-            .why(why.to_string())
+            .why(why)
             .fix("check that the peer runs, and get its metadata again")
-    })?;
+    };
+    let stream = TcpStream::connect_timeout(&address, timeout.max(Duration::from_millis(1)))
+        .map_err(|why| lost(why.to_string()))?;
     keep_alive(&stream);
     let mut control = Bootstrap::from_stream(stream, timeout)?;
-    control.send(hello)?;
-    match control.recv().map_err(|error| error.during(what()))? {
+    let answer = control.send(hello).and_then(|()| control.recv());
+    let welcome = answer.map_err(|error| match error.kind() {
+        Kind::Malformed | Kind::Unsupported => error.during(what()),
+        _ => lost(error.reason().to_owned()),
+    })?;
+    match welcome {
         Welcome::Accepted(endpoints) if endpoints.len() == hello.lanes.len() => {
             Ok((control, endpoints))
         }
         Welcome::Accepted(endpoints) => {
-            let why = format!(
-                "it has connected {} queue pairs instead of {}",
-                endpoints.len(),
-                hello.lanes.len()
-            );
+            let (there, here) = (endpoints.len(), hello.lanes.len());
+            let why = format!("it has connected {there} queue pairs instead of {here}");
             Err(Error::new(Kind::Malformed, what()).why(why))
         }
         Welcome::Refused(why) => Err(Error::new(Kind::Stale, what())

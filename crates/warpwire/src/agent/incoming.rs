@@ -96,6 +96,9 @@ pub(super) fn accept(agent: &Arc<Shared>, mut control: Bootstrap) {
             // Before the answer: the peer may send as soon as it has that.
             let mut incoming = Incoming { control, name, qps, reassembly };
             let mut table = agent.incoming.lock();
+            if agent.is_closed() {
+                return;
+            }
             let sent = incoming.control.send(&Welcome::Accepted(endpoints));
             table.add(number, incoming);
             if let Err(error) = sent {

@@ -17,7 +17,7 @@
 //! use std::time::Duration;
 //! use warpwire::agent::{Agent, AgentOptions, TransferOp};
 //! use warpwire::mr::HostMemory;
-//! # let options = || AgentOptions::default().with_address([127, 0, 0, 1].into());
+//! # let options = || AgentOptions::default().with_address(std::net::IpAddr::from([127, 0, 0, 1]));
 //! # /*
 //! let options = AgentOptions::default;
 //! # */

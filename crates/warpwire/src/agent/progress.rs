@@ -107,6 +107,10 @@ impl Shared {
         }))
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
     pub(super) fn next_number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
@@ -246,20 +250,24 @@ impl Shared {
         self.inbox.lock().pop()
     }
 
-    /// Tells transfers their outcome.
+    /// Tells transfers their outcome. Their memory is not used any more then.
     pub(super) fn end(&self, ended: Ended) {
         if ended.is_empty() {
             return;
         }
-        for (transfer, outcome) in &ended {
+        let mut ends = Vec::with_capacity(ended.len());
+        for (transfer, outcome) in ended {
             if let Some(deadline) = transfer.deadline {
                 self.deadlines.lock().remove(&(deadline, transfer.number));
             }
             *transfer.connection.lock() = None;
-            let _ = transfer.outcome.set(outcome.clone());
+            let end = transfer.end.clone();
+            drop(transfer);
+            end.set(outcome);
+            ends.push(end);
         }
         self.announce();
-        ended.iter().for_each(|(transfer, _)| transfer.wake());
+        ends.iter().for_each(|end| end.wake());
     }
 
     /// Wakes all who wait.
@@ -375,7 +383,7 @@ pub(super) fn start(shared: &Arc<Shared>, listener: BootstrapListener) -> Result
 }
 
 fn run(agent: &Arc<Shared>, mut listener: BootstrapListener) {
-    while !agent.is_closed.load(Ordering::Acquire) {
+    while !agent.is_closed() {
         if let Err(error) = step(agent, &mut listener) {
             tracing::warn!(%error, "an agent's thread cannot wait; trying again");
             std::thread::sleep(TICK);

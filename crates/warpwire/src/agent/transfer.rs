@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context as TaskContext, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,9 @@ use super::connection::Connection;
 use super::prepared::{Lists, Prepared};
 use super::progress::Shared;
 use crate::error::{Error, Kind, Result};
+
+/// Connections that are tried for a transfer which finds each of them failed.
+const MAX_CONNECTIONS: usize = 8;
 
 /// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,13 +70,38 @@ pub enum TransferState {
 #[derive(Clone)]
 pub struct Transfer {
     agent: Arc<Shared>,
-    inner: Arc<Active>,
+    op: TransferOp,
+    bytes: u64,
+    end: Arc<End>,
+    /// What is worked on. Not kept alive from here: when the end is known, the memory is free.
+    active: Weak<Active>,
 }
 
 impl std::fmt::Debug for Transfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Active { op, lists, outcome, .. } = &*self.inner;
-        write!(f, "Transfer({op:?} of {lists:?}, {outcome:?})")
+        let Self { op, bytes, end, .. } = self;
+        write!(f, "Transfer({op:?} of {bytes} bytes, {:?})", end.outcome)
+    }
+}
+
+/// The end of a transfer, and who waits for it.
+#[derive(Default)]
+pub(super) struct End {
+    outcome: OnceLock<Result<()>>,
+    waker: Mutex<Option<Waker>>,
+}
+
+impl End {
+    pub(super) fn set(&self, outcome: Result<()>) {
+        let _ = self.outcome.set(outcome);
+    }
+
+    /// Wakes the task that waits for it.
+    pub(super) fn wake(&self) {
+        let waker = self.waker.lock().take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
     }
 }
 
@@ -87,8 +115,7 @@ pub(super) struct Active {
     pub progress: Mutex<Progress>,
     /// The connection that works on it; another one after it was posted again.
     pub connection: Mutex<Option<Arc<Connection>>>,
-    pub outcome: OnceLock<Result<()>>,
-    waker: Mutex<Option<Waker>>,
+    pub end: Arc<End>,
 }
 
 /// How far it is.
@@ -112,13 +139,6 @@ impl Active {
             None => true,
         }
     }
-
-    /// Wakes the task that waits for it.
-    pub(super) fn wake(&self) {
-        if let Some(waker) = self.waker.lock().take() {
-            waker.wake();
-        }
-    }
 }
 
 pub(super) fn post(
@@ -140,7 +160,8 @@ pub(super) fn post(
             bytes.len()
         )));
     }
-    let inner = Arc::new(Active {
+    let end = Arc::new(End::default());
+    let active = Arc::new(Active {
         number: agent.next_number(),
         op,
         lists: lists.clone(),
@@ -148,22 +169,37 @@ pub(super) fn post(
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         progress: Mutex::default(),
         connection: Mutex::new(None),
-        outcome: OnceLock::new(),
-        waker: Mutex::new(None),
+        end: end.clone(),
     });
-    let connection = lists.peer.connection(agent)?;
-    agent.add_deadline(&inner);
-    connection.post(agent, inner.clone());
-    Ok(Transfer { agent: agent.clone(), inner })
+    let (bytes, weak) = (lists.bytes, Arc::downgrade(&active));
+    agent.add_deadline(&active);
+    start(agent, active)?;
+    Ok(Transfer { agent: agent.clone(), op, bytes, end, active: weak })
+}
+
+/// Gives a transfer to the connection to its peer.
+pub(super) fn start(agent: &Arc<Shared>, mut transfer: Arc<Active>) -> Result<()> {
+    let peer = transfer.lists.peer.clone();
+    for _ in 0..MAX_CONNECTIONS {
+        let connection = peer.connection(agent)?;
+        match connection.post(agent, transfer) {
+            Ok(()) => return Ok(()),
+            // It failed between the two calls.
+            Err(back) => transfer = back,
+        }
+    }
+    Err(Error::new(Kind::PeerLost, "post a transfer")
+        .why(format!("connections to peer {:?} fail as soon as they are made", peer.name()))
+        .fix("see the output of the peer"))
 }
 
 impl Transfer {
     /// Its state now. Also makes progress, so that a loop which asks needs no other thread.
     pub fn state(&self) -> TransferState {
-        if self.inner.outcome.get().is_none() {
+        if self.end.outcome.get().is_none() {
             self.agent.poll();
         }
-        match self.inner.outcome.get() {
+        match self.end.outcome.get() {
             None => TransferState::InProgress,
             Some(Ok(())) => TransferState::Done,
             Some(Err(error)) => TransferState::Failed(error.clone()),
@@ -182,7 +218,7 @@ impl Transfer {
     /// failed.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         let deadline = Instant::now().checked_add(timeout);
-        match self.agent.wait(deadline, || self.inner.outcome.get().cloned())? {
+        match self.agent.wait(deadline, || self.end.outcome.get().cloned())? {
             Some(outcome) => outcome,
             None => Err(Error::new(Kind::Timeout, "wait for a transfer")
                 .why(format!("it is still in progress after {} s", timeout.as_secs_f64()))
@@ -194,12 +230,14 @@ impl Transfer {
     /// posted before has ended; unless that completes it. Does not wait.
     pub fn cancel(&self) {
         let why = Error::new(Kind::Cancelled, "transfer").why("it was cancelled");
-        self.agent.cancel(&self.inner, why);
+        if let Some(active) = self.active.upgrade() {
+            self.agent.cancel(&active, why);
+        }
     }
 
     /// Bytes of its lists.
     pub fn bytes(&self) -> u64 {
-        self.inner.lists.bytes
+        self.bytes
     }
 }
 
@@ -207,10 +245,10 @@ impl Future for Transfer {
     type Output = Result<()>;
 
     fn poll(self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Poll<Self::Output> {
-        let ended = || self.inner.outcome.get().cloned();
+        let ended = || self.end.outcome.get().cloned();
         if ended().is_none() {
             // Before the second look: whoever ends it in between finds the waker.
-            *self.inner.waker.lock() = Some(task.waker().clone());
+            *self.end.waker.lock() = Some(task.waker().clone());
             self.agent.wake_for_sleeper();
         }
         ended().map_or(Poll::Pending, Poll::Ready)

@@ -692,8 +692,11 @@ impl Soft {
 
     fn take_event(&self) -> bool {
         let mut reader = self.reader.lock();
-        reader.sequence = (reader.sequence + 1) & 3;
-        self.signal.take()
+        let was = self.signal.take();
+        // Only with an event: the sequence has two bits, and without completions a word that came
+        // again would be taken for one that was answered, or for that of a queue never armed.
+        reader.sequence = (reader.sequence + u8::from(was)) & 3;
+        was
     }
 }
 

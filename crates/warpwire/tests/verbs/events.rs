@@ -25,6 +25,7 @@ cases!(Fixture; CASES:
 );
 cases!(Fixture; ONCE:
     armed_before_or_after,
+    events_taken_before_there_are_any,
     solicited_only,
     the_file_descriptor,
     waits_and_late_wqes_on_a_thread,
@@ -99,6 +100,23 @@ fn armed_before_or_after(fixture: &Fixture) {
     }
     assert_eq!(drain(cq), 1);
     assert!(!cq.wait_event(Duration::from_millis(1)).unwrap());
+}
+
+/// A program that also waits for other things takes the event each time, whether there is one.
+fn events_taken_before_there_are_any(fixture: &Fixture) {
+    for takes in 0..6 {
+        let testbed = fixture.testbed();
+        let conn = testbed.join(QpOptions::default());
+        let (qp, cq) = (&conn.a.qp, &conn.a.sends);
+        for _ in 0..takes {
+            cq.arm(false).unwrap();
+            assert!(!cq.take_event());
+        }
+        cq.arm(false).unwrap();
+        qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap();
+        testbed.poll_for(Duration::from_millis(1));
+        assert!(readable(cq), "no event after {takes} that were taken in vain");
+    }
 }
 
 fn solicited_only(fixture: &Fixture) {

@@ -1,0 +1,161 @@
+//! Agents over a link, and memory of every kind.
+
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Duration;
+
+use testkit::Rng;
+pub use testkit::assert_same as same;
+use warpwire::agent::{Agent, AgentLink, AgentOptions, Descriptor, Memory, Peer, RemoteMemory};
+use warpwire::link::{Auto, Hub, Shm, ShmOptions, Udp, UdpOptions};
+use warpwire::mem::Allocation;
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::Context;
+
+/// Longer than any operation takes that works.
+pub fn limit() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
+}
+
+/// The links that cases run over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TestLink {
+    Hub,
+    Udp,
+    Shm,
+    Auto,
+}
+
+impl TestLink {
+    pub const ALL: [(Self, &'static str); 4] =
+        [(Self::Hub, "hub"), (Self::Udp, "udp"), (Self::Shm, "shm"), (Self::Auto, "auto")];
+}
+
+pub struct Fixture {
+    pub test_link: TestLink,
+    hub: Hub,
+    endpoints: AtomicU16,
+    sim: Sim,
+}
+
+/// Where memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Host,
+    Device,
+}
+
+pub const PLACES: [Place; 2] = [Place::Host, Place::Device];
+
+/// Registered memory whose content can be compared.
+pub struct Block {
+    pub memory: Memory,
+    bytes: Bytes,
+}
+
+enum Bytes {
+    Host(HostMemory),
+    Device(Allocation),
+}
+
+impl Fixture {
+    pub fn new(test_link: TestLink) -> Self {
+        let sim = Sim::start(SimConfig::default()).unwrap();
+        Self { test_link, hub: Hub::new(), endpoints: AtomicU16::new(1), sim }
+    }
+
+    /// Options of an agent with this many devices.
+    pub fn options(&self, rails: usize) -> AgentOptions {
+        let options = AgentOptions::default().with_address(std::net::IpAddr::from([127, 0, 0, 1]));
+        if self.test_link == TestLink::Hub {
+            let endpoint = |_| {
+                let number = self.endpoints.fetch_add(1, Ordering::Relaxed);
+                let address = format!("10.0.{}.{}:4791", number >> 8, number & 255);
+                Context::open(self.hub.endpoint(address.parse().unwrap()).unwrap()).unwrap()
+            };
+            return options.with_rails((0..rails).map(endpoint).collect());
+        }
+        let link = match self.test_link {
+            TestLink::Udp => AgentLink::Udp,
+            TestLink::Shm => AgentLink::Shm,
+            _ => AgentLink::Auto,
+        };
+        match rails {
+            1 => options.with_link(link),
+            _ => options.with_rails((0..rails).map(|_| self.context()).collect()),
+        }
+    }
+
+    /// A device on this link, which is not a hub.
+    fn context(&self) -> Context {
+        let (at, shm) = ("127.0.0.1:0".parse().unwrap(), ShmOptions::default());
+        match self.test_link {
+            TestLink::Udp => Context::open(Udp::bind(at, UdpOptions::default()).unwrap()),
+            TestLink::Shm => Context::open(Shm::bind(at, shm).unwrap()),
+            _ => Context::open(Auto::bind(at, UdpOptions::default(), shm).unwrap()),
+        }
+        .unwrap()
+    }
+
+    pub fn agent(&self, name: &str) -> Agent {
+        Agent::open(name, self.options(1)).unwrap()
+    }
+
+    /// Two agents, and the second as the first one's peer, without memory yet.
+    pub fn pair(&self) -> (Agent, Agent) {
+        (self.agent("alice"), self.agent("bob"))
+    }
+
+    pub fn block(&self, agent: &Agent, place: Place, len: u64) -> Block {
+        match place {
+            Place::Host => {
+                let host = HostMemory::new(len).unwrap();
+                let memory = agent.register(host.clone()).unwrap();
+                Block { memory, bytes: Bytes::Host(host) }
+            }
+            Place::Device => {
+                let allocation = self.sim.device(0).unwrap().alloc(len).unwrap();
+                let memory = agent.register(allocation.whole().unwrap()).unwrap();
+                Block { memory, bytes: Bytes::Device(allocation) }
+            }
+        }
+    }
+}
+
+impl Block {
+    pub fn range(&self, offset: u64, len: u64) -> Descriptor {
+        self.memory.range(offset, len).unwrap()
+    }
+
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        match &self.bytes {
+            Bytes::Host(host) => host.bytes().write(offset, bytes).unwrap(),
+            Bytes::Device(allocation) => allocation.write(offset, bytes).unwrap(),
+        }
+    }
+
+    pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        match &self.bytes {
+            Bytes::Host(host) => host.bytes().read(offset, &mut bytes).unwrap(),
+            Bytes::Device(allocation) => allocation.read(offset, &mut bytes).unwrap(),
+        }
+        bytes
+    }
+
+    /// Fills it with bytes of a seed; returns them.
+    pub fn fill(&self, seed: u64) -> Vec<u8> {
+        let mut rng = Rng::new(seed);
+        let words = self.memory.len().div_ceil(8);
+        let mut bytes: Vec<u8> = (0..words).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
+        bytes.truncate(self.memory.len() as usize);
+        self.write(0, &bytes);
+        bytes
+    }
+}
+
+/// The peer's only memory.
+pub fn only(peer: &Peer) -> RemoteMemory {
+    let [memory] = peer.memory().try_into().unwrap();
+    memory
+}

@@ -1,0 +1,32 @@
+//! Transfer agents over every link: in one process, and between processes that die or stop.
+mod failures;
+mod fixture;
+mod notifications;
+mod peers;
+mod processes;
+mod transfers;
+
+use testkit::{Case, Collector, Effort, Suite};
+
+use fixture::{Fixture, TestLink};
+
+pub const SUITE: Suite = Suite { name: "agent", env: &[], collect, role: processes::run_role };
+
+/// Cases that every link runs.
+const EVERYWHERE: &[&[Case<Fixture>]] =
+    &[transfers::CASES, notifications::CASES, peers::CASES, failures::CASES];
+/// Cases between processes.
+const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
+
+fn collect(suite: &mut Collector) {
+    for (test_link, name) in TestLink::ALL {
+        let quick = matches!(test_link, TestLink::Hub | TestLink::Auto);
+        if suite.effort() == Effort::Quick && !quick {
+            continue;
+        }
+        let special = if test_link == TestLink::Hub { &[] } else { BETWEEN_PROCESSES };
+        for cases in EVERYWHERE.iter().chain(special) {
+            suite.add(name, cases, move |case| (case.run)(&Fixture::new(test_link)));
+        }
+    }
+}
