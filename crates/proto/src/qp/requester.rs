@@ -15,7 +15,6 @@
 
 use alloc::boxed::Box;
 use alloc::vec;
-use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
@@ -37,9 +36,9 @@ pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
-    /// The longest wait between two transmissions of a packet; `None` means forever. Silence of
-    /// `retry_count` + 1 times as long fails the queue pair.
-    pub timeout: Option<Duration>,
+    /// The longest wait between two transmissions of a packet, in nanoseconds; `None` means forever.
+    /// Silence of `retry_count` + 1 times as long fails the queue pair.
+    pub timeout: Option<u64>,
     pub max_rd_atomic: u32,
     /// Maximum of unacknowledged packets of up to 4096 bytes.
     pub window: u32,
@@ -465,7 +464,8 @@ impl Requester {
 
     pub(super) fn start_timer(&mut self, now: Instant, params: &ConnParams) {
         if let Some(timeout) = params.timeout {
-            self.deadline = now + self.rto.next_wait(timeout, self.retry_count);
+            let wait = self.rto.next_wait(timeout, self.retry_count);
+            self.deadline = Instant::from_nanos(now.as_nanos().saturating_add(wait));
         }
     }
 
@@ -511,7 +511,7 @@ impl Requester {
         if self.absent == 0 && self.next.distance_from(self.unacked) > 1 {
             self.timed_out_at = Some(self.unacked);
         }
-        let timeout = params.timeout.unwrap_or(Duration::MAX);
+        let timeout = params.timeout.unwrap_or(u64::MAX);
         if self.rto.on_timeout(timeout, self.retry_count) {
             return Err(Status::RetryExceeded);
         }
