@@ -373,8 +373,11 @@ impl Requester {
         let (next, unsent, unacked) = (self.next, self.unsent, self.unacked);
         let outstanding_reads = self.outstanding_reads;
         let is_oldest = self.current == self.tail;
-        let (limited, limit) =
-            (self.probing || !self.opened, if self.probing { 1 } else { INITIAL_WINDOW });
+        let limit = match (self.probing, self.opened) {
+            (true, _) => 1,
+            (false, false) => INITIAL_WINDOW,
+            (false, true) => u32::MAX,
+        };
         let entry = self.entry_mut(self.current);
         let awaits_response = entry.work.op.awaits_response();
         // Retransmissions were counted already: a limit that was lowered since must not block them.
@@ -382,7 +385,7 @@ impl Requester {
         // The window limits the distance of PSNs, also if packets in between have arrived.
         let span = next.distance_from(unacked) as u32;
         if params.window_full(span, entry.work.len)
-            || limited && in_flight >= limit
+            || in_flight >= limit
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
             let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
@@ -429,8 +432,7 @@ impl Requester {
             || span + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
             || !is_new && next == unacked
-            || limited && in_flight + segment.psn_count >= limit
-            || in_flight + segment.psn_count >= self.allowance;
+            || in_flight + segment.psn_count >= limit.min(self.allowance);
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
