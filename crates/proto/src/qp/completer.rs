@@ -82,8 +82,9 @@ impl Requester {
             }
             self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
             self.last_nak = self.last_nak.filter(|at| at.distance_from(self.unacked) >= 0);
-            let measured = self.rto.on_progress(now, self.unacked);
-            self.signals.round_trip = measured.or(self.signals.round_trip);
+            if let Some(measured) = self.rto.on_progress(now, self.unacked) {
+                self.signals.round_trip = Some(measured);
+            }
             self.restart_timer(now, params);
             if let (Accepted, Some((psn, status))) = (&outcome, self.rejection)
                 && self.ack_until(psn)
@@ -116,17 +117,29 @@ impl Requester {
             }
             self.tail = self.tail.wrapping_add(1);
         }
-        // Responses to packets sent before going back may overtake the retransmission.
+        self.catch_up();
+        debug_assert!((self.tail.wrapping_sub(self.reported) as i32) >= 0);
+        self.unacked.distance_from(target) >= 0
+    }
+
+    /// Responses to packets sent before going back may overtake the retransmission.
+    #[inline]
+    fn catch_up(&mut self) {
         if self.next.distance_from(self.unacked) < 0 {
             (self.next, self.outstanding_reads) = (self.unacked, 0);
         }
         if (self.current.wrapping_sub(self.tail) as i32) < 0 {
             self.current = self.tail;
         }
-        debug_assert!((self.tail.wrapping_sub(self.reported) as i32) >= 0);
         debug_assert!((self.started.wrapping_sub(self.current) as i32) >= 0);
         debug_assert!(self.unsent.distance_from(self.next) >= 0);
-        self.unacked.distance_from(target) >= 0
+    }
+
+    /// Whether data with this PSN may be placed: everything before it is acknowledged, by it.
+    /// Usually everything was.
+    #[inline]
+    fn is_next_response(&mut self, psn: Psn) -> bool {
+        psn == self.unacked || self.ack_until(psn)
     }
 
     fn on_ack(&mut self, now: Instant, psn: Psn, syndrome: Syndrome, stats: &mut Stats) -> Outcome {
@@ -245,13 +258,14 @@ impl Requester {
         host: &mut H,
     ) -> Outcome {
         let (psn, len) = (rx.headers.psn, rx.payload_len);
-        if !self.ack_until(psn) {
+        if !self.is_next_response(psn) {
             return GAP;
         }
-        let entry = *self.entry(self.tail);
+        let entry = self.entry(self.tail);
         if !matches!(entry.work.op, SendOp::Read(_)) {
             return Failed(Status::BadResponse);
         }
+        let (id, total) = (entry.work.id, entry.work.len);
         let index = psn.distance_from(entry.first) as u32;
         let offset = params.mtu.offset(index);
         let begins_chunk = index.is_multiple_of(params.read_chunk);
@@ -262,12 +276,12 @@ impl Requester {
             matches!(rx.headers.extension, Extension::Aeth(aeth) if !aeth.syndrome.is_ack());
         if is_negative
             || !self.is_in_order(rx.headers.opcode, psn, begins_chunk, ends_chunk)
-            || len != (entry.work.len - offset).min(params.mtu.bytes())
+            || len != (total - offset).min(params.mtu.bytes())
         {
             return Failed(Status::BadResponse);
         }
         if len > 0 {
-            match host.place(Target::Response { id: entry.work.id, offset }, len) {
+            match host.place(Target::Response { id, offset }, len) {
                 HostStatus::Ready => {}
                 HostStatus::Retry => return self.back_off_after_fault(now, params, psn),
                 HostStatus::Denied => return Failed(Status::LocalProtection),
@@ -302,14 +316,15 @@ impl Requester {
         (syndrome, value): (Syndrome, u64),
         host: &mut H,
     ) -> Outcome {
-        if !self.ack_until(psn) {
+        if !self.is_next_response(psn) {
             return GAP;
         }
-        let work = self.entry(self.tail).work;
+        let work = &self.entry(self.tail).work;
         if !matches!(work.op, SendOp::Atomic(..)) || !syndrome.is_ack() {
             return Failed(Status::BadResponse);
         }
-        match host.store_result(work.id, value) {
+        let id = work.id;
+        match host.store_result(id, value) {
             HostStatus::Ready => {}
             HostStatus::Retry => return self.back_off_after_fault(now, params, psn),
             HostStatus::Denied => return Failed(Status::LocalProtection),
@@ -335,7 +350,10 @@ impl Requester {
     /// The data of this PSN, the one at `unacked`, has been placed.
     fn complete_response(&mut self, psn: Psn, ends_request: bool) {
         self.advance_unacked(psn.next());
-        if ends_request && self.next.distance_from(self.unacked) >= 0 {
+        if !ends_request {
+            return self.catch_up();
+        }
+        if self.next.distance_from(self.unacked) >= 0 {
             self.outstanding_reads = self.outstanding_reads.saturating_sub(1);
         }
         self.ack_until(self.unacked);

@@ -371,7 +371,7 @@ impl RcQp {
         }
         if let Some(code) = attr.timeout {
             let units = 1u64 << code.min(31);
-            self.requester_params.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
+            self.requester_params.timeout = (code != 0).then_some(4096 * units);
         }
         if let Some(records) = attr.max_dest_rd_atomic {
             self.responder.resource = self.responder.resource.resized(records);

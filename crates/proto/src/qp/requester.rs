@@ -15,7 +15,6 @@
 
 use alloc::boxed::Box;
 use alloc::vec;
-use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, HostStatus, Remote, Source};
@@ -37,9 +36,9 @@ pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
-    /// The longest wait between two transmissions of a packet; `None` means forever. Silence of
-    /// `retry_count` + 1 times as long fails the queue pair.
-    pub timeout: Option<Duration>,
+    /// The longest wait between two transmissions of a packet, in nanoseconds; `None` means forever.
+    /// Silence of `retry_count` + 1 times as long fails the queue pair.
+    pub timeout: Option<u64>,
     pub max_rd_atomic: u32,
     /// Maximum of unacknowledged packets of up to 4096 bytes.
     pub window: u32,
@@ -374,8 +373,11 @@ impl Requester {
         let (next, unsent, unacked) = (self.next, self.unsent, self.unacked);
         let outstanding_reads = self.outstanding_reads;
         let is_oldest = self.current == self.tail;
-        let (limited, limit) =
-            (self.probing || !self.opened, if self.probing { 1 } else { INITIAL_WINDOW });
+        let limit = match (self.probing, self.opened) {
+            (true, _) => 1,
+            (false, false) => INITIAL_WINDOW,
+            (false, true) => u32::MAX,
+        };
         let entry = self.entry_mut(self.current);
         let awaits_response = entry.work.op.awaits_response();
         // Retransmissions were counted already: a limit that was lowered since must not block them.
@@ -383,7 +385,7 @@ impl Requester {
         // The window limits the distance of PSNs, also if packets in between have arrived.
         let span = next.distance_from(unacked) as u32;
         if params.window_full(span, entry.work.len)
-            || limited && in_flight >= limit
+            || in_flight >= limit
             || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
             let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
@@ -430,8 +432,7 @@ impl Requester {
             || span + segment.psn_count >= params.full_mtu_window
             || self.since_ack_request * 4 >= params.full_mtu_window
             || !is_new && next == unacked
-            || limited && in_flight + segment.psn_count >= limit
-            || in_flight + segment.psn_count >= self.allowance;
+            || in_flight + segment.psn_count >= limit.min(self.allowance);
         self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
@@ -465,7 +466,8 @@ impl Requester {
 
     pub(super) fn start_timer(&mut self, now: Instant, params: &ConnParams) {
         if let Some(timeout) = params.timeout {
-            self.deadline = now + self.rto.next_wait(timeout, self.retry_count);
+            let wait = self.rto.next_wait(timeout, self.retry_count);
+            self.deadline = Instant::from_nanos(now.as_nanos().saturating_add(wait));
         }
     }
 
@@ -511,7 +513,7 @@ impl Requester {
         if self.absent == 0 && self.next.distance_from(self.unacked) > 1 {
             self.timed_out_at = Some(self.unacked);
         }
-        let timeout = params.timeout.unwrap_or(Duration::MAX);
+        let timeout = params.timeout.unwrap_or(u64::MAX);
         if self.rto.on_timeout(timeout, self.retry_count) {
             return Err(Status::RetryExceeded);
         }

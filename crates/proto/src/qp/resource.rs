@@ -99,8 +99,8 @@ impl ResourceRing {
 
     /// Whether another request fits: the record that is evicted must have been answered.
     pub(super) fn has_room(&self) -> bool {
-        let evicted = self.records[self.slot(self.end.wrapping_sub(self.limit))];
-        self.limit > 0 && evicted.is_none_or(|record| record.was_sent())
+        let evicted = &self.records[self.slot(self.end.wrapping_sub(self.limit))];
+        self.limit > 0 && evicted.as_ref().is_none_or(Resource::was_sent)
     }
 
     /// Adds a request that was just executed and whose response is due.
@@ -185,7 +185,7 @@ impl ResourceRing {
 
     fn skip_done(&mut self) {
         while self.pending != self.end {
-            if self.records[self.slot(self.pending)].is_some_and(|record| record.is_pending()) {
+            if self.records[self.slot(self.pending)].as_ref().is_some_and(Resource::is_pending) {
                 return;
             }
             self.pending = self.pending.wrapping_add(1);

@@ -12,23 +12,33 @@ use crate::time::Instant;
 
 /// The minimum of a wait, and the wait before the first measurement: 4.2 and 33.6 ms, as the codes
 /// 10 and 13 of `timeout`, which limits both.
-pub(super) const MIN_RTO: Duration = Duration::from_nanos(4096 << 10);
-pub(super) const INITIAL_RTO: Duration = Duration::from_nanos(4096 << 13);
+const MIN_RTO: u64 = 4096 << 10;
+const INITIAL_RTO: u64 = 4096 << 13;
 
-/// Round trips of one connection. Times are in nanoseconds.
-#[derive(Clone, Debug, Default)]
+/// Round trips of one connection. Times are in nanoseconds, because a timer is started for almost
+/// every packet, and arithmetic of `Duration` would be half of its cost.
+#[derive(Clone, Debug)]
 pub(super) struct RtoEstimator {
     /// Smoothed round trip and its variation; 0 before the first measurement.
     smoothed: u64,
     variation: u64,
+    /// The wait that follows from them, without backoff.
+    base: u64,
     /// A packet that was sent once, and when.
     sample: Option<(Psn, Instant)>,
     /// How many waits in a row ended without an answer.
     timeouts: u8,
     /// How long the peer has been silent, without the wait in progress.
-    silence: Duration,
+    silence: u64,
     /// The wait in progress.
-    wait: Duration,
+    wait: u64,
+}
+
+impl Default for RtoEstimator {
+    fn default() -> Self {
+        let (smoothed, variation, base, sample) = (0, 0, INITIAL_RTO, None);
+        Self { smoothed, variation, base, sample, timeouts: 0, silence: 0, wait: 0 }
+    }
 }
 
 impl RtoEstimator {
@@ -50,16 +60,14 @@ impl RtoEstimator {
     pub(super) fn on_progress(&mut self, now: Instant, unacked: Psn) -> Option<Duration> {
         self.on_answer();
         let (_, sent) = self.sample.take_if(|(psn, _)| unacked.distance_from(*psn) > 0)?;
-        self.measure((now - sent).as_nanos() as u64);
-        Some(now - sent)
+        Some(self.measure(now, sent))
     }
 
     /// This packet has arrived, although one before it may be missing. Returns its round trip, if
     /// it was measured.
     pub(super) fn on_delivered(&mut self, now: Instant, psn: Psn) -> Option<Duration> {
         let (_, sent) = self.sample.take_if(|(sampled, _)| *sampled == psn)?;
-        self.measure((now - sent).as_nanos() as u64);
-        Some(now - sent)
+        Some(self.measure(now, sent))
     }
 
     /// The packet whose round trip is being measured.
@@ -71,48 +79,50 @@ impl RtoEstimator {
     /// they were shorter than it, and every packet was sent twice.
     #[inline]
     pub(super) fn on_answer(&mut self) {
-        self.silence = Duration::ZERO;
+        self.silence = 0;
     }
 
-    fn measure(&mut self, round_trip: u64) {
+    fn measure(&mut self, now: Instant, sent: Instant) -> Duration {
+        let round_trip = now.as_nanos().saturating_sub(sent.as_nanos());
         self.timeouts = 0;
         if self.smoothed == 0 {
             (self.smoothed, self.variation) = (round_trip.max(1), round_trip / 2);
-            return;
+        } else {
+            let deviation = self.smoothed.abs_diff(round_trip);
+            self.variation = self.variation - self.variation / 4 + deviation / 4;
+            self.smoothed = (self.smoothed - self.smoothed / 8 + round_trip / 8).max(1);
         }
-        let deviation = self.smoothed.abs_diff(round_trip);
-        self.variation = self.variation - self.variation / 4 + deviation / 4;
-        self.smoothed = (self.smoothed - self.smoothed / 8 + round_trip / 8).max(1);
+        // Round trips that hardly vary would leave no time for a queue that begins to build up.
+        let margin = self.variation.saturating_mul(4).max(self.smoothed / 2);
+        self.base = self.smoothed.saturating_add(margin).max(MIN_RTO);
+        Duration::from_nanos(round_trip)
     }
 
     /// How long to wait for a response from now on.
-    pub(super) fn next_wait(&mut self, timeout: Duration, retry_count: u8) -> Duration {
-        // Round trips that hardly vary would leave no time for a queue that begins to build up.
-        let margin = (4 * self.variation).max(self.smoothed / 2);
-        let measured = Duration::from_nanos(self.smoothed.saturating_add(margin));
-        let base = if self.smoothed == 0 { INITIAL_RTO } else { measured.max(MIN_RTO) };
-        let wait = base.saturating_mul(1 << self.timeouts.min(20)).min(timeout);
+    #[inline]
+    pub(super) fn next_wait(&mut self, timeout: u64, retry_count: u8) -> u64 {
+        let wait = self.base.saturating_mul(1 << self.timeouts.min(20)).min(timeout);
         let left = limit(timeout, retry_count).saturating_sub(self.silence);
-        self.wait = wait.min(left).max(Duration::from_nanos(1));
+        self.wait = wait.min(left).max(1);
         self.wait
     }
 
     /// The wait in progress, or the last one.
     pub(super) fn wait(&self) -> Duration {
-        self.wait
+        Duration::from_nanos(self.wait)
     }
 
     /// A wait ended without an answer; returns whether the peer has been silent for too long.
-    pub(super) fn on_timeout(&mut self, timeout: Duration, retry_count: u8) -> bool {
+    pub(super) fn on_timeout(&mut self, timeout: u64, retry_count: u8) -> bool {
         self.timeouts = self.timeouts.saturating_add(1);
-        self.silence += self.wait;
+        self.silence = self.silence.saturating_add(self.wait);
         self.silence >= limit(timeout, retry_count)
     }
 }
 
 /// The longest silence of a peer: `retry_count` retries, each after `timeout`.
-fn limit(timeout: Duration, retry_count: u8) -> Duration {
-    timeout.saturating_mul(u32::from(retry_count) + 1)
+fn limit(timeout: u64, retry_count: u8) -> u64 {
+    timeout.saturating_mul(u64::from(retry_count) + 1)
 }
 
 #[cfg(test)]
@@ -121,7 +131,8 @@ mod tests {
 
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_millis(500);
+    const MILLISECOND: u64 = 1_000_000;
+    const TIMEOUT: u64 = 500 * MILLISECOND;
 
     fn at(micros: u64) -> Instant {
         Instant::from_nanos(micros * 1000)
@@ -141,14 +152,11 @@ mod tests {
         assert_eq!(RtoEstimator::default().next_wait(TIMEOUT, 7), INITIAL_RTO);
         assert_eq!(measured(&[10; 20]).next_wait(TIMEOUT, 7), MIN_RTO);
         let slow = measured(&[100_000; 40]).next_wait(TIMEOUT, 7);
-        assert!(
-            slow >= Duration::from_millis(100) && slow <= Duration::from_millis(150),
-            "{slow:?}"
-        );
+        assert!((100 * MILLISECOND..=150 * MILLISECOND).contains(&slow), "{slow}");
         let varying = measured(&[20_000, 60_000].repeat(20)).next_wait(TIMEOUT, 7);
-        assert!(varying > Duration::from_millis(80), "{varying:?}");
+        assert!(varying > 80 * MILLISECOND, "{varying}");
         assert_eq!(measured(&[900_000; 3]).next_wait(TIMEOUT, 7), TIMEOUT);
-        assert_eq!(RtoEstimator::default().next_wait(Duration::from_micros(8), 7).as_micros(), 8);
+        assert_eq!(RtoEstimator::default().next_wait(8_000, 7), 8_000);
     }
 
     #[test]
@@ -169,11 +177,11 @@ mod tests {
     #[test]
     fn silence_is_limited_by_its_length_and_waits_double() {
         let mut rto = measured(&[10]);
-        let mut total = Duration::ZERO;
+        let mut total = 0;
         let mut waits = Vec::new();
         loop {
             let wait = rto.next_wait(TIMEOUT, 7);
-            waits.push(wait.as_millis());
+            waits.push(wait / MILLISECOND);
             total += wait;
             if rto.on_timeout(TIMEOUT, 7) {
                 break;
@@ -196,13 +204,13 @@ mod tests {
         let (mut now, mut timeouts) = (0, 0);
         for psn in 0..5 {
             rto.on_sent(at(now), Psn::new(psn));
-            let mut answer = Duration::from_millis(100);
+            let mut answer = 100 * MILLISECOND;
             loop {
-                let wait = rto.next_wait(Duration::from_secs(1), 7);
+                let wait = rto.next_wait(1000 * MILLISECOND, 7);
                 if wait >= answer {
                     break;
                 }
-                rto.on_timeout(Duration::from_secs(1), 7);
+                rto.on_timeout(1000 * MILLISECOND, 7);
                 rto.forget_sample();
                 answer -= wait;
                 timeouts += 1;

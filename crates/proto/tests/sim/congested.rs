@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use testkit::Effort;
 use warpwire_proto::Instant;
-use warpwire_proto::congestion::{Path, PathSignals};
+use warpwire_proto::congestion::{FixedWindow, Path, PathSignals};
 use warpwire_proto::qp::{SendOp, SendWr, Stats, Status, TransportOptions};
 
 use crate::sim::link::Faults;
@@ -59,10 +59,17 @@ impl Bottleneck {
 }
 
 /// The way from one host to another, and the queue pairs that wait for room on it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct SimPath {
     path: Path,
     waiting: VecDeque<usize>,
+}
+
+impl SimPath {
+    fn new(fixed_window: Option<u32>) -> Self {
+        let fixed = |window| Path::new(Box::new(FixedWindow(window)));
+        Self { path: fixed_window.map_or_else(Path::default, fixed), waiting: VecDeque::new() }
+    }
 }
 
 /// Paths by their ends, and the bottlenecks that packets pass.
@@ -73,11 +80,18 @@ pub struct Congestion {
     /// Which bottleneck lies between two hosts.
     route: BTreeMap<(usize, usize), usize>,
     pub tcp: Vec<TcpFlow>,
+    /// The window of all paths, instead of one that adapts.
+    pub fixed_window: Option<u32>,
 }
 
 impl Congestion {
     pub fn new(bottlenecks: Vec<Bottleneck>, route: BTreeMap<(usize, usize), usize>) -> Self {
-        Self { paths: BTreeMap::new(), bottlenecks, route, tcp: Vec::new() }
+        let (tcp, fixed_window) = (Vec::new(), None);
+        Self { paths: BTreeMap::new(), bottlenecks, route, tcp, fixed_window }
+    }
+
+    fn path(&mut self, from: usize, to: usize) -> &mut SimPath {
+        self.paths.entry((from, to)).or_insert_with(|| SimPath::new(self.fixed_window))
     }
 }
 
@@ -86,7 +100,7 @@ impl Network {
     pub fn admit(&mut self, node: usize, conn: usize) {
         let Some(congestion) = &mut self.congestion else { return };
         let state = &mut self.nodes[node].conns[conn];
-        let path = &mut congestion.paths.entry((node, state.peer.0)).or_default().path;
+        let path = &mut congestion.path(node, state.peer.0).path;
         path.add_mtu(state.qp.mtu().bytes());
         let room = path.room();
         state.qp.set_allowance(state.path_in_flight.saturating_add(room));
@@ -96,24 +110,39 @@ impl Network {
     pub fn update_path(&mut self, node: usize, conn: usize) {
         let Some(congestion) = &mut self.congestion else { return };
         let state = &mut self.nodes[node].conns[conn];
-        let at = congestion.paths.entry((node, state.peer.0)).or_default();
+        let at = congestion.path(node, state.peer.0);
         if state.qp.take_blocked_by_path() && !state.waits {
             state.waits = true;
             at.waiting.push_back(conn);
         }
         let (in_flight, signals) = (state.qp.in_flight(), state.qp.take_path_signals());
-        if in_flight == state.path_in_flight && signals == PathSignals::default() {
-            return;
+        if in_flight != state.path_in_flight || signals != PathSignals::default() {
+            at.path.set_in_flight(state.path_in_flight, in_flight);
+            state.path_in_flight = in_flight;
+            at.path.on_signals(self.now, &signals);
         }
-        at.path.set_in_flight(state.path_in_flight, in_flight);
-        state.path_in_flight = in_flight;
-        at.path.on_signals(self.now, &signals);
+        // Also if nothing has changed: one that had nothing to send leaves its room to the next.
         let count = (at.path.room() as usize).min(at.waiting.len());
         let woken: Vec<usize> = at.waiting.drain(..count).collect();
         for other in woken {
             self.nodes[node].conns[other].waits = false;
             self.schedule_poll(node, other);
         }
+    }
+
+    /// Queue pairs wait only while there is no room, or while one is going to be polled.
+    pub fn check_waiting(&self, node: usize, peer: usize) {
+        let Some(congestion) = &self.congestion else { return };
+        let Some(at) = congestion.paths.get(&(node, peer)) else { return };
+        let users = || self.nodes[node].conns.iter().filter(|conn| conn.peer.0 == peer);
+        assert!(
+            at.waiting.is_empty() || at.path.room() == 0 || users().any(|conn| conn.poll_scheduled),
+            "queue pairs {:?} wait although there is room: {:?}",
+            at.waiting,
+            at.path
+        );
+        let in_flight: u32 = users().map(|conn| conn.qp.in_flight()).sum();
+        assert_eq!(at.path.in_flight(), in_flight, "what the queue pairs have in flight");
     }
 
     /// A packet enters the network; `None` if the bottleneck has no room for it.

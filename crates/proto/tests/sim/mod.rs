@@ -14,6 +14,7 @@ mod node;
 mod plan;
 mod random;
 mod scale;
+mod shared_path;
 mod tcp;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -400,6 +400,25 @@ impl Network {
         if replan || had_events {
             self.schedule_poll(node, conn);
         }
+        self.check_liveness(node, conn);
+    }
+
+    /// Something will happen next to every queue pair with work: a timer is armed, it is going to
+    /// be polled, or, if it has nothing in flight, it waits for room on its path, and the queue
+    /// pairs that take that room are not silent forever.
+    fn check_liveness(&self, node: usize, conn: usize) {
+        let state = &self.nodes[node].conns[conn];
+        let qp = &state.qp;
+        let is_waiting = state.waits && qp.in_flight() == 0;
+        assert!(
+            qp.outstanding() == 0
+                || qp.poll_timeout(self.now) != Instant::NEVER
+                || state.poll_scheduled
+                || is_waiting
+                || qp.state() == State::Sqd && qp.is_drained(),
+            "work is outstanding, and nothing will happen: {qp:?}"
+        );
+        self.check_waiting(node, state.peer.0);
     }
 
     fn transmit(&mut self, from: usize, conn: usize) {

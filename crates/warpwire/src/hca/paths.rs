@@ -110,26 +110,32 @@ impl Core {
         let QpContext { qp: Protocol::Connected(qp), path_use, .. } = &mut **qpc else { return };
         let Some(at) = path_use.path else { return };
         let (in_flight, signals) = (qp.in_flight(), qp.take_path_signals());
-        if in_flight == path_use.in_flight && signals == PathSignals::default() {
-            return;
-        }
         let Some(slot) = self.paths.get_mut(at) else { return };
-        slot.path.set_in_flight(path_use.in_flight, in_flight);
-        path_use.in_flight = in_flight;
-        slot.path.on_signals(now, &signals);
-        self.wake_waiting(at);
+        if in_flight != path_use.in_flight || signals != PathSignals::default() {
+            slot.path.set_in_flight(path_use.in_flight, in_flight);
+            path_use.in_flight = in_flight;
+            slot.path.on_signals(now, &signals);
+        }
+        // Also if nothing has changed: one that was served because there was room, and had nothing
+        // to send any more, leaves that room to the next. Nothing else may ever wake that one.
+        if !slot.waiting.is_empty() {
+            self.wake_waiting(at);
+        }
     }
 
     /// Serves as many of the waiting queue pairs as there is room for packets.
     fn wake_waiting(&mut self, at: u32) {
         let Some(slot) = self.paths.get_mut(at) else { return };
-        for _ in 0..slot.path.room() {
+        let mut room = slot.path.room();
+        while room > 0 {
             let Some(slot) = self.paths.get_mut(at) else { return };
             let Some(index) = slot.waiting.pop_front() else { return };
-            if let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) {
-                qpc.path_use.waits = false;
+            let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { continue };
+            // It may have left the path, or be a new one in the slot of one that did.
+            if qpc.path_use.path == Some(at) && std::mem::take(&mut qpc.path_use.waits) {
+                self.activate(index);
+                room -= 1;
             }
-            self.activate(index);
         }
     }
 
