@@ -692,8 +692,13 @@ impl Soft {
 
     fn take_event(&self) -> bool {
         let mut reader = self.reader.lock();
-        reader.sequence = (reader.sequence + 1) & 3;
-        self.signal.take()
+        let occurred = self.signal.take();
+        // Of two bits: the device ignores an arming with the number of the last event, and would do
+        // so after four calls without an event.
+        if occurred {
+            reader.sequence = (reader.sequence + 1) & 3;
+        }
+        occurred
     }
 }
 
