@@ -433,9 +433,8 @@ static void two(const char *link) {
     OK(ww_agent_next_notification(agent, 20000, &got));
     CHECK(got && strcmp(got->from, "server") == 0 && strcmp(got->bytes, "seen") == 0);
     ww_free(got);
-    OK(ww_agent_notify(agent, server, "end", 3, &transfer));
-    OK(ww_transfer_wait(transfer, 20000));
-    OK(ww_transfer_release(transfer));
+    /* The server may be gone before it has acknowledged this. */
+    OK(ww_agent_notify(agent, server, "end", 3, NULL));
     CHECK(waitpid(child, &status, 0) == child && status == 0);
     OK(ww_prepared_release(prepared));
     OK(ww_peer_release(server));
