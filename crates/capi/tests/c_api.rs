@@ -259,6 +259,21 @@ fn the_installed_files_are_complete() {
 }
 
 #[test]
+fn the_program_of_the_page_runs() {
+    let page = fs::read_to_string(root().join("docs/c.md")).unwrap();
+    let (_, rest) = page.split_once("```c\n").expect("a program");
+    let (text, _) = rest.split_once("```").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let [source, program] = ["hello.c", "hello"].map(|name| folder.path().join(name));
+    fs::write(&source, text).unwrap();
+    let mut cc = Command::new("cc");
+    cc.args(["-std=c99", "-Wall", "-Wextra", "-Werror"]).arg(source).args(options());
+    cc.arg(format!("-Wl,-rpath,{}/lib", prefix().display())).arg("-o").arg(&program);
+    ok(&mut cc);
+    assert_eq!(ok(&mut Command::new(&program)), "block 7 from alice: hello\n");
+}
+
+#[test]
 fn cmake_finds_the_package() {
     if let Err(why) = Command::new("cmake").arg("--version").output() {
         missing("cmake", &format!("no CMake ({why})"));
