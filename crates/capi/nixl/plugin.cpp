@@ -1,8 +1,8 @@
 // NIXL's backend WARPWIRE: turns NIXL's virtual calls into calls of libwarpwire.
 //
-// A NIXL agent has one ww_agent of the same name. Its connection information is the agent's address,
-// the public data of memory is the metadata of that memory: both are added to the peer of that name.
-// docs/nixl.md says how to use it.
+// A NIXL agent has one ww_agent of the same name. Its connection information is the agent's
+// address, the public data of memory is the metadata of that memory: both are added to the peer of
+// that name. docs/nixl.md says how to use it.
 #include "abi.h"
 
 #include <cstdio>

@@ -25,6 +25,7 @@ cases!(Fixture; CASES:
 );
 cases!(Fixture; ONCE:
     armed_before_or_after,
+    events_that_are_taken_without_one,
     solicited_only,
     the_file_descriptor,
     waits_and_late_wqes_on_a_thread,
@@ -99,6 +100,23 @@ fn armed_before_or_after(fixture: &Fixture) {
     }
     assert_eq!(drain(cq), 1);
     assert!(!cq.wait_event(Duration::from_millis(1)).unwrap());
+}
+
+/// Taking an event that has not occurred changes nothing: the next arming counts.
+fn events_that_are_taken_without_one(fixture: &Fixture) {
+    for takes in 0..5 {
+        let testbed = fixture.testbed();
+        let conn = testbed.join(QpOptions::default());
+        let (qp, cq) = (&conn.a.qp, &conn.a.sends);
+        for _ in 0..takes {
+            assert!(!cq.take_event());
+        }
+        cq.arm(false).unwrap();
+        qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap();
+        testbed.poll_for(Duration::from_millis(1));
+        assert!(readable(cq) && cq.take_event(), "no event after {takes} takes");
+        assert_eq!(drain(cq), 1);
+    }
 }
 
 fn solicited_only(fixture: &Fixture) {
