@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// An opaque handle: a number, see [`table`](crate::table).
+/// An opaque handle: a number, never a pointer.
 pub type Handle = *mut c_void;
 
 /// `ww_error`.
