@@ -12,7 +12,7 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# pyverbs, wheels, verbs.h, net-lab, sanitizers, msrv, no-std.
+# pyverbs, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -29,6 +29,7 @@ wire       | change full | scapy and tshark decode a packet of every kind
 clients    | change full | redis, nc, curl and Python as peers of sockets inside kernels
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
+nixl       | change full | NIXL's wheel over our backend; three versions in ./ci.sh full
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
@@ -101,6 +102,11 @@ step_verbs() {
   tools/ibverbs-pyverbs "$libraries"
   [ "$WARPWIRE_EFFORT" = change ] || tools/ibverbs-wheels "$libraries"
 }
+step_nixl() {
+  cargo build --workspace --quiet
+  tools/install "${CARGO_TARGET_DIR:-target}/capi" "$(bin libwarpwire_c.so)"
+  tools/nixl-test "${CARGO_TARGET_DIR:-target}/capi/lib"
+}
 step_lab() { tools/rxe-lab test; }
 step_fuzz() {
   if [ "$WARPWIRE_EFFORT" = change ]; then
@@ -148,7 +154,7 @@ step_no-std() {
 step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
     -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
-    -p warpwire-ibpaths -p warpwire-nccl -p warpwire-cli --allow-dirty --quiet
+    -p warpwire-ibpaths -p warpwire-nccl -p warpwire-capi -p warpwire-cli --allow-dirty --quiet
 }
 
 prepare() {
@@ -163,6 +169,7 @@ prepare() {
   need python3 python3 python3-pip
   # Optional for tests: a C++ compiler for the headers, and mlx5dv.h for the emulated ConnectX.
   command -v g++ >/dev/null || missing g++ || true
+  command -v cmake >/dev/null && command -v pkg-config >/dev/null || missing cmake pkg-config || true
   [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }

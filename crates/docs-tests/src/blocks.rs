@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 /// Kinds of code blocks that are not tests.
-const OTHER_KINDS: [&str; 5] = ["", "c++", "console", "text", "yaml"];
+const OTHER_KINDS: [&str; 7] = ["", "c", "c++", "console", "python", "text", "yaml"];
 
 /// An open code block: the line of its fence, its kind, and its lines so far.
 struct Block<'a> {
@@ -47,8 +47,8 @@ pub fn tests_of(page: &Path, text: &str) -> Result<String, String> {
         } else if let Some(kind) = text.trim_start().strip_prefix("```") {
             if !["rust", "rust,no_run"].contains(&kind) && !OTHER_KINDS.contains(&kind) {
                 let why = format!(
-                    "code blocks of kind {kind:?} are unknown; use rust, rust,no_run, c++, \
-                     console, text or yaml"
+                    "code blocks of kind {kind:?} are unknown; use rust, rust,no_run, c, \
+                     c++, console, python, text or yaml"
                 );
                 return Err(failure(line, &why));
             }

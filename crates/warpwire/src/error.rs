@@ -184,6 +184,14 @@ impl Error {
         }
     }
 
+    /// What failed, as it follows "cannot": the operation, and the object that it was on.
+    pub fn what(&self) -> Cow<'_, str> {
+        match &self.0.on {
+            Some(on) => Cow::Owned(format!("{} on {on}", self.0.what)),
+            None => Cow::Borrowed(&self.0.what),
+        }
+    }
+
     /// The reason, without the attempt.
     pub fn reason(&self) -> &str {
         &self.0.why
@@ -237,6 +245,8 @@ mod tests {
     fn unset_error_parts_are_not_printed() {
         let bare = Error::new(Kind::Busy, "free memory");
         assert_eq!(bare.to_string(), "cannot free memory");
+        assert_eq!(bare.what(), "free memory");
+        assert_eq!(bare.on("cuda:0").what(), "free memory on cuda:0");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Other agents: what is known of them, and the connection to each.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, RwLock};
@@ -127,10 +128,13 @@ impl Peer {
         known.incarnation == newer.incarnation && known.address == newer.address
     }
 
-    /// Replaces what is known of its memory, or adds to it.
+    /// Replaces what is known of its memory, or adds to it. What is added replaces memory of the
+    /// same address and length: the peer has registered it again, with other keys.
     pub(super) fn update(&self, memory: Vec<MemoryMetadata>, partial: bool) {
         let mut known = self.0.memory.write();
         let mut all = if partial { known.to_vec() } else { Vec::new() };
+        let added: HashSet<_> = memory.iter().map(|new| (new.address, new.len)).collect();
+        all.retain(|old| !added.contains(&(old.address(), old.len())));
         all.extend(memory.into_iter().map(RemoteMemory));
         all.sort_by(|a, b| {
             (a.address(), a.len(), a.rkeys()).cmp(&(b.address(), b.len(), b.rkeys()))
