@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -13,9 +12,6 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::{self, DeviceAddr};
 use crate::mr::{AccessPath, MemorySource};
 use crate::verbs::Mr;
-
-/// How long a transfer that has ended may still be referred to.
-const JUST_ENDED: Duration = Duration::from_millis(20);
 
 /// Memory that is registered with an [`Agent`](super::Agent). Dropping it ends the registration
 /// when no [`Prepared`](super::Prepared) list and no transfer in progress use it any more.
@@ -133,27 +129,12 @@ impl Memory {
     /// memory: see [`Mr::deregister`].
     pub fn deregister(self) -> Result<()> {
         let what = format!("deregister {:?}", self.0);
-        let busy = || {
+        let mut registered = Arc::try_unwrap(self.0).map_err(|_| {
             Error::new(Kind::Busy, what)
                 .why("a clone, a prepared list or a transfer in progress uses it")
                 .fix("drop prepared lists, and wait for transfers or cancel them")
-        };
-        let mut registered = unwrap_soon(self.0).ok_or_else(busy)?;
+        })?;
         std::mem::take(&mut registered.mrs).into_iter().try_for_each(Mr::deregister)
-    }
-}
-
-/// The registration, if nothing else refers to it. A transfer's outcome is known shortly before the
-/// agent's thread lets go of the transfer, so this tries for a while.
-fn unwrap_soon(mut shared: Arc<Registered>) -> Option<Registered> {
-    let until = Instant::now() + JUST_ENDED;
-    loop {
-        match Arc::try_unwrap(shared) {
-            Ok(registered) => return Some(registered),
-            Err(_) if Instant::now() >= until => return None,
-            Err(still) => shared = still,
-        }
-        std::thread::sleep(Duration::from_micros(100));
     }
 }
 
