@@ -68,6 +68,7 @@ pub enum Kind {
 ///     .why("the source ends at byte 4096")
 ///     .fix("shorten the copy");
 /// assert_eq!(e.kind(), &Kind::OutOfRange);
+/// assert_eq!(e.attempt(), "copy 64 bytes on sim:0");
 /// assert_eq!(
 ///     e.to_string(),
 ///     "cannot copy 64 bytes on sim:0: the source ends at byte 4096; shorten the copy"
@@ -182,6 +183,12 @@ impl Error {
             Kind::Cuda(code) => TRANSIENT_CUDA_RESULTS.contains(code),
             _ => false,
         }
+    }
+
+    /// What was attempted, and on which object: `copy 64 bytes on sim:0`.
+    pub fn attempt(&self) -> String {
+        let Detail { what, on, .. } = &*self.0;
+        on.as_ref().map_or_else(|| what.to_string(), |on| format!("{what} on {on}"))
     }
 
     /// The reason, without the attempt.
