@@ -52,6 +52,7 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     // Pointers of C, and calls of libc without a typed wrapper.
     ("ibverbs", &["context.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
     ("cabi", &["interfaces.rs", "process.rs"]),
+    ("python", &["agent.rs", "buffer.rs", "dlpack.rs"]),
     ("nccl", &["exports.rs", "log.rs", "memory.rs", "process.rs"]),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
