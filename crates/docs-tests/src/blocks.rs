@@ -3,8 +3,9 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Kinds of code blocks that are not tests.
-const OTHER_KINDS: [&str; 5] = ["", "c++", "console", "text", "yaml"];
+/// Kinds of code blocks that are not tests here. `crates/python/tests/test_docs.py` runs those of
+/// Python.
+const OTHER_KINDS: [&str; 6] = ["", "c++", "console", "python", "text", "yaml"];
 
 /// An open code block: the line of its fence, its kind, and its lines so far.
 struct Block<'a> {
@@ -48,7 +49,7 @@ pub fn tests_of(page: &Path, text: &str) -> Result<String, String> {
             if !["rust", "rust,no_run"].contains(&kind) && !OTHER_KINDS.contains(&kind) {
                 let why = format!(
                     "code blocks of kind {kind:?} are unknown; use rust, rust,no_run, c++, \
-                     console, text or yaml"
+                     console, python, text or yaml"
                 );
                 return Err(failure(line, &why));
             }

@@ -26,7 +26,7 @@ class _Watch:
         future: asyncio.Future[None] = self.loop.create_future()
         if self.descriptor is None:
             self.descriptor = os.dup(self.agent.fileno())
-            self.loop.add_reader(self.descriptor, self.readable)
+            self.loop.add_reader(self.descriptor, self.readable, self.descriptor)
             self.agent._watches[self.loop] = self
         self.checks[future] = check
         # A task that is cancelled cancels the future.
@@ -41,11 +41,11 @@ class _Watch:
             self.descriptor = None
             self.agent._watches.pop(self.loop, None)
 
-    def readable(self) -> None:
+    def readable(self, descriptor: int) -> None:
         if self.agent.closed:
             # All its transfers have ended, and nothing raises the descriptor again.
             with contextlib.suppress(BlockingIOError):
-                os.read(self.descriptor, 8)
+                os.eventfd_read(descriptor)
         else:
             self.agent.clear_events()
         # The event may be another loop's.

@@ -56,7 +56,13 @@ class Agent:
     def prepare(self, peer: Peer, local: _Ranges, remote: _Ranges) -> Prepared: ...
     @overload
     def write(
-        self, prepared: Prepared, *, notify: bytes | None = None, timeout: float | None = None
+        self,
+        prepared: Prepared,
+        local: None = None,
+        remote: None = None,
+        *,
+        notify: bytes | None = None,
+        timeout: float | None = None,
     ) -> Transfer: ...
     @overload
     def write(
@@ -70,7 +76,13 @@ class Agent:
     ) -> Transfer: ...
     @overload
     def read(
-        self, prepared: Prepared, *, notify: bytes | None = None, timeout: float | None = None
+        self,
+        prepared: Prepared,
+        local: None = None,
+        remote: None = None,
+        *,
+        notify: bytes | None = None,
+        timeout: float | None = None,
     ) -> Transfer: ...
     @overload
     def read(
