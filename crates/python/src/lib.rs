@@ -14,8 +14,8 @@
 //! 2. **No thread of the library needs the GIL.** What it may drop are references to Python objects
 //!    (`Py`), which PyO3 then drops at the next call from Python.
 //! 3. **No lock is held while the GIL is released or taken.**
-//! 4. **A registration owns its object** (`Agent::register_owned`); prepared lists and transfers own
-//!    the registration.
+//! 4. **A registration owns its object** (`Agent::register_owned`); prepared lists and transfers
+//!    own the registration.
 
 mod agent;
 mod buffer;
