@@ -12,7 +12,7 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# pyverbs, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std.
+# pyverbs, python, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -30,6 +30,7 @@ clients    | change full | redis, nc, curl and Python as peers of sockets inside
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
 nixl       | change full | NIXL's wheel over our backend; three versions in ./ci.sh full
+python     | change full | the wheel, installed into a fresh environment: pytest, stubs, the page
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
@@ -107,6 +108,7 @@ step_nixl() {
   tools/install "${CARGO_TARGET_DIR:-target}/capi" "$(bin libwarpwire_c.so)"
   tools/nixl-test "${CARGO_TARGET_DIR:-target}/capi/lib"
 }
+step_python() { tools/python-tests; }
 step_lab() { tools/rxe-lab test; }
 step_fuzz() {
   if [ "$WARPWIRE_EFFORT" = change ]; then
@@ -181,6 +183,7 @@ fetch() {
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true
+  tools/python-venv build maturin && tools/python-venv test numpy pytest mypy || true
 }
 
 names() { # names LOOP
@@ -214,7 +217,7 @@ run() { # run NAME...
       # Tests leave some CPU time idle.
       tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
       # Concurrent installs would wait for apt's lock, or write the same files.
-      ptx | wire | clients | verbs | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
+      ptx | wire | clients | verbs | python | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
     esac

@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Kinds of code blocks that are not tests.
+/// Kinds of code blocks that are not tests here; the tests of the crates `python` and `capi` run
+/// theirs.
 const OTHER_KINDS: [&str; 7] = ["", "c", "c++", "console", "python", "text", "yaml"];
 
 /// An open code block: the line of its fence, its kind, and its lines so far.

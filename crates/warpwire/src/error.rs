@@ -68,6 +68,7 @@ pub enum Kind {
 ///     .why("the source ends at byte 4096")
 ///     .fix("shorten the copy");
 /// assert_eq!(e.kind(), &Kind::OutOfRange);
+/// assert_eq!(e.what(), "copy 64 bytes on sim:0");
 /// assert_eq!(
 ///     e.to_string(),
 ///     "cannot copy 64 bytes on sim:0: the source ends at byte 4096; shorten the copy"

@@ -53,6 +53,7 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("ibverbs", &["context.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
     ("cabi", &["interfaces.rs", "process.rs"]),
     ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
+    ("python", &["agent.rs", "buffer.rs", "dlpack.rs"]),
     ("nccl", &["exports.rs", "log.rs", "memory.rs", "process.rs"]),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.

@@ -1,5 +1,6 @@
 //! Memory that is registered with an agent, and where it is found by address.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
@@ -26,7 +27,12 @@ pub(super) struct Registered {
     address: u64,
     len: u64,
     pub mrs: Vec<Mr>,
+    /// Keeps the memory allocated.
+    owner: Option<Owner>,
 }
+
+/// Keeps memory allocated until its registration has ended.
+pub(super) type Owner = Box<dyn Any + Send + Sync>;
 
 impl std::fmt::Debug for Registered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -45,6 +51,9 @@ impl Drop for Registered {
         if let Some(agent) = self.agent.upgrade() {
             agent.memory.0.lock().remove(&(self.address(), self.number));
         }
+        if let Err(error) = self.deregister() {
+            tracing::warn!(%error, memory = ?self, "a peer may still access memory");
+        }
     }
 }
 
@@ -55,6 +64,16 @@ impl Registered {
 
     pub(super) fn len(&self) -> u64 {
         self.len
+    }
+
+    fn deregister(&mut self) -> Result<()> {
+        let mrs = std::mem::take(&mut self.mrs);
+        let deregistered = mrs.into_iter().map(Mr::deregister).fold(Ok(()), Result::and);
+        if deregistered.is_err() {
+            // A peer process that was stopped may access the memory when it continues.
+            std::mem::forget(self.owner.take());
+        }
+        deregistered
     }
 
     pub(super) fn metadata(&self) -> MemoryMetadata {
@@ -68,11 +87,16 @@ impl Registered {
 }
 
 impl Memory {
-    pub(super) fn new(agent: &Arc<Shared>, mrs: Vec<Mr>, kind: String) -> Self {
+    pub(super) fn new(
+        agent: &Arc<Shared>,
+        mrs: Vec<Mr>,
+        kind: String,
+        owner: Option<Owner>,
+    ) -> Self {
         let number = agent.next_number();
         let agent_ref = Arc::downgrade(agent);
         let (address, len) = (mrs[0].iova(), mrs[0].len());
-        let registered = Registered { number, agent: agent_ref, kind, address, len, mrs };
+        let registered = Registered { number, agent: agent_ref, kind, address, len, mrs, owner };
         let registered = Arc::new(registered);
         let key = (registered.address(), number);
         agent.memory.0.lock().insert(key, (len, Arc::downgrade(&registered)));
@@ -134,7 +158,13 @@ impl Memory {
                 .why("a clone, a prepared list or a transfer in progress uses it")
                 .fix("drop prepared lists, and wait for transfers or cancel them")
         })?;
-        std::mem::take(&mut registered.mrs).into_iter().try_for_each(Mr::deregister)
+        registered.deregister()
+    }
+
+    /// Whether a clone, a prepared list or a transfer in progress uses it, so that
+    /// [`deregister`](Self::deregister) would fail.
+    pub fn is_in_use(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
     }
 }
 

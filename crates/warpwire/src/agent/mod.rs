@@ -79,6 +79,7 @@ mod progress;
 mod rail;
 mod transfer;
 
+use std::any::Any;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -179,7 +180,7 @@ impl Agent {
             .rails
             .iter()
             .map(|rail| rail.context.register(&rail.pd, memory.clone(), access));
-        Ok(Memory::new(self.shared(), mrs.collect::<Result<Vec<_>>>()?, kind))
+        Ok(Memory::new(self.shared(), mrs.collect::<Result<Vec<_>>>()?, kind, None))
     }
 
     /// Registers `len` bytes at `address`: memory of this process, or of a GPU that this process
@@ -199,6 +200,28 @@ impl Agent {
         len: u64,
         access: Access,
     ) -> Result<Memory> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.register_owned(address, len, access, None) }
+    }
+
+    /// Like [`register_address`](Self::register_address), with the owner of the memory, which is
+    /// dropped when the registration has ended: on the thread that ends it, which may be the
+    /// agent's.
+    ///
+    /// # Errors
+    /// As for [`register_address`](Self::register_address).
+    ///
+    /// # Safety
+    /// As for [`register_address`](Self::register_address); the memory stays allocated while
+    /// `owner` lives.
+    #[allow(unsafe_code)]
+    pub unsafe fn register_owned(
+        &self,
+        address: u64,
+        len: u64,
+        access: Access,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Memory> {
         let mut mrs = Vec::new();
         for rail in &self.shared().rails {
             // SAFETY: guaranteed by the caller.
@@ -206,7 +229,7 @@ impl Agent {
             mrs.push(mr?);
         }
         let kind = memory::kind_at(address);
-        Ok(Memory::new(self.shared(), mrs, kind))
+        Ok(Memory::new(self.shared(), mrs, kind, owner))
     }
 
     /// What peers need: name, address, and all memory that is registered now. It is text, and
