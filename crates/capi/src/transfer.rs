@@ -5,7 +5,9 @@ use std::ffi::{c_int, c_void};
 use std::time::Duration;
 
 use warpwire::Error;
-use warpwire::agent::{Descriptor, Prepared, Transfer, TransferOp, TransferOptions, TransferState};
+use warpwire::agent::{
+    Descriptor, PreparedTransfer, Transfer, TransferOp, TransferOptions, TransferState,
+};
 use warpwire::error::{Kind, Result};
 
 use crate::abi::{self, Handle};
@@ -14,7 +16,7 @@ use crate::status::{IN_PROGRESS, OK, guard};
 use crate::table::Table;
 use crate::{block, pointer};
 
-static PREPARED: Table<Prepared> = Table::new("ww_prepared");
+static PREPARED: Table<PreparedTransfer> = Table::new("ww_prepared");
 static TRANSFERS: Table<Transfer> = Table::new("ww_transfer");
 
 /// A time to wait; negative is forever.
@@ -90,13 +92,13 @@ pub unsafe extern "C" fn ww_agent_post(
             if !bytes.is_null() || len > 0 {
                 // SAFETY: guaranteed by the caller.
                 let bytes = unsafe { pointer::array(bytes, len, "options.notification") }?;
-                with = with.with_notification(Some(bytes));
+                with = with.with_notification(bytes.to_vec());
             }
             if given.timeout_ms > 0 {
                 with = with.with_timeout(Duration::from_millis(given.timeout_ms));
             }
         }
-        let posted = agent.post_with(op, &prepared, &with)?;
+        let posted = agent.post_with(op, &prepared, with)?;
         // SAFETY: guaranteed by the caller.
         unsafe { out.set(TRANSFERS.insert(posted)) };
         Ok(OK)

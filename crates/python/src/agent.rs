@@ -97,12 +97,10 @@ impl Agent {
                 ));
             }
         };
-        let options = TransferOptions::default().with_notification(notify);
-        let options = match wait::timeout(py, timeout)? {
-            Some(timeout) => options.with_timeout(timeout),
-            None => options,
-        };
-        let posted = py.detach(|| agent.post_with(op, &prepared, &options));
+        let options = TransferOptions::default()
+            .with_notification(notify.map(<[u8]>::to_vec))
+            .with_timeout(wait::timeout(py, timeout)?);
+        let posted = py.detach(|| agent.post_with(op, &prepared, options));
         let transfer = posted.map_err(|why| raise(py, &why))?;
         Ok(Transfer::new(transfer, slf.clone().unbind()))
     }

@@ -19,7 +19,7 @@ use crate::wait;
 /// Two lists of ranges that were checked and looked up, to be posted any number of times. Keeps the
 /// local memory registered.
 #[pyclass(frozen, module = "warpwire")]
-pub(crate) struct Prepared(pub agent::Prepared);
+pub(crate) struct Prepared(pub agent::PreparedTransfer);
 
 #[pymethods]
 impl Prepared {

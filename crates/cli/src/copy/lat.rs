@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 use serde::Serialize;
 use warpwire::mem::copy::{Copier, CopyDirection, CopyMethod, CopyPlan, Routine};
-use warpwire::mem::{Agent, Allocation, Region};
+use warpwire::mem::{Allocation, CopyAgent, Region};
 use warpwire::units;
 use warpwire_apps::pattern;
 
@@ -143,7 +143,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     reporter.print(&setting.heading("lat"))?;
     reporter.set_status("starting");
     let plan = CopyPlan::for_device(&bench.device)?;
-    let agent = arguments.agent.then(|| Agent::start(&bench.device)).transpose()?;
+    let agent = arguments.agent.then(|| CopyAgent::start(&bench.device)).transpose()?;
     let columns = columns(arguments);
     let runner = Runner {
         copier: Copier::with(&bench.memory, plan, agent.clone())?,
@@ -253,7 +253,7 @@ impl HostBuffer {
 struct Runner<'a> {
     bench: &'a Bench,
     copier: Copier,
-    agent: Option<Arc<Agent>>,
+    agent: Option<Arc<CopyAgent>>,
     /// Host memory of the agent's copies.
     pinned: Option<Allocation>,
 }

@@ -174,8 +174,8 @@ impl Connection {
             return;
         }
         let connected = result.and_then(|(control, endpoints)| {
-            let lanes = state.lanes.iter().zip(&endpoints);
-            lanes.map(|(lane, endpoint)| lane.qp.connect(endpoint)).collect::<Result<()>>()?;
+            let mut lanes = state.lanes.iter().zip(&endpoints);
+            lanes.try_for_each(|(lane, endpoint)| lane.qp.connect(endpoint))?;
             Ok(control)
         });
         match connected {

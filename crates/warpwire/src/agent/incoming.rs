@@ -17,9 +17,14 @@ use crate::verbs::{Qp, QpAttributes, QpEndpoint, State};
 pub(super) struct Incoming {
     pub control: Bootstrap,
     name: Arc<str>,
-    qps: Vec<(usize, Qp)>,
+    qps: RailQps,
     reassembly: Reassembly,
 }
+
+/// A notification that is complete, and who sent it.
+pub(super) type Complete = (Arc<str>, Vec<u8>);
+/// Queue pairs, each with the number of its rail.
+type RailQps = Vec<(usize, Qp)>;
 
 /// All of them, by number.
 #[derive(Default)]
@@ -58,7 +63,7 @@ impl IncomingTable {
         &mut self,
         (rail, qpn): (usize, u32),
         message: &[u8],
-    ) -> std::result::Result<Option<(Arc<str>, Vec<u8>)>, u64> {
+    ) -> std::result::Result<Option<Complete>, u64> {
         let Some(number) = self.by_qpn.get(&(rail, qpn)).copied() else { return Ok(None) };
         let Some(incoming) = self.all.get_mut(&number) else { return Ok(None) };
         match incoming.reassembly.add(message) {
@@ -113,7 +118,7 @@ pub(super) fn accept(agent: &Arc<Shared>, mut control: Bootstrap) {
     }
 }
 
-fn connect(agent: &Shared, hello: &Hello) -> Result<(Vec<(usize, Qp)>, Vec<QpEndpoint>)> {
+fn connect(agent: &Shared, hello: &Hello) -> Result<(RailQps, Vec<QpEndpoint>)> {
     let refused = |why: &'static str| Err(Error::new(Kind::PermissionDenied, "connect").why(why));
     check_name(&hello.name)?;
     if !constant_time_eq(hello.token.as_bytes(), agent.token.as_bytes()) {

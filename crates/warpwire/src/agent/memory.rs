@@ -15,7 +15,7 @@ use crate::mr::{AccessPath, MemorySource};
 use crate::verbs::Mr;
 
 /// Memory that is registered with an [`Agent`](super::Agent). Dropping it ends the registration
-/// when no [`Prepared`](super::Prepared) list and no transfer in progress use it any more.
+/// when no [`PreparedTransfer`](super::PreparedTransfer) list and no transfer in progress use it any more.
 #[derive(Clone, Debug)]
 pub struct Memory(Arc<Registered>);
 
@@ -171,7 +171,9 @@ impl Memory {
 /// All memory of an agent, by address and number, with its length.
 // A strong reference must not be dropped under the lock: it may be the last.
 #[derive(Default)]
-pub(super) struct MemoryTable(Mutex<BTreeMap<(u64, u64), (u64, Weak<Registered>)>>);
+pub(super) struct MemoryTable(Mutex<ByAddress>);
+
+type ByAddress = BTreeMap<(u64, u64), (u64, Weak<Registered>)>;
 
 impl MemoryTable {
     pub(super) fn all(&self) -> Vec<Arc<Registered>> {

@@ -9,7 +9,7 @@
 //! | [`Agent`], [`AgentOptions`] | one end: a name, devices, registered memory, peers |
 //! | [`Memory`] | memory that is registered with an agent |
 //! | [`Peer`], [`RemoteMemory`] | another agent, and what it has registered |
-//! | [`Descriptor`], [`Prepared`] | a range of memory; lists of them, checked and looked up |
+//! | [`Descriptor`], [`PreparedTransfer`] | a range of memory; lists of them, checked and looked up |
 //! | [`Transfer`], [`TransferState`] | a transfer that was posted; also a future |
 //! | [`Notification`] | what a peer sent with a transfer, or on its own |
 //!
@@ -89,7 +89,7 @@ pub use inbox::Notification;
 pub use memory::Memory;
 pub use options::{AgentLink, AgentOptions};
 pub use peer::{Peer, RemoteMemory};
-pub use prepared::{Descriptor, Prepared};
+pub use prepared::{Descriptor, PreparedTransfer};
 pub use transfer::{Transfer, TransferOp, TransferOptions, TransferState};
 
 use crate::error::{Error, Kind, Result};
@@ -296,8 +296,8 @@ impl Agent {
         peer: &Peer,
         local: &[Descriptor],
         remote: &[Descriptor],
-    ) -> Result<Prepared> {
-        Prepared::new(self.shared(), peer, local, remote)
+    ) -> Result<PreparedTransfer> {
+        PreparedTransfer::new(self.shared(), peer, local, remote)
     }
 
     /// Posts a transfer: [`post_with`](Self::post_with) without a deadline.
@@ -307,10 +307,11 @@ impl Agent {
     pub fn post(
         &self,
         op: TransferOp,
-        prepared: &Prepared,
+        prepared: &PreparedTransfer,
         notification: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.post_with(op, prepared, &TransferOptions::default().with_notification(notification))
+        let notification = notification.map(<[u8]>::to_vec);
+        self.post_with(op, prepared, TransferOptions::default().with_notification(notification))
     }
 
     /// Posts a transfer. Returns as soon as it is queued; it may even be done. What happens to it
@@ -323,8 +324,8 @@ impl Agent {
     pub fn post_with(
         &self,
         op: TransferOp,
-        prepared: &Prepared,
-        options: &TransferOptions<'_>,
+        prepared: &PreparedTransfer,
+        options: TransferOptions,
     ) -> Result<Transfer> {
         transfer::post(self.shared(), op, prepared, options)
     }
@@ -334,7 +335,7 @@ impl Agent {
     /// # Errors
     /// As for [`post_with`](Self::post_with).
     pub fn notify(&self, peer: &Peer, bytes: &[u8]) -> Result<Transfer> {
-        let nothing = Prepared::new(self.shared(), peer, &[], &[])?;
+        let nothing = PreparedTransfer::new(self.shared(), peer, &[], &[])?;
         self.post(TransferOp::Write, &nothing, Some(bytes))
     }
 

@@ -59,7 +59,7 @@ pub(super) struct Piece {
 /// Two lists of ranges that were checked and looked up, to be posted any number of times. Keeps the
 /// local memory registered.
 #[derive(Clone, Debug)]
-pub struct Prepared(pub(super) Arc<Lists>);
+pub struct PreparedTransfer(pub(super) Arc<Lists>);
 
 pub(super) struct Lists {
     pub peer: Peer,
@@ -81,7 +81,7 @@ impl std::fmt::Debug for Lists {
     }
 }
 
-impl Prepared {
+impl PreparedTransfer {
     pub(super) fn new(
         agent: &Arc<Shared>,
         peer: &Peer,

@@ -232,9 +232,8 @@ impl Shared {
             }
         }
         // While too many wait to be taken, peers get RNR NAKs and try again.
-        if self.inbox.lock().bytes() > self.options.max_pending_notifications {
-            withheld.push(slot);
-        } else if self.rails[rail].post_receive(slot).is_err() {
+        let is_full = self.inbox.lock().bytes() > self.options.max_pending_notifications;
+        if is_full || self.rails[rail].post_receive(slot).is_err() {
             withheld.push(slot);
         }
     }

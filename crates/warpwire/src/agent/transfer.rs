@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::MAX_NOTIFICATION_LEN;
 use super::connection::Connection;
-use super::prepared::{Lists, Prepared};
+use super::prepared::{Lists, PreparedTransfer};
 use super::progress::Shared;
 use crate::error::{Error, Kind, Result};
 
@@ -27,28 +27,21 @@ pub enum TransferOp {
 }
 
 /// What a transfer has beside its lists.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
-pub struct TransferOptions<'a> {
+pub struct TransferOptions {
     /// Sent to the peer when all data is in place: after a write it can see the data, after a read
     /// it may change it.
-    pub notification: Option<&'a [u8]>,
+    pub notification: Option<Vec<u8>>,
     /// The transfer fails with [`Kind::Timeout`] if it takes longer. Default: no limit but those of
     /// the transport, which gives up after 4.3 s without an answer.
     pub timeout: Option<Duration>,
 }
 
-impl<'a> TransferOptions<'a> {
-    /// Sets `notification`.
-    #[must_use]
-    pub fn with_notification(self, notification: Option<&'a [u8]>) -> Self {
-        Self { notification, ..self }
-    }
-
-    /// Sets `timeout`.
-    #[must_use]
-    pub fn with_timeout(self, timeout: Duration) -> Self {
-        Self { timeout: Some(timeout), ..self }
+setters! {
+    TransferOptions {} optional {
+        with_notification => notification: Vec<u8>,
+        with_timeout => timeout: Duration,
     }
 }
 
@@ -144,15 +137,15 @@ impl Active {
 pub(super) fn post(
     agent: &Arc<Shared>,
     op: TransferOp,
-    prepared: &Prepared,
-    options: &TransferOptions<'_>,
+    prepared: &PreparedTransfer,
+    options: TransferOptions,
 ) -> Result<Transfer> {
     let lists = &prepared.0;
     let wrong = |why: String| Error::new(Kind::InvalidArgument, "post a transfer").why(why);
     if !lists.peer.belongs_to(agent) {
         return Err(wrong("the lists were prepared by another agent".into()));
     }
-    if let Some(bytes) = options.notification
+    if let Some(bytes) = &options.notification
         && bytes.len() > MAX_NOTIFICATION_LEN
     {
         return Err(wrong(format!(
@@ -165,7 +158,7 @@ pub(super) fn post(
         number: agent.next_number(),
         op,
         lists: lists.clone(),
-        notification: options.notification.map(Into::into),
+        notification: options.notification.map(Vec::into_boxed_slice),
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         progress: Mutex::default(),
         connection: Mutex::new(None),

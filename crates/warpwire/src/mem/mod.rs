@@ -44,7 +44,7 @@ mod stream;
 mod window;
 
 pub use address::DeviceAddr;
-pub use agent::Agent;
+pub use agent::CopyAgent;
 pub(crate) use allocation::WeakAllocation;
 pub use allocation::{
     Allocation, BackingAllocation, MemoryEvent, MemoryKind, MemoryListener, PinGuard, Region,

@@ -10,7 +10,7 @@ use super::host::HostRange;
 use super::on_demand::{FaultEpoch, OnDemand};
 use crate::error::{Error, Kind, Result};
 use crate::mem::copy::StagingOptions;
-use crate::mem::{Agent, Region, WindowPath};
+use crate::mem::{CopyAgent, Region, WindowPath};
 use crate::units;
 
 /// Memory to register: memfd-backed host memory, a caller's range, or memory of a device.
@@ -78,7 +78,7 @@ pub(super) struct DeviceAccess {
     pub(super) staged: bool,
     /// The memory is mapped at first use, and again after each move.
     pub(super) on_demand: bool,
-    pub(super) agent: Option<Arc<Agent>>,
+    pub(super) agent: Option<Arc<CopyAgent>>,
     /// Buffer sizes for staging; `None` for the default.
     pub(super) staging: Option<StagingOptions>,
 }
@@ -214,7 +214,7 @@ impl MemorySource {
 
     /// The same memory, with a copy agent of its device for the sizes at which it is fastest.
     #[must_use]
-    pub fn with_agent(mut self, agent: Arc<Agent>) -> Self {
+    pub fn with_agent(mut self, agent: Arc<CopyAgent>) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
             device_access.agent = Some(agent);
         }

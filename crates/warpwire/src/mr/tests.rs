@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::error::Kind;
 use crate::mem::sim::{POISON, Sim, SimConfig};
-use crate::mem::{Agent, Allocation, Device};
+use crate::mem::{Allocation, CopyAgent, Device};
 use crate::mlx5::{Atomic, AtomicWidth};
 
 fn gpu() -> (Sim, Device) {
@@ -111,7 +111,7 @@ fn copies_work_at_any_offset_and_length() {
 #[test]
 fn copies_with_an_agent_are_correct() {
     let (_, gpu) = gpu();
-    let agent = Agent::start(&gpu).unwrap();
+    let agent = CopyAgent::start(&gpu).unwrap();
     let registry = Registry::new();
     let pd = registry.pd();
     let memory = MemorySource::from(gpu.alloc(1 << 20).unwrap().whole().unwrap()).with_agent(agent);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use testkit::cases;
-use warpwire::agent::{Agent, Peer, Prepared, Transfer, TransferOp, TransferOptions};
+use warpwire::agent::{Agent, Peer, PreparedTransfer, Transfer, TransferOp, TransferOptions};
 use warpwire::error::Kind;
 use warpwire::verbs::Access;
 
@@ -89,7 +89,7 @@ fn memory_in_use_stays_registered(fixture: &Fixture) {
 }
 
 /// More ranges than can be posted at a time.
-fn many_ranges(agent: &Agent, peer: &Peer, (near, far): (&Block, &Block)) -> Prepared {
+fn many_ranges(agent: &Agent, peer: &Peer, (near, far): (&Block, &Block)) -> PreparedTransfer {
     let count = 20_000;
     let step = LEN / count;
     let lists: (Vec<_>, Vec<_>) = (0..count)
@@ -140,7 +140,7 @@ fn a_transfer_that_is_cancelled(fixture: &Fixture) {
 }
 
 /// A connection on which transfers were cancelled goes on.
-fn posted_after_cancel(alice: &Agent, prepared: &Prepared) {
+fn posted_after_cancel(alice: &Agent, prepared: &PreparedTransfer) {
     let transfer = alice.post(TransferOp::Read, prepared, None).unwrap();
     transfer.wait(limit()).unwrap();
     transfer.cancel();
@@ -155,8 +155,8 @@ fn a_transfer_that_takes_too_long(fixture: &Fixture) {
     let prepared = many_ranges(&alice, &peer, (&near, &far));
     let options = TransferOptions::default();
     // Several at a time, so that the last are late: what was posted in time is done.
-    let short = options.with_timeout(Duration::from_millis(1));
-    let post = |_| alice.post_with(TransferOp::Write, &prepared, &short).unwrap();
+    let short = options.clone().with_timeout(Duration::from_millis(1));
+    let post = |_| alice.post_with(TransferOp::Write, &prepared, short.clone()).unwrap();
     let posted: Vec<_> = (0..5).map(post).collect();
     let late = posted.iter().filter(|transfer| match transfer.wait(limit()) {
         Ok(()) => false,
@@ -168,7 +168,7 @@ fn a_transfer_that_takes_too_long(fixture: &Fixture) {
     });
     assert!(late.count() > 0, "all were faster");
     let long = options.with_timeout(limit());
-    let transfer = alice.post_with(TransferOp::Write, &prepared, &long).unwrap();
+    let transfer = alice.post_with(TransferOp::Write, &prepared, long).unwrap();
     transfer.wait(limit()).unwrap();
     let waiting = alice.post(TransferOp::Write, &prepared, None).unwrap();
     if let Err(error) = waiting.wait(Duration::ZERO) {

@@ -225,13 +225,14 @@ fn the_target_is_stopped(fixture: &Fixture) {
     let lists = ([near.range(0, LEN)], [peer.memory()[0].range(0, LEN).unwrap()]);
     let prepared = alice.prepare(&peer, &lists.0, &lists.1).unwrap();
     let limited = TransferOptions::default().with_timeout(Duration::from_millis(200));
-    let notified = limited.with_notification(Some(b"fill 1 {}"));
+    let notified = limited.with_notification(b"fill 1 {}".to_vec());
     alice.post(TransferOp::Write, &prepared, None).unwrap().wait(limit()).unwrap();
     other.signal(Signal::STOP);
     let start = Instant::now();
     // Mapped memory can be written without the peer; a notification needs it.
-    let posted: Vec<_> =
-        (0..3).map(|_| alice.post_with(TransferOp::Write, &prepared, &notified).unwrap()).collect();
+    let posted: Vec<_> = (0..3)
+        .map(|_| alice.post_with(TransferOp::Write, &prepared, notified.clone()).unwrap())
+        .collect();
     for transfer in posted {
         let error = transfer.wait(limit()).unwrap_err();
         assert!(matches!(error.kind(), Kind::Timeout | Kind::PeerLost), "{error}");

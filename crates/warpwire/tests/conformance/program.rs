@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // to launch kernels
 
 use warpwire::error::Kind;
-use warpwire::mem::{Agent, Condition, Launch, Program};
+use warpwire::mem::{Condition, CopyAgent, Launch, Program};
 use warpwire_apps::pattern::Pattern;
 
 use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern, test_timeout};
@@ -158,7 +158,7 @@ fn a_trespassing_kernel_fails_loudly(f: &Fixture) {
 }
 
 pub fn trespass(f: &Fixture) {
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     let (device, host) = (f.gpu.alloc(64).unwrap(), f.gpu.alloc_pinned(64).unwrap());
     agent.copy(&host.whole().unwrap(), &device.whole().unwrap()).unwrap();
     // Loading code is refused while the agent's kernel runs; it exits after a second without work.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpwire::error::Kind;
 use warpwire::mem::copy::{Copier, CopyDirection, CopyMethod, CopyPlan, Routine};
-use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath};
+use warpwire::mem::{Backend, CopyAgent, DeviceAddr, MemoryKind, WindowOptions, WindowPath};
 use warpwire_apps::pattern;
 
 use crate::conformance::child::Task;
@@ -280,7 +280,7 @@ fn a_child_process_does_not_inherit_windows(f: &Fixture) {
 }
 
 fn the_agent_copies_in_both_directions(f: &Fixture) {
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     let (device, host) = (f.gpu.alloc(1 << 20).unwrap(), f.gpu.alloc_pinned(1 << 20).unwrap());
     for (at, other, len) in
         [(0, 0, 1 << 20), (3, 3, 65_537), (5, 8, 1000), (16, 16, 15), (0, 1, 1), (7, 7, 0)]
@@ -301,7 +301,7 @@ fn the_agent_copies_in_both_directions(f: &Fixture) {
 }
 
 fn the_agent_serves_many_threads(f: &Fixture) {
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     std::thread::scope(|scope| {
         for seed in 0..4_u64 {
             let (agent, gpu) = (Arc::clone(&agent), f.gpu.clone());
@@ -322,7 +322,7 @@ fn the_agent_serves_many_threads(f: &Fixture) {
 }
 
 fn the_agent_refuses_what_it_cannot_do(f: &Fixture) {
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     let memory = f.gpu.alloc(100).unwrap();
     let region = |offset, len| memory.region(offset, len).unwrap();
     for (to, from) in [((0, 10), (20, 11)), ((0, 10), (9, 10))] {
@@ -339,7 +339,7 @@ fn the_agent_refuses_what_it_cannot_do(f: &Fixture) {
 }
 
 fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     let (device, host) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc_pinned(4096).unwrap());
     std::thread::sleep(std::time::Duration::from_millis(1800));
     put_pattern(&device, 5);
@@ -349,7 +349,7 @@ fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {
 
 fn copiers_are_exact_by_every_method(f: &Fixture) {
     let memory = f.gpu.alloc_kind(3 << 20, MemoryKind::Vmm).unwrap();
-    let agent = Agent::start(&f.gpu).unwrap();
+    let agent = CopyAgent::start(&f.gpu).unwrap();
     let all_ways = Arc::new(CopyPlan::with_thresholds(100_000, 400));
     let no_window = Arc::new(CopyPlan::with_thresholds(0, 0));
     let staged = Arc::new(CopyPlan::with_thresholds(0, 0).with_min_staged_read(100));

@@ -3,11 +3,14 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::mlx5::{Atomic, AtomicWidth, Builder, DoorbellRecord, Scratch, WqeOpcode};
+use warpwire::mlx5::{
+    AddressVector, Atomic, AtomicWidth, Builder, DoorbellRecord, Scratch, WqeOpcode,
+};
 use warpwire::verbs::{
     Completion, Qp, QpAttributes, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
 };
 
+use crate::verbs::datagrams::{self, QKEY, UdPair, address, reset};
 use crate::verbs::fixture::{
     Fixture, QpPair, Rng, TestBuffer, TestQp, Testbed, connect, same, test_timeout,
 };
@@ -21,6 +24,7 @@ cases!(Fixture; ONCE:
     random_srq_links,
     random_completions,
     queues_that_change_while_they_are_read,
+    random_datagram_wqes,
 );
 
 /// Seeds of a case: `change / 10` in the inner loop, `10 * change` in `./ci.sh full`.
@@ -417,4 +421,31 @@ fn queues_that_change_while_they_are_read(fixture: &Fixture) {
         same(&secret.read(0, 4096), &[0; 4096], "memory of another domain");
     }
     garbage.testbed.check_traffic(&garbage.bystander);
+}
+
+/// Random bytes in the send queue of a UD queue pair.
+fn random_datagram_wqes(fixture: &Fixture) {
+    let ud_pair = UdPair::new(fixture);
+    let peer = address(&ud_pair.testbed.b);
+    for_each_seed(seeds(1500), |seed| {
+        let mut rng = Rng::new(seed);
+        let mut entry = vec![0; 64 * (1 + rng.below(3) as usize)];
+        entry.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
+        entry[1..3].copy_from_slice(&[0, 0]);
+        let codes = [0, 8, 0xa, 0xa, 0xa, 0xb, 0xb, 0xf, 0x10, 0x23];
+        entry[3] = codes[rng.below(codes.len() as u64) as usize];
+        entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
+        if rng.below(2) == 0 {
+            let valid = AddressVector::new(peer, ud_pair.b.qp.number(), QKEY);
+            entry[16..64].copy_from_slice(&valid.encode());
+        }
+        ud_pair.receive(1, 0, 4096);
+        datagrams::put(&ud_pair, 0, &entry);
+        (0..6).for_each(|_| ud_pair.testbed.step());
+        [&ud_pair.a, &ud_pair.b].into_iter().for_each(reset);
+        if seed % 10 == 0 {
+            ud_pair.check_traffic();
+            reset(&ud_pair.a);
+        }
+    });
 }

@@ -33,9 +33,9 @@ const STOP: u64 = u64::MAX;
 /// A resident kernel that copies between device memory and pinned host memory.
 ///
 /// ```
-/// use warpwire::mem::{Agent, sim::{Sim, SimConfig}};
+/// use warpwire::mem::{CopyAgent, sim::{Sim, SimConfig}};
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
-/// let agent = Agent::start(&gpu).unwrap();
+/// let agent = CopyAgent::start(&gpu).unwrap();
 /// let (device, host) = (gpu.alloc(4096).unwrap(), gpu.alloc_pinned(4096).unwrap());
 /// device.write(0, b"payload").unwrap();
 /// agent.copy(&host.region(8, 7).unwrap(), &device.region(0, 7).unwrap()).unwrap();
@@ -43,7 +43,7 @@ const STOP: u64 = u64::MAX;
 /// host.read(8, &mut back).unwrap();
 /// assert_eq!(&back, b"payload");
 /// ```
-pub struct Agent {
+pub struct CopyAgent {
     device: Device,
     kernel: Kernel,
     stream: Stream,
@@ -61,7 +61,7 @@ struct State {
     failure: Option<Error>,
 }
 
-impl Agent {
+impl CopyAgent {
     /// Starts an agent on the device, which must support CPU windows.
     pub fn start(device: &Device) -> Result<Arc<Self>> {
         let program =
@@ -170,7 +170,7 @@ impl Agent {
     }
 }
 
-impl Drop for Agent {
+impl Drop for CopyAgent {
     fn drop(&mut self) {
         let sequence = self.state.lock().sequence;
         // If this fails, the device is lost and the kernel with it.

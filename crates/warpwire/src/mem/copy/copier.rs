@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::super::agent::Agent;
+use super::super::agent::CopyAgent;
 use super::super::allocation::{Allocation, Region};
 use super::super::stream::{CancelCheck, Event, Stream};
 use super::super::window::Window;
@@ -47,7 +47,7 @@ pub struct Copier {
 
 /// An agent and the pinned memory that it copies to.
 struct AgentReader {
-    agent: Arc<Agent>,
+    agent: Arc<CopyAgent>,
     staging: Mutex<Allocation>,
     /// Lengths of reads for which the agent is the fastest method.
     reads: Option<RangeInclusive<u64>>,
@@ -64,7 +64,7 @@ impl Copier {
     pub fn with(
         memory: &Allocation,
         plan: Arc<CopyPlan>,
-        agent: Option<Arc<Agent>>,
+        agent: Option<Arc<CopyAgent>>,
     ) -> Result<Self> {
         let agent_reader = agent.map(|agent| {
             let staging = memory.device().alloc_pinned(AGENT_CHUNK + AGENT_ALIGNMENT)?;
