@@ -34,7 +34,7 @@ python     | change full | the wheel, installed into a fresh environment: pytest
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
-demo       | change full | the README's first command, doctor, and two examples
+demo       | change full | the README's first command, doctor, and three examples
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 counts     | full        | machine instructions per packet do not exceed their ceilings
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
@@ -123,6 +123,7 @@ step_demo() {
   "$(bin warpwire)" doctor
   "$(bin examples/01_move)"
   "$(bin examples/12_together)"
+  "$(bin examples/14_agents)" sim:0
 }
 step_network() {
   command -v tc >/dev/null || missing iproute2 || true # tools/net-lab prints why it skips

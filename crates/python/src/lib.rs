@@ -10,7 +10,7 @@
 //! | `error` | exceptions |
 //!
 //! # Rules
-//! 1. **Waits release the GIL**, and look for signals every [`SLICE`](wait::SLICE).
+//! 1. **Waits release the GIL**, and look for signals every `wait::SLICE`.
 //! 2. **No thread of the library needs the GIL.** What it may drop are references to Python objects
 //!    (`Py`), which PyO3 then drops at the next call from Python.
 //! 3. **No lock is held while the GIL is released or taken.**

@@ -36,8 +36,8 @@ pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
-    /// The longest wait between two transmissions of a packet, in nanoseconds; `None` means forever.
-    /// Silence of `retry_count` + 1 times as long fails the queue pair.
+    /// The longest wait between two transmissions of a packet, in nanoseconds; `None` means
+    /// forever. Silence of `retry_count` + 1 times as long fails the queue pair.
     pub timeout: Option<u64>,
     pub max_rd_atomic: u32,
     /// Maximum of unacknowledged packets of up to 4096 bytes.

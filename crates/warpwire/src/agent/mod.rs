@@ -9,7 +9,7 @@
 //! | [`Agent`], [`AgentOptions`] | one end: a name, devices, registered memory, peers |
 //! | [`Memory`] | memory that is registered with an agent |
 //! | [`Peer`], [`RemoteMemory`] | another agent, and what it has registered |
-//! | [`Descriptor`], [`PreparedTransfer`] | a range of memory; lists of them, checked and looked up |
+//! | [`Descriptor`], [`PreparedTransfer`] | a range of memory; lists of them, looked up |
 //! | [`Transfer`], [`TransferState`] | a transfer that was posted; also a future |
 //! | [`Notification`] | what a peer sent with a transfer, or on its own |
 //!

@@ -31,8 +31,9 @@ use crate::sync::random_u64;
 use crate::verbs::bootstrap::BootstrapListener;
 use crate::verbs::{Completion, EventFd};
 
-/// How long a call that waits polls before it sleeps.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a call that waits polls before it sleeps: as long as a GPU copies some 100 MB, because
+/// nothing wakes a thread when it has.
+const SPIN: Duration = Duration::from_micros(200);
 /// While the program polls, the thread looks this often whether it still does, and lets the
 /// completion queues wake nobody.
 const POLLED_INTERVAL: Duration = Duration::from_millis(2);

@@ -166,7 +166,7 @@ fn peers_of_different_mtus(fixture: &Fixture) {
         testbed.done(&conn.a.sends, 1);
         same(&far.read(0, 4000), &wanted, "a write with the smaller MTU");
         if let Ok(stats) = conn.a.qp.stats() {
-            // The first acknowledgement of a device waits for a second packet, so it is asked again.
+            // The first acknowledgement of a device waits for a second packet: it is asked again.
             let again = u64::from(testbed.b.is_device());
             assert!((16..=16 + again).contains(&stats.packets_sent), "{stats:?}");
         }
