@@ -177,9 +177,17 @@ impl ResourceRing {
         }
     }
 
-    /// Drops all records.
-    pub(super) fn clear(&mut self) {
-        self.records.fill(None);
+    /// The memory of the oldest pending record is gone: stops it, and drops those behind it, which
+    /// the peer will not be told about. Those before it are kept, because their responses may have
+    /// been lost; and so is this one, whose first packets may have been.
+    pub(super) fn deny(&mut self) {
+        let Some(record) = self.pending() else { return };
+        (record.stop, record.times_sent) = (record.next, record.times_sent.max(1));
+        while self.end != self.pending.wrapping_add(1) {
+            self.end = self.end.wrapping_sub(1);
+            let slot = self.slot(self.end);
+            self.records[slot] = None;
+        }
         self.pending = self.end;
     }
 

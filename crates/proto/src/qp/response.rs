@@ -91,7 +91,7 @@ impl Responder {
                 }
                 HostStatus::Denied => {
                     let psn = headers.psn;
-                    self.resource.clear();
+                    self.resource.deny();
                     self.fail(Nak::RemoteAccess, psn);
                     return Err(QpEvent::AccessError);
                 }

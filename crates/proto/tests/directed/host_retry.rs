@@ -3,7 +3,7 @@
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
-use warpwire_proto::qp::{DiscardReason, SendOp, State, Status};
+use warpwire_proto::qp::{Atomic, DiscardReason, SendOp, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
 use crate::directed::host::HostCall;
@@ -233,7 +233,7 @@ fn the_nak_of_a_failure_reaches_a_peer_that_is_ahead() {
     let requests = pair.transfer(A);
     let first = pair.send(B).unwrap();
     pair.deliver(A, &first).unwrap();
-    pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+    pair.endpoints[B].host.answer(FetchRemote, [Denied; 20]);
     let _ = pair.deliver(B, &requests[0]);
     for packet in pair.send_all(B) {
         let _ = pair.deliver(A, &packet);
@@ -296,6 +296,38 @@ fn lost_data_of_deregistered_memory_is_an_access_error() {
         }
         assert_eq!(pair.endpoints[A].sent, [(0, Status::RemoteAccess)]);
     }
+}
+
+/// Memory goes while a read is answered, and responses before the failure are lost: they are sent
+/// again, or the requester gets the reason why not.
+#[test]
+fn responses_before_a_denied_one_are_lost() {
+    // The first packets of the read itself.
+    let mut pair = Pair::new();
+    pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.transfer(A);
+    pair.endpoints[B].host.answer(FetchRemote, [Ready]);
+    pair.endpoints[B].host.answer(FetchRemote, [Denied; 20]);
+    let answers = pair.send_all(B);
+    assert_eq!(pair.endpoints[B].qp.state(), State::Err);
+    for nak in &answers[1..] {
+        assert_eq!(syndrome(nak), Syndrome::Nak(Nak::RemoteAccess));
+        let _ = pair.deliver(A, nak);
+    }
+    pair.run();
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::RemoteAccess)]);
+    // An atomic before it, which is not executed again, and a read behind it.
+    let mut pair = Pair::new();
+    let add = SendOp::Atomic(REMOTE_ADDR, Atomic::FetchAdd { add: 1 });
+    for (id, op) in [(0, add), (1, SendOp::Read(REMOTE_ADDR)), (2, SendOp::Read(REMOTE_ADDR))] {
+        pair.post(A, id, op, 8);
+    }
+    pair.transfer(A);
+    pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+    assert_eq!(pair.send_all(B).len(), 2, "the atomic's response and the NAK, which are lost");
+    pair.run();
+    let wanted = [(0, Status::Success), (1, Status::RemoteAccess), (2, Status::Flushed)];
+    assert_eq!(pair.endpoints[A].sent, wanted);
 }
 
 /// An undone response does not count as sent: if the memory is then gone, the queue pair fails, as
