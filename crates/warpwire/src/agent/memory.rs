@@ -15,7 +15,7 @@ use crate::mr::{AccessPath, MemorySource};
 use crate::verbs::Mr;
 
 /// Memory that is registered with an [`Agent`](super::Agent). Dropping it ends the registration
-/// when no [`PreparedTransfer`](super::PreparedTransfer) list and no transfer in progress use it any more.
+/// when no [`PreparedTransfer`](super::PreparedTransfer) and no transfer in progress use it.
 #[derive(Clone, Debug)]
 pub struct Memory(Arc<Registered>);
 
