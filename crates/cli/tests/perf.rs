@@ -108,7 +108,8 @@ fn engines_share_the_queue_pairs() {
 
 #[test]
 fn engines_that_are_not_possible() {
-    // A port of its own, which was free a moment ago: well-known ones may be in use.
+    // A port of its own, which was free a moment ago: well-known ones may be in use. Both ends are
+    // in one process: whichever fails first says why, and what to do is the same.
     let free = std::net::UdpSocket::bind("127.0.7.9:0").unwrap().local_addr().unwrap();
     let link = format!("udp:{free}");
     for (arguments, code, why) in [
@@ -117,7 +118,7 @@ fn engines_that_are_not_possible() {
         (&["--engines", "2", "--device", "mlx5_0"], 2, "cannot be used with"),
         (&["--engines", "2", "--link", "shm"], 1, "use a UDP link"),
         (&["--engines", "2", "--link", "auto"], 1, "use a UDP link"),
-        (&["--engines", "2", "--link", &link], 1, "bind the link to port 0"),
+        (&["--engines", "2", "--link", &link], 1, "any free one)"),
     ] {
         let output = run(&[&["perf", "write", "bw", "--local", "-n", "9"], arguments].concat());
         let text = stderr(&output);
