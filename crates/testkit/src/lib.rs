@@ -11,6 +11,7 @@
 //! | device code for tests only | [`ptx()`] |
 //! | C programs, and the values of a header | [`c`] |
 //! | allocation counts of a thread or of the process | [`CountingAllocator`] |
+//! | CPU use of idle processes | [`cpu_share`] |
 //!
 //! Everything here may panic: it runs inside tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -18,6 +19,7 @@
 mod alloc;
 pub mod c;
 mod clock;
+mod cpu;
 mod effort;
 mod process;
 mod ptx;
@@ -27,6 +29,7 @@ mod suite;
 
 pub use alloc::CountingAllocator;
 pub use clock::{deadline, until};
+pub use cpu::cpu_share;
 pub use effort::Effort;
 pub use process::{Process, Role};
 pub use ptx::ptx;

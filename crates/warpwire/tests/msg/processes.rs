@@ -13,7 +13,7 @@ use warpwire::mem::Condition;
 use warpwire::msg::{Comm, CommOptions, Writer};
 
 use crate::msg::fixture::{Fixture, TestLink, test_timeout};
-use testkit::{Role, cases};
+use testkit::{Role, cases, cpu_share};
 
 cases!(Fixture; CASES:
     processes_exchange,
@@ -268,28 +268,19 @@ fn run_while_stopped(comm: &Comm) {
     comm.finish(test_timeout()).unwrap();
 }
 
-/// Rank 0 waits for a message that is sent after 2 s, and prints the CPU time that it used.
+/// Rank 0 waits for a message that is sent late, and prints the CPU time that it used.
 fn measure_idle(comm: &Comm) {
     let memory = comm.alloc(64).unwrap();
     comm.barrier(test_timeout()).unwrap();
-    let used = || {
-        let text = std::fs::read_to_string("/proc/self/schedstat").unwrap();
-        let process_total: u64 = text.split(' ').next().unwrap().parse().unwrap();
-        let threads = std::fs::read_dir("/proc/self/task").unwrap();
-        let each = threads.flatten().filter_map(|task| {
-            let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
-            text.split(' ').next()?.parse::<u64>().ok()
-        });
-        each.sum::<u64>().max(process_total)
-    };
-    let (start, before) = (Instant::now(), used());
     if comm.rank() == 0 {
+        let idle = || cpu_share([std::process::id()], Duration::from_secs(2));
+        let share = std::thread::spawn(idle);
         comm.recv(1, 0, &memory, test_timeout()).unwrap();
-        let slice = (used() - before) as f64 / start.elapsed().as_nanos() as f64;
-        print_line(&format!("rest: {:.3} %", slice * 100.0));
-        assert!(slice < 0.02, "{:.2} % of a core while idle", slice * 100.0);
+        let [share] = share.join().unwrap();
+        print_line(&format!("rest: {:.3} %", share * 100.0));
+        assert!(share < 0.02, "{:.2} % of a core while idle", share * 100.0);
     } else {
-        std::thread::sleep(Duration::from_secs(2));
+        std::thread::sleep(Duration::from_millis(2500));
         comm.send(0, 0, &memory, test_timeout()).unwrap();
     }
     comm.finish(test_timeout()).unwrap();

@@ -4,7 +4,7 @@
 //! connection to its parent closes, so that none is left behind.
 
 use std::net::TcpListener;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -16,7 +16,7 @@ use warpwire::verbs::{
 };
 
 use crate::verbs::fixture::{Endpoint, Fixture, TestBuffer, TestLink, TestQp, same, test_timeout};
-use testkit::{Process, Role, cases};
+use testkit::{Process, Role, cases, cpu_share};
 
 cases!(Fixture; CASES:
     a_process_that_is_killed,
@@ -338,16 +338,6 @@ fn a_process_that_pauses_for_three_seconds(fixture: &Fixture) {
     same(&big.read(0, LEN as usize), &wanted, "data written across a pause");
 }
 
-/// CPU time used by a process, from `/proc`.
-fn cpu_time(child: &Child) -> Duration {
-    let of_thread = |entry: std::io::Result<std::fs::DirEntry>| -> Option<u64> {
-        let text = std::fs::read_to_string(entry.ok()?.path().join("schedstat")).ok()?;
-        text.split_whitespace().next()?.parse().ok()
-    };
-    let threads = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
-    Duration::from_nanos(threads.filter_map(of_thread).sum())
-}
-
 /// Connected, idle processes use less than 1 % of a core each: with and without a thread that waits
 /// for a message, and with polled doorbells, whose writers cannot wake a thread.
 fn idle_processes_sleep(fixture: &Fixture) {
@@ -364,16 +354,10 @@ fn idle_processes_sleep(fixture: &Fixture) {
         peer.task(endpoints, None, waits);
     }
     std::thread::sleep(Duration::from_millis(500));
-    let before = peers.each_ref().map(|peer| cpu_time(&peer.process.child));
-    let start = Instant::now();
-    let reference = cpu_share_of_naps(Duration::from_secs(4));
-    let shares: Vec<_> = peers
-        .iter()
-        .zip(before)
-        .map(|(peer, before)| {
-            (cpu_time(&peer.process.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
-        })
-        .collect();
+    let naps = std::thread::spawn(|| cpu_share_of_naps(Duration::from_secs(4)));
+    let shares =
+        cpu_share(peers.each_ref().map(|peer| peer.process.child.id()), Duration::from_secs(4));
+    let reference = naps.join().unwrap();
     println!("idle CPU use, as a fraction of a core: {shares:.5?}, of naps {reference:.5}");
     // On a machine whose CPUs are shared with others, every wake-up is charged more.
     let limit = f64::max(0.01, 6.0 * reference);
@@ -382,14 +366,11 @@ fn idle_processes_sleep(fixture: &Fixture) {
 
 /// The fraction of a core that a thread uses that wakes up every 4 ms, as often as an idle engine.
 fn cpu_share_of_naps(time: Duration) -> f64 {
-    let nap = move || {
-        let start = Instant::now();
-        while start.elapsed() < time {
-            std::thread::sleep(Duration::from_millis(4));
-        }
-        let on_cpu = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-        let on_cpu = on_cpu.split(' ').next().and_then(|nanoseconds| nanoseconds.parse().ok());
-        Duration::from_nanos(on_cpu.unwrap_or(0)).as_secs_f64() / start.elapsed().as_secs_f64()
-    };
-    std::thread::spawn(nap).join().unwrap()
+    let start = Instant::now();
+    while start.elapsed() < time {
+        std::thread::sleep(Duration::from_millis(4));
+    }
+    let on_cpu = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let on_cpu = on_cpu.split(' ').next().and_then(|nanoseconds| nanoseconds.parse().ok());
+    Duration::from_nanos(on_cpu.unwrap_or(0)).as_secs_f64() / start.elapsed().as_secs_f64()
 }

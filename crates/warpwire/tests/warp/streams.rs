@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use warpwire::sock::warp::NetOptions;
 
 use crate::warp::testbed::{TestLink, Testbed, check_all, send_all, test_timeout};
-use testkit::cases;
+use testkit::{cases, cpu_share};
 
 cases!(Testbed; CASES:
     all_sizes_in_random_pieces_both_ways,
@@ -213,16 +213,6 @@ fn names_and_paths(testbed: &Testbed) {
     assert_eq!(kind.to_string(), expected);
 }
 
-/// CPU time of all threads of this process so far.
-fn processor_time() -> Duration {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let nanos = tasks.map(|task| {
-        let text = std::fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
-        text.split(' ').next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0)
-    });
-    Duration::from_nanos(nanos.sum())
-}
-
 fn an_idle_reader_is_cheap(testbed: &Testbed) {
     // In its own process, because other cases run concurrently.
     let spent = crate::warp::ends::idle_cpu_time(testbed.test_link);
@@ -235,9 +225,7 @@ pub fn rest(test_link: TestLink) -> f64 {
     let (mut here, mut there) = testbed.pair();
     let reader = std::thread::spawn(move || here.read(&mut [0]).unwrap());
     std::thread::sleep(Duration::from_millis(300));
-    let (before, begun) = (processor_time(), Instant::now());
-    std::thread::sleep(Duration::from_secs(1));
-    let share = (processor_time() - before).as_secs_f64() / begun.elapsed().as_secs_f64();
+    let [share] = cpu_share([std::process::id()], Duration::from_secs(1));
     there.write_all(b"x").unwrap();
     assert_eq!(reader.join().unwrap(), 1);
     share
