@@ -81,6 +81,19 @@ impl Process {
         Instant::now()
     }
 
+    /// Waits until all its threads have stopped: `SIGSTOP` takes effect in each of them when it is
+    /// scheduled next, on a busy machine long after `kill` has returned.
+    pub fn until_stopped(&self) {
+        let stopped = |task: std::io::Result<std::fs::DirEntry>| {
+            // The state follows the name of the program, which stands in parentheses.
+            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+            stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
+        };
+        until("all threads of the process stop", || {
+            std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap().all(stopped)
+        });
+    }
+
     /// Waits for the process to exit on its own, and returns its exit status.
     pub fn wait(&mut self) -> ExitStatus {
         let mut status = None;

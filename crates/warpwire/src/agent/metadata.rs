@@ -98,6 +98,19 @@ impl Metadata {
     }
 }
 
+/// For the fuzzer: whether bytes are metadata. What is read must be readable again when it is
+/// written, and the same.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+#[allow(clippy::unwrap_used, reason = "a panic is what the fuzzer looks for")]
+pub fn is_metadata(bytes: &[u8]) -> bool {
+    let Ok(read) = Metadata::decode(bytes) else { return false };
+    assert_eq!(Metadata::decode(&read.encode().unwrap()).unwrap(), read);
+    assert!(!read.name.is_empty() && !read.name.contains(char::is_control));
+    assert!(read.memory.iter().all(|memory| memory.rkeys.len() == read.rails));
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

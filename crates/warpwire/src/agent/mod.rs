@@ -87,6 +87,8 @@ use std::time::{Duration, Instant};
 
 pub use inbox::Notification;
 pub use memory::Memory;
+#[cfg(fuzzing)]
+pub use metadata::is_metadata;
 pub use options::{AgentLink, AgentOptions};
 pub use peer::{Peer, RemoteMemory};
 pub use prepared::{Descriptor, PreparedTransfer};

@@ -228,6 +228,7 @@ fn the_target_is_stopped(fixture: &Fixture) {
     let notified = limited.with_notification(b"fill 1 {}".to_vec());
     alice.post(TransferOp::Write, &prepared, None).unwrap().wait(limit()).unwrap();
     other.signal(Signal::STOP);
+    other.process.until_stopped();
     let start = Instant::now();
     // Mapped memory can be written without the peer; a notification needs it.
     let posted: Vec<_> = (0..3)
