@@ -76,8 +76,10 @@ step_format() {
   cargo fmt --manifest-path fuzz/Cargo.toml -- --check
 }
 step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
-# All steps build the whole workspace, so that cargo unifies features once and builds nothing twice.
-step_build() { cargo test --workspace --no-run --quiet; }
+# All steps build the whole workspace with its tests, so that cargo unifies features once and builds
+# nothing twice; without the tests, dependencies would have other features. `cargo test` alone would
+# leave the shared libraries in a folder of its own.
+step_build() { cargo build --workspace --lib --bins --tests --examples --quiet; }
 step_tests() { cargo test --workspace --quiet; }
 step_docs() {
   RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet
@@ -97,14 +99,14 @@ step_faults() {
 }
 step_verbs() {
   local built=${CARGO_TARGET_DIR:-target}/debug libraries=${CARGO_TARGET_DIR:-target}/ibverbs
-  cargo build --workspace --quiet # tests link the libraries elsewhere
+  step_build
   tools/install-ibverbs "$libraries" "$built"
   tools/ibverbs-clients "$libraries"
   tools/ibverbs-pyverbs "$libraries"
   [ "$WARPWIRE_EFFORT" = change ] || tools/ibverbs-wheels "$libraries"
 }
 step_nixl() {
-  cargo build --workspace --quiet
+  step_build
   tools/install "${CARGO_TARGET_DIR:-target}/capi" "$(bin libwarpwire_c.so)"
   tools/nixl-test "${CARGO_TARGET_DIR:-target}/capi/lib"
 }
