@@ -195,3 +195,18 @@ pub(crate) fn system_at(root: Option<&PathBuf>) -> Result<System, String> {
         None => Ok(System::live()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_lists_every_word_of_require() {
+        for (name, meaning) in Verdict::WORDS {
+            assert!(EXAMPLES.contains(&format!("\n  {name:<10} {meaning}")), "{name}");
+            assert_eq!(word(name), Ok(name));
+        }
+        let refused = word("luck").unwrap_err();
+        assert!(refused.contains("\"luck\"") && refused.contains("gpudirect, async"), "{refused}");
+    }
+}

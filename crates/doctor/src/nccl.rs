@@ -15,6 +15,7 @@ const DEFAULT_PLUGIN: &str = "libnccl-net.so";
 /// The NCCL releases whose interface our plugin has: 2.19 to 2.32.
 const OLDEST_NCCL: (u32, u32) = (2, 19);
 const OURS: &str = "Warpwire";
+pub(super) const UNKNOWN: &str = "unknown";
 const USE_OURS: &str = "start the program with `warpwire nccl -- PROGRAM`, or set what \
                         `warpwire nccl --env` prints";
 
@@ -79,7 +80,7 @@ impl NcclReport {
     pub(super) fn of(evidence: &Evidence) -> Self {
         let Some(libraries) = &evidence.probes.libraries else {
             return Self {
-                network: "unknown",
+                network: UNKNOWN,
                 answer: Answer::Partly,
                 text: "not known: the recording does not say which libraries are installed"
                     .to_owned(),
@@ -116,6 +117,9 @@ impl NcclReport {
             }
         };
         paragraph(&format!("NCCL would use: {}", self.text), 0);
+        if self.network == UNKNOWN {
+            return text;
+        }
         paragraph("expected, not tried; NCCL_DEBUG=INFO prints what NCCL does", 4);
         if let Some(why) = &self.not_ours {
             paragraph(&format!("why not Warpwire's plugin: {why}"), 4);

@@ -6,7 +6,7 @@ use super::fold::fold_names;
 use super::gpudirect::{self, PairVerdict};
 use super::windows::{self, resource_manager};
 use super::{Check, CheckStatus, CudaDeviceProbe, Evidence, Group, NcclReport, ProbeOutcome};
-use super::{doorbells, programs, rdma, some_of};
+use super::{doorbells, nccl, programs, rdma, some_of};
 use warpwire::host::FileAccess;
 
 /// Whether the machine has a capability.
@@ -115,14 +115,12 @@ pub(super) fn verdict(
     }
 }
 
-pub(super) fn all(evidence: &Evidence, checks: &[Check], nccl: &NcclReport) -> Vec<Verdict> {
+pub(super) fn all(evidence: &Evidence, checks: &[Check], report: &NcclReport) -> Vec<Verdict> {
     vec![
         gpudirect::evaluate(evidence, checks),
         gpudirect_async(checks),
         cpu_mappings(evidence, checks),
-        verdict("nccl", "NCCL would use", nccl.answer, &nccl.text)
-            .fixed_by(nccl.fix.clone())
-            .known_by(if nccl.network == "unknown" { KnownBy::Read } else { KnownBy::Expected }),
+        nccl_network(report),
         programs::ucx(evidence),
         programs::verbs(evidence),
         rdma_devices(evidence),
@@ -131,6 +129,13 @@ pub(super) fn all(evidence: &Evidence, checks: &[Check], nccl: &NcclReport) -> V
         software_rdma(evidence),
         simulated_gpu(evidence),
     ]
+}
+
+fn nccl_network(report: &NcclReport) -> Verdict {
+    let known_by = if report.network == nccl::UNKNOWN { KnownBy::Read } else { KnownBy::Expected };
+    verdict("nccl", "NCCL would use", report.answer, &report.text)
+        .fixed_by(report.fix.clone())
+        .known_by(known_by)
 }
 
 /// Why no CUDA device is usable; `None` if one is.

@@ -184,6 +184,38 @@ fn gpudirect_is_a_question_of_pairs() {
 }
 
 #[test]
+fn equal_pairs_are_folded() {
+    let machine = Machine::recorded("eight-gpu-server");
+    let text = machine.system().read("/probes.json").unwrap();
+    let mut probes: Value = serde_json::from_str(&text).unwrap();
+    let device = probes["cuda"]["devices"][0].clone();
+    let buses = ["15", "19", "35", "39", "85", "89", "a5", "a9"];
+    let devices = buses.iter().enumerate().map(|(ordinal, bus)| {
+        let mut device = device.clone();
+        device["ordinal"] = ordinal.into();
+        device["pci"] = format!("0000:{bus}:00.0").into();
+        device
+    });
+    probes["cuda"]["devices"] = devices.collect();
+    machine.write("/probes.json", &probes.to_string());
+    let report = machine.report();
+    let expected = "GPUDirect RDMA: YES, expected by dma-buf, not tried \
+                    (GPU0…7 with mlx5_0…7, PIX)";
+    assert!(report.to_text(false).contains(&format!("{expected}\nGPUDirect Async")), "{report:?}");
+    // One that differs is shown beside the others.
+    probes["cuda"]["devices"][3]["dmabuf_export"] = json!({"failed": {"why": "refused"}});
+    machine.write("/probes.json", &probes.to_string());
+    let text = machine.report().to_text(false);
+    for line in [
+        "GPUDirect RDMA: PARTLY, for 7 of 8 GPUs with their best NIC\n",
+        "    GPU0…2, GPU4…7 with mlx5_0…2, mlx5_4…7, PIX: YES, expected by dma-buf, not tried\n",
+        "    GPU3 with mlx5_3, PIX: NO, because dma-buf export failed (refused); no peer-memory",
+    ] {
+        assert!(text.contains(line), "{line:?} is not in\n{text}");
+    }
+}
+
+#[test]
 fn gpudirect_has_the_fix_of_what_prevents_it() {
     let denied = Machine::recorded("container-without-infiniband").report();
     assert!(told(&denied, "gpudirect").contains("--device=/dev/infiniband"));
