@@ -59,7 +59,7 @@ pub(crate) struct Arguments {
     /// Write through this RDMA device into this GPU's memory and read it back, on a queue pair
     /// connected to another of the same device, and compare all bytes; `soft` is the software HCA,
     /// `sim:0` the simulated GPU. Status 1 if the data is wrong or had to be staged. With --json:
-    /// {"nic": …, "gpu": …, "path": …, "direct": true, "why": […], "bytes": …, "write_us": …, …}
+    /// {"nic": …, "gpu": …, "path": …, "direct": true, "staged": false, "why": […], "bytes": …, …}
     #[arg(long = "try", num_args = 2, value_names = ["NIC", "GPU"])]
     #[arg(conflicts_with_all = ["root", "record", "brief", "require", "nccl"])]
     pair: Option<Vec<String>>,
@@ -97,7 +97,7 @@ Words of --require, and what YES means:
   nccl       NCCL would use a plugin or RDMA devices, not TCP
   ucx        UCX is installed and could use RDMA
   verbs      RDMA programs would see a device, hardware or software
-  rdma       there is an RDMA device that this user can use
+  rdma       there is RDMA hardware that this user can use
   gpu        CUDA works
   streams    CUDA streams can wait for memory and write to it, 64 bits wide
   udp        UDP works, with segmentation and receive offload
@@ -162,7 +162,7 @@ fn try_one(nic: &str, gpu: &str, json: bool, style: TextStyle) -> Result<ExitCod
         false => output::print(&trial.to_text(style)),
     };
     printed.map_err(Failure::Runtime)?;
-    Ok(if trial.is_staged() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if trial.staged { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 fn write_recording(system: &System, file: &Path) -> Result<ExitCode, String> {

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use super::fold::{fold_names, wrap};
-use super::verdict::{Answer, hardware};
+use super::verdict::{Answer, usable_devices};
 use super::{Evidence, LibraryProbe, TextStyle, printable};
 
 /// The names in NCCL_NET_PLUGIN that NCCL tries at most.
@@ -259,7 +259,7 @@ impl Search<'_> {
         };
         match &library.warpwire {
             Some(_) => Ok(format!("the software HCA, through {}", describe(library))),
-            None => hardware(self.evidence).map(|names| fold_names(&names)),
+            None => usable_devices(self.evidence).map(|names| fold_names(&names)),
         }
     }
 

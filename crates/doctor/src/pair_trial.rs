@@ -35,9 +35,11 @@ pub struct PairTrial {
     pub gpu_name: String,
     /// How the NIC accesses the GPU's memory: `mapped dma-buf`, `peer memory`, `staged`, …
     pub path: String,
-    /// Whether the NIC itself accesses the GPU's memory: `false` if data is staged, and for the
-    /// software HCA, whose NIC is the CPU.
+    /// Whether the NIC itself accesses the GPU's memory, by dma-buf or peer memory: `false` if data
+    /// is staged, and for the software HCA and soft-RoCE, for which the CPU does that.
     pub direct: bool,
+    /// Whether data is staged through host memory.
+    pub staged: bool,
     /// Why no better path is used.
     pub why: Vec<String>,
     /// Bytes that were written, and read back; all were compared.
@@ -51,20 +53,14 @@ pub struct PairTrial {
 }
 
 impl PairTrial {
-    /// Whether this NIC is hardware that had to stage the data, so that GPUDirect RDMA does not
-    /// work.
-    pub fn is_staged(&self) -> bool {
-        self.nic != SOFTWARE && !self.direct
-    }
-
     /// The result as text.
     pub fn to_text(&self, style: TextStyle) -> String {
         let Self { nic, gpu, gpu_name, bytes, .. } = self;
         let size = warpwire::units::bytes(*bytes);
-        let answer = match (self.is_staged(), self.direct) {
+        let answer = match (self.staged, self.direct) {
             (true, _) => "GPUDirect RDMA: NO, the data was staged through host memory",
             (_, true) => "GPUDirect RDMA: YES, tried: the NIC accessed the GPU's memory",
-            (_, false) => "software HCA: the CPU accessed the GPU's memory",
+            (_, false) => "RDMA in software: the CPU accessed the GPU's memory",
         };
         let mut text = format!("{answer}\n");
         let mut line = |name: &str, value: &str| {
@@ -119,7 +115,8 @@ pub fn try_pair(nic: &str, gpu: &str) -> Result<PairTrial> {
         nic: nic.to_owned(),
         gpu: device.label().to_string(),
         gpu_name: device.info().name.clone(),
-        direct: nic != SOFTWARE && path != AccessPath::Staged,
+        direct: nic != SOFTWARE && matches!(path, AccessPath::DmaBuf | AccessPath::PeerMemory),
+        staged: path == AccessPath::Staged,
         path: path.to_string(),
         why: mr.why(),
         bytes: LEN - 2 * MARGIN,

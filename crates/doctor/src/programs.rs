@@ -3,7 +3,7 @@
 use super::fold::fold_names;
 use super::nccl::describe;
 use super::probe_libraries::PRELOAD;
-use super::verdict::{Answer, KnownBy, Verdict, hardware, verdict};
+use super::verdict::{Answer, KnownBy, Verdict, usable_devices, verdict};
 use super::{Evidence, LibraryProbe, windows};
 use warpwire::host::FileAccess;
 
@@ -45,7 +45,7 @@ pub(super) fn verbs(evidence: &Evidence) -> Verdict {
         let text = format!("the software HCA ({devices}), through {}{cm}", describe(found));
         return of(Answer::Yes, text);
     }
-    match hardware(evidence) {
+    match usable_devices(evidence) {
         Ok(names) => of(Answer::Yes, format!("{}, through {}", fold_names(&names), found.path)),
         Err(why) => of(Answer::No, format!("no usable device through {}: {why}", found.path))
             .fixed_by(Some(USE_OURS.to_owned())),
@@ -108,7 +108,7 @@ fn network(evidence: &Evidence) -> (Vec<&'static str>, Vec<String>) {
             false => none(&format!("the software HCA needs {PRELOAD} in LD_PRELOAD")),
         };
     }
-    match hardware(evidence) {
+    match usable_devices(evidence) {
         Ok(names) => {
             let is_mlx5 = |name: &String| {
                 let mut devices = evidence.rdma.iter();

@@ -53,10 +53,15 @@ pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
 
 /// Why a device cannot be used as RDMA hardware; `None` if it can.
 pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
-    let name = &device.name;
     if device.address.is_none() {
-        return Some(format!("{name} is not a PCI device"));
+        return Some(format!("{} is not a PCI device", device.name));
     }
+    unusable(system, device)
+}
+
+/// Why a device, hardware or software (soft-RoCE), cannot be used; `None` if it can.
+pub(super) fn unusable(system: &System, device: &RdmaDevice) -> Option<String> {
+    let name = &device.name;
     let Some(node) = &device.uverbs else {
         return Some(format!("{name} has no uverbs device"));
     };

@@ -64,7 +64,7 @@ impl Verdict {
         ("nccl", "NCCL would use a plugin or RDMA devices, not TCP"),
         (programs::UCX, "UCX is installed and could use RDMA"),
         (programs::VERBS, "RDMA programs would see a device, hardware or software"),
-        ("rdma", "there is an RDMA device that this user can use"),
+        ("rdma", "there is RDMA hardware that this user can use"),
         ("gpu", "CUDA works"),
         ("streams", "CUDA streams can wait for memory and write to it, 64 bits wide"),
         ("udp", "UDP works, with segmentation and receive offload"),
@@ -292,18 +292,23 @@ fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> (Answer, Strin
     }
 }
 
-/// The names of the usable RDMA devices, or why there are none.
-pub(super) fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
+/// The names of the RDMA devices that this user can use, hardware or software (soft-RoCE), or why
+/// there are none.
+pub(super) fn usable_devices(evidence: &Evidence) -> Result<Vec<String>, String> {
     let system = &evidence.system;
-    let devices = &evidence.rdma;
-    if devices.is_empty() {
+    if evidence.rdma.is_empty() {
         return Err("there is no RDMA device".to_owned());
     }
-    let usable = rdma::usable_hardware(evidence);
-    let names: Vec<String> = usable.iter().map(|device| device.name.clone()).collect();
+    let mut names = Vec::new();
+    let mut reasons = Vec::new();
+    for device in &evidence.rdma {
+        match rdma::unusable(system, device) {
+            None => names.push(device.name.clone()),
+            Some(why) => reasons.push(why),
+        }
+    }
     if names.is_empty() {
-        let reasons = devices.iter().filter_map(|device| rdma::obstacle(system, device));
-        return Err(some_of(&reasons.collect::<Vec<_>>()));
+        return Err(some_of(&reasons));
     }
     if system.verbs_library().is_none() {
         let names = fold_names(&names);
@@ -314,17 +319,23 @@ pub(super) fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
 
 fn rdma_devices(evidence: &Evidence) -> Verdict {
     let of = |answer, text: String| verdict("rdma", "RDMA devices", answer, text);
-    match hardware(evidence) {
-        Ok(names) => of(
-            Answer::Yes,
-            format!("{} (active, and accessible to this user; not tried)", fold_names(&names)),
-        ),
+    let names = match usable_devices(evidence) {
+        Ok(names) => names,
         Err(why) => {
-            let devices = evidence.rdma.iter();
-            let fix = devices.into_iter().find_map(|device| rdma::fix(&evidence.system, device));
-            of(Answer::No, format!("because {why}")).fixed_by(fix).known_by(KnownBy::Read)
+            let mut devices = evidence.rdma.iter();
+            let fix = devices.find_map(|device| rdma::fix(&evidence.system, device));
+            return of(Answer::No, format!("because {why}")).fixed_by(fix).known_by(KnownBy::Read);
         }
+    };
+    let hardware: Vec<String> =
+        rdma::usable_hardware(evidence).iter().map(|device| device.name.clone()).collect();
+    if hardware.is_empty() {
+        let text = format!("{}: software devices of the kernel, not tried", fold_names(&names));
+        return of(Answer::Partly, text);
     }
+    let text =
+        format!("{} (active, and accessible to this user; not tried)", fold_names(&hardware));
+    of(Answer::Yes, text)
 }
 
 fn stream_ordered(evidence: &Evidence) -> Verdict {

@@ -235,7 +235,7 @@ fn gpudirect_has_the_fix_of_what_prevents_it() {
 #[test]
 fn data_goes_into_the_gpu_and_back() {
     let trial = try_pair("soft", "sim:0").unwrap();
-    assert!(!trial.direct && !trial.is_staged() && trial.write_us > 0.0, "{trial:?}");
+    assert!(!trial.direct && !trial.staged && trial.write_us > 0.0, "{trial:?}");
     assert!(trial.to_text(warpwire_doctor::TextStyle::default()).contains("window (memfd)"));
     for (nic, gpu, words) in [
         ("soft", "sim:99", "gpus=100"),
