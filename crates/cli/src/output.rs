@@ -14,6 +14,14 @@ pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && !refused
 }
 
+/// Columns of standard output: the terminal's, at least 40; 100 if it is none.
+pub(crate) fn width() -> usize {
+    let out = io::stdout();
+    let size = out.is_terminal().then(|| rustix::termios::tcgetwinsize(&out).ok()).flatten();
+    let columns = size.map(|size| usize::from(size.ws_col)).filter(|columns| *columns > 0);
+    columns.map_or(100, |columns| columns.max(40))
+}
+
 /// Writes to standard output. A closed pipe (`| head -1`) is not an error.
 pub(crate) fn print(text: &str) -> Result<(), String> {
     let mut out = io::stdout().lock();

@@ -17,12 +17,14 @@ fn doctor_checks_this_machine() {
     let output = run(&["doctor"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
-    let (_, verdicts) = text.split_once("Verdicts\n").unwrap();
-    assert!(verdicts.contains("simulated GPU: yes"), "{verdicts}");
+    let (verdicts, checks) = text.split_once("\n\n").unwrap();
+    assert!(verdicts.starts_with("Verdicts\nGPUDirect RDMA: "), "{verdicts}");
+    assert!(verdicts.contains("simulated GPU: YES"), "{verdicts}");
     if !std::path::Path::new("/proc/driver/nvidia").exists() {
-        assert!(verdicts.contains("no CUDA device"), "{verdicts}");
+        assert!(verdicts.contains("GPU: NO, because"), "{verdicts}");
     }
-    assert!(verdicts.contains("software HCA:\n  RDMA programs "), "{verdicts}");
+    assert!(verdicts.contains("RDMA programs (libibverbs) would see: "), "{verdicts}");
+    assert!(checks.starts_with("GPU\n"), "{checks}");
     assert!(!text.contains('\x1b'), "no colour into a pipe");
 }
 
@@ -30,7 +32,15 @@ fn doctor_checks_this_machine() {
 fn doctor_prints_json() {
     let output = run(&["doctor", "--json"]);
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(report["verdicts"].as_array().unwrap().len(), 7);
+    let verdicts = report["verdicts"].as_array().unwrap();
+    assert_eq!(verdicts.len(), 11);
+    for field in ["word", "capability", "answer", "text", "known_by"] {
+        assert!(
+            verdicts.iter().all(|verdict| verdict[field].is_string()),
+            "{field} in {verdicts:?}"
+        );
+    }
+    assert!(report["nccl"]["network"].is_string() && report["nccl"]["plugins"].is_array());
     let check = &report["checks"][0];
     for field in ["group", "name", "status", "why"] {
         assert!(check[field].is_string(), "{field} in {check}");
@@ -42,12 +52,111 @@ fn root_selects_a_recorded_machine() {
     let machine = Machine::recorded("eight-gpu-server");
     let root = machine.root().to_str().unwrap();
     let doctor = run(&["doctor", "--root", root]);
-    assert!(stdout(&doctor).contains("hardware RDMA: yes"), "{}", stderr(&doctor));
+    assert!(stdout(&doctor).contains("RDMA devices: YES"), "{}", stderr(&doctor));
     let topo = run(&["topo", "--json", "--root", root]);
     let topology: serde_json::Value = serde_json::from_slice(&topo.stdout).unwrap();
     assert_eq!(topology["best"][3]["name"], "mlx5_3");
     assert_eq!(topology["distances"][0][1], "PXB");
-    assert!(stdout(&run(&["topo", "--root", root])).contains("GPU7: NIC7 mlx5_7 (PIX)"));
+    assert_eq!(topology["nvlinks"][0][1], 18);
+    assert!(stdout(&run(&["topo", "--root", root])).contains("NIC7 mlx5_7 (PIX)"));
+    // The machine file itself, too.
+    let file = Machine::file("eight-gpu-server");
+    let again = run(&["doctor", "--root", file.to_str().unwrap()]);
+    assert_eq!(stdout(&again), stdout(&doctor));
+}
+
+#[test]
+fn brief_is_a_line_for_each_verdict() {
+    let output = run(&["doctor", "--brief"]);
+    let text = stdout(&output);
+    assert_eq!((output.status.code(), text.lines().count()), (Some(0), 11), "{text}");
+    assert!(text.starts_with("GPUDirect RDMA: "), "{text}");
+    assert_eq!(run(&["doctor", "--brief", "--json"]).status.code(), Some(2));
+}
+
+#[test]
+fn requirements_decide_the_exit_status() {
+    let file = Machine::file("nvlink-bridge");
+    let root = file.to_str().unwrap();
+    let met = run(&["doctor", "--brief", "--root", root, "--require", "rdma,nccl,windows,sim"]);
+    assert_eq!((met.status.code(), stderr(&met).as_str()), (Some(0), ""));
+    let missed = run(&["doctor", "--brief", "--root", root, "--require", "sim,gpudirect,async"]);
+    assert_eq!(missed.status.code(), Some(1));
+    let message = stderr(&missed);
+    assert_eq!(message.lines().count(), 2, "{message}");
+    assert!(message.starts_with("error: gpudirect is required: GPUDirect RDMA: PARTLY"));
+    assert!(message.contains("async is required") && message.contains("fix: `echo"), "{message}");
+    assert_eq!(stdout(&missed).lines().count(), 11);
+    let unknown = run(&["doctor", "--require", "gpudirect,luck"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    let message = stderr(&unknown);
+    assert!(
+        message.contains("\"luck\"") && message.contains("gpudirect, async, windows"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_recording_is_read_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("machine.txt");
+    let path = file.to_str().unwrap();
+    let output = run(&["doctor", "--record", path]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).contains(path), "{}", stdout(&output));
+    let again = run(&["doctor", "--brief", "--root", path]);
+    assert_eq!(stdout(&again), stdout(&run(&["doctor", "--brief"])));
+    assert_eq!(stdout(&run(&["topo", "--root", path])), stdout(&run(&["topo"])));
+    let refused = run(&["doctor", "--record", "/no/such/folder/file"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("/no/such/folder/file"), "{}", stderr(&refused));
+    std::fs::write(&file, "/a = 1\nnonsense\n").unwrap();
+    let malformed = run(&["doctor", "--root", path]);
+    assert_eq!(malformed.status.code(), Some(2));
+    assert!(stderr(&malformed).contains("line 2: \"nonsense\""), "{}", stderr(&malformed));
+}
+
+#[test]
+fn a_pair_is_tried() {
+    let output = run(&["doctor", "--try", "soft", "sim:0"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).contains("out of the GPU: right"), "{}", stdout(&output));
+    let output = run(&["doctor", "--try", "soft", "sim:1", "--json"]);
+    let trial: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&trial["gpu"], &trial["direct"]), (&"sim:1".into(), &false.into()));
+    for (arguments, status, words) in [
+        (&["soft", "sim:99"][..], 1, "gpus=100"),
+        (&["mlx9_9", "sim:0"], 1, "RDMA"),
+        (&["soft", "tpu"], 1, "cuda:N or sim:N"),
+        (&["soft"], 2, "--try"),
+        (&["soft", "sim:0", "--root", "/"], 2, "--root"),
+    ] {
+        let output = run(&[&["doctor", "--try"], arguments].concat());
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}");
+        assert!(stderr(&output).contains(words), "{arguments:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn nccl_is_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let plugin = folder.path().join("libnccl-net-warpwire.so");
+    std::fs::write(&plugin, "").unwrap();
+    let run = |setting: &str, json: bool| {
+        let mut command = warpwire();
+        command.args(["doctor", "--nccl"]).args(json.then_some("--json"));
+        command.env("NCCL_NET_PLUGIN", setting).env_remove("NCCL_NET");
+        command.env("LD_LIBRARY_PATH", folder.path()).output().unwrap()
+    };
+    let text = stdout(&run("warpwire", false));
+    assert!(text.starts_with("NCCL would use: Warpwire: the plugin "), "{text}");
+    assert!(text.contains("libnccl-net-warpwire.so (LD_LIBRARY_PATH,"), "{text}");
+    let text = stdout(&run("nosuch", false));
+    assert!(text.contains("neither as nosuch nor as libnccl-net-nosuch.so"), "{text}");
+    assert!(text.contains("why not Warpwire's plugin: NCCL_NET_PLUGIN=nosuch"), "{text}");
+    let value: serde_json::Value = serde_json::from_str(&stdout(&run("warpwire", true))).unwrap();
+    assert_eq!(value["network"], "Warpwire");
+    assert_eq!(value["plugins"][0]["library"]["path"], plugin.to_str().unwrap());
 }
 
 #[test]

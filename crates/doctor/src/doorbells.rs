@@ -1,10 +1,12 @@
 //! Checks whether CUDA streams can ring a ConnectX's doorbells: the GPU must be able to map its
 //! doorbell page.
 
-use super::{Check, Evidence, Group, rdma, some_of};
+use super::fold::fold_names;
+use super::{Check, Evidence, Group, rdma};
 
 const GROUP: Group = Group::RdmaDevices;
-const NAME: &str = "streams ring NICs";
+/// The check that decides the verdict on GPUDirect Async.
+pub(super) const NAME: &str = "GPUDirect Async";
 const DRIVER: &str = "mlx5";
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
@@ -19,7 +21,8 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     if !evidence.rdma.iter().any(|device| is_connectx(&device.driver)) {
         return vec![GROUP.skip(
             NAME,
-            "no ConnectX; the software HCA's doorbells are in pinned memory, writable by streams",
+            "there is no ConnectX; streams and kernels post to the software HCA, whose doorbells are \
+             in pinned memory",
         )];
     }
     if names.is_empty() {
@@ -29,7 +32,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     if working.peek().is_none() {
         return vec![GROUP.skip(NAME, "no CUDA device works")];
     }
-    vec![evaluate(evidence, &some_of(&names))]
+    vec![evaluate(evidence, &fold_names(&names))]
 }
 
 fn evaluate(evidence: &Evidence, names: &str) -> Check {

@@ -112,7 +112,7 @@ fn device_nodes(system: &System) -> Vec<Check> {
         );
         checks.push(GROUP.pass("/dev/nvidiaN", why));
     } else {
-        checks.extend(nodes.iter().map(|node| device_node(system, node)));
+        checks.extend(nodes.iter().map(|node| device_node(system, node).about([node])));
     }
     checks
 }
@@ -184,8 +184,10 @@ fn cuda_version(evidence: &Evidence) -> Option<Check> {
 fn devices(evidence: &Evidence) -> Vec<Check> {
     let mut checks = Vec::new();
     for device in &evidence.probes.cuda.devices {
+        let subject = format!("cuda:{}", device.ordinal);
+        let mut own = Vec::new();
         let name = format!("cuda:{} memory", device.ordinal);
-        checks.push(match &device.alloc_64k {
+        own.push(match &device.alloc_64k {
             ProbeOutcome::Worked => {
                 let size = warpwire::units::bytes(device.total_memory);
                 GROUP.pass(name, format!("{}, {size}: allocated 64 KiB", device.name))
@@ -200,7 +202,7 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
         });
         let name = format!("cuda:{} stream memory operations", device.ordinal);
         let attributes = &device.attributes;
-        checks.push(match (attributes.stream_mem_ops_64_bit, attributes.stream_wait_value_nor) {
+        own.push(match (attributes.stream_mem_ops_64_bit, attributes.stream_wait_value_nor) {
             (Some(true), Some(true)) => GROUP.pass(name, "32- and 64-bit, with wait-until-nor"),
             (Some(true), _) => {
                 GROUP.pass(name, "32- and 64-bit; no wait-until-nor, which is emulated")
@@ -212,6 +214,7 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
             ),
             (None, _) => GROUP.skip(name, "CUDA did not report the attribute"),
         });
+        checks.extend(own.into_iter().map(|check| check.about([&subject])));
     }
     checks
 }

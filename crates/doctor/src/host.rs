@@ -23,28 +23,28 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 
 fn container(system: &System) -> Check {
     match system.container() {
-        Some(found) => GROUP.pass(
+        Some(found) => GROUP.info(
             "container",
             format!(
                 "{} ({}): its engine determines device nodes and limits",
                 found.kind, found.evidence
             ),
         ),
-        None => GROUP.pass("container", "none detected"),
+        None => GROUP.info("container", "none detected"),
     }
 }
 
 fn virtual_machine(system: &System) -> Check {
     let name = "virtual machine";
     match system.virtualization() {
-        Some(found) => GROUP.pass(
+        Some(found) => GROUP.info(
             name,
             format!(
                 "yes, vendor {} ({}): PCIe distances are as the hypervisor presents them",
                 found.vendor, found.evidence
             ),
         ),
-        None => GROUP.pass(name, "none detected"),
+        None => GROUP.info(name, "none detected"),
     }
 }
 
@@ -75,6 +75,19 @@ fn ports_between(system: &System, a: &PciAddress, b: &PciAddress) -> Vec<PciAddr
     }
     let below = |bridges: Vec<PciAddress>| bridges.into_iter().skip(shared);
     below(a.bridges).chain(below(b.bridges)).collect()
+}
+
+/// What slows traffic between a GPU and a NIC down.
+pub(super) fn slower(evidence: &Evidence, gpu: &PciAddress, nic: &PciAddress) -> Vec<String> {
+    let system = &evidence.system;
+    let mut found = Vec::new();
+    if system.iommu() == Iommu::Translated {
+        found.push("the IOMMU translates".to_owned());
+    }
+    if ports_between(system, gpu, nic).iter().any(|port| system.acs(port).redirects()) {
+        found.push("ACS redirects".to_owned());
+    }
+    found
 }
 
 fn acs(evidence: &Evidence) -> Check {
@@ -148,7 +161,7 @@ fn numa(evidence: &Evidence) -> Check {
                 gpu.address
             ),
         ),
-        None => GROUP.pass("NUMA", shown),
+        None => GROUP.info("NUMA", shown),
     }
 }
 
@@ -183,7 +196,7 @@ fn huge_pages(system: &System) -> Check {
     match system.huge_pages() {
         Some(pages) if pages.total > 0 => {
             let size = units::bytes(pages.page_bytes);
-            GROUP.pass(name, format!("{} of {size}, {} free", pages.total, pages.free))
+            GROUP.info(name, format!("{} of {size}, {} free", pages.total, pages.free))
         }
         Some(pages) => {
             let size = units::bytes(pages.page_bytes);

@@ -16,26 +16,42 @@
 #![deny(unsafe_code)]
 
 mod doorbells;
+mod fold;
 mod gpu;
+mod gpudirect;
 mod host;
+mod nccl;
 mod network;
+mod pair_trial;
 mod probe_cuda;
 mod probe_host;
+mod probe_libraries;
 mod probes;
+mod programs;
 mod rdma;
+mod record;
 mod registration;
 mod render;
 mod topo;
+mod topo_text;
 mod trial;
 mod verdict;
 mod windows;
 
 use serde::Serialize;
 
-pub use probes::{CudaAttributes, CudaDeviceProbe, CudaProbe, ProbeOutcome, Probes, UdpProbe};
+pub use gpudirect::PairVerdict;
+pub use nccl::{NcclPlugin, NcclReport};
+pub use pair_trial::{PairTrial, try_pair};
+pub use probes::{
+    CudaAttributes, CudaDeviceProbe, CudaProbe, LibraryProbe, NvmlGpu, NvmlProbe, ProbeOutcome,
+    Probes, UdpProbe,
+};
+pub use record::record;
+pub use render::TextStyle;
 pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
 pub use trial::{Trial, TrialOutcome, registrations_to_text, try_registrations};
-pub use verdict::{Answer, Verdict};
+pub use verdict::{Answer, KnownBy, Verdict};
 
 use warpwire::error::Result;
 use warpwire::host::{PciDevice, RdmaDevice, System};
@@ -59,14 +75,14 @@ impl Evidence {
     /// # Errors
     /// If a recorded machine's `probes.json` is malformed.
     pub fn gather(system: System) -> Result<Self> {
-        let probes = if system.is_live() { Probes::run() } else { Probes::recorded(&system)? };
+        let probes = Probes::of(&system)?;
         let live = system.is_live();
         // A target under `warpwire`, so that `WARPWIRE_LOG=warpwire::doctor=debug` selects it.
         tracing::debug!(target: "warpwire::doctor", live, ?probes, "evidence gathered");
         Ok(Self {
             gpus: system.nvidia_gpus(),
             rdma: system.rdma_devices(),
-            topology: Topology::read(&system),
+            topology: Topology::of(&system, &probes.nvml),
             system,
             probes,
         })
@@ -75,6 +91,7 @@ impl Evidence {
 
 /// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub enum Group {
     /// GPUs, their driver, and CUDA.
     #[serde(rename = "GPU")]
@@ -99,6 +116,10 @@ pub enum Group {
 impl Group {
     fn pass(self, name: impl Into<String>, why: impl Into<String>) -> Check {
         self.check(CheckStatus::Pass, name, why, None)
+    }
+
+    fn info(self, name: impl Into<String>, why: impl Into<String>) -> Check {
+        self.check(CheckStatus::Info, name, why, None)
     }
 
     fn skip(self, name: impl Into<String>, why: impl Into<String>) -> Check {
@@ -130,13 +151,14 @@ impl Group {
         why: impl Into<String>,
         fix: Option<String>,
     ) -> Check {
-        Check { group: self, name: name.into(), status, why: why.into(), fix }
+        Check { group: self, name: name.into(), status, why: why.into(), fix, subjects: Vec::new() }
     }
 }
 
 /// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum CheckStatus {
     /// No problem was found.
     Pass,
@@ -144,6 +166,8 @@ pub enum CheckStatus {
     Warn,
     /// Prevents something from working; a fix is given.
     Fail,
+    /// A fact about the machine, neither good nor bad.
+    Info,
     /// Does not apply to this machine, or could not be determined.
     Skip,
 }
@@ -161,15 +185,34 @@ pub struct Check {
     pub why: String,
     /// What to do; always present for [`CheckStatus::Warn`] and [`CheckStatus::Fail`].
     pub fix: Option<String>,
+    /// The devices and files in the name; where only these differ, the text of a report shows
+    /// several checks as one. Empty if there is only one of its kind.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub subjects: Vec<String>,
+}
+
+impl Check {
+    fn about<S: AsRef<str>>(self, subjects: impl IntoIterator<Item = S>) -> Self {
+        let subjects = subjects.into_iter().map(|subject| subject.as_ref().to_owned()).collect();
+        Self { subjects, ..self }
+    }
+
+    /// Whether the status is [`Warn`](CheckStatus::Warn) or [`Fail`](CheckStatus::Fail).
+    pub fn is_problem(&self) -> bool {
+        matches!(self.status, CheckStatus::Warn | CheckStatus::Fail)
+    }
 }
 
 /// All checks, and the capabilities that follow from them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Report {
-    /// The checks, ordered by group.
-    pub checks: Vec<Check>,
     /// One verdict per capability.
     pub verdicts: Vec<Verdict>,
+    /// Which network NCCL would use.
+    pub nccl: NcclReport,
+    /// The checks, ordered by group.
+    pub checks: Vec<Check>,
 }
 
 impl Report {
@@ -184,24 +227,25 @@ impl Report {
             host::checks,
             network::checks,
         ];
-        Self {
-            checks: groups.iter().flat_map(|group| group(evidence)).collect(),
-            verdicts: verdict::all(evidence),
-        }
+        let checks: Vec<Check> = groups.iter().flat_map(|group| group(evidence)).collect();
+        let nccl = NcclReport::of(evidence);
+        Self { verdicts: verdict::all(evidence, &checks, &nccl), nccl, checks }
     }
 
     /// Whether Warpwire can be used at all: `false` only if there is no CUDA device and the
     /// simulated GPU does not work.
     pub fn usable(&self) -> bool {
-        [verdict::GPU, verdict::SIMULATED_GPU]
-            .into_iter()
-            .any(|capability| self.answer(capability) != Some(Answer::No))
+        ["gpu", "sim"].into_iter().any(|word| self.answer(word) != Some(Answer::No))
     }
 
-    /// The verdict's answer on a capability, by its name (`"GPU"`, `"CPU windows"`, …).
-    pub fn answer(&self, capability: &str) -> Option<Answer> {
-        let verdict = self.verdicts.iter().find(|v| v.capability == capability)?;
-        Some(verdict.answer)
+    /// The verdict with this word: one of [`Verdict::WORDS`].
+    pub fn verdict(&self, word: &str) -> Option<&Verdict> {
+        self.verdicts.iter().find(|verdict| verdict.word == word)
+    }
+
+    /// The answer of the verdict with this word.
+    pub fn answer(&self, word: &str) -> Option<Answer> {
+        self.verdict(word).map(|verdict| verdict.answer)
     }
 }
 

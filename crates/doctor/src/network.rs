@@ -18,7 +18,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
         .net_interfaces()
         .iter()
         .filter(|interface| interface.address.is_some())
-        .map(mtu)
+        .map(|interface| mtu(interface).about([&interface.name]))
         .collect();
     if checks.is_empty() {
         checks.push(GROUP.skip("interface MTU", "no network interface on the PCI buses"));

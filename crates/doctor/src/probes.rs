@@ -1,13 +1,15 @@
 //! Results of the probes run on a machine, in a form that can be recorded as `probes.json`.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
-use super::{probe_cuda, probe_host};
+use super::{probe_cuda, probe_host, probe_libraries};
 use warpwire::error::{Error, Kind, Result};
-use warpwire::host::{PciAddress, System};
+use warpwire::host::{GpuLinks, NvLinkPeer, PciAddress, System, gpu_links};
 
 /// The file with the probe results of a recorded machine.
-const RECORDED: &str = "/probes.json";
+pub(super) const RECORDED: &str = "/probes.json";
 
 /// The result of a probe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +71,94 @@ pub struct Probes {
     pub udp: UdpProbe,
     /// `memfd_create`, on which the simulated GPU's memory is based.
     pub memfd: ProbeOutcome,
+    /// The variables that decide which libraries programs load, as far as they are set.
+    pub environment: BTreeMap<String, String>,
+    /// The libraries that programs with this environment would load, by the name that they ask for;
+    /// `None` if a recording does not have them.
+    pub libraries: Option<BTreeMap<String, LibraryProbe>>,
+    /// UCX's transport modules: `ib`, `cuda`, …
+    pub ucx_modules: Vec<String>,
+    /// NVLinks.
+    pub nvml: NvmlProbe,
+}
+
+/// A library as the dynamic linker finds it; it is not loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LibraryProbe {
+    /// The file that is opened.
+    pub path: String,
+    /// The same with symlinks resolved, whose name often has the version.
+    pub file: String,
+    /// Where the linker found it: `LD_LIBRARY_PATH`, `ld.so.cache`, …
+    pub by: String,
+    /// The version, if the library is this project's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warpwire: Option<String>,
+}
+
+/// What NVIDIA's management library says about NVLinks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NvmlProbe {
+    /// Loading and using `libnvidia-ml.so.1`.
+    pub library: ProbeOutcome,
+    /// The GPUs that it lists.
+    pub gpus: Vec<NvmlGpu>,
+}
+
+/// The NVLinks of a GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NvmlGpu {
+    /// PCI address.
+    pub pci: Option<PciAddress>,
+    /// The NUMA node that its memory is, where CPUs and GPUs share memory.
+    pub numa_node: Option<u32>,
+    /// Active links, counted by what they lead to: a GPU's PCI address, or `switch`.
+    pub nvlinks: BTreeMap<String, u32>,
+}
+
+/// Stands for an NVSwitch in [`NvmlGpu::nvlinks`].
+pub(super) const NVSWITCH: &str = "switch";
+
+impl NvmlProbe {
+    /// Asks the library on the running machine. Without an NVIDIA GPU it is not loaded.
+    fn run(system: &System) -> Self {
+        if system.nvidia_gpus().is_empty() {
+            let library = ProbeOutcome::not_tried("there is no NVIDIA GPU");
+            return Self { library, gpus: Vec::new() };
+        }
+        match gpu_links() {
+            Ok(gpus) => Self {
+                library: ProbeOutcome::Worked,
+                gpus: gpus.into_iter().map(NvmlGpu::from).collect(),
+            },
+            Err(error) => Self { library: ProbeOutcome::failed(error.reason()), gpus: Vec::new() },
+        }
+    }
+
+    /// Asks the library on the running machine, or reads the answer from a recorded one.
+    ///
+    /// # Errors
+    /// If a recorded machine's `probes.json` is malformed.
+    pub fn of(system: &System) -> Result<Self> {
+        if system.is_live() { Ok(Self::run(system)) } else { Ok(Probes::recorded(system)?.nvml) }
+    }
+}
+
+impl From<GpuLinks> for NvmlGpu {
+    fn from(gpu: GpuLinks) -> Self {
+        let mut nvlinks = BTreeMap::new();
+        for peer in gpu.links {
+            let to = match peer {
+                NvLinkPeer::Gpu(address) => address.to_string(),
+                _ => NVSWITCH.to_owned(),
+            };
+            *nvlinks.entry(to).or_insert(0) += 1;
+        }
+        Self { pci: Some(gpu.address), numa_node: gpu.numa_node, nvlinks }
+    }
 }
 
 /// Results of probing the CUDA driver.
@@ -150,9 +240,28 @@ pub struct UdpProbe {
 }
 
 impl Probes {
-    /// Runs all probes on the running machine. Takes well under a second without a GPU.
+    /// Runs all probes on the running machine. Takes some 10 ms without a GPU.
     pub fn run() -> Self {
-        Self { cuda: probe_cuda::probe(), udp: probe_host::udp(), memfd: probe_host::memfd() }
+        let system = System::live();
+        let environment = probe_libraries::environment();
+        let libraries = probe_libraries::libraries(&system, &environment);
+        Self {
+            cuda: probe_cuda::probe(),
+            udp: probe_host::udp(),
+            memfd: probe_host::memfd(),
+            ucx_modules: probe_libraries::ucx_modules(&system, &libraries),
+            environment,
+            libraries: Some(libraries),
+            nvml: NvmlProbe::run(&system),
+        }
+    }
+
+    /// Runs all probes on the running machine, or reads the results of a recorded one.
+    ///
+    /// # Errors
+    /// As for [`recorded`](Self::recorded).
+    pub fn of(system: &System) -> Result<Self> {
+        if system.is_live() { Ok(Self::run()) } else { Self::recorded(system) }
     }
 
     /// Reads the results of a recorded machine from `probes.json` at its root. Without that file,
@@ -177,6 +286,8 @@ impl Probes {
             cuda: CudaProbe { library: not_tried(), init: not_tried(), ..CudaProbe::default() },
             udp: UdpProbe { loopback: not_tried(), gso: not_tried(), gro: not_tried() },
             memfd: not_tried(),
+            nvml: NvmlProbe { library: not_tried(), gpus: Vec::new() },
+            ..Self::default()
         }
     }
 }

@@ -11,19 +11,37 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     if devices.is_empty() {
         return vec![GROUP.skip("RDMA devices", "none in /sys/class/infiniband")];
     }
-    devices
-        .iter()
-        .flat_map(|device| {
-            let mut checks = vec![identity(device), node(system, device)];
-            checks.extend(device.ports.iter().flat_map(|port| port_checks(device, port)));
-            if device.ports.is_empty() {
-                checks.push(GROUP.skip(format!("{} ports", device.name), "sysfs lists none"));
-            }
-            checks.push(dma_buf(device));
-            checks.push(on_demand_paging(device));
-            checks.push(direct_queues(system, device));
-            checks
-        })
+    devices.iter().flat_map(|device| device_checks(system, device)).collect()
+}
+
+fn device_checks(system: &System, device: &RdmaDevice) -> Vec<Check> {
+    let mut checks = vec![identity(device), node(system, device)];
+    checks.extend(device.ports.iter().flat_map(|port| port_checks(device, port)));
+    if device.ports.is_empty() {
+        checks.push(GROUP.skip(format!("{} ports", device.name), "sysfs lists none"));
+    }
+    checks.push(dma_buf(device));
+    checks.push(on_demand_paging(device));
+    checks.push(direct_queues(system, device));
+    let node = device.uverbs.clone().unwrap_or_default();
+    checks.into_iter().map(|check| check.about([&device.name, &node])).collect()
+}
+
+/// The fix of what prevents the use of a device.
+pub(super) fn fix(system: &System, device: &RdmaDevice) -> Option<String> {
+    // There is nothing to repair about a software device.
+    device.address?;
+    let checks = device_checks(system, device);
+    checks.into_iter().find(Check::is_problem).and_then(|check| check.fix)
+}
+
+/// NICs on the PCI buses that usually have RDMA, for which there is no RDMA device.
+pub(super) fn without_driver(system: &System) -> Vec<String> {
+    const MELLANOX: u16 = 0x15b3;
+    const BASE_CLASS_NETWORK: u32 = 0x02;
+    let nics = system.pci_devices().into_iter();
+    nics.filter(|nic| nic.vendor == MELLANOX && nic.class >> 16 == BASE_CLASS_NETWORK)
+        .map(|nic| nic.address.to_string())
         .collect()
 }
 
@@ -35,10 +53,15 @@ pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
 
 /// Why a device cannot be used as RDMA hardware; `None` if it can.
 pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
-    let name = &device.name;
     if device.address.is_none() {
-        return Some(format!("{name} is not a PCI device"));
+        return Some(format!("{} is not a PCI device", device.name));
     }
+    unusable(system, device)
+}
+
+/// Why a device, hardware or software (soft-RoCE), cannot be used; `None` if it can.
+pub(super) fn unusable(system: &System, device: &RdmaDevice) -> Option<String> {
+    let name = &device.name;
     let Some(node) = &device.uverbs else {
         return Some(format!("{name} has no uverbs device"));
     };
@@ -60,9 +83,9 @@ fn identity(device: &RdmaDevice) -> Check {
         device.node_type.clone().unwrap_or_else(|| "node type not known".to_owned()),
         device.firmware.clone().unwrap_or_else(unknown),
         device.board_id.clone().unwrap_or_else(unknown),
-        device.address.map_or_else(|| ", no PCI function".to_owned(), |at| format!(", at {at}")),
+        if device.address.is_some() { "" } else { ", no PCI function" },
     );
-    GROUP.pass(&device.name, why)
+    GROUP.info(&device.name, why)
 }
 
 fn node(system: &System, device: &RdmaDevice) -> Check {
@@ -110,17 +133,21 @@ fn port_checks(device: &RdmaDevice, port: &RdmaPort) -> Vec<Check> {
     vec![GROUP.pass(name, why), gids(device, port, layer)]
 }
 
-/// RoCE needs a GID of type RoCE v2; other link layers accept any.
+/// RoCE needs a GID of type RoCE v2; other link layers accept any. The addresses themselves are not
+/// printed: a report is often passed on.
 fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
     let name = format!("{} port {} GIDs", device.name, port.number);
     let wanted = port
         .gids
         .iter()
         .filter(|gid| layer != "Ethernet" || gid.kind.as_deref() == Some("RoCE v2"));
-    let found: Vec<String> = wanted.map(|gid| format!("[{}] {}", gid.index, gid.gid)).collect();
+    let found: Vec<String> = wanted.map(|gid| gid.index.to_string()).collect();
     if !found.is_empty() {
-        let kind = if layer == "Ethernet" { "RoCE v2: " } else { "" };
-        return GROUP.pass(name, format!("{kind}{}", some_of(&found)));
+        let kind = if layer == "Ethernet" { "RoCE v2" } else { "set" };
+        let at = if found.len() == 1 { "index" } else { "indexes" };
+        let found = some_of(&found);
+        return GROUP
+            .pass(name, format!("{kind} at {at} {found}; `warpwire devices` lists addresses"));
     }
     let interface = device.interfaces.first().map_or("INTERFACE", String::as_str);
     let why = match (layer, port.gids.len()) {

@@ -2,7 +2,7 @@
 
 use super::rdma::usable_hardware;
 use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, ProbeOutcome};
-use warpwire::host::System;
+use warpwire::host::{RdmaDevice, System};
 
 const GROUP: Group = Group::Registration;
 
@@ -13,10 +13,14 @@ const PEER_MEMORY_MODULES: [&str; 2] = ["nvidia_peermem", "nv_peer_mem"];
 /// order.
 const ORDERED_FOR_OWNER: u32 = 100;
 
-/// How GPU memory can be registered with a NIC on this machine.
+/// What to do where GPU memory cannot be registered.
+pub(super) const PEER_MEMORY_FIX: &str = "`sudo modprobe nvidia-peermem`; if it fails with \"Invalid argument\", the RDMA drivers have \
+     no peer-memory support: install MLNX_OFED or DOCA-OFED and rebuild the NVIDIA modules";
+
+/// How the memory of a GPU can be registered with a NIC.
 pub(super) enum Path {
-    /// By dma-buf, with these RDMA devices.
-    DmaBuf(Vec<String>),
+    /// By dma-buf.
+    DmaBuf,
     /// By this peer-memory module.
     PeerMemory(&'static str),
     /// It cannot, for these reasons; data is staged through host memory.
@@ -26,7 +30,13 @@ pub(super) enum Path {
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     let system = &evidence.system;
     let devices = &evidence.probes.cuda.devices;
-    let mut checks: Vec<Check> = devices.iter().flat_map(device_checks).collect();
+    let mut checks: Vec<Check> = devices
+        .iter()
+        .flat_map(|device| {
+            let subject = format!("cuda:{}", device.ordinal);
+            device_checks(device).into_iter().map(move |check| check.about([&subject]))
+        })
+        .collect();
     if devices.is_empty() {
         checks.push(GROUP.skip("dma-buf export", "there is no CUDA device to try it on"));
     }
@@ -38,13 +48,11 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     checks
 }
 
-/// The registration path, and why no better one is used.
-pub(super) fn path(evidence: &Evidence) -> Path {
-    let mut missing = dma_buf_obstacles(evidence);
+/// The registration path of a GPU with a NIC, and why no better one is used.
+pub(super) fn path_of(evidence: &Evidence, device: &CudaDeviceProbe, nic: &RdmaDevice) -> Path {
+    let mut missing = dma_buf_obstacles(evidence, Some(device), Some(nic));
     if missing.is_empty() {
-        let devices = usable_hardware(evidence);
-        let able = devices.into_iter().filter(|d| d.supports_dma_buf_mr() == Some(true));
-        return Path::DmaBuf(able.map(|device| device.name.clone()).collect());
+        return Path::DmaBuf;
     }
     match peer_memory_module(&evidence.system) {
         Some(module) => Path::PeerMemory(module),
@@ -55,11 +63,17 @@ pub(super) fn path(evidence: &Evidence) -> Path {
     }
 }
 
-/// Everything that prevents registration of GPU memory by dma-buf.
-fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
+/// Everything that prevents registration of a GPU's memory with a NIC by dma-buf; without a GPU or
+/// NIC, of any with any.
+fn dma_buf_obstacles(
+    evidence: &Evidence,
+    device: Option<&CudaDeviceProbe>,
+    nic: Option<&RdmaDevice>,
+) -> Vec<String> {
     let system = &evidence.system;
     let mut missing = Vec::new();
-    let devices = &evidence.probes.cuda.devices;
+    let all = &evidence.probes.cuda.devices;
+    let devices = device.map_or(all.iter().collect(), |device| vec![device]);
     if !devices.iter().any(|device| device.dmabuf_export.worked()) {
         missing.push(match devices.first() {
             Some(device) => format!("dma-buf export {}", device.dmabuf_export.describe()),
@@ -77,9 +91,15 @@ fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
         Some(None) => missing.push("libibverbs's version is not known".to_owned()),
         None => missing.push("libibverbs.so.1 is not installed".to_owned()),
     }
-    let hardware = usable_hardware(evidence);
-    if !hardware.iter().any(|device| device.supports_dma_buf_mr() == Some(true)) {
-        missing.push("no usable RDMA device's driver accepts dma-bufs".to_owned());
+    let nics = nic.map_or_else(|| usable_hardware(evidence), |nic| vec![nic]);
+    if !nics.iter().any(|nic| nic.supports_dma_buf_mr() == Some(true)) {
+        missing.push(match nic {
+            Some(nic) => {
+                let driver = nic.driver.as_deref().unwrap_or("unknown");
+                format!("the {driver} driver does not accept dma-bufs")
+            }
+            None => "no usable RDMA device's driver accepts dma-bufs".to_owned(),
+        });
     }
     missing
 }
@@ -211,16 +231,14 @@ fn peer_memory(evidence: &Evidence) -> Check {
             format!("{why}; there is no GPU with a usable RDMA device that could use one"),
         );
     }
-    let obstacles = dma_buf_obstacles(evidence);
+    let obstacles = dma_buf_obstacles(evidence, None, None);
     if obstacles.is_empty() {
         return GROUP.skip(name, format!("{why}; not needed, since dma-bufs can be registered"));
     }
     GROUP.fail(
         name,
         format!("{why}, and dma-bufs cannot be registered: {}", obstacles.join("; ")),
-        "`sudo modprobe nvidia-peermem`; if it fails with \"Invalid argument\", the RDMA drivers \
-         have no peer-memory support: install MLNX_OFED or DOCA-OFED and rebuild the NVIDIA \
-         modules",
+        PEER_MEMORY_FIX,
     )
 }
 
@@ -255,7 +273,7 @@ fn distances(evidence: &Evidence) -> Vec<Check> {
         let why = "there is no GPU with an RDMA device";
         return vec![GROUP.skip("GPU to NIC distance", why)];
     }
-    near.into_iter().map(distance).collect()
+    near.into_iter().map(|best| distance(best).about([&best.gpu, &best.name])).collect()
 }
 
 fn distance(best: &BestNic) -> Check {

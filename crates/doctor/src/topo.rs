@@ -1,10 +1,13 @@
-//! PCIe and NUMA distances between GPUs, NICs and CPUs, in the notation of `nvidia-smi topo -m`.
+//! PCIe and NUMA distances between GPUs, NICs and CPUs, and NVLinks, in the notation of
+//! `nvidia-smi topo -m`.
 
 use std::fmt;
 
 use serde::Serialize;
 
-use super::printable;
+use super::probes::NVSWITCH;
+use super::{NvmlGpu, NvmlProbe, ProbeOutcome};
+use warpwire::error::Result;
 use warpwire::host::{PciAddress, PciDevice, System};
 
 /// The distance between two PCI functions, in ascending order.
@@ -52,6 +55,8 @@ pub struct TopologyGpu {
     pub cpu_affinity: Option<String>,
     /// Its NUMA node, if known.
     pub numa_node: Option<u32>,
+    /// The NUMA node that its memory is ("GPU NUMA ID"), where CPUs and GPUs share memory.
+    pub memory_numa_node: Option<u32>,
 }
 
 /// A NIC in the matrix.
@@ -100,10 +105,12 @@ pub struct BestNic {
 /// ```
 /// use warpwire::host::System;
 /// use warpwire_doctor::Topology;
-/// let topology = Topology::read(&System::live());
+/// let topology = Topology::read(&System::live())?;
 /// println!("{topology}");
+/// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Topology {
     /// GPUs, in PCI order.
     pub gpus: Vec<TopologyGpu>,
@@ -111,24 +118,46 @@ pub struct Topology {
     pub nics: Vec<TopologyNic>,
     /// NUMA nodes.
     pub cpus: Vec<CpuNode>,
-    /// Matrix of distances; rows and columns are the GPUs followed by the NICs.
+    /// Matrix of distances by PCIe; rows and columns are the GPUs followed by the NICs.
     pub distances: Vec<Vec<Distance>>,
+    /// Matrix of the number of NVLinks between GPUs, directly or through NVSwitches.
+    pub nvlinks: Vec<Vec<u32>>,
+    /// Why NVLinks are not known; `None` if they are, or if there is no GPU.
+    pub nvlinks_unknown: Option<String>,
     /// The best NIC for each GPU; empty if there is no NIC.
     pub best: Vec<BestNic>,
 }
 
 impl Topology {
-    /// Reads a machine's topology from sysfs.
-    pub fn read(system: &System) -> Self {
+    /// Reads a machine's topology: PCIe from sysfs, NVLinks from NVIDIA's management library, or
+    /// from the recorded machine's probes.
+    ///
+    /// # Errors
+    /// If a recorded machine's `probes.json` is malformed.
+    pub fn read(system: &System) -> Result<Self> {
+        Ok(Self::of(system, &NvmlProbe::of(system)?))
+    }
+
+    /// The topology with these NVLinks.
+    pub fn of(system: &System, nvml: &NvmlProbe) -> Self {
         let nodes = system.numa_nodes().into_iter();
         let cpus: Vec<CpuNode> =
             nodes.map(|node| CpuNode { node: node.id, cpus: node.cpu_list }).collect();
         let mut topology = Self {
-            gpus: gpus(system, &cpus),
+            gpus: gpus(system, &cpus, nvml),
             nics: nics(system, &cpus),
             cpus,
             distances: Vec::new(),
+            nvlinks: Vec::new(),
+            nvlinks_unknown: None,
             best: Vec::new(),
+        };
+        topology.nvlinks = topology.count_nvlinks(nvml);
+        topology.nvlinks_unknown = match &nvml.library {
+            ProbeOutcome::Failed { why } | ProbeOutcome::NotTried { why } => {
+                Some(why.clone()).filter(|_| !topology.gpus.is_empty())
+            }
+            ProbeOutcome::Worked => None,
         };
         let gpu_addresses = topology.gpus.iter().map(|gpu| gpu.address);
         let nic_addresses = topology.nics.iter().map(|nic| nic.address);
@@ -154,6 +183,16 @@ impl Topology {
     pub fn gpu_to_nic(&self, gpu: usize, nic: usize) -> Option<Distance> {
         let column = self.gpus.len().checked_add(nic)?;
         self.distances.get(gpu)?.get(column).copied()
+    }
+
+    fn count_nvlinks(&self, nvml: &NvmlProbe) -> Vec<Vec<u32>> {
+        let known =
+            |gpu: &TopologyGpu| nvml.gpus.iter().find(|known| known.pci == Some(gpu.address));
+        let count = |a: &TopologyGpu, b: &TopologyGpu| match (known(a), known(b)) {
+            (Some(one), Some(other)) if a.address != b.address => nvlinks_between(one, other),
+            _ => 0,
+        };
+        self.gpus.iter().map(|a| self.gpus.iter().map(|b| count(a, b)).collect()).collect()
     }
 
     /// Assigns each GPU the nearest NIC of the best available kind; among equals, the one with the
@@ -192,7 +231,14 @@ impl Topology {
     }
 }
 
-fn gpus(system: &System, cpus: &[CpuNode]) -> Vec<TopologyGpu> {
+/// GPUs with links to switches reach each other with as many links as the one with fewer has.
+fn nvlinks_between(a: &NvmlGpu, b: &NvmlGpu) -> u32 {
+    let links = |of: &NvmlGpu, to: &str| of.nvlinks.get(to).copied().unwrap_or(0);
+    let direct = b.pci.map_or(0, |address| links(a, &address.to_string()));
+    direct.saturating_add(links(a, NVSWITCH).min(links(b, NVSWITCH)))
+}
+
+fn gpus(system: &System, cpus: &[CpuNode], nvml: &NvmlProbe) -> Vec<TopologyGpu> {
     let information = system.nvidia_information();
     let found = system.nvidia_gpus();
     found
@@ -209,6 +255,11 @@ fn gpus(system: &System, cpus: &[CpuNode]) -> Vec<TopologyGpu> {
                 address: gpu.address,
                 cpu_affinity,
                 numa_node,
+                memory_numa_node: nvml
+                    .gpus
+                    .iter()
+                    .find(|known| known.pci == Some(gpu.address))
+                    .and_then(|known| known.numa_node),
             }
         })
         .collect()
@@ -298,92 +349,6 @@ fn below_one_host_bridge(a: &[PciAddress], b: &[PciAddress]) -> Distance {
     }
 }
 
-impl fmt::Display for Topology {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.write_matrix(f)?;
-        self.write_names(f)?;
-        f.write_str(LEGEND)
-    }
-}
-
-const LEGEND: &str = "
-Legend:
-  X    = Self
-  SYS  = Across the link between NUMA nodes (or the nodes are not known)
-  NODE = Across PCIe host bridges within a NUMA node
-  PHB  = Across a PCIe host bridge (the CPU's root complex)
-  PXB  = Across several PCIe switches, without a host bridge
-  PIX  = Across at most a single PCIe switch
-  NVLink is not shown: the matrix shows PCIe, read from /sys.
-";
-
-impl Topology {
-    fn write_matrix(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gpu_rows = self.gpus.iter();
-        let nic_rows = self.nics.iter();
-        let rows: Vec<(&str, &Option<String>, Option<u32>)> = gpu_rows
-            .map(|gpu| (gpu.label.as_str(), &gpu.cpu_affinity, gpu.numa_node))
-            .chain(nic_rows.map(|nic| (nic.label.as_str(), &nic.cpu_affinity, nic.numa_node)))
-            .collect();
-        if rows.is_empty() {
-            return writeln!(f, "No NVIDIA GPU and no NIC on the PCI buses.");
-        }
-        let affinity = |cpus: &Option<String>| cpus.clone().unwrap_or_else(|| "N/A".to_owned());
-        let widest = rows.iter().map(|(_, cpus, _)| affinity(cpus).len()).max();
-        let cpu_width = widest.unwrap_or(0).max("CPU Affinity".len());
-
-        write!(f, "{:<6}", "")?;
-        for (label, ..) in &rows {
-            write!(f, "{label:<6}")?;
-        }
-        writeln!(f, "{:<cpu_width$}  NUMA Affinity", "CPU Affinity")?;
-        for ((label, cpus, node), distances) in rows.iter().zip(&self.distances) {
-            write!(f, "{label:<6}")?;
-            for distance in distances {
-                write!(f, "{distance:<6}")?;
-            }
-            let node = node.map_or_else(|| "N/A".to_owned(), |node| node.to_string());
-            writeln!(f, "{:<cpu_width$}  {node}", affinity(cpus))?;
-        }
-        Ok(())
-    }
-
-    fn write_names(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if !self.gpus.is_empty() {
-            writeln!(f, "\nGPUs:")?;
-        }
-        for gpu in &self.gpus {
-            let model = printable(gpu.model.as_deref().unwrap_or("name not known"));
-            writeln!(f, "  {}: {model} ({})", gpu.label, gpu.address)?;
-        }
-        if !self.nics.is_empty() {
-            writeln!(f, "\nNIC Legend:")?;
-        }
-        for nic in &self.nics {
-            let kind = if nic.rdma { "RDMA" } else { "plain interface" };
-            let state = if nic.active { "" } else { ", not active" };
-            writeln!(
-                f,
-                "  {}: {} ({}, {kind}{state})",
-                nic.label,
-                printable(&nic.name),
-                nic.address
-            )?;
-        }
-        if !self.gpus.is_empty() {
-            writeln!(f, "\nBest NIC for each GPU:")?;
-        }
-        if !self.gpus.is_empty() && self.best.is_empty() {
-            writeln!(f, "  none: there is no NIC")?;
-        }
-        for best in &self.best {
-            let BestNic { gpu, nic, name, distance } = best;
-            writeln!(f, "  {gpu}: {nic} {name} ({distance})")?;
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -426,6 +391,7 @@ mod tests {
                     address,
                     cpu_affinity: None,
                     numa_node: None,
+                    memory_numa_node: None,
                 })
                 .collect(),
             nics: nics
@@ -443,8 +409,24 @@ mod tests {
                 .collect(),
             cpus: vec![],
             distances: vec![vec![Distance::Node; total]; total],
+            nvlinks: vec![vec![0; gpu_count]; gpu_count],
+            nvlinks_unknown: None,
             best: vec![],
         }
+    }
+
+    #[test]
+    fn nvlinks_are_direct_or_through_switches() {
+        let gpu = |pci: &str, links: &[(&str, u32)]| NvmlGpu {
+            pci: Some(pci.parse().unwrap()),
+            numa_node: None,
+            nvlinks: links.iter().map(|(to, count)| ((*to).to_owned(), *count)).collect(),
+        };
+        let [a, b] = ["0000:17:00.0", "0000:65:00.0"];
+        let (one, other) = (gpu(a, &[(b, 4), ("switch", 18)]), gpu(b, &[(a, 4), ("switch", 12)]));
+        assert_eq!(nvlinks_between(&one, &other), 16);
+        assert_eq!(nvlinks_between(&one, &gpu("0000:01:00.0", &[])), 0);
+        assert_eq!(nvlinks_between(&gpu(a, &[("switch", 18)]), &other), 12);
     }
 
     #[test]

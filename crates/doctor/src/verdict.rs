@@ -2,13 +2,12 @@
 
 use serde::Serialize;
 
-use super::registration::{self, Path};
+use super::fold::fold_names;
+use super::gpudirect::{self, PairVerdict};
 use super::windows::{self, resource_manager};
-use super::{CudaDeviceProbe, Evidence, ProbeOutcome, rdma, some_of};
+use super::{Check, CheckStatus, CudaDeviceProbe, Evidence, Group, NcclReport, ProbeOutcome};
+use super::{doorbells, nccl, programs, rdma, some_of};
 use warpwire::host::FileAccess;
-
-pub(super) const GPU: &str = "GPU";
-pub(super) const SIMULATED_GPU: &str = "simulated GPU";
 
 /// Whether the machine has a capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -22,32 +21,121 @@ pub enum Answer {
     Partly,
 }
 
+/// How a verdict is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum KnownBy {
+    /// A probe tried it.
+    Tried,
+    /// It was read from the kernel's files.
+    Read,
+    /// It follows from what was read, and was not tried.
+    Expected,
+}
+
 /// Whether and how the machine has one capability.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Verdict {
-    /// `GPU`, `CPU windows`, `GPU memory registration`, `hardware RDMA`, `stream-ordered
-    /// operations`, `software RDMA over UDP`, `simulated GPU`.
+    /// The word for `doctor --require`: one of [`Verdict::WORDS`].
+    pub word: &'static str,
+    /// `GPUDirect RDMA`, `NCCL would use`, …
     pub capability: String,
     /// Whether the machine has it.
     pub answer: Answer,
-    /// How, or why not.
+    /// How, or why not; for NCCL, UCX and RDMA programs, what they would use.
     pub text: String,
+    /// What to do.
+    pub fix: Option<String>,
+    /// How it is known.
+    pub known_by: KnownBy,
+    /// GPUDirect RDMA: each GPU with each RDMA device. Empty for other verdicts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pairs: Vec<PairVerdict>,
 }
 
-fn verdict(capability: &str, answer: Answer, text: impl Into<String>) -> Verdict {
-    Verdict { capability: capability.to_owned(), answer, text: text.into() }
+impl Verdict {
+    /// The words of all verdicts, in their order, and what `yes` means.
+    pub const WORDS: [(&'static str, &'static str); 11] = [
+        (gpudirect::WORD, "NICs can access GPU memory"),
+        ("async", "GPU streams and kernels can ring a NIC's doorbell"),
+        ("windows", "the CPU can map GPU memory, as gdrcopy does"),
+        ("nccl", "NCCL would use a plugin or RDMA devices, not TCP"),
+        (programs::UCX, "UCX is installed and could use RDMA"),
+        (programs::VERBS, "RDMA programs would see a device, hardware or software"),
+        ("rdma", "there is RDMA hardware that this user can use"),
+        ("gpu", "CUDA works"),
+        ("streams", "CUDA streams can wait for memory and write to it, 64 bits wide"),
+        ("udp", "UDP works, with segmentation and receive offload"),
+        ("sim", "the simulated GPU works"),
+    ];
+
+    /// The verdict in one line: `GPUDirect RDMA: NO, because …`.
+    pub fn sentence(&self) -> String {
+        let Self { capability, text, .. } = self;
+        match self.states_a_use() {
+            true if self.known_by == KnownBy::Expected => {
+                format!("{capability}: {text} (expected, not tried)")
+            }
+            true => format!("{capability}: {text}"),
+            false => format!("{capability}: {}, {text}", self.answer.name()),
+        }
+    }
+
+    /// Whether the text says what a program would use, so that the answer is not a part of it.
+    pub(super) fn states_a_use(&self) -> bool {
+        ["nccl", programs::UCX, programs::VERBS].contains(&self.word)
+    }
+
+    pub(super) fn fixed_by(self, fix: Option<String>) -> Self {
+        Self { fix, ..self }
+    }
+
+    pub(super) fn known_by(self, known_by: KnownBy) -> Self {
+        Self { known_by, ..self }
+    }
 }
 
-pub(super) fn all(evidence: &Evidence) -> Vec<Verdict> {
+/// A verdict that follows from what was read; without a fix.
+pub(super) fn verdict(
+    word: &'static str,
+    capability: &str,
+    answer: Answer,
+    text: impl Into<String>,
+) -> Verdict {
+    Verdict {
+        word,
+        capability: capability.to_owned(),
+        answer,
+        text: text.into(),
+        fix: None,
+        known_by: KnownBy::Expected,
+        pairs: Vec::new(),
+    }
+}
+
+pub(super) fn all(evidence: &Evidence, checks: &[Check], report: &NcclReport) -> Vec<Verdict> {
     vec![
-        gpu(evidence),
-        cpu_windows(evidence),
-        registration(evidence),
-        hardware_rdma(evidence),
+        gpudirect::evaluate(evidence, checks),
+        gpudirect_async(checks),
+        cpu_mappings(evidence, checks),
+        nccl_network(report),
+        programs::ucx(evidence),
+        programs::verbs(evidence),
+        rdma_devices(evidence),
+        gpu(evidence, checks),
         stream_ordered(evidence),
         software_rdma(evidence),
         simulated_gpu(evidence),
     ]
+}
+
+fn nccl_network(report: &NcclReport) -> Verdict {
+    let known_by = if report.network == nccl::UNKNOWN { KnownBy::Read } else { KnownBy::Expected };
+    verdict("nccl", "NCCL would use", report.answer, &report.text)
+        .fixed_by(report.fix.clone())
+        .known_by(known_by)
 }
 
 /// Why no CUDA device is usable; `None` if one is.
@@ -69,14 +157,15 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
 }
 
 /// Why CUDA does not work; `None` if it works or was not tried.
-fn broken_cuda(evidence: &Evidence) -> Option<String> {
+pub(super) fn broken_cuda(evidence: &Evidence) -> Option<String> {
     let tried = !matches!(evidence.probes.cuda.library, ProbeOutcome::NotTried { .. });
     no_cuda(evidence).filter(|_| tried)
 }
 
-fn gpu(evidence: &Evidence) -> Verdict {
+fn gpu(evidence: &Evidence, checks: &[Check]) -> Verdict {
     let on_pci = evidence.gpus.len();
     let cuda = &evidence.probes.cuda;
+    let of = |answer, text: String| verdict("gpu", "GPU", answer, text).known_by(KnownBy::Tried);
     match no_cuda(evidence) {
         None => {
             let names = cuda.working_devices().map(|device| device.name.as_str());
@@ -88,17 +177,37 @@ fn gpu(evidence: &Evidence) -> Verdict {
             } else {
                 String::new()
             };
-            verdict(GPU, Answer::Yes, format!("{names} through CUDA {version}{rest}"))
+            of(Answer::Yes, format!("{names} through CUDA {version}{rest}"))
         }
         Some(_) if on_pci == 0 && cuda.devices.is_empty() => {
-            verdict(GPU, Answer::No, "no CUDA device: there is no NVIDIA GPU on the PCI buses")
+            let text = "because there is no NVIDIA GPU on the PCI buses".to_owned();
+            of(Answer::No, text).known_by(KnownBy::Read)
         }
-        Some(why) if broken_cuda(evidence).is_none() => verdict(
-            GPU,
-            Answer::Partly,
-            format!("{on_pci} on the PCI buses, but CUDA is not known to work: {why}"),
-        ),
-        Some(why) => verdict(GPU, Answer::No, format!("no CUDA device: {why}")),
+        Some(why) if broken_cuda(evidence).is_none() => {
+            let text = format!("{on_pci} on the PCI buses, but CUDA is not known to work: {why}");
+            of(Answer::Partly, text).known_by(KnownBy::Read)
+        }
+        Some(why) => of(Answer::No, format!("because no CUDA device works: {why}"))
+            .fixed_by(first_fix(checks, Group::Gpu)),
+    }
+}
+
+/// The fix of the first problem in a group.
+pub(super) fn first_fix(checks: &[Check], group: Group) -> Option<String> {
+    let mut problems = checks.iter().filter(|check| check.group == group && check.is_problem());
+    problems.find_map(|check| check.fix.clone())
+}
+
+/// Whether GPUs can ring the doorbells of NICs, from the check of that.
+fn gpudirect_async(checks: &[Check]) -> Verdict {
+    let check = checks.iter().find(|check| check.name == doorbells::NAME);
+    let of = |answer, text: String| verdict("async", "GPUDirect Async", answer, text);
+    match check {
+        Some(check) if check.status == CheckStatus::Pass => of(Answer::Yes, check.why.clone()),
+        Some(check) => of(Answer::No, format!("because {}", check.why))
+            .fixed_by(check.fix.clone())
+            .known_by(KnownBy::Read),
+        None => of(Answer::No, "because it was not checked".to_owned()),
     }
 }
 
@@ -117,51 +226,51 @@ fn counted(names: Vec<&str>) -> String {
     some_of(&shown)
 }
 
-fn cpu_windows(evidence: &Evidence) -> Verdict {
-    let capability = "CPU windows";
+fn cpu_mappings(evidence: &Evidence, checks: &[Check]) -> Verdict {
     let system = &evidence.system;
+    let of = |answer, text: String| verdict("windows", "CPU mappings (gdrcopy)", answer, text);
     if evidence.gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
-        return verdict(
-            capability,
-            Answer::No,
-            "there is no GPU to map (simulated GPU memory is always mapped)",
-        );
+        let text = "because there is no GPU (memory of the simulated GPU is always mapped)";
+        return of(Answer::No, text.to_owned()).known_by(KnownBy::Read);
     }
     if let Some(why) = broken_cuda(evidence) {
-        return verdict(capability, Answer::No, format!("no CUDA device: {why}"));
+        return of(Answer::No, format!("because no CUDA device works: {why}"))
+            .fixed_by(first_fix(checks, Group::Gpu));
     }
+    let programs = programs::gdrcopy(evidence);
+    let fix = || first_fix(checks, Group::CpuWindows);
     if let Some(tried) = windows::tried(evidence) {
-        return tried_window(evidence, tried);
+        let (answer, text) = tried_window(evidence, tried);
+        let found = of(answer, format!("{text}{programs}")).known_by(KnownBy::Tried);
+        return if answer == Answer::Yes { found } else { found.fixed_by(fix()) };
     }
     let mut devices = evidence.probes.cuda.devices.iter();
     if devices.any(|device| device.dmabuf_mmap.worked()) {
-        return verdict(capability, Answer::Yes, "through CUDA's dma-buf mmap");
+        let text = format!("through CUDA's dma-buf mmap{programs}");
+        return of(Answer::Yes, text).known_by(KnownBy::Tried);
     }
     match resource_manager(system) {
-        Ok(nodes) => verdict(
-            capability,
+        Ok(nodes) => of(
             Answer::Yes,
             format!(
-                "expected, through the resource manager's map call: {nodes} are accessible to this \
-                 user"
+                "expected, not tried: through the resource manager, since this user may use \
+                 {nodes}{programs}"
             ),
         ),
-        Err(_) if system.access("/dev/gdrdrv") == FileAccess::ReadWrite => verdict(
-            capability,
+        Err(_) if system.access("/dev/gdrdrv") == FileAccess::ReadWrite => of(
             Answer::Yes,
-            "expected, through /dev/gdrdrv, which is accessible to this user",
+            format!("expected, not tried: through /dev/gdrdrv, which this user may use{programs}"),
         ),
-        Err(why) => verdict(
-            capability,
+        Err(why) => of(
             Answer::No,
-            format!("every copy is staged: {why}, and no other path is available"),
-        ),
+            format!("because {why}, and there is no other path; every copy is staged{programs}"),
+        )
+        .fixed_by(fix()),
     }
 }
 
-/// The verdict if opening a window was tried.
-fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
-    let capability = "CPU windows";
+/// The answer if opening a window was tried.
+fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> (Answer, String) {
     let without = evidence.probes.cuda.working_devices().filter(|other| !other.window.worked());
     let without: Vec<String> = without.map(|other| format!("cuda:{}", other.ordinal)).collect();
     match (&device.window, without.is_empty()) {
@@ -169,132 +278,99 @@ fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
             let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
             let path = windows::with_article(path);
             match all {
-                true => verdict(capability, Answer::Yes, format!("through {path}")),
-                false => verdict(
-                    capability,
-                    Answer::Partly,
-                    format!("through {path}, but not for {}", some_of(&without)),
-                ),
+                true => (Answer::Yes, format!("through {path}")),
+                false => {
+                    let without = fold_names(&without);
+                    (Answer::Partly, format!("through {path}, but not for {without}"))
+                }
             }
         }
-        (outcome, _) => verdict(
-            capability,
+        (outcome, _) => (
             Answer::No,
-            format!("every copy is staged: opening a window {}", outcome.describe()),
+            format!("because opening a window {}; every copy is staged", outcome.describe()),
         ),
     }
 }
 
-fn registration(evidence: &Evidence) -> Verdict {
-    let capability = "GPU memory registration";
-    let devices = &evidence.probes.cuda.devices;
-    if evidence.gpus.is_empty() && devices.is_empty() {
-        return verdict(capability, Answer::No, "there is no GPU");
-    }
-    if let Some(why) = broken_cuda(evidence) {
-        return verdict(capability, Answer::No, format!("no CUDA device: {why}"));
-    }
-    if let Err(why) = hardware(evidence) {
-        return if devices.iter().any(|device| device.dmabuf_export.worked()) {
-            verdict(
-                capability,
-                Answer::Partly,
-                format!("dma-buf export works, but there is nothing to register with: {why}"),
-            )
-        } else {
-            verdict(capability, Answer::No, format!("there is nothing to register with: {why}"))
-        };
-    }
-    match registration::path(evidence) {
-        Path::DmaBuf(names) => verdict(
-            capability,
-            Answer::Yes,
-            format!(
-                "expected, by dma-buf: export works, and the drivers of {} accept dma-bufs",
-                some_of(&names)
-            ),
-        ),
-        Path::PeerMemory(module) => verdict(
-            capability,
-            Answer::Yes,
-            format!("expected, by peer memory: {module} is loaded"),
-        ),
-        Path::Staged(why) => verdict(
-            capability,
-            Answer::Partly,
-            format!("staged through host memory, because {}", why.join("; ")),
-        ),
-    }
-}
-
-/// The names of the usable RDMA devices, or why there are none.
-fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
+/// The names of the RDMA devices that this user can use, hardware or software (soft-RoCE), or why
+/// there are none.
+pub(super) fn usable_devices(evidence: &Evidence) -> Result<Vec<String>, String> {
     let system = &evidence.system;
-    let devices = &evidence.rdma;
-    if devices.is_empty() {
+    if evidence.rdma.is_empty() {
         return Err("there is no RDMA device".to_owned());
     }
-    let usable = rdma::usable_hardware(evidence);
-    let names: Vec<String> = usable.iter().map(|device| device.name.clone()).collect();
+    let mut names = Vec::new();
+    let mut reasons = Vec::new();
+    for device in &evidence.rdma {
+        match rdma::unusable(system, device) {
+            None => names.push(device.name.clone()),
+            Some(why) => reasons.push(why),
+        }
+    }
     if names.is_empty() {
-        let reasons = devices.iter().filter_map(|device| rdma::obstacle(system, device));
-        return Err(some_of(&reasons.collect::<Vec<_>>()));
+        return Err(some_of(&reasons));
     }
     if system.verbs_library().is_none() {
-        let names = some_of(&names);
+        let names = fold_names(&names);
         return Err(format!("libibverbs.so.1 is not installed ({names} could be used)"));
     }
     Ok(names)
 }
 
-fn hardware_rdma(evidence: &Evidence) -> Verdict {
-    let capability = "hardware RDMA";
-    match hardware(evidence) {
-        Ok(names) => verdict(
-            capability,
-            Answer::Yes,
-            format!("expected, with {}: active, and accessible to this user", some_of(&names)),
-        ),
-        Err(why) => verdict(capability, Answer::No, format!("because {why}")),
+fn rdma_devices(evidence: &Evidence) -> Verdict {
+    let of = |answer, text: String| verdict("rdma", "RDMA devices", answer, text);
+    let names = match usable_devices(evidence) {
+        Ok(names) => names,
+        Err(why) => {
+            let mut devices = evidence.rdma.iter();
+            let fix = devices.find_map(|device| rdma::fix(&evidence.system, device));
+            return of(Answer::No, format!("because {why}")).fixed_by(fix).known_by(KnownBy::Read);
+        }
+    };
+    let hardware: Vec<String> =
+        rdma::usable_hardware(evidence).iter().map(|device| device.name.clone()).collect();
+    if hardware.is_empty() {
+        let text = format!("{}: software devices of the kernel, not tried", fold_names(&names));
+        return of(Answer::Partly, text);
     }
+    let text =
+        format!("{} (active, and accessible to this user; not tried)", fold_names(&hardware));
+    of(Answer::Yes, text)
 }
 
 fn stream_ordered(evidence: &Evidence) -> Verdict {
-    let capability = "stream-ordered operations";
+    let of = |answer, text: String| verdict("streams", "stream-ordered operations", answer, text);
     if let Some(why) = no_cuda(evidence) {
-        return verdict(
-            capability,
-            Answer::Partly,
-            format!("on the simulated GPU only; no CUDA device: {why}"),
-        );
+        let text = format!("on the simulated GPU only: {why}");
+        return of(Answer::Partly, text);
     }
     let mut working = evidence.probes.cuda.working_devices();
-    if working.all(|device| device.attributes.stream_mem_ops_64_bit == Some(true)) {
-        verdict(capability, Answer::Yes, "CUDA offers 32- and 64-bit stream memory operations")
+    let text = if working.all(|device| device.attributes.stream_mem_ops_64_bit == Some(true)) {
+        return of(Answer::Yes, "CUDA offers 32- and 64-bit stream memory operations".to_owned())
+            .known_by(KnownBy::Read);
     } else {
-        verdict(
-            capability,
-            Answer::Partly,
-            "not every CUDA device reports 64-bit stream memory operations",
-        )
-    }
+        "not every CUDA device reports 64-bit stream memory operations"
+    };
+    of(Answer::Partly, text.to_owned()).known_by(KnownBy::Read)
 }
 
 fn software_rdma(evidence: &Evidence) -> Verdict {
-    let capability = "software RDMA over UDP";
+    let of = |answer, text: String| {
+        verdict("udp", "software RDMA over UDP", answer, text).known_by(KnownBy::Tried)
+    };
     let udp = &evidence.probes.udp;
     match (&udp.loopback, udp.gso.worked() && udp.gro.worked()) {
         (ProbeOutcome::Failed { why }, _) => {
-            verdict(capability, Answer::No, format!("UDP over loopback failed: {why}"))
+            of(Answer::No, format!("because UDP over loopback failed: {why}"))
+                .fixed_by(Some("`sudo ip link set lo up`".to_owned()))
         }
         (ProbeOutcome::NotTried { why }, _) => {
-            verdict(capability, Answer::Partly, format!("UDP was not tried: {why}"))
+            of(Answer::Partly, format!("UDP was not tried: {why}")).known_by(KnownBy::Expected)
         }
         (ProbeOutcome::Worked, true) => {
-            verdict(capability, Answer::Yes, "with segmentation and receive offload")
+            of(Answer::Yes, "with segmentation and receive offload".to_owned())
         }
-        (ProbeOutcome::Worked, false) => verdict(
-            capability,
+        (ProbeOutcome::Worked, false) => of(
             Answer::Partly,
             format!("more slowly: GSO {}, GRO {}", udp.gso.describe(), udp.gro.describe()),
         ),
@@ -302,15 +378,17 @@ fn software_rdma(evidence: &Evidence) -> Verdict {
 }
 
 fn simulated_gpu(evidence: &Evidence) -> Verdict {
+    let of = |answer, text: String| {
+        verdict("sim", "simulated GPU", answer, text).known_by(KnownBy::Tried)
+    };
     match &evidence.probes.memfd {
-        ProbeOutcome::Worked => {
-            verdict(SIMULATED_GPU, Answer::Yes, "its memory can be created (memfd_create worked)")
-        }
+        ProbeOutcome::Worked => of(Answer::Yes, "memfd_create worked".to_owned()),
         ProbeOutcome::Failed { why } => {
-            verdict(SIMULATED_GPU, Answer::No, format!("memfd_create failed: {why}"))
+            of(Answer::No, format!("because memfd_create failed: {why}"))
         }
         ProbeOutcome::NotTried { why } => {
-            verdict(SIMULATED_GPU, Answer::Partly, format!("memfd_create was not tried: {why}"))
+            of(Answer::Partly, format!("memfd_create was not tried: {why}"))
+                .known_by(KnownBy::Expected)
         }
     }
 }

@@ -17,17 +17,26 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     if gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
         return vec![GROUP.skip("CPU windows", "there is no NVIDIA GPU to map")];
     }
-    let mut checks: Vec<Check> = gpus.iter().map(|gpu| bar1(evidence, gpu)).collect();
+    let mut checks: Vec<Check> =
+        gpus.iter().enumerate().map(|(index, gpu)| bar1(evidence, index, gpu)).collect();
     let devices = &evidence.probes.cuda.devices;
-    checks.extend(devices.iter().map(window));
-    checks.extend(devices.iter().map(|device| dma_buf_mmap(evidence, device)));
+    let subject = |device: &CudaDeviceProbe| format!("cuda:{}", device.ordinal);
+    checks.extend(devices.iter().map(|device| window(device).about([subject(device)])));
+    checks.extend(
+        devices.iter().map(|device| dma_buf_mmap(evidence, device).about([subject(device)])),
+    );
     checks.push(resource_manager_check(evidence));
     checks.push(gdrdrv(evidence));
     checks
 }
 
-fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
-    let name = format!("{} BAR1", gpu.address);
+fn bar1(evidence: &Evidence, index: usize, gpu: &PciDevice) -> Check {
+    let label = format!("GPU{index}");
+    let found = bar1_size(evidence, format!("{label} BAR1"), gpu);
+    found.about([label])
+}
+
+fn bar1_size(evidence: &Evidence, name: String, gpu: &PciDevice) -> Check {
     let fix = "enable Above 4G Decoding and Resizable BAR in the firmware setup; for a VM, \
                configure a large 64-bit PCI window";
     let Some(bar) = gpu.bar1() else {
@@ -144,7 +153,7 @@ pub(super) fn resource_manager(system: &System) -> Result<String, String> {
     }
 }
 
-fn describe(access: FileAccess) -> &'static str {
+pub(super) fn describe(access: FileAccess) -> &'static str {
     match access {
         FileAccess::Missing => "missing",
         FileAccess::Denied => "not accessible to this user",

@@ -4,11 +4,13 @@
 // Helpers may panic as tests do; clippy exempts only functions marked as tests.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod programs;
 mod support;
 
 use support::{MACHINES, Machine};
 use testkit::Effort;
-use warpwire_doctor::{Answer, Check, CheckStatus, Evidence, Report};
+use warpwire::host::System;
+use warpwire_doctor::{Answer, Check, CheckStatus, Evidence, Report, TextStyle, Topology, record};
 
 fn check<'a>(report: &'a Report, name: &str) -> &'a Check {
     let found = report.checks.iter().find(|check| check.name == name);
@@ -23,24 +25,88 @@ fn expect(report: &Report, name: &str, status: CheckStatus, words: &str) {
     assert!(text.contains(words), "{words:?} is not in {text:?}");
 }
 
-fn verdicts(report: &Report) -> String {
-    let text = report.to_text(false);
-    let (_, verdicts) = text.split_once("Verdicts\n").unwrap();
-    verdicts.to_owned()
+/// A verdict's sentence and fix.
+fn told(report: &Report, word: &str) -> String {
+    let verdict = report.verdict(word).unwrap();
+    format!("{}; {}", verdict.sentence(), verdict.fix.as_deref().unwrap_or_default())
+}
+
+/// The whole report, what NCCL would do, and the topology of every machine.
+#[test]
+fn reports_match_the_snapshots() {
+    for name in MACHINES {
+        let machine = Machine::recorded(name);
+        let (report, topology) = (machine.report(), machine.topology().to_string());
+        let nccl = report.nccl.to_text(TextStyle::default());
+        let text = report.to_text(false);
+        insta::assert_snapshot!(format!("report_{name}"), format!("{text}\n{nccl}"));
+        insta::assert_snapshot!(format!("topology_{name}"), topology);
+        for line in text.lines().chain(nccl.lines()).chain(topology.lines()) {
+            // A word that is longer, such as a path, stays whole.
+            let breaks = line.trim_start().contains(' ');
+            assert!(line.chars().count() <= 100 || !breaks, "{name}: {line}");
+        }
+    }
+}
+
+/// Everything that is read is recorded: a report of the recording says the same.
+#[test]
+fn recordings_give_the_same_report() {
+    for name in MACHINES {
+        let machine = Machine::recorded(name);
+        let text = record(&machine.system()).unwrap();
+        let recording = Machine::unpack(&text);
+        assert_eq!(recording.report(), machine.report(), "{name}\n{text}");
+        assert_eq!(recording.topology(), machine.topology(), "{name}");
+        // As a file, without a folder.
+        let file = machine.root().join("recording");
+        std::fs::write(&file, &text).unwrap();
+        let system = System::at(&file).unwrap();
+        assert_eq!(Report::of(&Evidence::gather(system.clone()).unwrap()), machine.report());
+        assert_eq!(record(&system).unwrap(), text, "{name}: a recording of the recording");
+    }
+}
+
+#[test]
+fn this_machine_can_be_recorded() {
+    let live = System::live();
+    let text = record(&live).unwrap();
+    let recorded = Machine::unpack(&text);
+    // Probes of two runs may differ; those of the recording are its own.
+    let probes = Evidence::gather(recorded.system()).unwrap().probes;
+    assert!(probes.memfd.worked() && probes.libraries.is_some(), "{text}");
+    assert_eq!(recorded.topology(), Topology::read(&live).unwrap());
+    let checks = |report: &Report| {
+        let of_files =
+            |check: &&Check| ["GPU", "Host"].contains(&format!("{:?}", check.group).as_str());
+        report.checks.iter().filter(of_files).cloned().collect::<Vec<_>>()
+    };
+    let report = Report::of(&Evidence::gather(live).unwrap());
+    assert_eq!(checks(&recorded.report()), checks(&report));
+}
+
+#[test]
+fn recordings_do_not_identify_anyone() {
+    let text = record(&Machine::recorded("nvlink-bridge").system()).unwrap();
+    for secret in ["GPU-0000", "0a00:0001", "0e42", "BOOT_IMAGE", "processor"] {
+        assert!(!text.contains(secret), "{secret} in\n{text}");
+    }
+    for kept in ["iommu=pt", "flags : fpu", "Device Minor: 1", "ffff:c000:0203", "mlx5_0"] {
+        assert!(text.contains(kept), "{kept} not in\n{text}");
+    }
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let live = record(&System::live()).unwrap();
+    assert!(!live.contains("hostname") && !live.contains("BOOT_IMAGE"), "{live}");
+    let process = std::process::id().to_string();
+    assert!(!live.contains(&format!("/proc/{process}")), "{live}");
+    // A short name may be a part of other words.
+    let host = host.trim();
+    assert!(host.len() < 8 || !live.contains(host), "{host} in\n{live}");
 }
 
 #[test]
 fn no_gpu() {
     let report = Machine::recorded("no-gpu").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: no, no CUDA device: there is no NVIDIA GPU on the PCI buses
-    CPU windows: no, there is no GPU to map (simulated GPU memory is always mapped)
-    GPU memory registration: no, there is no GPU
-    hardware RDMA: no, because there is no RDMA device
-    stream-ordered operations: partly, on the simulated GPU only; no CUDA device: loading libcuda.so.1 failed (libcuda.so.1 not found)
-    software RDMA over UDP: yes, with segmentation and receive offload
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "NVIDIA GPU", CheckStatus::Skip, "no NVIDIA display controller");
     expect(&report, "CUDA driver library", CheckStatus::Skip, "libcuda.so.1 not found");
     expect(&report, "locked memory", CheckStatus::Skip, "8 MiB");
@@ -53,8 +119,8 @@ fn no_gpu() {
     expect(&report, "net.core.wmem_max", CheckStatus::Pass, "4 MiB");
     expect(&report, "eth0 MTU", CheckStatus::Warn, "sudo ip link set eth0 mtu 9000");
     // A VM created from a container image has its marker file, but is not a container.
-    expect(&report, "container", CheckStatus::Pass, "none detected");
-    expect(&report, "virtual machine", CheckStatus::Pass, "/proc/cpuinfo");
+    expect(&report, "container", CheckStatus::Info, "none detected");
+    expect(&report, "virtual machine", CheckStatus::Info, "/proc/cpuinfo");
     assert!(report.usable());
 }
 
@@ -68,27 +134,18 @@ fn no_gpu_and_no_memfd_is_unusable() {
     );
     let report = machine.report();
     assert!(!report.usable());
-    assert_eq!(report.answer("simulated GPU"), Some(Answer::No));
-    assert_eq!(report.answer("software RDMA over UDP"), Some(Answer::No));
+    assert_eq!(report.answer("sim"), Some(Answer::No));
+    assert_eq!(report.answer("udp"), Some(Answer::No));
     expect(&report, "shareable anonymous memory", CheckStatus::Fail, "seccomp");
 }
 
 #[test]
 fn h200_without_a_nic() {
     let report = Machine::recorded("h200-no-nic").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: yes, NVIDIA H200 through CUDA 13.0
-    CPU windows: yes, through the resource manager
-    GPU memory registration: partly, dma-buf export works, but there is nothing to register with: there is no RDMA device
-    hardware RDMA: no, because there is no RDMA device
-    stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
-    software RDMA over UDP: yes, with segmentation and receive offload
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "NVIDIA driver", CheckStatus::Pass, "580.159.04");
     expect(&report, "kernel modules", CheckStatus::Pass, "open");
     expect(&report, "CUDA driver version", CheckStatus::Pass, "13.0");
-    expect(&report, "0000:00:06.0 BAR1", CheckStatus::Pass, "256 GiB, for 139.8 GiB");
+    expect(&report, "GPU0 BAR1", CheckStatus::Pass, "256 GiB, for 139.8 GiB");
     expect(
         &report,
         "cuda:0 CPU window",
@@ -111,7 +168,7 @@ fn h200_without_device_nodes() {
     machine.remove("/dev/nvidiactl");
     remove_window_probe(&machine);
     let report = machine.report();
-    assert_eq!(report.answer("CPU windows"), Some(Answer::No));
+    assert_eq!(report.answer("windows"), Some(Answer::No));
     expect(&report, "/dev/nvidiactl", CheckStatus::Fail, "--gpus all");
     expect(&report, "resource manager", CheckStatus::Fail, "/dev/nvidiactl is missing");
     expect(&report, "/dev/gdrdrv", CheckStatus::Warn, "modprobe gdrdrv");
@@ -140,7 +197,9 @@ fn a_window_that_was_not_tried_is_expected() {
     let machine = Machine::recorded("h200-no-nic");
     remove_window_probe(&machine);
     let report = machine.report();
-    assert!(verdicts(&report).contains("yes, expected, through the resource manager's map call"));
+    assert!(
+        told(&report, "windows").contains("YES, expected, not tried: through the resource manager")
+    );
     expect(&report, "cuda:0 CPU window", CheckStatus::Skip, "not tried: not recorded");
     expect(&report, "resource manager", CheckStatus::Pass, "not tried here");
 }
@@ -154,8 +213,8 @@ fn a_window_that_failed_is_reported() {
         device.insert("window".into(), failed.clone());
     });
     let report = machine.report();
-    assert_eq!(report.answer("CPU windows"), Some(Answer::No));
-    assert!(verdicts(&report).contains("no, every copy is staged: opening a window failed"));
+    assert_eq!(report.answer("windows"), Some(Answer::No));
+    assert!(told(&report, "windows").contains("NO, because opening a window failed"));
     expect(&report, "cuda:0 CPU window", CheckStatus::Fail, "the layout differs");
 }
 
@@ -166,14 +225,14 @@ fn h200_without_a_driver_and_without_probes() {
     machine.remove("/probes.json");
     let report = machine.report();
     expect(&report, "NVIDIA driver", CheckStatus::Fail, "nvidia-open");
-    expect(&report, "0000:00:06.0 BAR1", CheckStatus::Skip, "256 GiB; not compared");
+    expect(&report, "GPU0 BAR1", CheckStatus::Skip, "256 GiB; not compared");
     expect(
         &report,
         "CUDA driver library",
         CheckStatus::Skip,
         "recorded machine without probes.json",
     );
-    assert_eq!(report.answer("GPU"), Some(Answer::Partly));
+    assert_eq!(report.answer("gpu"), Some(Answer::Partly));
     assert!(report.usable(), "CUDA was not tried, and may work");
 }
 
@@ -185,8 +244,8 @@ fn h200_without_libcuda() {
     machine.write("/probes.json", &text);
     let report = machine.report();
     expect(&report, "CUDA driver library", CheckStatus::Fail, "NVIDIA_DRIVER_CAPABILITIES=compute");
-    for capability in ["GPU", "CPU windows", "GPU memory registration"] {
-        assert_eq!(report.answer(capability), Some(Answer::No), "{capability}");
+    for word in ["gpu", "windows", "gpudirect"] {
+        assert_eq!(report.answer(word), Some(Answer::No), "{word}");
     }
     assert!(report.usable(), "the simulated GPU works");
 }
@@ -207,30 +266,21 @@ fn old_drivers_are_reported() {
 #[test]
 fn eight_gpu_server() {
     let report = Machine::recorded("eight-gpu-server").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: yes, NVIDIA H100 80GB HBM3 through CUDA 12.8 (1 of the 8 on the PCI buses)
-    CPU windows: yes, expected, through the resource manager's map call: /dev/nvidiactl and /dev/nvidia0 are accessible to this user
-    GPU memory registration: yes, expected, by dma-buf: export works, and the drivers of mlx5_0, mlx5_1, mlx5_2, mlx5_3, mlx5_4, mlx5_5, mlx5_6, mlx5_7 accept dma-bufs
-    hardware RDMA: yes, expected, with mlx5_0, mlx5_1, mlx5_2, mlx5_3, mlx5_4, mlx5_5, mlx5_6, mlx5_7: active, and accessible to this user
-    stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
-    software RDMA over UDP: yes, with segmentation and receive offload
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "mlx5_0 direct queues", CheckStatus::Pass, "libmlx5.so.1.24.50.0 exposes");
     for (gpu, nic) in (0..8).map(|i| (format!("GPU{i}"), format!("mlx5_{i}"))) {
         expect(&report, &format!("{gpu} to {nic}"), CheckStatus::Pass, "PIX");
     }
     expect(&report, "IOMMU", CheckStatus::Pass, "passthrough");
     expect(&report, "PCIe access control (ACS)", CheckStatus::Pass, "off at all 16 ports");
-    expect(&report, "NUMA", CheckStatus::Pass, "node 1 has CPUs 48-95,144-191");
+    expect(&report, "NUMA", CheckStatus::Info, "node 1 has CPUs 48-95,144-191");
     expect(&report, "locked memory", CheckStatus::Pass, "unlimited");
-    expect(&report, "huge pages", CheckStatus::Pass, "1024 of 2 MiB");
+    expect(&report, "huge pages", CheckStatus::Info, "1024 of 2 MiB");
     expect(&report, "PeerMappingOverride", CheckStatus::Pass, "set");
     expect(&report, "peer-memory module", CheckStatus::Skip, "not needed");
     expect(
         &report,
         "mlx5_0",
-        CheckStatus::Pass,
+        CheckStatus::Info,
         "driver mlx5, CA, firmware 28.43.1014, board MT_0000000838",
     );
     expect(
@@ -239,76 +289,11 @@ fn eight_gpu_server() {
         CheckStatus::Pass,
         "ACTIVE, link layer InfiniBand, rate 400 Gb/sec (4X NDR)",
     );
-    expect(&report, "mlx5_7 port 1 GIDs", CheckStatus::Pass, "[0] fe80:");
+    expect(&report, "mlx5_7 port 1 GIDs", CheckStatus::Pass, "at index 0");
     expect(&report, "mlx5_7 on-demand paging", CheckStatus::Pass, "mlx5");
     let problems =
         report.checks.iter().filter(|c| matches!(c.status, CheckStatus::Warn | CheckStatus::Fail));
     assert_eq!(problems.count(), 0, "{}", report.to_text(false));
-}
-
-#[test]
-fn eight_gpu_server_topology() {
-    let topology = Machine::recorded("eight-gpu-server").topology();
-    insta::assert_snapshot!(topology.to_string(), @r#"
-          GPU0  GPU1  GPU2  GPU3  GPU4  GPU5  GPU6  GPU7  NIC0  NIC1  NIC2  NIC3  NIC4  NIC5  NIC6  NIC7  NIC8  CPU Affinity   NUMA Affinity
-    GPU0  X     PXB   NODE  NODE  SYS   SYS   SYS   SYS   PIX   PXB   NODE  NODE  SYS   SYS   SYS   SYS   PHB   0-47,96-143    0
-    GPU1  PXB   X     NODE  NODE  SYS   SYS   SYS   SYS   PXB   PIX   NODE  NODE  SYS   SYS   SYS   SYS   PHB   0-47,96-143    0
-    GPU2  NODE  NODE  X     PXB   SYS   SYS   SYS   SYS   NODE  NODE  PIX   PXB   SYS   SYS   SYS   SYS   NODE  0-47,96-143    0
-    GPU3  NODE  NODE  PXB   X     SYS   SYS   SYS   SYS   NODE  NODE  PXB   PIX   SYS   SYS   SYS   SYS   NODE  0-47,96-143    0
-    GPU4  SYS   SYS   SYS   SYS   X     PXB   NODE  NODE  SYS   SYS   SYS   SYS   PIX   PXB   NODE  NODE  SYS   48-95,144-191  1
-    GPU5  SYS   SYS   SYS   SYS   PXB   X     NODE  NODE  SYS   SYS   SYS   SYS   PXB   PIX   NODE  NODE  SYS   48-95,144-191  1
-    GPU6  SYS   SYS   SYS   SYS   NODE  NODE  X     PXB   SYS   SYS   SYS   SYS   NODE  NODE  PIX   PXB   SYS   48-95,144-191  1
-    GPU7  SYS   SYS   SYS   SYS   NODE  NODE  PXB   X     SYS   SYS   SYS   SYS   NODE  NODE  PXB   PIX   SYS   48-95,144-191  1
-    NIC0  PIX   PXB   NODE  NODE  SYS   SYS   SYS   SYS   X     PXB   NODE  NODE  SYS   SYS   SYS   SYS   PHB   0-47,96-143    0
-    NIC1  PXB   PIX   NODE  NODE  SYS   SYS   SYS   SYS   PXB   X     NODE  NODE  SYS   SYS   SYS   SYS   PHB   0-47,96-143    0
-    NIC2  NODE  NODE  PIX   PXB   SYS   SYS   SYS   SYS   NODE  NODE  X     PXB   SYS   SYS   SYS   SYS   NODE  0-47,96-143    0
-    NIC3  NODE  NODE  PXB   PIX   SYS   SYS   SYS   SYS   NODE  NODE  PXB   X     SYS   SYS   SYS   SYS   NODE  0-47,96-143    0
-    NIC4  SYS   SYS   SYS   SYS   PIX   PXB   NODE  NODE  SYS   SYS   SYS   SYS   X     PXB   NODE  NODE  SYS   48-95,144-191  1
-    NIC5  SYS   SYS   SYS   SYS   PXB   PIX   NODE  NODE  SYS   SYS   SYS   SYS   PXB   X     NODE  NODE  SYS   48-95,144-191  1
-    NIC6  SYS   SYS   SYS   SYS   NODE  NODE  PIX   PXB   SYS   SYS   SYS   SYS   NODE  NODE  X     PXB   SYS   48-95,144-191  1
-    NIC7  SYS   SYS   SYS   SYS   NODE  NODE  PXB   PIX   SYS   SYS   SYS   SYS   NODE  NODE  PXB   X     SYS   48-95,144-191  1
-    NIC8  PHB   PHB   NODE  NODE  SYS   SYS   SYS   SYS   PHB   PHB   NODE  NODE  SYS   SYS   SYS   SYS   X     0-47,96-143    0
-
-    GPUs:
-      GPU0: NVIDIA H100 80GB HBM3 (0000:15:00.0)
-      GPU1: NVIDIA H100 80GB HBM3 (0000:19:00.0)
-      GPU2: NVIDIA H100 80GB HBM3 (0000:35:00.0)
-      GPU3: NVIDIA H100 80GB HBM3 (0000:39:00.0)
-      GPU4: NVIDIA H100 80GB HBM3 (0000:85:00.0)
-      GPU5: NVIDIA H100 80GB HBM3 (0000:89:00.0)
-      GPU6: NVIDIA H100 80GB HBM3 (0000:a5:00.0)
-      GPU7: NVIDIA H100 80GB HBM3 (0000:a9:00.0)
-
-    NIC Legend:
-      NIC0: mlx5_0 (0000:16:00.0, RDMA)
-      NIC1: mlx5_1 (0000:1a:00.0, RDMA)
-      NIC2: mlx5_2 (0000:36:00.0, RDMA)
-      NIC3: mlx5_3 (0000:3a:00.0, RDMA)
-      NIC4: mlx5_4 (0000:86:00.0, RDMA)
-      NIC5: mlx5_5 (0000:8a:00.0, RDMA)
-      NIC6: mlx5_6 (0000:a6:00.0, RDMA)
-      NIC7: mlx5_7 (0000:aa:00.0, RDMA)
-      NIC8: eth0 (0000:1f:00.0, plain interface)
-
-    Best NIC for each GPU:
-      GPU0: NIC0 mlx5_0 (PIX)
-      GPU1: NIC1 mlx5_1 (PIX)
-      GPU2: NIC2 mlx5_2 (PIX)
-      GPU3: NIC3 mlx5_3 (PIX)
-      GPU4: NIC4 mlx5_4 (PIX)
-      GPU5: NIC5 mlx5_5 (PIX)
-      GPU6: NIC6 mlx5_6 (PIX)
-      GPU7: NIC7 mlx5_7 (PIX)
-
-    Legend:
-      X    = Self
-      SYS  = Across the link between NUMA nodes (or the nodes are not known)
-      NODE = Across PCIe host bridges within a NUMA node
-      PHB  = Across a PCIe host bridge (the CPU's root complex)
-      PXB  = Across several PCIe switches, without a host bridge
-      PIX  = Across at most a single PCIe switch
-      NVLink is not shown: the matrix shows PCIe, read from /sys.
-    "#);
 }
 
 #[test]
@@ -318,8 +303,8 @@ fn eight_gpu_server_with_all_ports_down() {
         machine.write(&format!("/sys/class/infiniband/mlx5_{i}/ports/1/state"), "1: DOWN");
     }
     let report = machine.report();
-    assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
-    assert_eq!(report.answer("GPU memory registration"), Some(Answer::Partly));
+    assert_eq!(report.answer("rdma"), Some(Answer::No));
+    assert_eq!(report.answer("gpudirect"), Some(Answer::No));
     expect(&report, "mlx5_0 port 1", CheckStatus::Warn, "opensm");
     let best = machine.topology().best;
     assert!(best.iter().all(|best| best.name == "eth0"), "inactive ports are not chosen");
@@ -328,16 +313,16 @@ fn eight_gpu_server_with_all_ports_down() {
 #[test]
 fn streams_ring_doorbells_that_the_gpu_can_map() {
     let machine = Machine::recorded("eight-gpu-server");
-    expect(&machine.report(), "streams ring NICs", CheckStatus::Pass, "expected for mlx5_0");
+    expect(&machine.report(), "GPUDirect Async", CheckStatus::Pass, "expected for mlx5_0");
     machine.write("/proc/driver/nvidia/params", "RegistryDwords: \"\"\n");
-    expect(&machine.report(), "streams ring NICs", CheckStatus::Warn, "PeerMappingOverride=1");
+    expect(&machine.report(), "GPUDirect Async", CheckStatus::Warn, "PeerMappingOverride=1");
     let narrow = std::fs::read_to_string(machine.root().join("probes.json")).unwrap();
     let wide = "\"stream_mem_ops_64_bit\": true";
     assert!(narrow.contains(wide), "{narrow}");
     machine.write("/probes.json", &narrow.replace(wide, "\"stream_mem_ops_64_bit\": false"));
-    expect(&machine.report(), "streams ring NICs", CheckStatus::Fail, "64 bits");
+    expect(&machine.report(), "GPUDirect Async", CheckStatus::Fail, "64 bits");
     let report = Machine::recorded("h200-no-nic").report();
-    expect(&report, "streams ring NICs", CheckStatus::Skip, "no ConnectX");
+    expect(&report, "GPUDirect Async", CheckStatus::Skip, "no ConnectX");
 }
 
 #[test]
@@ -346,21 +331,12 @@ fn eight_gpu_server_without_libibverbs() {
     machine.remove("/usr");
     let report = machine.report();
     expect(&report, "libibverbs", CheckStatus::Fail, "apt install libibverbs1");
-    assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
+    assert_eq!(report.answer("rdma"), Some(Answer::No));
 }
 
 #[test]
 fn peermem_missing() {
     let report = Machine::recorded("peermem-missing").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: yes, NVIDIA A100-PCIE-40GB through CUDA 12.2
-    CPU windows: yes, expected, through the resource manager's map call: /dev/nvidiactl and /dev/nvidia0 are accessible to this user
-    GPU memory registration: partly, staged through host memory, because dma-buf export failed (cuMemGetHandleForAddressRange: CUDA_ERROR_NOT_SUPPORTED); kernel 5.4.0-190-generic is older than 5.12; libibverbs has no ibv_reg_dmabuf_mr; no peer-memory module is loaded
-    hardware RDMA: yes, expected, with mlx5_0: active, and accessible to this user
-    stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
-    software RDMA over UDP: partly, more slowly: GSO worked, GRO failed (the kernel refuses the UDP_GRO socket option)
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "peer-memory module", CheckStatus::Fail, "sudo modprobe nvidia-peermem");
     expect(&report, "kernel version", CheckStatus::Warn, "5.4.0-190-generic is older than 5.12");
     expect(&report, "libibverbs", CheckStatus::Warn, "rdma-core 34");
@@ -375,7 +351,7 @@ fn peermem_missing() {
         CheckStatus::Pass,
         "cuFlushGPUDirectRDMAWrites",
     );
-    expect(&report, "mlx5_0 port 1 GIDs", CheckStatus::Pass, "RoCE v2: [3]");
+    expect(&report, "mlx5_0 port 1 GIDs", CheckStatus::Pass, "RoCE v2 at index 3");
 }
 
 #[test]
@@ -384,24 +360,15 @@ fn peermem_enables_registration() {
     machine.write("/proc/modules", "nvidia_peermem 16384 0 - Live 0x0");
     let report = machine.report();
     expect(&report, "peer-memory module", CheckStatus::Pass, "nvidia_peermem is loaded");
-    assert_eq!(report.answer("GPU memory registration"), Some(Answer::Yes));
+    assert_eq!(report.answer("gpudirect"), Some(Answer::Yes));
 }
 
 #[test]
 fn proprietary_driver() {
     let report = Machine::recorded("proprietary-driver").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: yes, NVIDIA A100-PCIE-40GB through CUDA 12.2
-    CPU windows: yes, expected, through the resource manager's map call: /dev/nvidiactl and /dev/nvidia0 are accessible to this user
-    GPU memory registration: yes, expected, by peer memory: nvidia_peermem is loaded
-    hardware RDMA: yes, expected, with mlx5_0: active, and accessible to this user
-    stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
-    software RDMA over UDP: yes, with segmentation and receive offload
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "kernel modules", CheckStatus::Warn, "apt install nvidia-open");
     expect(&report, "peer-memory module", CheckStatus::Pass, "nvidia_peermem is loaded");
-    expect(&report, "0000:03:00.0 BAR1", CheckStatus::Warn, "256 MiB, for 39.4 GiB");
+    expect(&report, "GPU0 BAR1", CheckStatus::Warn, "256 MiB, for 39.4 GiB");
     expect(
         &report,
         "PCIe access control (ACS)",
@@ -414,17 +381,8 @@ fn proprietary_driver() {
 #[test]
 fn container_without_infiniband() {
     let report = Machine::recorded("container-without-infiniband").report();
-    insta::assert_snapshot!(verdicts(&report), @r#"
-    GPU: yes, NVIDIA A100-PCIE-40GB through CUDA 13.0
-    CPU windows: yes, expected, through the resource manager's map call: /dev/nvidiactl and /dev/nvidia0 are accessible to this user
-    GPU memory registration: partly, dma-buf export works, but there is nothing to register with: /dev/infiniband/uverbs0 (mlx5_0) is missing
-    hardware RDMA: no, because /dev/infiniband/uverbs0 (mlx5_0) is missing
-    stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
-    software RDMA over UDP: yes, with segmentation and receive offload
-    simulated GPU: yes, its memory can be created (memfd_create worked)
-    "#);
     expect(&report, "mlx5_0 device node", CheckStatus::Fail, "--device=/dev/infiniband");
-    expect(&report, "container", CheckStatus::Pass, "docker");
+    expect(&report, "container", CheckStatus::Info, "docker");
 }
 
 #[test]
@@ -442,23 +400,23 @@ fn the_same_container_with_infiniband() {
     let node = machine.root().join("dev/infiniband/uverbs0");
     std::fs::set_permissions(node, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
     let report = machine.report();
-    assert_eq!(report.answer("hardware RDMA"), Some(Answer::Yes));
-    assert_eq!(report.answer("GPU memory registration"), Some(Answer::Yes));
+    assert_eq!(report.answer("rdma"), Some(Answer::Yes));
+    assert_eq!(report.answer("gpudirect"), Some(Answer::Yes));
 }
 
 #[test]
 fn a_broken_machine_gets_a_report() {
     let machine = Machine::recorded("broken");
     let report = machine.report();
-    assert_eq!(report.verdicts.len(), 7);
+    assert_eq!(report.verdicts.len(), 11);
     expect(&report, "NVIDIA driver", CheckStatus::Warn, "does not have the format");
-    expect(&report, "0000:00:09.0 BAR1", CheckStatus::Skip, "no prefetchable memory window");
+    expect(&report, "GPU0 BAR1", CheckStatus::Skip, "no prefetchable memory window");
     let text = report.to_text(false);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "control characters in the output");
-    expect(&report, "NUMA", CheckStatus::Pass, "node 0 lists no CPUs");
+    expect(&report, "NUMA", CheckStatus::Info, "node 0 lists no CPUs");
     expect(&report, "IOMMU", CheckStatus::Skip, "mode not known");
     let topology = machine.topology().to_string();
-    assert!(topology.contains("GPU0  X     N/A"), "{topology}");
+    assert!(topology.contains("GPU0  X\n"), "{topology}");
 }
 
 #[test]
@@ -492,7 +450,7 @@ fn corrupt_files_do_not_prevent_a_report() {
         for file in files.into_iter().step_by(Effort::choose([5, 1, 1])) {
             let check_report = || {
                 let report = machine.report();
-                assert_eq!(report.verdicts.len(), 7, "{name}: {}", file.display());
+                assert_eq!(report.verdicts.len(), 11, "{name}: {}", file.display());
             };
             let whole = std::fs::read(&file).unwrap();
             let half = whole[..whole.len() / 2].to_vec();
@@ -528,22 +486,4 @@ fn malformed_probes_are_an_error() {
     machine.write("/probes.json", "{\n  \"memfd\": 7\n}");
     let error = Evidence::gather(machine.system()).unwrap_err().to_string();
     assert!(error.contains("probes.json") && error.contains("line 2"), "{error}");
-}
-
-#[test]
-#[should_panic(expected = "line 2: \"nonsense\" has no known form")]
-fn the_error_for_a_malformed_recording_has_its_line() {
-    Machine::unpack("/a = 1\nnonsense\n");
-}
-
-#[test]
-fn recordings_repeat_and_substitute() {
-    let machine = Machine::unpack(
-        "repeat A=x,y B=1..2\nset P = /d/${A}\nrepeat C=7,8\n\
-         ${P}/${C} [0600] = ${B}\\nend\nend\nend\n/e @0x2 0aff",
-    );
-    let system = machine.system();
-    assert_eq!(system.list("/d/y"), ["7", "8"]);
-    assert_eq!(system.read("/d/y/8").as_deref(), Some("2\nend"));
-    assert_eq!(system.read_bytes("/e"), Some(vec![0, 0, 10, 255]));
 }

@@ -8,10 +8,17 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 
+use warpwire::host::ElfNote;
+
 use crate::abi::{self, Handle, Info, InfoV2, Session, map, mapping, pin};
 use crate::errno::Result;
 use crate::log::{self, Level};
 use crate::session;
+
+/// By this note `warpwire doctor` recognizes the library; `readelf -n` prints it.
+#[used]
+#[unsafe(link_section = ".note.warpwire")]
+static VERSION_NOTE: ElfNote = ElfNote::new(env!("CARGO_PKG_VERSION"));
 
 /// Runs one call. A panic, which is a defect of this library, becomes `EIO`.
 pub(crate) fn guard(call: impl FnOnce() -> Result<()>) -> c_int {

@@ -7,6 +7,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use testkit::c::{ok, root};
+use warpwire::host::System;
 
 const API: [&str; 17] = [
     "gdr_close",
@@ -160,6 +161,8 @@ fn exactly_the_interface_is_exported() {
     symbols.sort_unstable();
     let expected: Vec<_> = API.into_iter().chain(TEST_HELPERS).collect();
     assert_eq!(symbols, expected);
+    let version = System::live().warpwire_version(library().to_str().unwrap());
+    assert_eq!(version.as_deref(), Some(env!("CARGO_PKG_VERSION")), "the note of the doctor");
 }
 
 #[test]

@@ -8,10 +8,16 @@ use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use warpwire::host::ElfNote;
 use warpwire::verbs;
 use warpwire_cabi::process::{is_forked_child, watch_forks};
 
 use crate::capture;
+
+/// By this note `warpwire doctor` recognizes the library; `readelf -n` prints it.
+#[used]
+#[unsafe(link_section = ".note.warpwire")]
+static VERSION_NOTE: ElfNote = ElfNote::new(env!("CARGO_PKG_VERSION"));
 
 /// The devices that are open.
 static OPEN: Mutex<Vec<(u64, verbs::Context)>> = Mutex::new(Vec::new());

@@ -5,6 +5,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{null, null_mut};
 
+use warpwire::host::ElfNote;
 use warpwire::verbs::Access;
 
 use crate::abi::{
@@ -22,6 +23,11 @@ use crate::process;
 use crate::recv::Buffer;
 use crate::result::{Failure, INVALID_ARGUMENT, INVALID_USAGE, Result, call, some};
 use crate::send::Message;
+
+/// By this note `warpwire doctor` recognizes the library; `readelf -n` prints it.
+#[used]
+#[unsafe(link_section = ".note.warpwire")]
+static VERSION_NOTE: ElfNote = ElfNote::new(env!("CARGO_PKG_VERSION"));
 
 // SAFETY: functions and a string that never change.
 unsafe impl<V: Version> Sync for Net<V> {}

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use testkit::Effort;
 use testkit::c::{missing, ok, root};
+use warpwire::host::System;
 
 const VERSIONS: std::ops::RangeInclusive<u32> = 8..=12;
 
@@ -212,6 +213,8 @@ fn exactly_the_tables_are_exported() {
     let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));
     assert!(dynamic.contains("soname: [libnccl-net-warpwire.so]"), "{dynamic}");
     assert!(dynamic.contains("NODELETE"), "{dynamic}");
+    let version = System::live().warpwire_version(library().to_str().unwrap());
+    assert_eq!(version.as_deref(), Some(env!("CARGO_PKG_VERSION")), "the note of the doctor");
 }
 
 #[test]

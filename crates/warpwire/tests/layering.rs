@@ -12,6 +12,7 @@ const COMMON: [&str; 2] = ["error", "units"];
 const UNSAFE_FILES: &[&str] = &[
     "agent/mod.rs",
     "hca/memory.rs",
+    "host/nvml.rs",
     "ibv/mod.rs",
     "link/shm/sys.rs",
     "link/udp/sys.rs",

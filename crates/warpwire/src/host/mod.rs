@@ -13,10 +13,14 @@
 //! ```
 
 mod acs;
+mod elf_note;
+mod libraries;
 mod limits;
+mod machine;
 mod net;
 mod numa;
 mod nvidia;
+mod nvml;
 mod pci;
 mod platform;
 mod rdma;
@@ -25,10 +29,14 @@ mod users;
 mod verbs_library;
 
 pub use acs::Acs;
+pub use elf_note::ElfNote;
+pub use libraries::{FoundLibrary, LibraryPath};
 pub use limits::{HugePages, Limit, Memlock};
+pub use machine::{MachineEntry, MachineFiles};
 pub use net::NetInterface;
 pub use numa::NumaNode;
 pub use nvidia::{DriverParams, DriverVersion, GpuInformation};
+pub use nvml::{GpuLinks, NvLinkPeer, gpu_links};
 pub use pci::{Bar, PciAddress, PciDevice};
 pub use platform::{Container, Iommu, KernelVersion, Virtualization};
 pub use rdma::{Gid, RdmaDevice, RdmaPort};
