@@ -29,7 +29,7 @@ log = logging.getLogger("mkdocs.hooks.book")
 
 def on_files(files, config):
     for path, chapter in CHAPTERS.items():
-        text = (ROOT / path).read_text()
+        text = (ROOT / path).read_text(encoding="utf-8")
         files.append(File.generated(config, chapter, content=relinked(text, path, chapter)))
     pages = {file.src_uri: f"docs/{file.src_uri}" for file in files if not file.generated_by}
     pages |= {chapter: path for path, chapter in CHAPTERS.items()}
@@ -49,7 +49,7 @@ def sources(pages):
     found = set()
     for path in pages.values():
         if path.endswith(".md"):
-            for target in targets((ROOT / path).read_text()):
+            for target in targets((ROOT / path).read_text(encoding="utf-8")):
                 full = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
                 if not full.startswith("docs/") and full not in CHAPTERS and (ROOT / full).is_file():
                     found.add(full)
@@ -96,6 +96,6 @@ def relinked(text, path, chapter):
 
 def source_page(path):
     language = LANGUAGES.get(Path(path).suffix, "text")
-    text = (ROOT / path).read_text().rstrip()
+    text = (ROOT / path).read_text(encoding="utf-8").rstrip()
     fence = "````" if "```" in text else "```"
     return f"# {path}\n\n{fence} {language}\n{text}\n{fence}\n"

@@ -51,8 +51,7 @@ fn main() -> ExitCode {
 fn both() -> Result<(), Box<dyn Error>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?.to_string();
-    let mut other =
-        Command::new(std::env::current_exe()?).args(["connect", &address]).spawn()?;
+    let mut other = Command::new(std::env::current_exe()?).args(["connect", &address]).spawn()?;
     listen(listener)?;
     match other.wait()? {
         status if status.success() => Ok(()),
