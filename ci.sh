@@ -12,7 +12,8 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# pyverbs, python, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std.
+# pyverbs, python, wheels, nixl, book, chromium, cmake, pkg-config, verbs.h, net-lab, sanitizers,
+# msrv, no-std.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -23,6 +24,7 @@ lints      | change full | clippy on all targets, warnings are errors
 build      | change full | tests, examples and the command, once for all later steps
 tests      | change full | unit tests, layering, protocol seeds, the command, the docs, every suite
 docs       | change full | rustdoc without warnings
+book       | change full | the book of docs/, its links and diagrams; its pictures in ./ci.sh full
 ptx        | change full | PTX in git matches its sources; test kernels and headers compile
 headers    | change full | the CUDA headers as C++ on CPU threads, under sanitizers
 wire       | change full | scapy and tshark decode a packet of every kind
@@ -34,7 +36,7 @@ python     | change full | the wheel, installed into a fresh environment: pytest
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
-demo       | change full | the README's first command, doctor, and three examples
+demo       | change full | the README's first command, doctor, and six examples
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 counts     | full        | machine instructions per packet do not exceed their ceilings
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
@@ -85,6 +87,13 @@ step_docs() {
   RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet
   tools/public-api --check
 }
+step_book() {
+  tools/diagrams --check
+  tools/book
+  [ "$WARPWIRE_EFFORT" = change ] && return
+  command -v chromium >/dev/null || missing chromium fonts-liberation || true # tools/screenshots prints why it skips
+  tools/screenshots "${CARGO_TARGET_DIR:-target}/screenshots"
+}
 step_ptx() { tools/ptx --check; }
 step_headers() { tools/header-tests; }
 step_wire() {
@@ -124,6 +133,9 @@ step_demo() {
   "$(bin warpwire)" demo
   "$(bin warpwire)" doctor
   "$(bin examples/01_move)"
+  "$(bin examples/04_write)"
+  "$(bin examples/15_send_recv)"
+  "$(bin warpwire)" run -n 2 -- "$(bin examples/16_ranks)"
   "$(bin examples/12_together)"
   "$(bin examples/14_agents)" sim:0
 }
@@ -187,6 +199,7 @@ fetch() {
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true
   tools/python-venv build maturin && tools/python-venv test numpy pytest mypy || true
+  tools/book --fetch || true
 }
 
 names() { # names LOOP
@@ -220,7 +233,7 @@ run() { # run NAME...
       # Tests leave some CPU time idle.
       tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
       # Concurrent installs would wait for apt's lock, or write the same files.
-      ptx | wire | clients | verbs | python | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
+      book | ptx | wire | clients | verbs | python | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
     esac

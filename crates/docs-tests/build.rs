@@ -9,6 +9,8 @@
 //! -->
 //! ```
 //!
+//! A block after `<!-- from FILE -->` quotes that file, and is no test (`src/quotes.rs`).
+//!
 //! A block that is ```` ```rust,no_run ```` is only compiled; its test prints `skipped: why`. A
 //! block of unknown kind, or one that does not end, fails the build.
 

@@ -15,9 +15,9 @@ use crate::cli::support::Machine;
 use crate::{stdout, warpwire};
 
 /// Replacements in the command line: text of the example, and what stands there in the test.
-type Edits = &'static [(&'static str, &'static str)];
+pub type Edits = &'static [(&'static str, &'static str)];
 
-enum How {
+pub enum How {
     /// Runs to its end, with these arguments added.
     Run(Edits, &'static str),
     /// A server: it must say that it listens.
@@ -31,7 +31,7 @@ enum How {
 }
 use How::{Client, Run, Serve, Skip, Watch};
 
-const GPU: How = Skip("needs a GPU");
+pub const GPU: How = Skip("needs a GPU");
 const NIC: How = Skip("needs an RDMA device");
 const SECOND_MACHINE: How = Skip("needs a second machine with a RoCE device");
 const CLIENTS: How = Skip("needs RDMA programs; tools/ibverbs-clients runs them");
@@ -45,12 +45,12 @@ const SIMILAR: &str = "warpwire sock similar -d sim:0 --vectors 1000 --bind 127.
 const WARP_SIMILAR: &str =
     "warpwire sock similar -d sim:0 --vectors 1000 --family warp --bind 127.0.0.1:0";
 const ANY_PORT: &str = "--bind 127.0.0.1:0";
-const BRIEF_PERF: &str = "-n 20";
+pub const BRIEF_PERF: &str = "-n 20";
 const BRIEF_ASYNC: &str = "-n 10 -b 5";
 const RECORDED: Edits = &[("./recorded", "{recorded}")];
 
 /// The command of each example, and how it is tested.
-const TABLE: &[(&str, How)] = &[
+pub const TABLE: &[(&str, How)] = &[
     ("warpwire demo", Run(&[], "--size 64KiB")),
     ("warpwire demo --device cuda:0 --device sim:0", GPU),
     ("WARPWIRE_SIM=copy_delay=1ms warpwire demo", Run(&[], "--size 64KiB")),
@@ -274,13 +274,13 @@ impl Drop for Running {
     }
 }
 
-struct Bench {
+pub struct Bench {
     folder: tempfile::TempDir,
     recorded: Machine,
 }
 
 impl Bench {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let recorded = Machine::recorded("eight-gpu-server");
         Self { folder: tempfile::tempdir().unwrap(), recorded }
     }
@@ -305,7 +305,7 @@ impl Bench {
     }
 
     /// The command line of a test: the example with its edits, and arguments before a pipe.
-    fn line(&self, command: &str, edits: Edits, more: &str, known: &[(&str, &str)]) -> String {
+    pub fn line(&self, command: &str, edits: Edits, more: &str, known: &[(&str, &str)]) -> String {
         let mut line = command.to_owned();
         for (from, to) in edits {
             assert!(line.contains(from), "{command} has no {from}");
@@ -322,8 +322,8 @@ impl Bench {
         line
     }
 
-    /// Runs a command line to its end.
-    fn finish(&self, line: &str) {
+    /// Runs a command line to its end; returns what it printed.
+    pub fn finish(&self, line: &str) -> String {
         let (out, err) = (self.folder.path().join("out"), self.folder.path().join("err"));
         let mut shell = self.shell(line);
         shell.stdout(std::fs::File::create(&out).unwrap());
@@ -341,8 +341,9 @@ impl Bench {
         let is_fine = status.success() || line.contains("| grep") && status.code() == Some(1);
         let err = std::fs::read_to_string(err).unwrap();
         assert!(is_fine, "{line}: {status}: {err}");
-        let says_something = std::fs::metadata(out).unwrap().len() > 0;
-        assert!(says_something || line.contains(" | ") || line.ends_with("true "), "{line}");
+        let out = std::fs::read_to_string(out).unwrap();
+        assert!(!out.is_empty() || line.contains(" | ") || line.ends_with("true "), "{line}");
+        out
     }
 
     /// Starts a server; returns it and the address that it prints.
@@ -360,10 +361,10 @@ impl Bench {
         (running, found.rsplit(' ').next().unwrap().to_owned())
     }
 
-    fn test(&self, command: &str, how: &How) {
+    pub fn test(&self, command: &str, how: &How) {
         let started = Instant::now();
         match how {
-            Run(edits, more) => self.finish(&self.line(command, edits, more, &[])),
+            Run(edits, more) => drop(self.finish(&self.line(command, edits, more, &[]))),
             Serve(edits, more) => drop(self.serve(&self.line(command, edits, more, &[]))),
             Client(server, edits, more) => {
                 let [_, a, b, c] = std::process::id().to_be_bytes();

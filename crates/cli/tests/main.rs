@@ -6,6 +6,7 @@
 mod cli;
 mod copy;
 mod devices;
+mod doc_pages;
 mod examples;
 mod nccl;
 mod ordered;

@@ -3,14 +3,16 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Kinds of code blocks that are not tests here; the tests of the crates `python` and `capi` run
-/// theirs.
+/// Kinds of code blocks that are not tests here. The tests of the crates `python` and `capi` run
+/// theirs, those of `cli` the commands of `console`, and `tools/ptx --check` compiles `c++`.
 const OTHER_KINDS: [&str; 7] = ["", "c", "c++", "console", "python", "text", "yaml"];
 
 /// An open code block: the line of its fence, its kind, and its lines so far.
 struct Block<'a> {
     line: usize,
     kind: &'a str,
+    /// It quotes a file, which is compiled or run itself.
+    quotes: bool,
     body: String,
 }
 
@@ -22,12 +24,13 @@ pub fn tests_of(page: &Path, text: &str) -> Result<String, String> {
     let stem = page.file_stem().unwrap_or_default().to_string_lossy().replace('-', "_");
     let failure = |line: usize, why: &str| format!("{}:{line}: {why}", page.display());
     let (mut tests, mut block, mut setup) = (String::new(), None::<Block>, String::new());
-    let mut setup_from = None;
+    let (mut setup_from, mut quotes) = (None, false);
     for (line, text) in text.lines().enumerate().map(|(index, text)| (index + 1, text)) {
         if let Some(mut open) = block.take() {
             if text.trim() == "```" {
                 let name = format!("{}_line_{}", stem.to_lowercase(), open.line);
                 match open.kind {
+                    _ if open.quotes => {}
                     "rust" => tests += &test(&name, true, &(setup + &open.body)),
                     "rust,no_run" => tests += &test(&name, false, &(setup + &open.body)),
                     _ => {}
@@ -53,9 +56,11 @@ pub fn tests_of(page: &Path, text: &str) -> Result<String, String> {
                 );
                 return Err(failure(line, &why));
             }
-            block = Some(Block { line, kind, body: String::new() });
+            block = Some(Block { line, kind, quotes, body: String::new() });
+            quotes = false;
         } else if !text.is_empty() {
             setup = String::new();
+            quotes = text.starts_with("<!-- from ");
         }
     }
     match (block, setup_from) {
@@ -97,6 +102,18 @@ mod tests {
         assert!(
             !of("<!-- setup\nlet x = 1;\n-->\ntext\n```rust\n```\n").unwrap().contains("let x")
         );
+    }
+
+    #[test]
+    fn quotes_are_no_tests() {
+        let quote = "<!-- from a.rs -->\n```rust\nsome();\n```\n";
+        assert_eq!(of(quote).unwrap(), "");
+        assert_eq!(
+            of(&format!("{quote}```rust\n1;\n```\n")).unwrap().matches("#[test]").count(),
+            1
+        );
+        let apart = "<!-- from a.rs -->\ntext\n```rust\nsome();\n```\n";
+        assert_eq!(of(apart).unwrap().matches("#[test]").count(), 1);
     }
 
     #[test]

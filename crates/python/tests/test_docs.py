@@ -1,4 +1,4 @@
-"""The Python code blocks of docs/python.md, each as a program of its own."""
+"""The Python code blocks of docs/python.md, each as a program of its own, and the examples."""
 
 import re
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -21,3 +22,16 @@ def test_block(number):
         [sys.executable, "-c", BLOCKS[number]], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, f"{BLOCKS[number]}\n{ended.stderr}"
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example(path):
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout

@@ -9,14 +9,14 @@
 //!
 //! | need | use | example |
 //! |---|---|---|
-//! | RDMA from CPU threads, with or without a NIC | [`verbs::Context`] | `04_write` |
+//! | RDMA from CPU threads, with or without NIC | [`verbs::Context`] | `04_write`, `15_send_recv` |
 //! | GPU memory, streams, kernels, CPU mappings | [`mem::discover`] | `01_move` |
 //! | GPU memory that another library allocated | [`mem::cuda`] | `02_foreign_pointer` |
 //! | registration of such memory for RDMA | [`verbs::MemorySource`] | `06_register` |
 //! | repeated registration of the same memory | [`mr::MrCache`] | `07_register_time` |
 //! | RDMA ordered by a CUDA stream | [`stream::StreamQp`] | `11_jacobi`, mode `stream` |
 //! | RDMA posted by a running kernel | [`stream::KernelQp`] | `10_kernels` |
-//! | ranks, messages, windows, collectives | [`msg::Comm`] | `11_jacobi` |
+//! | ranks, messages, windows, collectives | [`msg::Comm`] | `16_ranks`, `11_jacobi` |
 //! | lists of ranges to and from peers that come and go | [`agent::Agent`] | `14_agents` |
 //! | messages in stream order, or from a kernel | [`msg::DeviceChannel`] | `12_together` |
 //! | TCP, UDP or RDMA sockets inside a kernel | [`sock::SockHost`] | `warpwire sock` |
