@@ -89,6 +89,7 @@ step_docs() {
 }
 step_book() {
   tools/diagrams --check
+  tools/book --test
   tools/book
   [ "$WARPWIRE_EFFORT" = change ] && return
   command -v chromium >/dev/null || missing chromium fonts-liberation || true # tools/screenshots prints why it skips

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+START = Path(__file__).parents[3] / "docs" / "start.md"
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -34,4 +35,8 @@ def test_example(path):
         [sys.executable, str(path)], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout
+    # The page shows what it prints; two processes print in any order.
+    command = re.escape(f"$ python3 crates/python/examples/{path.name}")
+    shown = re.search(rf"^{command}\n(.*?)^```$", START.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert shown, f"docs/start.md does not show {path.name}"
+    assert sorted(ended.stdout.splitlines()) == sorted(shown[1].splitlines())
