@@ -11,6 +11,7 @@ mod nccl;
 mod ordered;
 mod perf;
 mod pingpong;
+mod report;
 mod run;
 mod sock;
 mod verbs;
