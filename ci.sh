@@ -12,7 +12,8 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# pyverbs, python, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std.
+# pyverbs, python, wheels, nixl, cmake, pkg-config, verbs.h, net-lab, sanitizers, msrv, no-std,
+# stranger, chromium.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -40,6 +41,8 @@ counts     | full        | machine instructions per packet do not exceed their c
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
 no-std     | full        | the protocol crate for a target without std, if it is installed
 package    | full        | the packages to publish build on their own
+stranger   | full        | a clean Debian root: deb, C, perftest, wheel, cargo; the Containerfile
+report     | full        | the page of warpwire report in headless Chromium: nothing is cut
 "
 
 missing() { # missing DEBIAN-PACKAGE...: installs those that are absent, if possible
@@ -158,6 +161,25 @@ step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
     -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
     -p warpwire-ibpaths -p warpwire-nccl -p warpwire-capi -p warpwire-cli --allow-dirty --quiet
+}
+
+step_stranger() {
+  missing mmdebstrap dpkg-dev g++ || true # tools/stranger prints why it skips
+  tools/stranger
+  command -v mmdebstrap >/dev/null && [ "$(id -u)" = 0 ] || return 0
+  local packages
+  packages=$(mktemp -d)
+  PROFILE=dev tools/deb "$packages" >/dev/null
+  tools/containerfile --packages "$packages"
+  rm -rf "$packages"
+}
+step_report() {
+  missing chromium fonts-dejavu-core || true # tools/page-check prints why it skips
+  local folder
+  folder=$(mktemp -d)
+  "$(bin warpwire)" report --out "$folder/report.html"
+  tools/page-check "$folder/report.html" "$folder/report"
+  rm -rf "$folder"
 }
 
 prepare() {

@@ -32,7 +32,7 @@ fn figures_as_json_and_then_as_a_page() {
         let points = figure["points"].as_array().unwrap();
         assert!(!points.is_empty(), "{figure}");
         assert!(points.iter().all(|point| point["value"].as_f64().unwrap() > 0.0), "{figure}");
-        assert!(figure["command"].as_str().unwrap().starts_with("warpwire "), "{figure}");
+        assert!(figure["command"].as_str().unwrap().contains("warpwire "), "{figure}");
     }
     fs::write(folder.path().join("elsewhere.json"), &measured.stdout).unwrap();
     let made = run(&folder, &["--from", "elsewhere.json", "--out", "elsewhere.html"]);

@@ -1,10 +1,12 @@
 //! Measurements by this command's own subcommands, which print JSON.
 
+use std::process::Command;
+
 use serde_json::Value;
 
 use super::Effort;
 use super::data::{Figure, Kind, Point, Verdict};
-use super::spawn;
+use super::spawn::{self, Cores};
 use crate::output::Failure;
 
 /// Verdicts of `warpwire doctor`.
@@ -95,21 +97,43 @@ fn reason(failure: Failure) -> String {
 
 fn perf(effort: Effort, metric: &str, kind: Kind, name: &str, options: &[&str]) -> Figure {
     let (max, seconds) = (bytes(effort.max), effort.seconds.to_string());
-    let mut words = vec!["perf", "write", metric, "--local", "-a", "--max", &max, "-D", &seconds];
-    words.extend(options);
-    let command = command(&words);
-    words.push("--json");
-    let points = spawn::own(&words).map_err(reason).and_then(|text| match kind {
+    let cores = Cores::choose();
+    let words = [&["perf", "write", metric], options].concat();
+    let client = [&words[..], &["127.0.0.1", "-a", "--max", &max, "-D", &seconds]].concat();
+    let on = |core: fn(Cores) -> usize| {
+        cores.map_or(String::new(), |cores| format!("taskset -c {} ", core(cores)))
+    };
+    let (server_on, client_on) = (on(|cores| cores.server), on(|cores| cores.client));
+    let shown =
+        format!("{server_on}{} & sleep 1; {client_on}{}", command(&words), command(&client));
+    let points = perf_run(&words, &client, cores).and_then(|text| match kind {
         Kind::Latency => latencies(&text),
         _ => bandwidths(&text),
     });
     match points {
         Ok(points) => {
             let name = name.to_owned();
-            Figure { kind, name, peer: false, command, points, skipped: None }
+            Figure { kind, name, peer: false, command: shown, points, skipped: None }
         }
-        Err(why) => failed(kind, name, command, why),
+        Err(why) => failed(kind, name, shown, why),
     }
+}
+
+/// A server and its client, which prints JSON.
+fn perf_run(server: &[&str], client: &[&str], cores: Option<Cores>) -> Result<String, String> {
+    let port = spawn::free_port()?.to_string();
+    let own = spawn::own_command().map_err(reason)?.get_program().to_owned();
+    let command = |words: &[&str]| {
+        let mut command = Command::new(&own);
+        command.args(words).args(["-p", &port]);
+        command
+    };
+    let client = || {
+        let mut client = command(client);
+        client.arg("--json");
+        client
+    };
+    spawn::pair(&mut command(server), client, cores, spawn::LIMIT)
 }
 
 /// Rows of JSON, each made a point; `None` if a field is missing.

@@ -316,10 +316,10 @@ fn method(page: &mut String, report: &Report) {
         page,
         "<h2 id=\"method\">How it was measured</h2>\n\
          <p>Each figure was measured once, one after the other, by the command beside its line; \
-         <code>--json</code> of that command has more columns. Processes were not pinned to cores. \
+         <code>--json</code> of that command has more columns. Server and client are \
+         pinned to two cores; copies and messages within one process are not. \
          <code>{}</code> makes this page again, <code>warpwire report --json</code> its figures as \
-         JSON, and <code>bench/peers</code> compares with other projects in rounds on pinned \
-         cores.</p>",
+         JSON, and <code>bench/peers</code> compares with other projects in several rounds.</p>",
         escape(&report.command)
     );
 }

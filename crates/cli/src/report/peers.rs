@@ -1,6 +1,6 @@
 //! Programs of other projects that are installed, and perftest over Warpwire's own libibverbs.
 //!
-//! `bench/peers` compares with more care: pinned, in rounds, with medians.
+//! `bench/peers` compares with more care: in rounds, with medians.
 
 use std::fmt::Write as _;
 use std::process::Command;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Effort;
 use super::data::{Figure, Kind, Point};
 use super::machine::is_installed;
-use super::spawn::{self, free_port, pair};
+use super::spawn::{self, Cores, free_port, pair};
 
 /// For one program with all its sizes; a busy machine with two cores may need it.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -106,7 +106,7 @@ fn ucx_run(
         client.args(["127.0.0.1", "-v", "-f"]);
         client
     };
-    let printed = pair(&mut command(), client, LIMIT);
+    let printed = pair(&mut command(), client, Cores::choose(), LIMIT);
     // Its removal is a courtesy.
     let _ = std::fs::remove_file(&file);
     Ok(ucx_points(&printed?, kind))
@@ -157,7 +157,7 @@ fn fi_pingpong(effort: Effort, provider: &str, endpoint: &str, size: u64) -> Res
         client.args(["-P", &port, "127.0.0.1"]);
         client
     };
-    let printed = pair(&mut server, client, LIMIT)?;
+    let printed = pair(&mut server, client, Cores::choose(), LIMIT)?;
     let value = fi_latency(&printed).ok_or("it printed no figures")?;
     Ok(Point { bytes: size, value, range: None })
 }
@@ -195,7 +195,8 @@ fn perftest(effort: Effort) -> Figure {
             client.arg("127.0.0.1");
             client
         };
-        pair(&mut server, client, LIMIT).map(|text| perftest_points(&text, effort.max))
+        pair(&mut server, client, Cores::choose(), LIMIT)
+            .map(|text| perftest_points(&text, effort.max))
     };
     let mut figure = figure(Kind::Bandwidth, name, shown, measured());
     // Another project's program, over this project's library.

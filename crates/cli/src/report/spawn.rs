@@ -4,10 +4,12 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
 use crate::output::Failure;
 
 /// Longer than any one measurement takes on a machine that is not overloaded.
-const LIMIT: Duration = Duration::from_secs(240);
+pub(crate) const LIMIT: Duration = Duration::from_secs(240);
 const POLL: Duration = Duration::from_millis(20);
 
 /// A child that is killed when its measurement ends.
@@ -19,6 +21,55 @@ impl Drop for Running {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// The CPUs of a server and of its client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cores {
+    pub(crate) server: usize,
+    pub(crate) client: usize,
+}
+
+impl Cores {
+    /// Two CPUs of one socket that are not hyper-threads of one core, if possible; `None` if this
+    /// process may use only one.
+    pub(crate) fn choose() -> Option<Self> {
+        let allowed = sched_getaffinity(None).ok()?;
+        let cpus: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+        let read = |cpu: usize, what: &str| {
+            let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/{what}");
+            std::fs::read_to_string(path).ok()
+        };
+        Self::among(&cpus, |cpu| (read(cpu, "physical_package_id"), read(cpu, "core_id")))
+    }
+
+    /// `place` is a CPU's socket and core.
+    fn among<P: PartialEq>(cpus: &[usize], place: impl Fn(usize) -> (P, P)) -> Option<Self> {
+        let (first, rest) = cpus.split_first()?;
+        let near = place(*first);
+        let is_apart = |cpu: &&usize| {
+            let (socket, core) = place(**cpu);
+            socket == near.0 && core != near.1
+        };
+        let second = rest.iter().find(is_apart).or(rest.first())?;
+        Some(Self { server: *first, client: *second })
+    }
+}
+
+/// Starts a program on one CPU, if one is given: it inherits the affinity of this thread.
+fn start(command: &mut Command, core: Option<usize>) -> std::io::Result<Child> {
+    let before = core.and_then(|_| sched_getaffinity(None).ok());
+    if let (Some(core), Some(_)) = (core, &before) {
+        let mut one = CpuSet::new();
+        one.set(core);
+        // Without it the figures are worse, and still true.
+        let _ = sched_setaffinity(None, &one);
+    }
+    let child = command.spawn();
+    if let Some(before) = before {
+        let _ = sched_setaffinity(None, &before);
+    }
+    child
 }
 
 /// This command, with other arguments.
@@ -33,18 +84,22 @@ pub(crate) fn own_command() -> Result<Command, Failure> {
 pub(crate) fn own(words: &[&str]) -> Result<String, Failure> {
     let mut command = own_command()?;
     command.args(words);
-    finish(&mut command, LIMIT)
+    finish(&mut command, None, LIMIT)
         .map_err(|why| Failure::Runtime(format!("warpwire {}: {why}", words.join(" "))))
 }
 
-/// Runs a program to its end; returns what it wrote to standard output.
+/// Runs a program to its end, on one CPU if one is given; returns what it wrote to standard output.
 ///
 /// # Errors
 /// If it cannot be started, fails or does not end in time: why, with its last words.
-pub(crate) fn finish(command: &mut Command, limit: Duration) -> Result<String, String> {
+pub(crate) fn finish(
+    command: &mut Command,
+    core: Option<usize>,
+    limit: Duration,
+) -> Result<String, String> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let name = command.get_program().to_string_lossy().into_owned();
-    let child = command.spawn().map_err(|why| format!("cannot start {name}: {why}"))?;
+    let child = start(command, core).map_err(|why| format!("cannot start {name}: {why}"))?;
     let mut running = Running(child);
     // Read both while it runs: a full pipe would block it.
     let out = reader(running.0.stdout.take());
@@ -85,24 +140,26 @@ fn last_words(text: &str) -> Option<String> {
     Some(warpwire::units::printable(line))
 }
 
-/// Runs a server, and then its client; returns the client's output.
+/// Runs a server, and then its client, each on its CPU; returns the client's output.
 ///
 /// # Errors
 /// Why the server or the client failed. The client is repeated while the server does not listen.
 pub(crate) fn pair(
     server: &mut Command,
     client: impl Fn() -> Command,
+    cores: Option<Cores>,
     limit: Duration,
 ) -> Result<String, String> {
     server.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let name = server.get_program().to_string_lossy().into_owned();
-    let child = server.spawn().map_err(|why| format!("cannot start {name}: {why}"))?;
+    let child = start(server, cores.map(|cores| cores.server))
+        .map_err(|why| format!("cannot start {name}: {why}"))?;
     let mut running = Running(child);
     let deadline = Instant::now() + limit;
     let mut last = String::new();
     while Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(300));
-        match finish(&mut client(), limit) {
+        match finish(&mut client(), cores.map(|cores| cores.client), limit) {
             Ok(text) => return Ok(text),
             Err(why) => last = why,
         }
@@ -124,6 +181,27 @@ pub(crate) fn free_port() -> Result<u16, String> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn two_cores_apart() {
+        let cores = |server, client| Some(Cores { server, client });
+        // Two sockets of two cores with two threads each.
+        let place = |cpu: usize| (cpu / 4, cpu / 2);
+        assert_eq!(Cores::among(&[0, 1, 2, 3, 4], place), cores(0, 2));
+        assert_eq!(Cores::among(&[0, 1, 4], place), cores(0, 1));
+        assert_eq!(Cores::among(&[5], place), None);
+        assert_eq!(Cores::among(&[], place), None);
+    }
+
+    #[test]
+    fn a_program_runs_on_its_core_and_this_thread_on_all() {
+        let before = sched_getaffinity(None).unwrap();
+        let one = (0..CpuSet::MAX_CPU).rfind(|cpu| before.is_set(*cpu)).unwrap();
+        let script = "grep Cpus_allowed_list /proc/self/status";
+        let seen = finish(&mut shell(script), Some(one), Duration::from_secs(20)).unwrap();
+        assert_eq!(seen.split_whitespace().last(), Some(one.to_string().as_str()));
+        assert!(sched_getaffinity(None).unwrap() == before);
+    }
+
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
@@ -133,28 +211,29 @@ mod tests {
     #[test]
     fn output_of_a_program_that_succeeds() {
         let limit = Duration::from_secs(20);
-        assert_eq!(finish(&mut shell("echo 1; echo 2 >&2"), limit), Ok("1\n".to_owned()));
+        assert_eq!(finish(&mut shell("echo 1; echo 2 >&2"), None, limit), Ok("1\n".to_owned()));
     }
 
     #[test]
     fn why_a_program_failed() {
         let limit = Duration::from_secs(20);
-        let failed = |script: &str| finish(&mut shell(script), limit).unwrap_err();
+        let failed = |script: &str| finish(&mut shell(script), None, limit).unwrap_err();
         assert_eq!(failed("echo error: no device >&2; echo bye >&2; exit 1"), "no device");
         assert_eq!(failed("echo out; exit 3"), "out");
         assert!(failed("exit 3").contains('3'));
-        let gone = finish(&mut Command::new("/nowhere/program"), limit).unwrap_err();
+        let gone = finish(&mut Command::new("/nowhere/program"), None, limit).unwrap_err();
         assert!(gone.contains("cannot start /nowhere/program"), "{gone}");
-        let slow = finish(&mut shell("exec sleep 30"), Duration::from_millis(100)).unwrap_err();
+        let slow =
+            finish(&mut shell("exec sleep 30"), None, Duration::from_millis(100)).unwrap_err();
         assert!(slow.contains("not finished within"), "{slow}");
     }
 
     #[test]
     fn a_client_whose_server_ends_is_not_repeated_forever() {
         let limit = Duration::from_secs(20);
-        let failed = pair(&mut shell("exit 1"), || shell("echo refused >&2; exit 1"), limit);
+        let failed = pair(&mut shell("exit 1"), || shell("echo refused >&2; exit 1"), None, limit);
         assert_eq!(failed, Err("its server ended: refused".to_owned()));
-        let served = pair(&mut shell("exec sleep 30"), || shell("echo done"), limit);
+        let served = pair(&mut shell("exec sleep 30"), || shell("echo done"), None, limit);
         assert_eq!(served, Ok("done\n".to_owned()));
     }
 }
