@@ -130,6 +130,7 @@ fn measured(arguments: &Arguments) -> Result<Report, Failure> {
     };
     let started = Instant::now();
     let date = machine::utc_now();
+    let version = spawn::own(&["--version"])?.trim().to_owned();
     progress("looking at the machine");
     let machine = machine::look()?;
     let verdicts = measure::verdicts()?;
@@ -140,7 +141,7 @@ fn measured(arguments: &Arguments) -> Result<Report, Failure> {
     Ok(Report {
         format: FORMAT,
         date,
-        version: spawn::own(&["--version"])?.trim().to_owned(),
+        version,
         command: command_line(),
         seconds: started.elapsed().as_secs_f64(),
         machine,

@@ -195,8 +195,8 @@ fn perftest(effort: Effort) -> Figure {
             client.arg("127.0.0.1");
             client
         };
-        pair(&mut server, client, Cores::choose(), LIMIT)
-            .map(|text| perftest_points(&text, effort.max))
+        // Not pinned: threads of the library need cores of their own.
+        pair(&mut server, client, None, LIMIT).map(|text| perftest_points(&text, effort.max))
     };
     let mut figure = figure(Kind::Bandwidth, name, shown, measured());
     // Another project's program, over this project's library.
