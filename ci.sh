@@ -13,7 +13,7 @@
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
 # pyverbs, python, wheels, nixl, book, chromium, cmake, pkg-config, verbs.h, net-lab, sanitizers,
-# msrv, no-std.
+# msrv, no-std, stranger.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -42,6 +42,8 @@ counts     | full        | machine instructions per packet do not exceed their c
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
 no-std     | full        | the protocol crate for a target without std, if it is installed
 package    | full        | the packages to publish build on their own
+stranger   | full        | a clean Debian root: deb, C, perftest, wheel, cargo; the Containerfile
+report     | full        | the page of warpwire report in headless Chromium: nothing is cut
 "
 
 missing() { # missing DEBIAN-PACKAGE...: installs those that are absent, if possible
@@ -173,6 +175,25 @@ step_package() {
   cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
     -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
     -p warpwire-ibpaths -p warpwire-nccl -p warpwire-capi -p warpwire-cli --allow-dirty --quiet
+}
+
+step_stranger() {
+  missing mmdebstrap dpkg-dev g++ || true # tools/stranger prints why it skips
+  tools/stranger
+  command -v mmdebstrap >/dev/null && [ "$(id -u)" = 0 ] || return 0
+  local packages
+  packages=$(mktemp -d)
+  PROFILE=dev tools/deb "$packages" >/dev/null
+  tools/containerfile --packages "$packages"
+  rm -rf "$packages"
+}
+step_report() {
+  missing chromium fonts-dejavu-core || true # tools/page-check prints why it skips
+  local folder
+  folder=$(mktemp -d)
+  "$(bin warpwire)" report --out "$folder/report.html"
+  tools/page-check "$folder/report.html" "$folder/report"
+  rm -rf "$folder"
 }
 
 prepare() {

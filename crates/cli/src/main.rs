@@ -11,6 +11,7 @@ mod ordered;
 mod output;
 mod perf;
 mod pingpong;
+mod report;
 mod run;
 mod sock;
 mod stat;
@@ -49,6 +50,7 @@ Examples:
   warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
+  warpwire report                       measurements of this machine, as an HTML page with plots
   warpwire verbs -- ib_write_bw -x 0    any RDMA program, without an RDMA device
   warpwire nccl -- torchrun train.py    NCCL programs, without an RDMA device
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -72,6 +74,7 @@ enum Command {
     Nccl(nccl::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
+    Report(report::Arguments),
     Run(run::Arguments),
     Sock(sock::Arguments),
     Stat(stat::Arguments),
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
         Command::Nccl(arguments) => nccl::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
+        Command::Report(arguments) => report::run(&arguments),
         Command::Run(arguments) => run::run(&arguments),
         Command::Sock(arguments) => sock::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),

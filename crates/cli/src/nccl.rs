@@ -16,8 +16,9 @@ use crate::verbs::{launch, library_folders, list};
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Folder with libnccl-net-warpwire.so [default: the folder of this command, or
-    /// ../lib/warpwire]
+    /// Folder with libnccl-net-warpwire.so [default: where packages and tools/install put it:
+    /// ../lib/warpwire, ../lib/ARCH-linux-gnu/warpwire or ../lib, seen from this command; or its own
+    /// folder]
     #[arg(long, value_name = "DIR")]
     libraries: Option<PathBuf>,
 
@@ -96,7 +97,8 @@ fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     let found = paths.filter(|path| path.is_file()).find_map(|path| path.canonicalize().ok());
     found.ok_or_else(|| {
         Failure::Usage(format!(
-            "no {} in {}; run tools/install-nccl DIR and pass --libraries DIR",
+            "no {} in {}; install the package warpwire, or run tools/install-nccl DIR and pass \
+             --libraries DIR",
             NAMES[0],
             list(&folders)
         ))

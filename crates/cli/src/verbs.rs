@@ -19,8 +19,9 @@ use crate::output::{self, Failure};
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Folder with libibverbs.so.1 and librdmacm.so.1 [default: the folder of this command, or
-    /// ../lib/warpwire]
+    /// Folder with libibverbs.so.1 and librdmacm.so.1 [default: where packages and tools/install
+    /// put them: ../lib/warpwire or ../lib/ARCH-linux-gnu/warpwire, seen from this command; or its
+    /// own folder]
     #[arg(long, value_name = "DIR")]
     libraries: Option<PathBuf>,
 
@@ -96,16 +97,26 @@ pub(crate) fn library_folders(folder: Option<&Path>) -> Vec<PathBuf> {
         Some(folder) => vec![folder.to_owned()],
         None => {
             let own = std::env::current_exe().ok();
-            let own = own.as_deref().and_then(Path::parent).map(Path::to_owned);
-            own.map(|own| vec![own.join("../lib/warpwire"), own]).unwrap_or_default()
+            own.as_deref().and_then(Path::parent).map(folders_near).unwrap_or_default()
         }
     }
 }
 
+/// Where libraries are installed, seen from the folder of the command: `tools/install`, Debian
+/// packages, wheels (`tools/wheel`), cargo's builds.
+fn folders_near(own: &Path) -> Vec<PathBuf> {
+    let multiarch = format!("../lib/{}-linux-gnu/warpwire", std::env::consts::ARCH);
+    let folders = ["../lib/warpwire", &multiarch, "../lib", "../ibverbs", "."];
+    folders.iter().map(|folder| own.join(folder)).collect()
+}
+
 /// Folders, for people.
 pub(crate) fn list(folders: &[PathBuf]) -> String {
-    let folders: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
-    folders.join(" or ")
+    // As they would be typed: without `..`, where they exist.
+    let shown = |folder: &PathBuf| {
+        folder.canonicalize().unwrap_or_else(|_| folder.clone()).display().to_string()
+    };
+    folders.iter().map(shown).collect::<Vec<_>>().join(", ")
 }
 
 /// The library in this folder, or in those where it is usually installed.
@@ -119,8 +130,8 @@ fn find(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     };
     folders.iter().find_map(library_in).ok_or_else(|| {
         Failure::Usage(format!(
-            "no libibverbs.so.1 with {PRELOAD} in {}; run tools/install-ibverbs DIR and pass \
-             --libraries DIR",
+            "no libibverbs.so.1 with {PRELOAD} in {}; install the package warpwire, or run \
+             tools/install-ibverbs DIR and pass --libraries DIR",
             list(&folders)
         ))
     })
@@ -241,6 +252,23 @@ mod tests {
             std::fs::write(folder.path().join(name), "").unwrap();
         }
         folder
+    }
+
+    #[test]
+    fn libraries_of_every_kind_of_installation_are_found() {
+        let multiarch = format!("lib/{}-linux-gnu/warpwire", std::env::consts::ARCH);
+        for place in ["lib/warpwire", &multiarch, "lib", "ibverbs", "bin"] {
+            let prefix = tempfile::tempdir().unwrap();
+            let (bin, folder) = (prefix.path().join("bin"), prefix.path().join(place));
+            for folder in [&bin, &folder] {
+                std::fs::create_dir_all(folder).unwrap();
+            }
+            let holds = |folder: &&PathBuf| folder.join(PRELOAD).is_file();
+            assert_eq!(folders_near(&bin).iter().find(holds), None);
+            std::fs::write(folder.join(PRELOAD), "").unwrap();
+            let found = folders_near(&bin).iter().find(holds).cloned().unwrap();
+            assert_eq!(found.canonicalize().unwrap(), folder.canonicalize().unwrap());
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod nccl;
 mod ordered;
 mod perf;
 mod pingpong;
+mod report;
 mod run;
 mod sock;
 mod verbs;
