@@ -95,6 +95,8 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("pip install nixl", "tools/nixl-test installs it"),
     ("S=$(python3 -c", "tools/nixl-test installs it"),
     ("NIXL_PLUGIN_DIR=", "tools/nixl-test runs the program; servers need a GPU"),
+    ("sudo apt-get install ./packages", "tools/stranger installs them in a clean root"),
+    ("docker", "no container engine; tools/containerfile runs the steps"),
     ("redis-cli", "tools/sock-clients runs it"),
     ("curl", "tools/sock-clients runs it"),
 ];
