@@ -11,8 +11,8 @@ use crate::{doctor::system_at, output};
 /// Show the distances of GPUs, NICs and CPUs, NVLinks, and the best NIC for each GPU
 ///
 /// Prints a matrix in the notation of `nvidia-smi topo -m`, with a legend: PCIe paths from /sys,
-/// NVLinks from NVIDIA's libnvidia-ml.so.1, if there is a GPU. Needs no root. NICs are RDMA devices,
-/// and network interfaces without an RDMA device.
+/// NVLinks from NVIDIA's libnvidia-ml.so.1, if there is a GPU. Needs no root. NICs are RDMA
+/// devices, and network interfaces without an RDMA device.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {

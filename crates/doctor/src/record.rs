@@ -16,9 +16,9 @@ const HOME: &str = "/home/user";
 ///
 /// Left out, or replaced: host names (which nothing reads), addresses in GIDs, GPU UUIDs, the
 /// configuration space of PCIe ports but for access control, the kernel command line but for the
-/// IOMMU's options, mounts but for the root's, and the home folder in paths. What remains are
-/// names of devices and interfaces, versions, limits, and the variables that decide which
-/// libraries programs load.
+/// IOMMU's options, addresses in the kernel, mounts but for the root's, and the home folder in
+/// paths. What remains are names of devices and interfaces, versions, limits, and the variables
+/// that decide which libraries programs load.
 ///
 /// # Errors
 /// As for [`Evidence::gather`].
@@ -100,9 +100,18 @@ fn strip(files: &mut MachineFiles, system: &System, path: &str, text: &str) {
             files.set_text(path, &keep(&root));
         }
         "/proc/meminfo" => files.set_text(path, &keep(&|line| line.starts_with("Huge"))),
+        "/proc/modules" => {
+            // The other words are sizes, users, and addresses in the kernel.
+            let names = text.lines().filter_map(|line| line.split_whitespace().next());
+            files.set_text(path, &names.collect::<Vec<_>>().join("\n"));
+        }
         "/proc/1/cgroup" => files.set_text(path, &without_identifiers(text)),
         _ if name == "information" => {
             files.set_text(path, &keep(&|line| !line.trim_start().starts_with("GPU UUID")));
+        }
+        // The first six lines are the BARs.
+        _ if name == "resource" => {
+            files.set_text(path, &text.lines().take(6).collect::<Vec<_>>().join("\n"));
         }
         _ if name == "config" => strip_config(files, system, path),
         _ if path.contains("/gids/") => {

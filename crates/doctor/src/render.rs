@@ -253,7 +253,7 @@ mod tests {
             report().to_text(false),
             "Verdicts\n\
              GPU: NO, because there is none, or it is hidden\n    fix: buy one\n\
-             NCCL would use: Socket (TCP)\n\
+             NCCL would use: Socket (TCP) (expected, not tried)\n\
              \nGPU\n\
              PASS  driver          version 580\n\
              PASS  /dev/nvidia0…1  may be used\n\
@@ -270,7 +270,7 @@ mod tests {
     fn lines_are_wrapped() {
         let text = report().render(TextStyle { colour: false, width: 40 });
         assert!(text.lines().all(|line| line.chars().count() <= 52), "{text}");
-        assert!(text.contains("NO, because there is none, or it\n    is hidden\n"), "{text}");
+        assert!(text.contains("NO, because there is none, or\n    it is hidden\n"), "{text}");
         assert!(text.contains("FAIL  node\n      miss [31ming here and elsewhere\n      fix: run"));
     }
 
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(
             report().brief(TextStyle::default()),
             "GPU: NO, because there is none, or it is hidden; fix: buy one\n\
-             NCCL would use: Socket (TCP)\n"
+             NCCL would use: Socket (TCP) (expected, not tried)\n"
         );
     }
 

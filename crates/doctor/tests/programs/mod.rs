@@ -167,6 +167,21 @@ fn rdma_programs_see_what_their_library_has() {
 }
 
 #[test]
+fn soft_roce_serves_programs() {
+    let machine = Machine::recorded("soft-roce");
+    let report = machine.report();
+    assert_eq!(report.answer("rdma"), Some(Answer::Partly), "not hardware");
+    assert_eq!((report.nccl.network, report.answer("verbs")), ("IB", Some(Answer::Yes)));
+    for device in ["rxe0", "rxe2"] {
+        let state = format!("/sys/devices/virtual/infiniband/{device}/ports/1/state");
+        machine.write(&state, "1: DOWN");
+    }
+    let report = machine.report();
+    assert_eq!((report.nccl.network, report.answer("verbs")), ("Socket", Some(Answer::No)));
+    assert!(told(&report, "rdma").contains("no port of rxe0 is active"));
+}
+
+#[test]
 fn gpudirect_is_a_question_of_pairs() {
     let report = Machine::recorded("nvlink-bridge").report();
     let verdict = report.verdict("gpudirect").unwrap();

@@ -12,13 +12,14 @@ use warpwire_doctor::{Evidence, Report, Topology};
 
 /// The names of all recorded machines.
 #[allow(dead_code)] // not every test binary uses it
-pub(crate) const MACHINES: [&str; 8] = [
+pub(crate) const MACHINES: [&str; 9] = [
     "no-gpu",
     "h200-no-nic",
     "eight-gpu-server",
     "peermem-missing",
     "proprietary-driver",
     "nvlink-bridge",
+    "soft-roce",
     "container-without-infiniband",
     "broken",
 ];

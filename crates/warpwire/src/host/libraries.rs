@@ -52,6 +52,9 @@ impl System {
     /// folders, in this order.
     pub fn find_library(&self, name: &str, path: &LibraryPath) -> Option<FoundLibrary> {
         let found = |path: String, by| Some(FoundLibrary { path, by });
+        if name.is_empty() {
+            return None;
+        }
         if name.contains('/') {
             return self
                 .exists(name)

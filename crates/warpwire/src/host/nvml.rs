@@ -33,7 +33,7 @@ pub enum NvLinkPeer {
 pub struct GpuLinks {
     /// The GPU.
     pub address: PciAddress,
-    /// The NUMA node that its memory is, where CPUs and GPUs share memory (Grace); `None` elsewhere.
+    /// The NUMA node that its memory is, where CPUs and GPUs share memory (Grace); else `None`.
     pub numa_node: Option<u32>,
     /// The other end of each active link, in order of their numbers.
     pub links: Vec<NvLinkPeer>,

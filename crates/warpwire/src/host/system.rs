@@ -103,6 +103,11 @@ impl System {
             let files = MachineFiles::parse(&String::from_utf8_lossy(&bytes)).map_err(|error| {
                 Error::new(Kind::Malformed, what.clone()).why(error.reason().to_owned()).fix(fix)
             })?;
+            if files.entries().is_empty() {
+                return Err(Error::new(Kind::InvalidArgument, what)
+                    .why("the file is empty")
+                    .fix(fix));
+            }
             return Ok(Self::of(files));
         }
         if fs::read_dir(&root).map_err(unreadable)?.next().is_none() {
