@@ -5,6 +5,7 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod machine;
 mod mp;
 mod nccl;
 mod ordered;
@@ -80,7 +81,17 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let words = perf::perftest::normalize(std::env::args_os());
+    let arguments = match Arguments::try_parse_from(&words) {
+        Ok(arguments) => arguments,
+        Err(error) => match perf::perftest::explain(&words, &error) {
+            Some(answer) => {
+                output::note(&format!("error: {answer}"));
+                return ExitCode::from(USAGE_ERROR);
+            }
+            None => error.exit(),
+        },
+    };
     let outcome = start_log().and_then(|()| match arguments.command {
         Command::Async(arguments) => ordered::run(&arguments),
         Command::Copy(arguments) => copy::run(&arguments),

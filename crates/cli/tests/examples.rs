@@ -111,7 +111,9 @@ const TABLE: &[(&str, How)] = &[
     ),
     ("warpwire perf send lat --local -a", Run(&[], "--max 1KiB -n 20")),
     ("warpwire perf write bw --local --mem sim:0", Run(&[], BRIEF_PERF)),
-    ("warpwire perf write bw --device mlx5_0 10.0.0.1", NIC),
+    ("warpwire perf read lat --local -H", Run(&[], BRIEF_PERF)),
+    ("warpwire perf send bw --local -b -c UC", Run(&[], "-n 20 -t 4")),
+    ("warpwire perf write bw -d mlx5_0 --use_cuda=0 10.0.0.1", NIC),
     ("warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap", Run(&[], BRIEF_PERF)),
     (
         "warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'",
@@ -251,7 +253,7 @@ fn examples(page: &str) -> Vec<String> {
     let lines = page.lines().skip_while(|line| *line != "Examples:").skip(1);
     let lines = lines.take_while(|line| line.starts_with("  "));
     // A line that goes on with a description is indented further.
-    let lines = lines.filter(|line| !line.starts_with("   "));
+    let lines = lines.filter(|line| !line.starts_with("   ") && !line.starts_with("  # "));
     lines.map(|line| line.trim().split("  ").next().unwrap().to_owned()).collect()
 }
 
