@@ -44,6 +44,17 @@ pub(crate) fn note(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
+/// A figure with three significant digits, as in 0.00331, 2.85 or 1250.
+pub(crate) fn digits(value: f64) -> String {
+    if value == 0.0 || !value.is_finite() {
+        return format!("{value:.0}");
+    }
+    // Of the rounded value: 9.996 has the digits of 10.0.
+    let rounded: f64 = format!("{value:.2e}").parse().unwrap_or(value);
+    let decimals = (2.0 - rounded.abs().log10().floor()).clamp(0.0, 6.0);
+    format!("{rounded:.*}", decimals as usize)
+}
+
 /// Cuts a line that is longer than [`WIDTH`].
 pub(crate) fn fit(line: &str) -> String {
     if line.chars().count() <= WIDTH {
@@ -135,11 +146,28 @@ impl From<PostError> for Failure {
 pub(crate) struct Reporter {
     json: bool,
     spinner: ProgressBar,
+    /// Where the figures are measured, if they are figures.
+    machine: Option<Machine>,
+}
+
+/// A result with the machine that it was measured on.
+#[derive(serde::Serialize)]
+struct Measured<'a, T> {
+    machine: &'a Machine,
+    #[serde(flatten)]
+    result: &'a T,
 }
 
 impl Reporter {
     pub(crate) fn new(json: bool) -> Self {
-        Self { json, spinner: spinner() }
+        Self { json, spinner: spinner(), machine: None }
+    }
+
+    /// For a measurement: says if the machine is too busy, and adds `machine` to the JSON.
+    pub(crate) fn for_measurement(json: bool) -> Self {
+        let mut reporter = Self::new(json);
+        reporter.machine = Some(reporter.machine());
+        reporter
     }
 
     /// Sets the spinner's message.
@@ -193,12 +221,18 @@ impl Reporter {
     }
 
     /// Removes the spinner, and prints `result` with `--json`.
-    pub(crate) fn finish(self, result: &impl serde::Serialize) -> Result<(), Failure> {
+    pub(crate) fn finish(mut self, result: &impl serde::Serialize) -> Result<(), Failure> {
         self.spinner.finish_and_clear();
-        if !self.json {
-            return Ok(());
+        let machine = self.machine.take().map(|mut machine| {
+            self.finish_machine(&mut machine);
+            machine
+        });
+        match machine {
+            _ if !self.json => Ok(()),
+            Some(machine) => print_json(&Measured { machine: &machine, result }),
+            None => print_json(result),
         }
-        print_json(result).map_err(Failure::Runtime)
+        .map_err(Failure::Runtime)
     }
 }
 
@@ -235,6 +269,23 @@ mod tests {
         assert_eq!(wrap("# a: ", "# ", ""), "# a:\n");
         // A word that is longer than a line stays whole.
         assert_eq!(wrap("# ", "# ", &"x".repeat(120)).lines().count(), 1);
+    }
+
+    #[test]
+    fn figures_have_three_digits() {
+        for (value, wanted) in [
+            (0.0, "0"),
+            (0.003_312, "0.00331"),
+            (0.999_6, "1.00"),
+            (2.849, "2.85"),
+            (9.996, "10.0"),
+            (99.96, "100"),
+            (241.55, "242"),
+            (1234.5, "1230"),
+            (1e-9, "0.000000"),
+        ] {
+            assert_eq!(digits(value), wanted, "{value}");
+        }
     }
 
     #[test]

@@ -62,7 +62,7 @@ fn open(
         return Ok((Context::open_device_with(name, options)?, None));
     }
     let (link, capture) =
-        links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
+        links::make(&arguments.link, local_ip, arguments.fault, arguments.capture())?;
     let options = HcaOptions::default()
         .with_progress_mode(arguments.progress.mode())
         .with_direct(!arguments.no_direct)
@@ -274,9 +274,12 @@ impl Endpoint {
         Ok(None)
     }
 
-    /// Flushes the packet capture, if there is one.
-    pub(super) fn finish(&self) -> Result<(), Failure> {
-        self.capture.as_ref().map_or(Ok(()), |capture| Ok(capture.finish()?))
+    /// Flushes the packet capture, if there is one; returns the number of packets for which it had
+    /// no room.
+    pub(super) fn finish(&self) -> Result<u64, Failure> {
+        let Some(capture) = &self.capture else { return Ok(0) };
+        capture.finish()?;
+        Ok(capture.omitted())
     }
 }
 

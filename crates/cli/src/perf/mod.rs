@@ -174,6 +174,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 
+    /// Max length of the capture; later packets are not in it
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", requires = "pcap",
+        value_parser = memory_size)]
+    pcap_max: u64,
+
     /// What advances the device: polling threads with a fallback thread, polling threads alone, or
     /// a dedicated thread
     #[arg(long, value_name = "MODE", default_value = "auto")]
@@ -391,6 +396,11 @@ impl Arguments {
         };
         test.check_combination().map_err(|why| Failure::Usage(why.to_owned()))?;
         Ok(test)
+    }
+
+    /// The capture file and its max length.
+    fn capture(&self) -> Option<(&std::path::Path, u64)> {
+        self.pcap.as_deref().map(|path| (path, self.pcap_max))
     }
 
     /// Memory of this side.

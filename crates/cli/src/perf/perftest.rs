@@ -1,14 +1,14 @@
-//! Options of perftest (`ib_write_bw` and its kin) that are spelled otherwise here, or are not here.
+//! Options of perftest (`ib_write_bw` and its kin) that are spelled otherwise here, or missing.
 
 use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// An option of perftest: its letter, its name with dashes, and the answer.
-type Option3 = (Option<char>, &'static str, &'static str);
+type Other = (Option<char>, &'static str, &'static str);
 
 /// perftest's options that this command does not take.
-const OTHERS: &[Option3] = &[
+const OTHERS: &[Other] = &[
     (
         Some('R'),
         "rdma-cm",

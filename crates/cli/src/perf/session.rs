@@ -185,7 +185,13 @@ fn run_test(
     let counters = endpoint.context.stats().map(|stats| stats.pairs);
     // A side that exits early leaves the peer's last packets unacknowledged.
     peer.barrier()?;
-    endpoint.finish()?;
+    let omitted = endpoint.finish()?;
+    if let (Some((path, max_bytes)), 1..) = (arguments.capture(), omitted) {
+        let (path, max_bytes) = (path.display(), warpwire::units::bytes(max_bytes));
+        reporter.note(&format!(
+            "# {path} is full at {max_bytes}: {omitted} packets are not in it; see --pcap-max"
+        ));
+    }
     if !arguments.announce {
         reporter.finish_machine(&mut machine);
     }
