@@ -334,6 +334,15 @@ fn lost_packets_are_retransmitted_and_captured() {
     assert_eq!(report["rows"][0]["verified"], true);
     assert_positive(&report["counters"]["resent"]);
     assert!(capture.metadata().unwrap().len() > 50 * 65536);
+    let short = folder.path().join("short.pcap");
+    let words = ["perf", "write", "bw", "--local", "-n", "50", "--pcap", short.to_str().unwrap()];
+    let output = run(&[&words[..], &["--pcap-max", "100KiB"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stderr(&output).contains("short.pcap is full at 100 KiB"), "{}", stderr(&output));
+    let len = short.metadata().unwrap().len();
+    assert!((90 << 10..=100 << 10).contains(&len), "{len}");
+    let alone = run(&["perf", "write", "bw", "--local", "--pcap-max", "100KiB"]);
+    assert_eq!(alone.status.code(), Some(2), "{}", stderr(&alone));
 }
 
 #[test]
@@ -636,10 +645,34 @@ fn stat_shows_a_running_process() {
     let once = stdout(&run(&["stat", &pid, "--once"]));
     assert!(once.contains("resent") && once.contains("hca0 "), "{once}");
     assert!(once.contains("hca0.0") && once.contains("hca0.1"), "{once}");
+    assert!(once.lines().all(|line| line.chars().count() <= 100), "{once}");
+    let wide = stdout(&run(&["stat", &pid, "-v", "-i", "0.1", "-c", "1"]));
+    assert!(wide.contains("pkts out") && wide.contains("#   rnr "), "{wide}");
+    assert!(wide.lines().all(|line| line.chars().count() <= 100), "{wide}");
+    let qps = stdout(&run(&["stat", &pid, "--qps", "--once"]));
+    let is_qp = |line: &&str| line.starts_with(&format!("{pid:>7} ")) && line.contains(" RTS ");
+    assert_eq!(qps.lines().filter(is_qp).count(), 4, "{qps}");
+    let json = stdout(&run(&["stat", &pid, "--qps", "--json", "-i", "0.1", "-c", "1"]));
+    let line: Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    assert_eq!(line["qps"].as_array().map(Vec::len), Some(4), "{line}");
+    assert!(line["qps"][0]["per_second"]["bytes_sent"].is_number(), "{line}");
+    let metrics = stdout(&run(&["stat", "--prometheus", &pid, "--qps"]));
+    for wanted in [
+        format!("\nwarpwire_tx_bytes_total{{pid=\"{pid}\",program=\"warpwire\",device=\"hca0\"}} "),
+        "\n# TYPE warpwire_tx_bytes_total counter\n".to_owned(),
+        "\nwarpwire_processes 1\n".to_owned(),
+        "\nwarpwire_qp_rx_packets_total{".to_owned(),
+    ] {
+        assert!(metrics.contains(&wanted), "{wanted}: {metrics}");
+    }
+    let both = run(&["stat", "--prometheus", "--json"]);
+    assert_eq!(both.status.code(), Some(2), "{}", stderr(&both));
     assert!(client.wait().unwrap().success());
-    let gone = run(&["stat", &pid]);
-    assert_eq!(gone.status.code(), Some(1));
-    assert!(stderr(&gone).contains(&pid), "{}", stderr(&gone));
+    for more in [&[][..], &["--prometheus"]] {
+        let gone = run(&[&["stat", &pid][..], more].concat());
+        assert_eq!(gone.status.code(), Some(1));
+        assert!(stderr(&gone).contains(&pid), "{}", stderr(&gone));
+    }
 }
 
 #[test]
