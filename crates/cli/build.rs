@@ -9,14 +9,13 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-env-changed=WARPWIRE_COMMIT");
     let target = std::env::var("TARGET").unwrap_or_default();
-    println!("cargo::rustc-env=WARPWIRE_TARGET={target}");
-    // A package has this file in the place of the repository.
+    // For builds of an archive, which has no repository.
     let given = std::env::var("WARPWIRE_COMMIT").ok().filter(|commit| !commit.is_empty());
     let commit = given.or_else(commit).map_or_else(String::new, |commit| format!("{commit}, "));
     println!("cargo::rustc-env=WARPWIRE_BUILD={commit}{target}");
 }
 
-/// The commit of this crate's own repository, with a plus sign if files of it were changed.
+/// The commit of this crate's own repository.
 fn commit() -> Option<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2)?;
     // Another repository that happens to contain the sources of a package is not meant.
@@ -28,7 +27,7 @@ fn commit() -> Option<String> {
         let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
         output.status.success().then_some(text)
     };
-    // The commit changes with these files; without them (a packed reference) it may be stale.
+    // A commit or a checkout changes these files.
     for name in ["HEAD", "logs/HEAD"] {
         let path = git(&["rev-parse", "--git-path", name])?;
         let path = root.join(path);
