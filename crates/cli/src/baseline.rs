@@ -49,6 +49,15 @@ impl Baseline {
         Ok(Self { stream_us, kernel_us })
     }
 
+    /// The baseline of a GPU; `None` of the simulated one, whose threads share the CPU with all
+    /// else: its baseline bounds nothing.
+    pub(crate) fn of_device(device: &Device) -> Result<Option<Self>, Failure> {
+        match device.info().backend {
+            Backend::Cuda => Self::measure(device).map(Some),
+            Backend::Sim => Ok(None),
+        }
+    }
+
     /// The baseline of a mode, by its name; `None` for the CPU's modes.
     pub(crate) fn of(&self, mode: &str) -> Option<f64> {
         match mode {
@@ -228,4 +237,22 @@ fn relay(
         std::hint::spin_loop();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The simulated GPU measures one, though it means nothing there.
+    #[test]
+    fn words_are_relayed_between_streams_and_between_kernels() {
+        let device = warpwire::mem::open("sim:0").unwrap();
+        let baseline = Baseline::measure(&device).unwrap_or_else(|why| panic!("{why:?}"));
+        assert!(baseline.stream_us > 0.0 && baseline.kernel_us > 0.0, "{baseline:?}");
+        assert!(Baseline::of_device(&device).unwrap_or_else(|why| panic!("{why:?}")).is_none());
+        let found = ratios(&baseline, [("cpu", 1.0), ("stream", 2.0 * baseline.stream_us)]);
+        assert_eq!(found.len(), 1);
+        assert!((found[0].ratio - 2.0).abs() < 1e-9 && found[0].mode == "stream");
+        assert!(ratio_line(8, &found).contains("stream 2.00 x its baseline"));
+    }
 }

@@ -5,6 +5,7 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod machine;
 mod mp;
 mod nccl;
 mod ordered;
@@ -13,6 +14,7 @@ mod perf;
 mod pingpong;
 mod report;
 mod run;
+mod shell;
 mod sock;
 mod stat;
 mod topo;
@@ -21,17 +23,21 @@ mod verbs;
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 /// Exit status for a wrong command line or environment setting; clap uses the same.
 const USAGE_ERROR: u8 = 2;
 
+/// Version, commit if it was built in a checkout, and target.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WARPWIRE_BUILD"), ")");
+
 const LOG_VARIABLE: &str = "WARPWIRE_LOG";
 
 /// RDMA and GPU memory: inspect this machine, measure it, run programs on it
 #[derive(Parser)]
-#[command(name = "warpwire", version, arg_required_else_help = true, after_help = EXAMPLES)]
+#[command(name = "warpwire", version = VERSION, max_term_width = 100,
+    arg_required_else_help = true, after_help = EXAMPLES)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -45,7 +51,7 @@ Examples:
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire async latency                round trips of messages sent by GPU streams and kernels
   warpwire pingpong 10.0.0.2            ping-pong with ibv_rc_pingpong on another machine
-  warpwire run -n 4 -- ./program        start 4 ranks on this machine
+  warpwire run -n 4 ./program           start 4 ranks on this machine
   warpwire mp pingpong                  messages between two ranks, timed and verified
   warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
@@ -66,10 +72,12 @@ Environment:
 #[derive(Subcommand)]
 enum Command {
     Async(ordered::Arguments),
+    Completions(shell::CompletionArguments),
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Devices(devices::Arguments),
     Doctor(doctor::Arguments),
+    Man(shell::ManArguments),
     Mp(mp::Arguments),
     Nccl(nccl::Arguments),
     Perf(Box<perf::Arguments>),
@@ -83,13 +91,25 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let words = perf::perftest::normalize(std::env::args_os());
+    let arguments = match Arguments::try_parse_from(&words) {
+        Ok(arguments) => arguments,
+        Err(error) => match perf::perftest::explain(&words, &error) {
+            Some(answer) => {
+                output::note(&format!("error: {answer}"));
+                return ExitCode::from(USAGE_ERROR);
+            }
+            None => error.exit(),
+        },
+    };
     let outcome = start_log().and_then(|()| match arguments.command {
         Command::Async(arguments) => ordered::run(&arguments),
+        Command::Completions(arguments) => shell::completions(&arguments, Arguments::command()),
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Man(arguments) => shell::man(&arguments, Arguments::command()),
         Command::Mp(arguments) => mp::run(&arguments),
         Command::Nccl(arguments) => nccl::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),

@@ -15,7 +15,7 @@ use warpwire::verbs::{
     Completion, Context, Cq, Mtu, Qp, QpOptions, ReceiveRequest, SendRequest, WrOp,
 };
 
-use crate::output::{self, Failure, Reporter};
+use crate::output::{self, Failure, HostPort, Reporter};
 use crate::perf::memory::{self, Buffer, MemoryChoice, RegisterBy};
 use crate::perf::{faults, links, mtu, seconds, size};
 
@@ -76,7 +76,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
     fault: Option<FaultPlan>,
 
-    /// Capture this side's packets to a pcap file, for Wireshark
+    /// Capture this side's packets, up to 64 MiB, to a pcap file for Wireshark
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 
@@ -100,7 +100,11 @@ Examples:
   ibv_rc_pingpong -g 1                    on a machine with a RoCE device, and here:
   warpwire pingpong 10.0.0.2              client
   warpwire pingpong 10.0.0.2 -e -s 1MiB -m 4096 --mem cuda:0
-  warpwire pingpong 127.0.0.1 --from 127.0.0.2    against a server on this machine";
+  # against a server on this machine
+  warpwire pingpong 127.0.0.1 --from 127.0.0.2";
+
+/// Max length of a capture.
+const PCAP_MAX: u64 = 64 << 20;
 
 /// The address of one side, as in the handshake.
 #[derive(Serialize)]
@@ -177,7 +181,9 @@ fn connect_peer(arguments: &Arguments, reporter: &Reporter) -> Result<Bootstrap,
     let timeout = Duration::from_secs_f64(arguments.timeout);
     if let Some(host) = &arguments.host {
         reporter.set_status(format!("connecting to {host}:{}", arguments.port));
-        return Ok(Bootstrap::connect((host.as_str(), arguments.port), timeout)?);
+        let host = HostPort(host, arguments.port);
+        let connect = || Bootstrap::connect(host, timeout);
+        return Ok(reporter.wait_for(&host.to_string(), connect)?);
     }
     let address = SocketAddr::new(arguments.bind, arguments.port);
     let listener = TcpListener::bind(address).map_err(|why| {
@@ -194,8 +200,12 @@ impl<'a> Endpoint<'a> {
     fn new(arguments: &'a Arguments, local_ip: IpAddr) -> Result<Self, Failure> {
         let address = arguments.from.unwrap_or(local_ip).to_canonical();
         let link = format!("udp:{}", SocketAddr::new(address, roce_port()));
-        let (link, capture) =
-            links::make(&link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
+        let (link, capture) = links::make(
+            &link,
+            local_ip,
+            arguments.fault,
+            arguments.pcap.as_deref().map(|path| (path, PCAP_MAX)),
+        )?;
         let context = Context::open(link)?;
         if arguments.mtu > context.max_mtu().bytes() {
             let max_mtu = context.max_mtu().bytes();

@@ -49,15 +49,15 @@ pub(crate) struct Arguments {
     #[arg(long, hide = true)]
     become_rank_of: Option<u32>,
 
-    /// Program to start, and its arguments
-    #[arg(required = true, last = true, value_name = "PROGRAM")]
+    /// Program to start, and its arguments; a -- before it is not necessary
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire run -n 4 -- ./solver --size 1024
-  warpwire run -n 2 --link udp -- warpwire mp pingpong
+  warpwire run -n 4 ./solver --size 1024
+  warpwire run -n 2 --link udp warpwire mp pingpong
 
 Environment of the ranks:
   WARPWIRE_RANK, WARPWIRE_SIZE, WARPWIRE_LOCAL_RANK, WARPWIRE_LOCAL_SIZE
@@ -73,6 +73,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         return Err(exec_program(parent, &arguments.program));
     }
     let job = Job {
+        command: "run",
         ranks: arguments.ranks.into(),
         raw: arguments.raw,
         grace: arguments.grace,
@@ -98,6 +99,8 @@ fn exec_program(parent: u32, program: &[OsString]) -> String {
 
 /// Ranks to start.
 pub(crate) struct Job {
+    /// The subcommand that starts them, for messages.
+    pub(crate) command: &'static str,
     pub(crate) ranks: usize,
     pub(crate) raw: bool,
     pub(crate) grace: Duration,
@@ -273,7 +276,8 @@ fn supervise(job: &Job, ranks: &mut [Rank], signals_rx: &Receiver<i32>) -> ExitC
             if !status.success() && terminating_since.is_none() {
                 let _ = writeln!(
                     std::io::stderr(),
-                    "warpwire run: rank {rank} {}",
+                    "warpwire {}: rank {rank} {}",
+                    job.command,
                     describe_exit(status)
                 );
                 first_failure.get_or_insert((rank, status));

@@ -293,3 +293,52 @@ fn demo_fails_cleanly_when_the_device_does() {
         assert!(!stdout(&output).contains("verified"), "{setting}");
     }
 }
+
+#[test]
+fn the_version_names_commit_and_target() {
+    let text = crate::stdout(&crate::warpwire().arg("--version").output().unwrap());
+    let rest = text.trim().strip_prefix(&format!("warpwire {} (", env!("CARGO_PKG_VERSION")));
+    let build = rest.and_then(|rest| rest.strip_suffix(')')).unwrap_or_else(|| panic!("{text}"));
+    let (commit, target) = build.split_once(", ").unwrap_or(("", build));
+    assert!(target.contains("linux"), "{text}");
+    assert!(commit.chars().all(|c| c.is_ascii_hexdigit()), "{text}");
+}
+
+#[test]
+fn completions_know_every_command() {
+    for shell in ["bash", "zsh", "fish"] {
+        let output = crate::warpwire().args(["completions", shell]).output().unwrap();
+        let text = crate::stdout(&output);
+        assert!(output.status.success() && text.contains("perf"), "{shell}");
+        assert!(text.contains("run-infinitely") && text.contains("prometheus"), "{shell}");
+    }
+    let script = crate::stdout(&crate::warpwire().args(["completions", "bash"]).output().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("warpwire");
+    std::fs::write(&file, script).unwrap();
+    let checked = std::process::Command::new("bash").arg("-n").arg(&file).output().unwrap();
+    assert!(checked.status.success(), "{}", crate::stderr(&checked));
+    let unknown = crate::warpwire().args(["completions", "dos"]).output().unwrap();
+    assert_eq!(unknown.status.code(), Some(2));
+}
+
+#[test]
+fn man_pages_of_every_command() {
+    let page = crate::stdout(&crate::warpwire().arg("man").output().unwrap());
+    assert!(page.contains(".TH") && page.contains("warpwire\\-perf(1)"), "{page}");
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("a/man1");
+    let output = crate::warpwire().arg("man").arg(&pages).output().unwrap();
+    assert!(output.status.success(), "{}", crate::stderr(&output));
+    for name in ["warpwire", "warpwire-perf", "warpwire-mp-all_reduce", "warpwire-sock-kv"] {
+        let text = std::fs::read_to_string(pages.join(format!("{name}.1"))).unwrap();
+        assert!(text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"), "{name}");
+    }
+    let hidden = pages.join("warpwire-copy-sanity-child.1");
+    assert!(!hidden.exists(), "{}", hidden.display());
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let output = crate::warpwire().arg("man").arg(&file).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(crate::stderr(&output).contains("cannot write to"), "{}", crate::stderr(&output));
+}

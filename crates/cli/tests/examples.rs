@@ -116,6 +116,17 @@ pub const TABLE: &[(&str, How)] = &[
     ("warpwire copy plan", Run(&[], "")),
     ("warpwire copy plan --recalibrate", Run(&[], "")),
     ("WARPWIRE_COPY=write=64KiB,read=512 warpwire copy plan", Run(&[], "")),
+    (
+        "warpwire completions bash > ~/.local/share/bash-completion/completions/warpwire",
+        Run(&[("> ~/.local/share/bash-completion/completions/warpwire", "")], ""),
+    ),
+    ("warpwire completions zsh > ~/.zfunc/_warpwire", Run(&[("> ~/.zfunc/_warpwire", "")], "")),
+    (
+        "warpwire completions fish > ~/.config/fish/completions/warpwire.fish",
+        Run(&[("> ~/.config/fish/completions/warpwire.fish", "")], ""),
+    ),
+    ("warpwire man | man -l -", Run(&[("man -l -", "cat")], "")),
+    ("warpwire man ~/.local/share/man/man1", Run(&[("~/.local/share/man/man1", "pages")], "")),
     ("warpwire perf write bw --local", Run(&[], BRIEF_PERF)),
     ("warpwire perf write bw --local -q 8 --engines 4", Run(&[], BRIEF_PERF)),
     ("warpwire perf write bw --bind 0.0.0.0", Serve(&[("0.0.0.0", "127.0.0.1")], "-p 0")),
@@ -125,7 +136,9 @@ pub const TABLE: &[(&str, How)] = &[
     ),
     ("warpwire perf send lat --local -a", Run(&[], "--max 1KiB -n 20")),
     ("warpwire perf write bw --local --mem sim:0", Run(&[], BRIEF_PERF)),
-    ("warpwire perf write bw --device mlx5_0 10.0.0.1", NIC),
+    ("warpwire perf read lat --local -H", Run(&[], BRIEF_PERF)),
+    ("warpwire perf send bw --local -b -c UC", Run(&[], "-n 20 -t 4")),
+    ("warpwire perf write bw -d mlx5_0 --use_cuda=0 10.0.0.1", NIC),
     ("warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap", Run(&[], BRIEF_PERF)),
     (
         "warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'",
@@ -153,10 +166,17 @@ pub const TABLE: &[(&str, How)] = &[
             "-p {port} -n 10",
         ),
     ),
-    ("warpwire run -n 4 -- ./program", Run(&[("./program", "true")], "")),
-    ("warpwire run -n 4 -- ./solver --size 1024", Run(&[("./solver", "echo")], "")),
-    ("warpwire run -n 2 --link udp -- warpwire mp pingpong", Run(&[], "-n 5 -s 8")),
-    ("warpwire run -n 2 --link udp -- warpwire mp putget", Run(&[], "-n 5 -s 8")),
+    ("warpwire run -n 4 ./program", Run(&[("./program", "true")], "")),
+    ("warpwire run -n 4 ./solver --size 1024", Run(&[("./solver", "echo")], "")),
+    ("warpwire run -n 2 --link udp warpwire mp pingpong", Run(&[], "-n 5 -s 8")),
+    ("warpwire run -n 2 --link udp warpwire mp putget", Run(&[], "-n 5 -s 8")),
+    ("warpwire mp sendrecv -s 64KiB,1MiB --json", Run(&[], "-n 5")),
+    ("warpwire mp all_reduce -n 4 -b 8 -e 1M -f 2", Run(&[("1M", "1K")], "--iters 5")),
+    (
+        "warpwire mp all_reduce -n 3 -d double -o max --mem sim:0 --json",
+        Run(&[], "-e 64 --iters 5"),
+    ),
+    ("warpwire mp broadcast -n 4 -r 1 --link udp", Run(&[], "-e 64 --iters 5")),
     ("warpwire mp pingpong", Run(&[], "-n 5 -s 8")),
     ("warpwire mp sendrecv --mem cuda:0 -s 1MiB", GPU),
     ("warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream", Run(&[], "-n 3 -s 8")),
@@ -234,7 +254,9 @@ pub const TABLE: &[(&str, How)] = &[
     ("warpwire sock bw --family warp --peer kernel", Run(&[], "-t 1MiB")),
     ("warpwire stat", ALONE),
     ("warpwire stat 4711 -i 5", Watch(&[("4711", "{pid}"), ("-i 5", "-i 0.1")], "-c 1")),
+    ("warpwire stat 4711 --qps", Watch(&[("4711", "{pid}")], "-i 0.1 -c 1")),
     ("warpwire stat --all --once", Watch(&[], "")),
+    ("warpwire stat --prometheus", Watch(&[], "")),
     ("warpwire stat --json | jq -c '[.per_second.bytes_sent, .totals.resent]'", ALONE),
 ];
 
@@ -265,7 +287,7 @@ fn examples(page: &str) -> Vec<String> {
     let lines = page.lines().skip_while(|line| *line != "Examples:").skip(1);
     let lines = lines.take_while(|line| line.starts_with("  "));
     // A line that goes on with a description is indented further.
-    let lines = lines.filter(|line| !line.starts_with("   "));
+    let lines = lines.filter(|line| !line.starts_with("   ") && !line.starts_with("  # "));
     lines.map(|line| line.trim().split("  ").next().unwrap().to_owned()).collect()
 }
 
@@ -400,6 +422,48 @@ impl Bench {
         if std::env::var_os("WARPWIRE_TIMES").is_some() {
             println!("{:6.2} s {command}", started.elapsed().as_secs_f64());
         }
+    }
+}
+
+/// Text of a terminal: descriptions stand beside commands, or above those that are too long.
+#[test]
+fn help_pages_fit_a_terminal() {
+    for page in pages() {
+        for line in page.lines() {
+            assert!(line.chars().count() <= 100, "{} columns: {line}", line.chars().count());
+        }
+        let lines = page.lines().skip_while(|line| *line != "Examples:").skip(1);
+        let columns: BTreeSet<usize> = lines
+            .take_while(|line| line.starts_with("  "))
+            .inspect(|line| assert!(!line.starts_with("   "), "a wrapped example: {line}"))
+            .filter_map(|line| {
+                let text = line.find(|c| c != ' ')?;
+                let gap = line[text..].find("  ")?;
+                let rest = &line[text + gap..];
+                Some(text + gap + rest.len() - rest.trim_start().len())
+            })
+            .collect();
+        assert!(columns.len() <= 1, "descriptions begin in columns {columns:?}: {page}");
+    }
+}
+
+/// Every example that is a command line of ours is understood, also where it cannot run.
+#[test]
+fn examples_of_every_help_page_parse() {
+    let pages = pages();
+    let all: BTreeSet<String> = pages.iter().flat_map(|page| examples(page)).collect();
+    let ours = all.iter().filter(|line| line.starts_with("warpwire ")).filter(|line| {
+        // These exec what follows them, or are told apart by what runs.
+        !["run", "verbs", "nccl"].iter().any(|name| line.starts_with(&format!("warpwire {name} ")))
+    });
+    for line in ours {
+        let line = line.split(['|', '>']).next().unwrap();
+        // No example has blanks inside quotes but in a request of HTTP.
+        let line = line.replace("GET / HTTP/1.0", "GET/");
+        let words = line.split_whitespace().skip(1).map(|word| word.trim_matches('\''));
+        // A request for help is granted once all that stands before it is understood.
+        let output = warpwire().args(words).arg("--help").output().unwrap();
+        assert!(output.status.success(), "{line}: {}", crate::stderr(&output));
     }
 }
 

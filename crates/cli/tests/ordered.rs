@@ -37,7 +37,7 @@ fn sanity_checks_everything() {
 }
 
 #[test]
-fn latency_shows_each_mode_and_the_baseline() {
+fn latency_shows_each_mode() {
     const SHORT: [&str; 7] = ["latency", "-s", "8,4096", "-n", "20", "-b", "10"];
     let variants = [
         &[][..],
@@ -56,12 +56,10 @@ fn latency_shows_each_mode_and_the_baseline() {
             assert_eq!(names, ["cpu", "stream", "graph", "kernel"]);
             modes.iter().for_each(|mode| assert_positive(&mode["plain"]["median_us"]));
         }
-        let baseline = &report["baseline"];
-        ["stream_us", "kernel_us"].iter().for_each(|name| assert_positive(&baseline[name]));
-        let ratios = report["ratios"].as_array().unwrap();
-        let modes: Vec<_> = ratios.iter().map(|ratio| ratio["mode"].as_str().unwrap()).collect();
-        assert_eq!(modes, ["stream", "graph", "kernel"]);
-        ratios.iter().for_each(|ratio| assert_positive(&ratio["ratio"]));
+        // The simulated GPU has none: it would bound nothing.
+        assert!(report["baseline"].is_null(), "{report}");
+        assert_eq!(report["ratios"].as_array().map(Vec::len), Some(0), "{report}");
+        assert!(report["machine"]["host"].is_string(), "{report}");
     }
     let report = json(&[&SHORT[..], &["-m", "kernel,cpu", "--processes"]].concat());
     let modes = report["rows"][1]["modes"].as_array().unwrap();

@@ -297,3 +297,18 @@ fn a_kernel_talks_to_a_kernel_of_another_process() {
         "{output_text}"
     );
 }
+
+#[test]
+fn addresses_without_a_port_get_advice() {
+    for words in [
+        &["sock", "serve", "--bind", "127.0.0.1"][..],
+        &["sock", "kv", "--bind", "localhost"],
+        &["sock", "similar", "--connect", "7001"],
+        &["sock", "load", "127.0.0.1"],
+    ] {
+        let output = crate::warpwire().args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        let text = crate::stderr(&output);
+        assert!(text.contains("write an address with a port, as in 127.0.0.1:7000"), "{text}");
+    }
+}

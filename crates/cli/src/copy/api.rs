@@ -67,7 +67,7 @@ struct Row {
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bench = arguments.target.open(arguments.size)?;
     let setting = bench.setting();
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.print(&setting.heading("api"))?;
     let first_us = bench.first_window.as_secs_f64() * 1e6;
     let first = figure(first_us);

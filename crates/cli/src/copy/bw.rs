@@ -14,7 +14,7 @@ use super::{Failure, Reporter};
 /// Measure the bandwidth of copies of one size
 ///
 /// Writes to device memory through a CPU window and reads from it, compared with the driver's
-/// copies (engine, cuMemcpy) and with the library's choice for that size (best), in GB/s (10^9
+/// copies (engine, cuMemcpy) and with the method that the library uses for that size, in GB/s (10^9
 /// bytes). All data is verified.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
@@ -99,9 +99,12 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         )));
     }
     let setting = bench.setting();
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.print(&setting.heading("bw"))?;
-    reporter.print(&format!("# {bytes} bytes at offset {}\n", arguments.offset))?;
+    reporter.print(&format!(
+        "# {bytes} bytes at offset {}; BW is that of the window\n",
+        arguments.offset
+    ))?;
     let copier = Copier::new(&bench.memory)?;
     let mut host = vec![0; usize::try_from(bytes).unwrap_or(0)];
     let task = Task { bench: &bench, copier: &copier, offset: arguments.offset };
@@ -120,8 +123,8 @@ fn line(name: &str, rates: &Rates) -> String {
     let (window, engine) = (figure(*window_gb_s), figure(*engine_gb_s));
     let (best, ratio) = (figure(*best_gb_s), figure(*ratio));
     format!(
-        "{:<9} {window} GB/s  engine: {engine} GB/s  ratio: {ratio}  best: {best} GB/s \
-         ({best_method})\n",
+        "{:<9} {window} GB/s  engine: {engine} GB/s  ratio: {ratio}  used: {best_method}, \
+         {best} GB/s\n",
         format!("{name} BW:")
     )
 }

@@ -139,7 +139,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let buffer_len = arguments.size + 64;
     let bench = arguments.target.open(buffer_len)?;
     let setting = bench.setting();
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.print(&setting.heading("lat"))?;
     reporter.set_status("starting");
     let plan = CopyPlan::for_device(&bench.device)?;

@@ -72,7 +72,7 @@ struct Outcome {
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bench = arguments.target.open(64)?;
     let setting = bench.setting();
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.print(&setting.heading("pingpong"))?;
     reporter.print(&format!("# words of {} bytes\n", arguments.size))?;
     let kernel = PingPong::load(&bench.device)?;

@@ -42,7 +42,7 @@ struct PlanReport<'a> {
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (device, no_cuda) = arguments.device.open()?;
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.set_status("measuring");
     let plan = match arguments.recalibrate {
         true => std::sync::Arc::new(CopyPlan::recalibrate(&device)?),
@@ -56,6 +56,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         reporter.print(&format!("# no CUDA device: {why}\n"))?;
     }
     reporter.print(&plan.to_string())?;
+    reporter.print("# used: by the rules above; single times waver, and may say otherwise\n")?;
     reporter.finish(&PlanReport { device: device.label(), plan: &plan })?;
     Ok(ExitCode::SUCCESS)
 }

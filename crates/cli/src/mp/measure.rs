@@ -93,9 +93,7 @@ impl<'a> Endpoint<'a> {
     /// and waits at its next barrier.
     pub(super) fn baseline(&self) -> Result<Option<Baseline>, Failure> {
         match (&self.device_runner, self.comm.rank()) {
-            (Some(device_runner), 0) => {
-                Baseline::measure(device_runner.borrow().stream.device()).map(Some)
-            }
+            (Some(device_runner), 0) => Baseline::of_device(device_runner.borrow().stream.device()),
             _ => Ok(None),
         }
     }

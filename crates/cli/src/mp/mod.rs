@@ -1,33 +1,67 @@
-//! `warpwire mp`: messages between two ranks, triggered by the CPU, a stream, a graph or a kernel.
+//! `warpwire mp`: messages between two ranks, triggered by the CPU, a stream, a graph or a kernel;
+//! collectives of N ranks.
 
+mod collective;
 mod measure;
 mod modes;
 mod table;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use warpwire::msg::{Comm, CommOptions, Launcher, RankInfo};
 use warpwire::units;
 
+use crate::machine::Machine;
 use crate::output::{self, Failure, Reporter};
 use crate::perf::memory::MemoryChoice;
 use crate::run::{self, Job};
+use collective::Collective;
 use measure::Endpoint;
 use modes::TransferKind;
 use table::Report;
 
-/// Measure messages between two ranks
+/// Measure messages between two ranks, and collectives
 ///
-/// Without a launcher it starts two ranks on this machine; under a launcher (warpwire run,
-/// torchrun, mpirun, srun) it is one of the two. Data is verified before each measurement; a
-/// difference is an error. Where a device sends, the baseline is measured in the same run: round
-/// trips of two streams, and of two kernels, with a relay thread in between and no HCA.
+/// Without a launcher it starts the ranks on this machine; under a launcher (warpwire run,
+/// torchrun, mpirun, srun) it is one of them. Data is verified; a difference is an error.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// What to measure
+    #[command(subcommand)]
+    test: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Half a round trip of a message
+    ///
+    /// Where a device sends, the baseline is measured in the same run: round trips of two streams,
+    /// and of two kernels, with a relay thread in between and no HCA. It is not measured on the
+    /// simulated GPU, whose times mean nothing.
+    #[command(after_help = PINGPONG_EXAMPLES)]
+    Pingpong(PointToPoint),
+    /// Writes to and reads from the peer's window, until the data has arrived
+    #[command(after_help = PUTGET_EXAMPLES)]
+    Putget(PointToPoint),
+    /// Both ranks send and receive simultaneously
+    #[command(after_help = SENDRECV_EXAMPLES)]
+    Sendrecv(PointToPoint),
+    /// Reductions of N ranks, in the shape of nccl-tests
+    #[command(name = "all_reduce", aliases = ["allreduce", "all-reduce"],
+        after_help = ALL_REDUCE_EXAMPLES)]
+    AllReduce(collective::Arguments),
+    /// Copies from one of N ranks to all, in the shape of nccl-tests
+    #[command(aliases = ["bcast"], after_help = BROADCAST_EXAMPLES)]
+    Broadcast(collective::Arguments),
+}
+
+/// A test of two ranks.
+#[derive(Args, Clone)]
+pub(crate) struct PointToPoint {
+    #[arg(skip)]
     test: Test,
 
     /// What sends and waits, a column each, separated by commas: cpu, stream, graph, kernel
@@ -60,7 +94,7 @@ pub(crate) struct Arguments {
     #[arg(long)]
     threads: bool,
 
-    /// Do not measure the baseline
+    /// Do not measure the baseline, which the simulated GPU has not in any case
     #[arg(long)]
     no_baseline: bool,
 
@@ -68,8 +102,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     timeout: Duration,
 
-    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "figures": […], "verified": …}],
-    /// "baseline": …, "ratios": […]}
+    /// Print JSON: {"machine": {…}, "test": …, "path": …, "rows": [{"size": …, "figures": […],
+    /// "verified": …}], "baseline": …, "ratios": […]}
     #[arg(long)]
     json: bool,
 }
@@ -78,15 +112,37 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire mp pingpong                         half round trips, two ranks on this machine
   warpwire mp sendrecv --mem cuda:0 -s 1MiB    both ranks send simultaneously
-  warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream
-  warpwire mp pingpong --mem cuda:0 --threads  all modes, both ranks in one process
-  warpwire run -n 2 --link udp -- warpwire mp putget
+  warpwire mp all_reduce -n 4 -b 8 -e 1M -f 2  four ranks, columns of nccl-tests
   torchrun --nproc-per-node 2 --no-python warpwire mp pingpong";
 
+const PINGPONG_EXAMPLES: &str = "\
+Examples:
+  warpwire mp pingpong                         two ranks on this machine
+  warpwire mp pingpong --mem cuda:0 --threads  all modes, both ranks in one process
+  warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream";
+
+const PUTGET_EXAMPLES: &str = "\
+Examples:
+  warpwire run -n 2 --link udp warpwire mp putget";
+
+const SENDRECV_EXAMPLES: &str = "\
+Examples:
+  warpwire mp sendrecv -s 64KiB,1MiB --json";
+
+const ALL_REDUCE_EXAMPLES: &str = "\
+Examples:
+  warpwire mp all_reduce -n 4 -b 8 -e 1M -f 2
+  warpwire mp all_reduce -n 3 -d double -o max --mem sim:0 --json";
+
+const BROADCAST_EXAMPLES: &str = "\
+Examples:
+  warpwire mp broadcast -n 4 -r 1 --link udp";
+
 /// The test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Test {
     /// Half a round trip of a message
+    #[default]
     Pingpong,
     /// Writes to and reads from the peer's window, until the data has arrived
     Putget,
@@ -95,6 +151,14 @@ pub(crate) enum Test {
 }
 
 impl Test {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pingpong => "pingpong",
+            Self::Putget => "putget",
+            Self::Sendrecv => "sendrecv",
+        }
+    }
+
     /// The transfers to measure, a column each.
     fn rounds(self) -> &'static [TransferKind] {
         match self {
@@ -144,7 +208,7 @@ fn duration(text: &str) -> Result<Duration, String> {
 /// Default of `--size`.
 const SIZES: [u64; 8] = [8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20];
 
-impl Arguments {
+impl PointToPoint {
     fn sizes(&self) -> Vec<u64> {
         match self.size.is_empty() {
             true => SIZES.to_vec(),
@@ -180,31 +244,49 @@ impl Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    let rank_info = RankInfo::from_env().map_err(|error| error.to_string())?;
-    output::exit_result(match rank_info.launcher {
-        Launcher::Standalone if arguments.threads => run_both_ranks(arguments),
-        Launcher::Standalone => start(arguments),
-        _ => run_rank(arguments, rank_info),
+    let of = |test, two: &PointToPoint| run_two(&PointToPoint { test, ..two.clone() });
+    output::exit_result(match &arguments.test {
+        Command::Pingpong(two) => of(Test::Pingpong, two),
+        Command::Putget(two) => of(Test::Putget, two),
+        Command::Sendrecv(two) => of(Test::Sendrecv, two),
+        Command::AllReduce(all) => collective::run(Collective::AllReduce, all),
+        Command::Broadcast(all) => collective::run(Collective::Broadcast, all),
     })
 }
 
-/// Starts this command again as two ranks.
-fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
+fn run_two(arguments: &PointToPoint) -> Result<ExitCode, Failure> {
+    let rank_info = RankInfo::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
+    match rank_info.launcher {
+        Launcher::Standalone if arguments.threads => run_both_ranks(arguments),
+        Launcher::Standalone => start(arguments),
+        _ => run_rank(arguments, rank_info),
+    }
+}
+
+/// This executable, and its arguments.
+fn this_command() -> Result<Vec<OsString>, Failure> {
     let program = std::env::current_exe()
         .map_err(|why| Failure::Runtime(format!("cannot find this executable: {why}")))?;
     let words = std::env::args_os().skip(1);
-    let program = std::iter::once(program.into_os_string()).chain(words).collect();
+    Ok(std::iter::once(program.into_os_string()).chain(words).collect())
+}
+
+/// Starts this command again as two ranks.
+fn start(arguments: &PointToPoint) -> Result<ExitCode, Failure> {
+    // What both ranks would refuse is refused once.
+    options(arguments)?;
     run::launch(&Job {
+        command: "mp",
         ranks: 2,
         raw: true,
         grace: Duration::from_secs(2),
         link: arguments.link.clone(),
-        program,
+        program: this_command()?,
     })
 }
 
 /// Runs both ranks as threads of this process.
-fn run_both_ranks(arguments: &Arguments) -> Result<ExitCode, Failure> {
+fn run_both_ranks(arguments: &PointToPoint) -> Result<ExitCode, Failure> {
     let comms = Comm::local_with(2, &options(arguments)?)?;
     std::thread::scope(|scope| {
         let rank = |comm| scope.spawn(move || measure_or_abort(arguments, &{ comm }));
@@ -219,7 +301,7 @@ fn run_both_ranks(arguments: &Arguments) -> Result<ExitCode, Failure> {
     })
 }
 
-fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
+fn options(arguments: &PointToPoint) -> Result<CommOptions, Failure> {
     if arguments.needs_device() && arguments.mem == MemoryChoice::Host {
         let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
         return Err(Failure::Usage(message));
@@ -234,16 +316,20 @@ fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
     Ok(options)
 }
 
-fn run_rank(arguments: &Arguments, rank_info: RankInfo) -> Result<ExitCode, Failure> {
+fn run_rank(arguments: &PointToPoint, rank_info: RankInfo) -> Result<ExitCode, Failure> {
     let options = options(arguments)?;
     if rank_info.size != 2 {
-        let message = format!("mp needs two ranks, not {}", rank_info.size);
+        let message = format!(
+            "mp {} needs two ranks, not {}; all_reduce and broadcast take more",
+            arguments.test.name(),
+            rank_info.size
+        );
         return Err(Failure::Usage(message));
     }
     measure_or_abort(arguments, &Comm::open(rank_info, options)?)
 }
 
-fn measure_or_abort(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
+fn measure_or_abort(arguments: &PointToPoint, comm: &Comm) -> Result<ExitCode, Failure> {
     let outcome = measure_all(arguments, comm);
     if let Err(Failure::Runtime(why) | Failure::Usage(why)) = &outcome {
         comm.abort(why.clone());
@@ -251,14 +337,15 @@ fn measure_or_abort(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Fail
     outcome
 }
 
-fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
+fn measure_all(arguments: &PointToPoint, comm: &Comm) -> Result<ExitCode, Failure> {
     let sizes = arguments.sizes();
     let max_size = sizes.iter().copied().max().unwrap_or(1);
     let endpoint =
         Endpoint::new(comm, &arguments.mem, max_size, arguments.needs_device(), arguments.timeout)?;
     let is_reporter = comm.rank() == 0;
     let reporter = Reporter::new(arguments.json || !is_reporter);
-    let mut report = Report::new(arguments.test, comm, &endpoint)?;
+    let machine = if is_reporter { reporter.machine() } else { Machine::now() };
+    let mut report = Report::new(machine, arguments.test, comm, &endpoint)?;
     if !arguments.no_baseline {
         reporter.set_status("baseline");
         report.baseline = endpoint.baseline()?;
@@ -283,6 +370,9 @@ fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> 
     }
     reporter.print(&report.compare())?;
     comm.finish(arguments.timeout)?;
+    if is_reporter {
+        reporter.finish_machine(&mut report.machine);
+    }
     match is_reporter {
         true if arguments.json => reporter.finish(&report)?,
         _ => drop(reporter),

@@ -8,7 +8,8 @@ use warpwire::msg::Comm;
 use super::measure::Endpoint;
 use super::{Mode, Test};
 use crate::baseline::{self, Baseline, Ratio};
-use crate::output::Failure;
+use crate::machine::Machine;
+use crate::output::{Failure, digits};
 
 /// One column of a row.
 #[derive(Serialize)]
@@ -28,6 +29,7 @@ pub(super) struct Row {
 
 #[derive(Serialize)]
 pub(super) struct Report {
+    pub(super) machine: Machine,
     test: &'static str,
     ranks: usize,
     /// Link path between the ranks.
@@ -42,16 +44,18 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub(super) fn new(test: Test, comm: &Comm, endpoint: &Endpoint<'_>) -> Result<Self, Failure> {
-        let test = match test {
-            Test::Pingpong => "pingpong",
-            Test::Putget => "putget",
-            Test::Sendrecv => "sendrecv",
-        };
+    pub(super) fn new(
+        machine: Machine,
+        test: Test,
+        comm: &Comm,
+        endpoint: &Endpoint<'_>,
+    ) -> Result<Self, Failure> {
+        let test = test.name();
         let path = comm.path(1 - comm.rank())?.to_string();
         let memory = endpoint.out.registration().path().to_string();
         let (rows, ratios) = (Vec::new(), Vec::new());
-        Ok(Self { test, ranks: comm.size(), path, memory, rows, baseline: None, ratios })
+        let ranks = comm.size();
+        Ok(Self { machine, test, ranks, path, memory, rows, baseline: None, ratios })
     }
 
     pub(super) fn head(&self, columns: &[(Mode, Duration)]) -> String {
@@ -70,14 +74,14 @@ impl Report {
         };
         let names: Vec<String> = columns.iter().flat_map(name).collect();
         let mut head = format!(
-            " {}: {meaning}, microseconds (GB/s); {}; {}\n {:>10} {:>8}",
+            "# mp {}: {meaning}, us (GB/s); {}; {}\n {:>10} {:>8}",
             self.test,
             self.memory,
             self.path.split([';', ':']).next().unwrap_or_default(),
             "bytes",
             "times"
         );
-        names.iter().for_each(|name| head += &format!(" {name:>20}"));
+        names.iter().for_each(|name| head += &format!(" {name:>18}"));
         head + "\n"
     }
 
@@ -98,8 +102,9 @@ impl Row {
     pub(super) fn render(&self) -> String {
         let mut line = format!(" {:>10} {:>8}", self.size, self.iterations);
         for figure in &self.figures {
-            let text = format!("{:.2} ({:.2})", figure.microseconds, figure.gigabytes_per_second);
-            line += &format!(" {text:>20}");
+            let (time, rate) = (figure.microseconds, figure.gigabytes_per_second);
+            let text = format!("{} ({})", digits(time), digits(rate));
+            line += &format!(" {text:>18}");
         }
         line + "\n"
     }

@@ -143,7 +143,8 @@ struct Report {
     one_engine: bool,
     compute_us: Option<f64>,
     rows: Vec<Row>,
-    baseline: Baseline,
+    /// `None` on the simulated GPU, where it bounds nothing.
+    baseline: Option<Baseline>,
     /// Round trips of the smallest message, divided by the baseline.
     ratios: Vec<Ratio>,
 }
@@ -207,19 +208,20 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         run_all(Role::Pong, &device, arguments, &plan, &mut bootstrap, &mut |_, _| Ok(()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let reporter = Reporter::new(arguments.json);
+    let reporter = Reporter::for_measurement(arguments.json);
     reporter.print(&heading(arguments, &device, no_cuda.as_deref()))?;
     reporter.set_status("baseline");
-    let baseline = Baseline::measure(&device)?;
+    let baseline = Baseline::of_device(&device)?;
     let rows = match arguments.processes {
         true => between_processes(arguments, &device, &reporter)?,
         false => in_one_process(arguments, &device, &reporter)?,
     };
-    reporter.print(&baseline.line())?;
     let mut ratios = Vec::new();
-    if let Some(smallest) = rows.iter().min_by_key(|row| row.bytes) {
+    let smallest = rows.iter().min_by_key(|row| row.bytes);
+    if let (Some(baseline), Some(smallest)) = (&baseline, smallest) {
         let figures = smallest.modes.iter().map(|figures| (figures.mode, figures.plain.median_us));
-        ratios = baseline::ratios(&baseline, figures);
+        ratios = baseline::ratios(baseline, figures);
+        reporter.print(&baseline.line())?;
         reporter.print(&baseline::ratio_line(smallest.bytes, &ratios))?;
     }
     reporter.finish(&Report {
@@ -243,7 +245,7 @@ fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> Str
         (false, false) => "two contexts of one process",
     };
     let mut text = format!(
-        "# Warpwire async latency: {} ({}), {ends}, link {}\n",
+        "# async latency on {} ({}), {ends}, link {}\n",
         device.label(),
         device.info().name,
         arguments.link

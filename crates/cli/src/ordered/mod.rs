@@ -28,8 +28,8 @@ pub(crate) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire async sanity                   ordering and error handling (gds_sanity)
-  warpwire async latency                  round trips of the CPU, streams, graphs and kernels
-                                          (gds_kernel_loopback_latency)
+  # round trips of the CPU, streams, graphs and kernels (gds_kernel_loopback_latency)
+  warpwire async latency
   warpwire async latency --processes      the same between two processes (gds_kernel_latency)
   warpwire async latency --compute 20us   with a kernel of 20 us before each message
   warpwire async poll                     how fast a stream sees a word change (gds_poll_lat)

@@ -66,12 +66,8 @@ const BATCH: u32 = 50;
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (device, no_cuda) = arguments.device.open()?;
-    let reporter = Reporter::new(arguments.json);
-    reporter.print(&format!(
-        "# Warpwire async poll: {} ({})\n",
-        device.label(),
-        device.info().name
-    ))?;
+    let reporter = Reporter::for_measurement(arguments.json);
+    reporter.print(&format!("# async poll on {} ({})\n", device.label(), device.info().name))?;
     if let Some(why) = no_cuda {
         reporter.print(&format!("# simulated: {why}; the figures do not represent a GPU\n"))?;
     }

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, ReceiveRequest, SendRequest, WrOp};
+use warpwire::verbs::{Atomic, Completion, ReceiveRequest, WrOp};
 
 use super::control::{Done, Watchdog, YIELD_INTERVAL};
 use super::endpoint::{Endpoint, POLL_BATCH, failed};
@@ -42,6 +42,10 @@ struct BwSender<'a> {
     group: usize,
     /// Of each queue pair of the group.
     counts: Vec<Counts>,
+    /// The message of each queue pair of the group, if it is sent inline.
+    inline: Vec<Option<Vec<u8>>>,
+    /// Where receives arrive, too.
+    receiver: Receiver<'a>,
     name: &'a str,
 }
 
@@ -61,17 +65,23 @@ struct Progress(AtomicU64);
 /// Start, end, and the peak messages per second of a sender's run.
 type Times = (Instant, Instant, f64);
 
+/// The result, and the number of received messages if both sides send.
 pub(super) fn run(
     endpoint: &Endpoint,
     size: u64,
     watchdog: &mut Watchdog<'_>,
-) -> Result<Done, Failure> {
+) -> Result<(Done, u64), Failure> {
     let depth = u64::from(endpoint.test.depth).min((MAX_IN_FLIGHT / size).max(2));
-    let signal_interval = (depth / 4).min(MAX_UNSIGNALED / size).max(1);
+    let signal_interval = match endpoint.test.cq_mod {
+        Some(count) => u64::from(count).min(depth),
+        None => (depth / 4).min(MAX_UNSIGNALED / size).max(1),
+    };
     let name = &watchdog.peer.name.clone();
     let sender = |group| {
         let counts = vec![Counts::default(); endpoint.group(group).count()];
-        BwSender { endpoint, size, depth, signal_interval, group, counts, name }
+        let inline = endpoint.group(group).map(|index| endpoint.inline_data(index, size)).collect();
+        let receiver = Receiver::new(endpoint);
+        BwSender { endpoint, size, depth, signal_interval, group, counts, inline, receiver, name }
     };
     let mut senders: Vec<_> = (0..endpoint.cqs.len()).map(sender).collect();
     let some = depth.min((WARM_UP / size).max(1));
@@ -89,11 +99,14 @@ pub(super) fn run(
     let rate = iterations as f64 / took.as_secs_f64();
     let row = Row::new(size, iterations, Figures::bw(size, rate, peak.max(rate)));
     let mut per_qp = vec![0; endpoint.qps.len()];
-    for sender in &senders {
+    let mut received = 0;
+    for sender in &mut senders {
         let group = endpoint.group(sender.group).zip(&sender.counts);
         group.for_each(|(index, counts)| per_qp[index] = counts.completed);
+        sender.receiver.finish()?;
+        received += sender.receiver.received;
     }
-    Ok(Done { per_qp, row })
+    Ok((Done { per_qp, row }, received))
 }
 
 /// Runs all senders up to the limit, each in a thread of its own: the first in this one, which also
@@ -192,12 +205,19 @@ impl BwSender<'_> {
                 self.post_all(limit.messages)?;
             }
             let found = self.endpoint.cqs[self.group].poll(&mut completions)?;
-            if found == 0 && idle()? {
-                return Ok((start, Instant::now(), peak));
+            if found == 0 {
+                self.endpoint.wait_event(self.group)?;
+                if idle()? {
+                    return Ok((start, Instant::now(), peak));
+                }
             }
             for completion in &completions[..found] {
                 if !completion.is_success() {
                     return Err(failed(completion, self.name));
+                }
+                if completion.is_receive() {
+                    self.receiver.take(completion)?;
+                    continue;
                 }
                 let (at, count) = ((completion.id >> 32) as usize, completion.id & 0xffff_ffff);
                 self.counts[at].completed += count;
@@ -246,11 +266,20 @@ impl BwSender<'_> {
             Verb::Write => (WrOp::Write(remote), &endpoint.outgoing),
             Verb::Send => (WrOp::Send, &endpoint.outgoing),
             Verb::Read => (WrOp::Read(remote), &endpoint.incoming),
-            Verb::Atomic => (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), &endpoint.incoming),
+            Verb::Atomic => {
+                let results = match endpoint.test.bidirectional {
+                    true => &endpoint.outgoing,
+                    false => &endpoint.incoming,
+                };
+                (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), results)
+            }
         };
         let range = [memory.mr.sge(offset, self.size as u32)];
         let id = (at as u64) << 32 | count;
-        let last = SendRequest::new(id, op).with(&range);
+        let last = match &self.inline[at] {
+            Some(bytes) => endpoint.request(index, id, op).inline(bytes),
+            None => endpoint.request(index, id, op).with(&range),
+        };
         let mut requests = [last.unsignaled(); POLL_BATCH];
         let mut left = count as usize;
         while left > 0 {
@@ -282,7 +311,7 @@ pub(super) fn repost_receives(
     index: usize,
     count: u32,
 ) -> Result<(), Failure> {
-    let size = endpoint.test.max_size();
+    let size = endpoint.test.max_size() + endpoint.test.header();
     let range = [endpoint.incoming.mr.sge(endpoint.offset(index), size as u32)];
     let requests = [ReceiveRequest { id: index as u64, data: &range }; POLL_BATCH];
     let mut left = count as usize;
@@ -294,22 +323,55 @@ pub(super) fn repost_receives(
     Ok(())
 }
 
-/// The server's side: receives until the client sends a control message. A thread per completion
-/// queue polls it.
-pub(super) fn serve(endpoint: &Endpoint, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+/// Counts received messages, and posts their receives again.
+struct Receiver<'a> {
+    endpoint: &'a Endpoint,
+    /// Receives of each queue pair that are not posted.
+    free: Vec<u32>,
+    received: u64,
+}
+
+impl<'a> Receiver<'a> {
+    fn new(endpoint: &'a Endpoint) -> Self {
+        Self { endpoint, free: vec![0; endpoint.qps.len()], received: 0 }
+    }
+
+    fn take(&mut self, completion: &Completion) -> Result<(), Failure> {
+        let index = completion.id as usize;
+        self.received += 1;
+        self.free[index] += 1;
+        if self.free[index] == POLL_BATCH as u32 {
+            repost_receives(self.endpoint, index, std::mem::take(&mut self.free[index]))?;
+        }
+        Ok(())
+    }
+
+    /// The next size starts with all receives posted.
+    fn finish(&mut self) -> Result<(), Failure> {
+        for (index, free) in self.free.iter_mut().enumerate().filter(|(_, free)| **free > 0) {
+            repost_receives(self.endpoint, index, std::mem::take(free))?;
+        }
+        Ok(())
+    }
+}
+
+/// The side that receives: until the peer sends a control message, or has sent its result. A thread
+/// per completion queue polls it. Returns the number of messages.
+pub(super) fn serve(endpoint: &Endpoint, watchdog: &mut Watchdog<'_>) -> Result<u64, Failure> {
     let stop = AtomicBool::new(false);
     let name = &watchdog.peer.name.clone();
-    in_threads(
+    let counts = in_threads(
         1..endpoint.cqs.len(),
         &stop,
         |group, idle| serve_group(endpoint, group, name, idle),
         |stopped| {
-            let ended = serve_group(endpoint, 0, name, || Ok(stopped() || watchdog.poll_idle()?));
+            let idle = || Ok(stopped() || watchdog.peer_done.is_some() || watchdog.poll_idle()?);
+            let ended = serve_group(endpoint, 0, name, idle);
             stop.store(true, Ordering::Relaxed);
             ended
         },
-    )
-    .map(drop)
+    )?;
+    Ok(counts.iter().sum())
 }
 
 /// Receives on the queue pairs of a completion queue until `idle`, which is called when a poll
@@ -319,25 +381,23 @@ fn serve_group(
     group: usize,
     name: &str,
     mut idle: impl FnMut() -> Result<bool, Failure>,
-) -> Result<(), Failure> {
+) -> Result<u64, Failure> {
     let mut completions = [Completion::EMPTY; POLL_BATCH];
-    let mut free = vec![0; endpoint.qps.len()];
+    let mut receiver = Receiver::new(endpoint);
     loop {
         let found = endpoint.cqs[group].poll(&mut completions)?;
-        if found == 0 && idle()? {
-            // The next size starts with all receives posted.
-            let mut group = endpoint.group(group);
-            return group.try_for_each(|at| repost_receives(endpoint, at, free[at]));
+        if found == 0 {
+            if idle()? {
+                receiver.finish()?;
+                return Ok(receiver.received);
+            }
+            endpoint.wait_event(group)?;
         }
         for completion in &completions[..found] {
             if !completion.is_success() {
                 return Err(failed(completion, name));
             }
-            let index = completion.id as usize;
-            free[index] += 1;
-            if free[index] == POLL_BATCH as u32 {
-                repost_receives(endpoint, index, std::mem::take(&mut free[index]))?;
-            }
+            receiver.take(completion)?;
         }
     }
 }

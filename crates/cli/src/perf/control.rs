@@ -28,12 +28,19 @@ pub(crate) struct EndpointInfo {
     pub(super) rkey: u32,
     pub(super) address: u64,
     pub(super) mtu: u32,
+    /// Name of the machine.
+    #[serde(default)]
+    pub(super) host: String,
+    /// Version of the command.
+    #[serde(default)]
+    pub(super) version: String,
 }
 
 impl EndpointInfo {
     /// Frees the text of a peer of control characters.
     fn into_printable(mut self) -> Self {
-        for text in [&mut self.link, &mut self.memory, &mut self.path, &mut self.registered] {
+        let Self { link, memory, path, registered, host, version, .. } = &mut self;
+        for text in [link, memory, path, registered, host, version] {
             *text = printable(text);
         }
         // More reasons than any side has would only scroll the terminal.
@@ -50,12 +57,23 @@ pub(super) struct Ready {
     pub(super) qp_endpoints: Vec<QpEndpoint>,
 }
 
-/// The client's result for one size.
+/// The result of a side that sends, for one size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Done {
     /// Messages per queue pair, including warm-up.
     pub(super) per_qp: Vec<u64>,
     pub(super) row: Row,
+}
+
+/// What a side found after one size.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Verdict {
+    /// What is wrong with the received data, if anything.
+    pub(super) wrong: Option<String>,
+    /// Received messages, where they are counted and may be lost.
+    pub(super) received: Option<u64>,
+    /// CPU time of this side in percent of one CPU.
+    pub(super) cpu_percent: f64,
 }
 
 /// A control message.
@@ -65,9 +83,10 @@ pub(super) enum ControlMsg {
     Ready(Ready),
     /// Barrier: this side is ready for the next step.
     Go,
+    /// In the place of `Go`: this side was interrupted, and the test ends here.
+    Stop,
     Done(Done),
-    /// Result of verification: `None`, or what is wrong.
-    Verdict(Option<String>),
+    Verdict(Verdict),
     /// This side has failed.
     Failed(String),
 }
@@ -115,8 +134,9 @@ impl ControlChannel {
                 let info = ready.info.into_printable();
                 Ok(ControlMsg::Ready(Ready { info, ..ready }))
             }
-            ControlMsg::Verdict(wrong) => {
-                Ok(ControlMsg::Verdict(wrong.map(|wrong| printable(&wrong))))
+            ControlMsg::Verdict(verdict) => {
+                let wrong = verdict.wrong.map(|wrong| printable(&wrong));
+                Ok(ControlMsg::Verdict(Verdict { wrong, ..verdict }))
             }
             msg => Ok(msg),
         }
@@ -126,6 +146,16 @@ impl ControlChannel {
     pub(super) fn barrier(&mut self) -> Result<(), Failure> {
         match self.swap(&ControlMsg::Go)? {
             ControlMsg::Go => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// As [`barrier`](Self::barrier); false if either side wants to stop.
+    pub(super) fn barrier_unless(&mut self, stop: bool) -> Result<bool, Failure> {
+        let mine = if stop { ControlMsg::Stop } else { ControlMsg::Go };
+        match self.swap(&mine)? {
+            ControlMsg::Go => Ok(!stop),
+            ControlMsg::Stop => Ok(false),
             other => Err(self.unexpected(&other)),
         }
     }
@@ -145,9 +175,20 @@ impl ControlChannel {
         let _ = self.bootstrap.send(&ControlMsg::Failed(why.clone()));
     }
 
-    pub(super) fn watchdog<'a>(&'a mut self, context: &'a Context) -> Watchdog<'a> {
+    pub(super) fn watchdog<'a>(&'a mut self, context: &'a Context, test: &'a Test) -> Watchdog<'a> {
         let (now, packets) = (Instant::now(), 0);
-        Watchdog { peer: self, context, calls: 0, last_activity: now, last_check: now, packets }
+        let (last_activity, last_check) = (now, now);
+        let peer_done = None;
+        Watchdog {
+            peer: self,
+            context,
+            test,
+            calls: 0,
+            last_activity,
+            last_check,
+            packets,
+            peer_done,
+        }
     }
 }
 
@@ -155,16 +196,22 @@ impl ControlChannel {
 pub(super) struct Watchdog<'a> {
     pub(super) peer: &'a mut ControlChannel,
     context: &'a Context,
+    test: &'a Test,
     calls: u32,
     /// When the peer's packet counter last changed.
     last_activity: Instant,
     last_check: Instant,
     packets: u64,
+    /// The peer's result, if both sides send and the peer has finished first.
+    pub(super) peer_done: Option<Done>,
 }
 
 /// Idle polls between two checks of the TCP connection: a system call on every poll would add to
 /// the latency.
 const CHECK_INTERVAL: u32 = 512;
+
+/// How long a message of a ping-pong may take before it counts as lost.
+const MAX_LOSS: Duration = Duration::from_secs(3);
 
 /// Idle polls before the thread yields its core.
 pub(super) const YIELD_INTERVAL: u32 = 64;
@@ -178,7 +225,8 @@ impl Watchdog<'_> {
             // With fewer cores than busy threads, the peer may need this core.
             std::thread::yield_now();
         }
-        if !self.calls.is_multiple_of(CHECK_INTERVAL) {
+        // A thread that waits for events calls seldom.
+        if !self.calls.is_multiple_of(CHECK_INTERVAL) && !self.test.events {
             return Ok(false);
         }
         self.check_peer()
@@ -203,6 +251,14 @@ impl Watchdog<'_> {
         if packets.is_none_or(|packets| std::mem::replace(&mut self.packets, packets) != packets) {
             self.last_activity = self.last_check;
         }
+        let is_lossy = self.test.is_ping_pong() && self.test.connection.is_lossy();
+        if is_lossy && self.last_activity.elapsed() > MAX_LOSS {
+            let name = self.test.connection.name();
+            return Err(Failure::Runtime(format!(
+                "a message to or from {} was lost, and {name} does not retransmit; use -c RC",
+                self.peer.name
+            )));
+        }
         if self.last_activity.elapsed() < self.peer.timeout {
             return Ok(false);
         }
@@ -214,13 +270,24 @@ impl Watchdog<'_> {
         )))
     }
 
-    /// As [`Watchdog::poll_idle`], where no control message is expected: one is an error.
+    /// As [`Watchdog::poll_idle`], where no control message is expected but the result of a peer
+    /// that sends too: another one is an error.
     #[inline]
     pub(super) fn check_alive(&mut self) -> Result<(), Failure> {
         if !self.poll_idle()? {
             return Ok(());
         }
-        let msg = self.peer.recv()?;
-        Err(self.peer.unexpected(&msg))
+        self.recv_early()
+    }
+
+    #[cold]
+    fn recv_early(&mut self) -> Result<(), Failure> {
+        match self.peer.recv()? {
+            ControlMsg::Done(done) if self.test.bidirectional && self.peer_done.is_none() => {
+                self.peer_done = Some(done);
+                Ok(())
+            }
+            msg => Err(self.peer.unexpected(&msg)),
+        }
     }
 }

@@ -1,13 +1,20 @@
 //! One side of a test: its device, queue pairs and memory.
 
+use std::time::Duration;
+
 use warpwire::hca::{Hca, HcaOptions};
 use warpwire::link::Capture;
-use warpwire::verbs::{Completion, Context, Cq, DeviceOptions, Mtu, Qp, QpOptions, Remote};
+use warpwire::verbs::{
+    AddressHandle, Completion, Context, Cq, DeviceOptions, Mtu, Qp, QpOptions, Remote, SendRequest,
+    WrOp,
+};
+use warpwire_apps::pattern::fill_bytes;
 
 use super::control::{EndpointInfo, Ready};
 use super::memory::{self, Buffer};
-use super::test::{Metric, Test, Verb};
-use super::{Arguments, links};
+use super::test::{Connection, Metric, Test, Verb};
+use super::{Arguments, ProgressChoice, links};
+use crate::machine;
 use crate::output::Failure;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,14 +36,18 @@ pub(super) struct Endpoint {
     pub(super) incoming: Buffer,
     /// The peer's memory.
     pub(super) remote: Remote,
+    /// The peer's queue pairs, if messages are datagrams.
+    destinations: Vec<(AddressHandle, u32)>,
     pub(super) info: EndpointInfo,
     capture: Option<Capture>,
 }
 
 /// Completions polled, and requests posted, at a time.
 pub(super) const POLL_BATCH: usize = 32;
-/// Max bytes of inline data.
-pub(super) const INLINE: u32 = 64;
+/// Q_Key of all datagrams.
+const QKEY: u32 = 0x1111_1111;
+/// How long a thread sleeps before it looks after the peer, with `-e`.
+const EVENT_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Opens `--device`, or the software HCA on `--link`.
 fn open(
@@ -45,11 +56,13 @@ fn open(
     qps: u32,
 ) -> Result<(Context, Option<Capture>), Failure> {
     if let Some(name) = &arguments.device {
-        let options = DeviceOptions::default().with_port(None).with_gid_index(arguments.gid_index);
+        let options = DeviceOptions::default()
+            .with_port(arguments.ib_port)
+            .with_gid_index(arguments.gid_index);
         return Ok((Context::open_device_with(name, options)?, None));
     }
     let (link, capture) =
-        links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
+        links::make(&arguments.link, local_ip, arguments.fault, arguments.capture())?;
     let options = HcaOptions::default()
         .with_progress_mode(arguments.progress.mode())
         .with_direct(!arguments.no_direct)
@@ -64,10 +77,16 @@ impl Endpoint {
         local_ip: std::net::IpAddr,
         arguments: &Arguments,
     ) -> Result<Self, Failure> {
+        if test.events && matches!(arguments.progress, ProgressChoice::Manual) {
+            let why = "with -e threads sleep, and with --progress manual nothing wakes them: omit \
+                       one of them";
+            return Err(Failure::Usage(why.to_owned()));
+        }
         let (context, capture) = open(local_ip, arguments, test.qps)?;
         let pd = context.alloc_pd();
-        let device = memory::device(&arguments.mem)
-            .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
+        let memory = arguments.memory();
+        let device = memory::device(&memory)
+            .map_err(|error| Failure::Usage(format!("--mem {memory}: {error}")))?;
         let (sends, takes) = test.uses(role);
         let len = |used: bool| if used { test.stride() * u64::from(test.qps) } else { 64 };
         let by = arguments.reg;
@@ -78,7 +97,8 @@ impl Endpoint {
         // The queue pairs of a completion queue are on one engine.
         let engines = context.soft().map_or(1, Hca::engines) as u32;
         let cq_qps = test.qps.div_ceil(engines);
-        let entries = cq_qps.saturating_mul(receives + test.depth.min(64)).saturating_add(64);
+        let signaled = if test.cq_mod.is_some() { test.depth } else { test.depth.min(64) };
+        let entries = cq_qps.saturating_mul(receives + signaled).saturating_add(64);
         let cqs = (0..engines.min(test.qps)).map(|_| context.create_cq(entries.min(1 << 22)));
         let cqs: Vec<Cq> = cqs.collect::<warpwire::Result<_>>()?;
         let options = QpOptions::default()
@@ -86,7 +106,8 @@ impl Endpoint {
             .with_receive_depth(receives.max(1))
             .with_max_send_sge(1)
             .with_max_recv_sge(1)
-            .with_max_inline_data(INLINE)
+            .with_service(test.connection.service())
+            .with_max_inline_data(test.inline())
             .with_signal_all(false)
             .with_mtu(arguments.mtu.and_then(Mtu::new));
         let cq_of = |index: u32| &cqs[index as usize % cqs.len()];
@@ -99,7 +120,7 @@ impl Endpoint {
         let endpoint = qps[0].endpoint();
         let info = EndpointInfo {
             link: context.path().to_string(),
-            memory: arguments.mem.to_string(),
+            memory: memory.to_string(),
             path: own.path().to_string(),
             registered: own.registered_by().to_string(),
             why: own.why(),
@@ -108,9 +129,23 @@ impl Endpoint {
             rkey: exposed.rkey(),
             address: exposed.iova(),
             mtu: endpoint.mtu,
+            host: machine::host(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        let remote = Remote { address: 0, rkey: 0 };
-        Ok(Self { role, test, context, cqs, qps, outgoing, incoming, remote, info, capture })
+        let (remote, destinations) = (Remote { address: 0, rkey: 0 }, Vec::new());
+        Ok(Self {
+            role,
+            test,
+            context,
+            cqs,
+            qps,
+            outgoing,
+            incoming,
+            remote,
+            destinations,
+            info,
+            capture,
+        })
     }
 
     pub(super) fn ready(&self) -> Ready {
@@ -124,7 +159,13 @@ impl Endpoint {
             return Err(Failure::Runtime(why));
         }
         for (qp, endpoint) in self.qps.iter().zip(&peer.qp_endpoints) {
-            qp.connect(endpoint)?;
+            if self.test.connection == Connection::Ud {
+                qp.activate_ud(QKEY)?;
+                let handle = self.context.create_address_handle(endpoint.address)?;
+                self.destinations.push((handle, endpoint.qpn));
+            } else {
+                qp.connect(endpoint)?;
+            }
         }
         self.remote = Remote { address: peer.info.address, rkey: peer.info.rkey };
         Ok(())
@@ -138,6 +179,42 @@ impl Endpoint {
     /// Offset of a queue pair's memory in either buffer.
     pub(super) fn offset(&self, index: usize) -> u64 {
         self.test.stride() * index as u64
+    }
+
+    /// Offset of a queue pair's received messages in `incoming`.
+    pub(super) fn incoming_offset(&self, index: usize) -> u64 {
+        self.offset(index) + self.test.header()
+    }
+
+    /// A request on a queue pair, with its destination if it is a datagram.
+    #[inline]
+    pub(super) fn request(&self, index: usize, id: u64, op: WrOp) -> SendRequest<'_> {
+        let request = SendRequest::new(id, op);
+        match self.destinations.get(index) {
+            Some((handle, qpn)) => request.to(handle, *qpn, QKEY),
+            None => request,
+        }
+    }
+
+    /// The message of a queue pair if it is sent inline: small, and from host memory.
+    pub(super) fn inline_data(&self, index: usize, size: u64) -> Option<Vec<u8>> {
+        let sends = matches!(self.test.verb, Verb::Write | Verb::Send);
+        let fits = sends && size <= u64::from(self.test.inline()) && self.outgoing.is_host();
+        fits.then(|| {
+            let mut bytes = vec![0; size as usize];
+            fill_bytes(&mut bytes, self.seed(size, index), 0);
+            bytes
+        })
+    }
+
+    /// With `-e`, sleeps until a completion event, or for a short time.
+    #[inline]
+    pub(super) fn wait_event(&self, group: usize) -> Result<(), Failure> {
+        if self.test.events {
+            self.cqs[group].arm(false)?;
+            self.cqs[group].wait_event(EVENT_TIMEOUT)?;
+        }
+        Ok(())
     }
 
     /// The peer's memory for a queue pair.
@@ -158,22 +235,25 @@ impl Endpoint {
                 self.outgoing.fill(self.offset(index), size, self.seed(size, index))?;
             }
             if takes {
-                self.incoming.zero(self.offset(index), size)?;
+                self.incoming.zero(self.incoming_offset(index), size)?;
             }
         }
         Ok(())
     }
 
-    /// Verifies received data; returns what is wrong, if anything.
+    /// Verifies received data, of so many messages per queue pair; returns what is wrong, if
+    /// anything.
     pub(super) fn verify(&self, size: u64, per_qp: &[u64]) -> Result<Option<String>, Failure> {
         let (_, takes) = self.test.uses(self.role);
         if !self.test.verify || !takes {
             return Ok(None);
         }
         for (index, count) in per_qp.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let at = self.incoming_offset(index);
             if self.test.verb == Verb::Atomic {
-                let found = self.incoming.word(self.offset(index))?;
-                if self.role == Role::Server && found != *count {
+                let is_target = self.role == Role::Server || self.test.bidirectional;
+                let found = self.incoming.word(at)?;
+                if is_target && found != *count {
                     let wrong =
                         format!("queue pair {index}: {count} additions resulted in {found}");
                     return Ok(Some(wrong));
@@ -181,11 +261,12 @@ impl Endpoint {
                 continue;
             }
             // The last byte of a message is its marker in a write latency test.
-            let marked = self.test.verb == Verb::Write && self.test.metric == Metric::Lat;
+            let marked = self.test.metric == Metric::Lat && self.test.verb == Verb::Write;
             let len = if marked { size - 1 } else { size };
-            let wrong =
-                self.incoming.first_mismatch(self.offset(index), len, self.seed(size, index))?;
-            if let Some(at) = wrong {
+            // What was lost is still zero.
+            let may_be_zero = self.test.connection.is_lossy();
+            let seed = self.seed(size, index);
+            if let Some(at) = self.incoming.first_mismatch_or_zero(at, len, seed, may_be_zero)? {
                 let what = format!("queue pair {index}, {size} bytes: byte {at} is wrong");
                 return Ok(Some(what));
             }
@@ -193,9 +274,12 @@ impl Endpoint {
         Ok(None)
     }
 
-    /// Flushes the packet capture, if there is one.
-    pub(super) fn finish(&self) -> Result<(), Failure> {
-        self.capture.as_ref().map_or(Ok(()), |capture| Ok(capture.finish()?))
+    /// Flushes the packet capture, if there is one; returns the number of packets for which it had
+    /// no room.
+    pub(super) fn finish(&self) -> Result<u64, Failure> {
+        let Some(capture) = &self.capture else { return Ok(0) };
+        capture.finish()?;
+        Ok(capture.omitted())
     }
 }
 
@@ -213,12 +297,12 @@ impl Test {
     /// Whether that side sends from its memory, and whether data arrives in it.
     pub(super) fn uses(&self, role: Role) -> (bool, bool) {
         let client = role == Role::Client;
+        let both = self.is_ping_pong() || self.bidirectional;
         match self.verb {
-            Verb::Write | Verb::Send => {
-                (client || self.is_ping_pong(), !client || self.is_ping_pong())
-            }
-            Verb::Read => (!client, client),
-            Verb::Atomic => (false, true),
+            Verb::Write | Verb::Send => (client || both, !client || both),
+            Verb::Read => (!client || both, client || both),
+            // Fetched values go to the outgoing memory if the peer adds to the incoming one.
+            Verb::Atomic => (both, true),
         }
     }
 
@@ -226,7 +310,7 @@ impl Test {
     pub(super) fn receives(&self, role: Role) -> u32 {
         match (self.verb, self.metric, role) {
             (Verb::Send, Metric::Lat, _) => 16,
-            (Verb::Send, Metric::Bw, Role::Server) => {
+            (Verb::Send, Metric::Bw, role) if role == Role::Server || self.bidirectional => {
                 // Twice the client's depth, so that no message finds the receive queue empty.
                 let wanted = self.depth.saturating_mul(2).max(512);
                 wanted.min((1 << 21) / self.qps.max(1)).clamp(1, 1 << 15)

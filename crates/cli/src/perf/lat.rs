@@ -2,12 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, SendRequest, WrOp};
-use warpwire_apps::pattern::fill_bytes;
+use warpwire::verbs::{Atomic, Completion, WrOp};
 
 use super::bw::repost_receives;
 use super::control::{Done, Watchdog};
-use super::endpoint::{Endpoint, INLINE, failed};
+use super::endpoint::{Endpoint, failed};
 use super::table::{Figures, Row};
 use super::test::Verb;
 use crate::output::Failure;
@@ -30,7 +29,7 @@ struct PingPong<'a> {
     endpoint: &'a Endpoint,
     size: u64,
     /// The message, if it is small and in host memory: sent inline.
-    inline_data: Option<[u8; INLINE as usize]>,
+    inline_data: Option<Vec<u8>>,
     /// Posted sends whose completions were not polled yet.
     in_flight: u64,
     /// Polls of memory per poll of the completion queue.
@@ -38,12 +37,13 @@ struct PingPong<'a> {
     direct_seen: u64,
 }
 
+/// The result, and the times of single messages in nanoseconds, in the order of measurement.
 pub(super) fn run(
     endpoint: &Endpoint,
     size: u64,
     watchdog: &mut Watchdog<'_>,
-) -> Result<Done, Failure> {
-    let mut ping_pong = PingPong::new(endpoint, size)?;
+) -> Result<(Done, Vec<u32>), Failure> {
+    let mut ping_pong = PingPong::new(endpoint, size);
     let time = endpoint.test.seconds.map(Duration::from_secs_f64);
     let iterations = endpoint.test.iterations(size);
     let share = if endpoint.test.is_ping_pong() { 2 } else { 1 };
@@ -55,14 +55,13 @@ pub(super) fn run(
         ping_pong.adapt_polling(count);
     }
     let (begin, mut done) = (Instant::now(), 0);
-    // A round lasts from one post to the next. The clock is read after each post, while the message
-    // is in flight, so that reading it does not add to the latency.
-    ping_pong.post(count)?;
-    let mut before = Instant::now();
+    // A round lasts from before its post until its reply has arrived. The clock must not be read
+    // after the post: a thread that loses its core in between reads it late, and the round seems
+    // shorter than it was.
+    let mut before = begin;
     while done < iterations && !time.is_some_and(|time| done > 0 && before - begin >= time) {
-        ping_pong.wait_arrival(count, watchdog)?;
+        ping_pong.ping(count, watchdog)?;
         (count, done) = (count + 1, done + 1);
-        ping_pong.post(count)?;
         let now = Instant::now();
         if times.len() < MAX_SAMPLES {
             let took = (now - before).as_nanos() / share;
@@ -70,11 +69,9 @@ pub(super) fn run(
         }
         before = now;
     }
-    ping_pong.wait_arrival(count, watchdog)?;
-    count += 1;
     ping_pong.drain(watchdog)?;
-    let row = Row::new(size, done, Figures::lat(&mut times));
-    Ok(Done { per_qp: vec![count], row })
+    let row = Row::new(size, done, Figures::lat(&times));
+    Ok((Done { per_qp: vec![count], row }, times))
 }
 
 /// The server's side: replies until the client sends a control message.
@@ -83,7 +80,7 @@ pub(super) fn serve(
     size: u64,
     watchdog: &mut Watchdog<'_>,
 ) -> Result<(), Failure> {
-    let mut ping_pong = PingPong::new(endpoint, size)?;
+    let mut ping_pong = PingPong::new(endpoint, size);
     let mut count = 0;
     while ping_pong.wait(count, watchdog, true)? {
         ping_pong.post(count)?;
@@ -100,16 +97,9 @@ fn marker(number: u64) -> u8 {
 }
 
 impl<'a> PingPong<'a> {
-    fn new(endpoint: &'a Endpoint, size: u64) -> Result<Self, Failure> {
-        let fits = size <= u64::from(INLINE)
-            && endpoint.test.is_ping_pong()
-            && endpoint.outgoing.is_host();
-        let inline_data = fits.then(|| {
-            let mut bytes = [0; INLINE as usize];
-            fill_bytes(&mut bytes[..size as usize], endpoint.seed(size, 0), 0);
-            bytes
-        });
-        Ok(Self { endpoint, size, inline_data, in_flight: 0, polls: 1, direct_seen: 0 })
+    fn new(endpoint: &'a Endpoint, size: u64) -> Self {
+        let inline_data = endpoint.inline_data(0, size);
+        Self { endpoint, size, inline_data, in_flight: 0, polls: 1, direct_seen: 0 }
     }
 
     /// If messages arrive by direct access, the device need not be polled for them to arrive: poll
@@ -151,7 +141,7 @@ impl<'a> PingPong<'a> {
             Verb::Atomic => (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), &endpoint.incoming),
         };
         let marked = endpoint.test.verb == Verb::Write;
-        let request = SendRequest::new(number, op);
+        let request = endpoint.request(0, number, op);
         if let Some(inline_data) = &mut self.inline_data {
             let bytes = &mut inline_data[..self.size as usize];
             if marked {
@@ -195,12 +185,16 @@ impl<'a> PingPong<'a> {
             if received {
                 return Ok(true);
             }
-            if !found && may_end && watchdog.poll_idle()? {
+            if found {
+                continue;
+            }
+            if may_end && watchdog.poll_idle()? {
                 return Ok(false);
             }
-            if !found && !may_end {
+            if !may_end {
                 watchdog.check_alive()?;
             }
+            self.endpoint.wait_event(0)?;
         }
     }
 
@@ -229,6 +223,7 @@ impl<'a> PingPong<'a> {
         while self.in_flight > 0 {
             if !self.poll(watchdog)?.0 {
                 watchdog.check_alive()?;
+                self.endpoint.wait_event(0)?;
             }
         }
         Ok(())

@@ -55,13 +55,13 @@ pub(crate) fn has_engines(text: &str) -> bool {
     }
 }
 
-/// Opens the link, with packet capture and fault injection if given. `local_ip` is the default
-/// address, with any port.
+/// Opens the link, with packet capture (up to a length) and fault injection if given. `local_ip` is
+/// the default address, with any port.
 pub(crate) fn make(
     text: &str,
     local_ip: IpAddr,
     faults: Option<FaultPlan>,
-    pcap: Option<&Path>,
+    pcap: Option<(&Path, u64)>,
 ) -> Result<(Box<dyn Link>, Option<Capture>), Failure> {
     let or_local = |address: Option<SocketAddr>| address.unwrap_or(SocketAddr::new(local_ip, 0));
     let link: Box<dyn Link> = match parse(text).map_err(Failure::Usage)? {
@@ -72,7 +72,10 @@ pub(crate) fn make(
             Box::new(Auto::bind(or_local(address), udp, shm)?)
         }
     };
-    let capture = pcap.map(Capture::create).transpose()?;
+    let capture = match pcap {
+        Some((path, max_bytes)) => Some(Capture::create(path)?.with_max_bytes(max_bytes)),
+        None => None,
+    };
     let link = match &capture {
         Some(capture) => Box::new(Tap::new(link, capture)),
         None => link,

@@ -1,6 +1,7 @@
 //! `--local`: this process is the client, and starts the server as a second process.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use std::net::TcpStream;
@@ -53,6 +54,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
     command
         .args(["perf", test.verb.name(), test.metric.name(), "--announce", "--json"])
         .args(["--mem", &memory.to_string(), "--timeout", &arguments.timeout.to_string()])
+        .args(arguments.ib_port.map(|port| format!("--ib-port={port}")))
         .args(arguments.gid_index.map(|index| format!("--gid-index={index}")))
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
         .args(reg.map(|reg| format!("--reg={}", reg.get_name())))
@@ -61,6 +63,10 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         .args(test.memory(Role::Server).map(|bytes| format!("--max-memory={bytes}")))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
+    if test.endless {
+        // Ctrl-C is for the client, which ends the test in order.
+        command.process_group(0);
+    }
     match &arguments.device {
         Some(name) => command.args(["--device", name]),
         None => command
@@ -88,8 +94,8 @@ pub(super) fn client(
     arguments: &Arguments,
     reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    let memory = arguments.peer_mem.as_ref().unwrap_or(&arguments.mem);
-    let mut server = start(&test, memory, arguments)?;
+    let memory = arguments.peer_mem.clone().unwrap_or_else(|| arguments.memory());
+    let mut server = start(&test, &memory, arguments)?;
     let bootstrap = server.connect(arguments.timeout())?;
     let report = session::run_client(bootstrap, test, arguments, reporter)?;
     let status = server.child.wait();
@@ -113,17 +119,11 @@ pub(crate) struct Summary {
 
 /// RDMA-writes memory of a device to memory of a device of another process, `count` times, by UDP.
 pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Summary, String> {
-    #[derive(clap::Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
     let (size, count) = (size.to_string(), count.to_string());
-    let words = ["perf", "write", "bw", "--local", "--json", "--mem", from, "--peer-mem", to];
+    let words = ["write", "bw", "--local", "--json", "--mem", from, "--peer-mem", to];
     let more = ["-s", &size, "-n", &count, "-t", "2"];
-    let line = <Line as clap::Parser>::try_parse_from(words.iter().chain(&more))
-        .map_err(|error| error.to_string())?;
-    let arguments = &line.arguments;
+    let arguments =
+        &super::parse(words.into_iter().chain(more)).map_err(|error| error.to_string())?;
     let report = arguments
         .test()
         .and_then(|test| client(test, arguments, &Reporter::new(true)))

@@ -192,6 +192,18 @@ impl Buffer {
         len: u64,
         seed: u64,
     ) -> warpwire::Result<Option<u64>> {
+        self.first_mismatch_or_zero(at, len, seed, false)
+    }
+
+    /// As [`Buffer::first_mismatch`]; if `may_be_zero`, a zero matches too: memory that no message
+    /// has reached.
+    pub(super) fn first_mismatch_or_zero(
+        &self,
+        at: u64,
+        len: u64,
+        seed: u64,
+        may_be_zero: bool,
+    ) -> warpwire::Result<Option<u64>> {
         let (mut found, mut wanted) = (vec![0; CHUNK], vec![0; CHUNK]);
         let mut wrong = None;
         each_chunk(len, |done, step| {
@@ -200,7 +212,10 @@ impl Buffer {
             }
             self.read(at + done, &mut found[..step])?;
             fill_bytes(&mut wanted[..step], seed, done);
-            let differs = found[..step].iter().zip(&wanted[..step]).position(|(a, b)| a != b);
+            let differs = found[..step]
+                .iter()
+                .zip(&wanted[..step])
+                .position(|(found, wanted)| found != wanted && !(may_be_zero && *found == 0));
             wrong = differs.map(|index| done + index as u64);
             Ok(())
         })?;

@@ -7,6 +7,8 @@ mod lat;
 pub(crate) mod links;
 mod local;
 pub(crate) mod memory;
+pub(crate) mod perftest;
+mod samples;
 mod session;
 mod table;
 mod test;
@@ -19,10 +21,10 @@ use clap::{Args, ValueEnum};
 use warpwire::link::fault::FaultPlan;
 use warpwire::units;
 
-use crate::output::{self, Failure, Reporter};
+use crate::output::{self, Failure, HostPort, Reporter};
 pub(crate) use local::run_pair;
 use memory::{MemoryChoice, RegisterBy};
-use test::{Metric, Test, Verb};
+use test::{Connection, Metric, Test, Verb};
 
 /// Measure RDMA writes, reads, sends and atomics between two processes
 ///
@@ -31,9 +33,11 @@ use test::{Metric, Test, Verb};
 /// over --link, so no RDMA hardware is needed; --device uses hardware, and the two kinds
 /// interoperate. Memory of either side may be the host's or a GPU's.
 ///
-/// Unlike with perftest, the server takes sizes, iterations, queue pairs and depth from the client.
-/// The test (write bw, read lat, …) must be the same on both sides, or both fail. Received data is
-/// compared with what was sent; a difference is an error.
+/// Unlike with perftest, the server takes sizes, iterations, queue pairs and all else that both
+/// sides must agree on from the client. The test (write bw, read lat, …) must be the same on both
+/// sides, or both fail. Received data is compared with what was sent; a difference is an error.
+/// Options of perftest may be written with underscores; those that are missing here say what to
+/// use instead.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -72,7 +76,8 @@ pub(crate) struct Arguments {
     max: u64,
 
     /// Messages per size [default: 5000 for bandwidth, 1000 for latency, fewer for large sizes]
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, alias = "iters", value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..))]
     iterations: Option<u32>,
 
     /// Duration per size, instead of a number of messages
@@ -80,8 +85,33 @@ pub(crate) struct Arguments {
         value_parser = seconds)]
     duration: Option<f64>,
 
+    /// Go on until interrupted (Ctrl-C), with a row per second, or per -D
+    #[arg(long, conflicts_with_all = ["iterations", "all"])]
+    run_infinitely: bool,
+
+    /// Both directions at the same time; bandwidth is the sum (bandwidth only)
+    #[arg(short = 'b', long)]
+    bidirectional: bool,
+
+    /// Transport service of the queue pairs
+    #[arg(short = 'c', long, value_name = "SERVICE", default_value = "RC", ignore_case = true)]
+    connection: Connection,
+
+    /// Sleep until completion events instead of polling, on both sides
+    #[arg(short = 'e', long)]
+    events: bool,
+
+    /// Send messages up to this size inline, 0 to 512 [default: 64 for latency, 0 for bandwidth]
+    #[arg(short = 'I', long, value_name = "BYTES",
+        value_parser = clap::value_parser!(u32).range(0..=test::MAX_INLINE as i64))]
+    inline_size: Option<u32>,
+
+    /// Signal one message in N [default: one in depth / 4] (bandwidth only)
+    #[arg(short = 'Q', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    cq_mod: Option<u32>,
+
     /// Number of queue pairs (bandwidth only)
-    #[arg(short = 'q', long, value_name = "N", default_value_t = 1,
+    #[arg(short = 'q', long, alias = "qp", value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     qps: u32,
 
@@ -92,7 +122,7 @@ pub(crate) struct Arguments {
     engines: Option<u32>,
 
     /// Messages in flight per queue pair (bandwidth only)
-    #[arg(short = 't', long, value_name = "N", default_value_t = 128,
+    #[arg(short = 't', long, alias = "tx-depth", value_name = "N", default_value_t = 128,
         value_parser = clap::value_parser!(u32).range(1..=8192))]
     depth: u32,
 
@@ -104,6 +134,10 @@ pub(crate) struct Arguments {
     /// Memory of this side: host, sim:N or cuda:N
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     mem: MemoryChoice,
+
+    /// Memory of this side is that of CUDA device N: as --mem cuda:N
+    #[arg(long, value_name = "N", conflicts_with = "mem")]
+    use_cuda: Option<u32>,
 
     /// Memory of the other side, with --local [default: same as --mem]
     #[arg(long, value_name = "MEMORY", requires = "local")]
@@ -119,12 +153,17 @@ pub(crate) struct Arguments {
     link: String,
 
     /// RDMA device to use instead of the software HCA; `warpwire devices` lists them
-    #[arg(long, value_name = "NAME",
+    #[arg(short = 'd', long, alias = "ib-dev", value_name = "NAME",
         conflicts_with_all = ["link", "fault", "pcap", "no_direct", "progress", "engines"])]
     device: Option<String>,
 
+    /// Port of --device [default: the first that is active]
+    #[arg(short = 'i', long, value_name = "PORT", requires = "device",
+        value_parser = clap::value_parser!(u8).range(1..))]
+    ib_port: Option<u8>,
+
     /// GID index of --device [default: the GID that most peers can reach]
-    #[arg(long, value_name = "INDEX", requires = "device")]
+    #[arg(short = 'x', long, value_name = "INDEX", requires = "device")]
     gid_index: Option<u8>,
 
     /// Faults to inject on this side's link, as in loss=5%,reorder=1%,seed=7
@@ -134,6 +173,11 @@ pub(crate) struct Arguments {
     /// Capture this side's packets to a pcap file, for Wireshark
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+
+    /// Max length of the capture; later packets are not in it
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", requires = "pcap",
+        value_parser = memory_size)]
+    pcap_max: u64,
 
     /// What advances the device: polling threads with a fallback thread, polling threads alone, or
     /// a dedicated thread
@@ -159,12 +203,48 @@ pub(crate) struct Arguments {
     timeout: f64,
 
     /// Report Gb/s (10^9 bits) instead of MB/s (2^20 bytes)
-    #[arg(long, alias = "report_gbits")]
+    #[arg(long)]
     report_gbits: bool,
 
-    /// Print JSON: {"test": {…}, "local": {…}, "remote": {…}, "rows": […]}
+    /// Add a column: CPU time of this side and of the other, in percent of one CPU
+    #[arg(long)]
+    cpu_util: bool,
+
+    /// Print a histogram of the latencies
+    #[arg(short = 'H', long)]
+    report_histogram: bool,
+
+    /// Print the latency of every message, in the order of measurement
+    #[arg(short = 'U', long)]
+    report_unsorted: bool,
+
+    /// Print addresses, and the properties of links and memory
+    #[arg(short = 'v', long)]
+    verbose: bool,
+
+    /// Print CSV: a line of titles, and a line per row with all figures
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
+    /// Print JSON: {"machine": {…}, "test": {…}, "local": {…}, "remote": {…}, "rows": […]}
     #[arg(long)]
     json: bool,
+
+    /// Write the JSON to a file, besides what is printed
+    #[arg(long, value_name = "FILE")]
+    out_json_file: Option<PathBuf>,
+
+    /// Of perftest, without effect: nothing here depends on the CPU's frequency
+    #[arg(short = 'F', long = "CPU-freq", hide = true)]
+    cpu_freq: bool,
+
+    /// Of perftest, without effect: the peak costs nothing
+    #[arg(short = 'N', long = "noPeak", alias = "no-peak", hide = true)]
+    no_peak: bool,
+
+    /// Of perftest, without effect: every size has a warm-up
+    #[arg(long, hide = true)]
+    perform_warm_up: bool,
 
     /// Serve one client on any free port, and print the port; started by --local
     #[arg(long, hide = true)]
@@ -180,9 +260,14 @@ Examples:
   warpwire perf write bw --bind 0.0.0.0        server, reachable from other machines
   warpwire perf write bw 10.0.0.1              client
   warpwire perf send lat --local -a            all sizes
-  warpwire perf write bw --local -q 8 --engines 4   eight queue pairs on four engines
+  warpwire perf read lat --local -H            a histogram of the times
+  warpwire perf send bw --local -b -c UC       both directions, unreliable connection
   warpwire perf write bw --local --mem sim:0   memory of a simulated GPU
-  warpwire perf write bw --device mlx5_0 10.0.0.1   by RDMA hardware
+  # eight queue pairs on four engines
+  warpwire perf write bw --local -q 8 --engines 4
+  # by RDMA hardware, into the memory of a GPU
+  warpwire perf write bw -d mlx5_0 --use_cuda=0 10.0.0.1
+  # lost packets, and the others for Wireshark
   warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap
   warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'";
 
@@ -275,8 +360,8 @@ impl Arguments {
         if self.verb == Verb::Atomic && (self.all || self.size.is_some_and(|size| size != 8)) {
             return usage("atomics operate on words of 8 bytes: omit -s and -a");
         }
-        if self.metric == Metric::Lat && self.qps > 1 {
-            return usage("latency is measured on one queue pair: omit -q");
+        if self.metric == Metric::Bw && (self.report_histogram || self.report_unsorted) {
+            return usage("-H and -U show single latencies: measure lat, or omit them");
         }
         let default = match (self.verb, self.metric) {
             (Verb::Atomic, _) => 8,
@@ -292,17 +377,69 @@ impl Arguments {
         if sizes.is_empty() {
             return usage("--max is smaller than the smallest size, 2 bytes");
         }
-        Ok(Test {
+        let seconds = self.duration.or(self.run_infinitely.then_some(1.0));
+        let test = Test {
             verb: self.verb,
             metric: self.metric,
             sizes,
             iterations: self.iterations,
-            seconds: self.duration,
+            seconds,
             qps: self.qps,
             depth: self.depth,
             verify: !self.no_verify,
-        })
+            bidirectional: self.bidirectional,
+            connection: self.connection,
+            events: self.events,
+            inline: self.inline_size,
+            cq_mod: self.cq_mod,
+            endless: self.run_infinitely,
+        };
+        test.check_combination().map_err(|why| Failure::Usage(why.to_owned()))?;
+        Ok(test)
     }
+
+    /// The capture file and its max length.
+    fn capture(&self) -> Option<(&std::path::Path, u64)> {
+        self.pcap.as_deref().map(|path| (path, self.pcap_max))
+    }
+
+    /// Memory of this side.
+    fn memory(&self) -> MemoryChoice {
+        match self.use_cuda {
+            Some(number) => MemoryChoice::Device(format!("cuda:{number}")),
+            None => self.mem.clone(),
+        }
+    }
+
+    /// Says which options have no effect.
+    fn note_ineffective(&self, reporter: &Reporter) {
+        for (given, name, why) in [
+            (self.cpu_freq, "-F", "nothing here depends on the CPU's frequency"),
+            (self.no_peak, "-N", "the peak costs nothing"),
+            (self.perform_warm_up, "--perform_warm_up", "every size has a warm-up"),
+        ] {
+            if given {
+                reporter.note(&format!("# {name} has no effect: {why}"));
+            }
+        }
+    }
+}
+
+/// The arguments of a command line, for tests and for other commands.
+fn parse<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Arguments, clap::Error> {
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+    let words = ["warpwire", "perf"].into_iter().chain(words).map(Into::into);
+    let words = perftest::normalize(words);
+    <Line as clap::Parser>::try_parse_from(words.iter().skip(1)).map(|line| line.arguments)
+}
+
+#[cfg(test)]
+fn arguments_of(words: &[&str]) -> Arguments {
+    parse(words.iter().copied()).unwrap_or_else(|error| panic!("{words:?}: {error}"))
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
@@ -312,12 +449,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
 fn measure(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let reporter = Reporter::new(arguments.json);
     let test = arguments.test()?;
+    arguments.note_ineffective(&reporter);
     let report = match &arguments.host {
-        Some(host) => session::client((host.as_str(), arguments.port), test, arguments, &reporter)?,
+        Some(host) => session::client(HostPort(host, arguments.port), test, arguments, &reporter)?,
         None if arguments.local => local::client(test, arguments, &reporter)?,
         None => session::server(&test, arguments, &reporter)?,
     };
-    reporter.print(&table::rule())?;
+    if let Some(path) = &arguments.out_json_file {
+        let name = path.display();
+        let text = serde_json::to_string_pretty(&report)
+            .map_err(|why| Failure::Runtime(format!("cannot write JSON: {why}")))?;
+        std::fs::write(path, text + "\n")
+            .map_err(|why| Failure::Runtime(format!("cannot write {name}: {why}")))?;
+    }
     reporter.finish(&report)?;
     Ok(ExitCode::SUCCESS)
 }

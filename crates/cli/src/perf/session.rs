@@ -1,30 +1,35 @@
 //! A test session: negotiation, setup, measurement of each size, verification.
 
 use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use warpwire::Error;
 use warpwire::error::Kind;
 use warpwire::verbs::bootstrap::{Bootstrap, BootstrapListener};
 
-use super::control::{ControlChannel, ControlMsg, Done};
+use super::control::{ControlChannel, ControlMsg, Done, EndpointInfo, Verdict};
 use super::endpoint::{Endpoint, Role};
+use super::samples::{self, Samples};
 use super::table::{self, Report, Row};
 use super::test::{Metric, Test, Verb};
 use super::{Arguments, bw, lat};
-use crate::output::{Failure, Reporter, print};
+use crate::machine::{CpuMeter, Machine};
+use crate::output::{Failure, HostPort, Reporter, print};
 
 /// Min value of the timeout once connected, whatever `--timeout` is.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn client(
-    host: (&str, u16),
+    host: HostPort<'_>,
     test: Test,
     arguments: &Arguments,
     reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    reporter.set_status(format!("connecting to {}:{}", host.0, host.1));
-    let bootstrap = Bootstrap::connect(host, arguments.timeout())?;
+    reporter.set_status(format!("connecting to {host}"));
+    let connect = || Bootstrap::connect(host, arguments.timeout());
+    let bootstrap = reporter.wait_for(&host.to_string(), connect)?;
     run_client(bootstrap, test, arguments, reporter)
 }
 
@@ -52,7 +57,9 @@ pub(super) fn server(
     if arguments.announce {
         print(&format!("{}\n", address.port())).map_err(Failure::Runtime)?;
     }
-    reporter.print(&format!(" Waiting for a client on {address}\n"))?;
+    if !arguments.csv {
+        reporter.print(&format!("# waiting for a client on {address}\n"))?;
+    }
     reporter.set_status("waiting");
     let max_memory = arguments.max_memory();
     let mut listener = BootstrapListener::new(listener)?;
@@ -136,52 +143,158 @@ fn run_test(
     let role = negotiation.0;
     let test = negotiate(peer, negotiation)?;
     reporter.set_status("preparing memory and queue pairs");
+    // The client of --local, on the same machine, says it for both.
+    let mut machine = match arguments.announce {
+        true => Machine::now(),
+        false => reporter.machine(),
+    };
     let mut endpoint = Endpoint::new(role, test, peer.local_ip()?, arguments)?;
     let ready = match peer.swap(&ControlMsg::Ready(endpoint.ready()))? {
         ControlMsg::Ready(ready) => ready,
         other => return Err(peer.unexpected(&other)),
     };
+    let mtu = endpoint.info.mtu.min(ready.info.mtu);
+    if !endpoint.test.limit_sizes(mtu) && role == Role::Client {
+        reporter.note(&format!("# UD messages are at most the MTU: {mtu} bytes here"));
+    }
     endpoint.connect(&ready)?;
-    reporter.print(&table::head(&endpoint.test, &endpoint.info, &ready.info))?;
-    reporter.print(&table::columns(endpoint.test.metric, arguments.report_gbits))?;
+    print_head(&endpoint, &ready.info, arguments, reporter)?;
     if endpoint.test.verb == Verb::Send {
         bw::post_receives(&endpoint)?;
     }
+    let interrupted = catch_interrupts(&endpoint.test)?;
     let mut rows = Vec::new();
-    for size in endpoint.test.sizes.clone() {
+    for number in 0.. {
+        let sizes = &endpoint.test.sizes;
+        let size = match sizes.get(number) {
+            Some(size) => *size,
+            None if endpoint.test.endless => sizes[number % sizes.len()],
+            None => break,
+        };
         reporter.set_status(format!("{}: {size} bytes", endpoint.test.name()));
-        let row = one_size(&endpoint, peer, size)?;
-        reporter.print(&row.render(arguments.report_gbits))?;
+        endpoint.prepare(size)?;
+        if !peer.barrier_unless(interrupted.load(Ordering::Relaxed))? {
+            break;
+        }
+        let (row, samples) = one_size(&endpoint, peer, size)?;
+        let row = samples::add(row, &samples, arguments);
+        reporter.print(&table::row(&row, arguments))?;
+        reporter.print(&samples::render(&row, arguments))?;
         rows.push(row);
     }
     let counters = endpoint.context.stats().map(|stats| stats.pairs);
     // A side that exits early leaves the peer's last packets unacknowledged.
     peer.barrier()?;
-    endpoint.finish()?;
-    Ok(Report { test: endpoint.test, local: endpoint.info, remote: ready.info, rows, counters })
+    let omitted = endpoint.finish()?;
+    if let (Some((path, max_bytes)), 1..) = (arguments.capture(), omitted) {
+        let (path, max_bytes) = (path.display(), warpwire::units::bytes(max_bytes));
+        reporter.note(&format!(
+            "# {path} is full at {max_bytes}: {omitted} packets are not in it; see --pcap-max"
+        ));
+    }
+    if !arguments.announce {
+        reporter.finish_machine(&mut machine);
+    }
+    let (test, local, remote) = (endpoint.test, endpoint.info, ready.info);
+    Ok(Report { machine, test, local, remote, rows, counters })
 }
 
-fn one_size(endpoint: &Endpoint, peer: &mut ControlChannel, size: u64) -> Result<Row, Failure> {
-    endpoint.prepare(size)?;
-    peer.barrier()?;
-    let mut watchdog = peer.watchdog(&endpoint.context);
-    let done = match (endpoint.role, endpoint.test.metric) {
-        (Role::Client, Metric::Bw) => bw::run(endpoint, size, &mut watchdog)?,
-        (Role::Client, Metric::Lat) => lat::run(endpoint, size, &mut watchdog)?,
+fn print_head(
+    endpoint: &Endpoint,
+    remote: &EndpointInfo,
+    arguments: &Arguments,
+    reporter: &Reporter,
+) -> Result<(), Failure> {
+    let (test, local) = (&endpoint.test, &endpoint.info);
+    if !arguments.csv {
+        // Once connected, `auto` has chosen a link.
+        let link = endpoint.qps[0].path().map_or_else(|_| local.link.clone(), |it| it.to_string());
+        let chosen = EndpointInfo { link, ..local.clone() };
+        reporter.print(&table::head(test, &chosen, remote))?;
+        if arguments.verbose {
+            reporter.print(&table::details(local, remote))?;
+        }
+    }
+    reporter.print(&table::columns(test.metric, arguments))
+}
+
+/// Set by SIGINT and SIGTERM if the test has no end of its own.
+fn catch_interrupts(test: &Test) -> Result<Arc<AtomicBool>, Failure> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let interrupted = Arc::new(AtomicBool::new(false));
+    if test.endless {
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, interrupted.clone())
+                .map_err(|why| Failure::Runtime(format!("cannot listen for signals: {why}")))?;
+        }
+    }
+    Ok(interrupted)
+}
+
+/// Results of the sides that send, and the messages that this side received.
+struct Outcome {
+    /// The result of this side, or of the only side that sends.
+    done: Done,
+    /// The other side's, if both send.
+    peer_done: Option<Done>,
+    received: u64,
+}
+
+fn one_size(
+    endpoint: &Endpoint,
+    peer: &mut ControlChannel,
+    size: u64,
+) -> Result<(Row, Samples), Failure> {
+    let cpu = CpuMeter::start();
+    let mut samples = Samples::new();
+    let outcome = match (endpoint.role, endpoint.test.metric) {
+        (_, Metric::Bw) if endpoint.test.bidirectional => both_ways(endpoint, peer, size)?,
+        (Role::Client, metric) => {
+            let mut watchdog = peer.watchdog(&endpoint.context, &endpoint.test);
+            let done = match metric {
+                Metric::Bw => bw::run(endpoint, size, &mut watchdog)?.0,
+                Metric::Lat => {
+                    let (done, times) = lat::run(endpoint, size, &mut watchdog)?;
+                    samples = times;
+                    done
+                }
+            };
+            Outcome { done, peer_done: None, received: 0 }
+        }
         (Role::Server, metric) => {
-            match metric {
+            let mut watchdog = peer.watchdog(&endpoint.context, &endpoint.test);
+            let received = match metric {
                 Metric::Lat if endpoint.test.is_ping_pong() => {
-                    lat::serve(endpoint, size, &mut watchdog)?
+                    lat::serve(endpoint, size, &mut watchdog).map(|()| 0)?
                 }
                 _ => bw::serve(endpoint, &mut watchdog)?,
-            }
-            recv_done(peer, endpoint)?
+            };
+            Outcome { done: recv_done(peer, endpoint)?, peer_done: None, received }
         }
     };
-    if endpoint.role == Role::Client {
-        peer.send(&ControlMsg::Done(done.clone()))?;
+    let cpu_percent = cpu.percent();
+    if endpoint.role == Role::Client && outcome.peer_done.is_none() {
+        peer.send(&ControlMsg::Done(outcome.done.clone()))?;
     }
-    exchange_verdicts(endpoint, peer, size, done)
+    Ok((exchange_verdicts(endpoint, peer, size, outcome, cpu_percent)?, samples))
+}
+
+/// Both sides send. The one that finishes first goes on receiving until the other has finished.
+fn both_ways(
+    endpoint: &Endpoint,
+    peer: &mut ControlChannel,
+    size: u64,
+) -> Result<Outcome, Failure> {
+    let mut watchdog = peer.watchdog(&endpoint.context, &endpoint.test);
+    let (done, mut received) = bw::run(endpoint, size, &mut watchdog)?;
+    watchdog.peer.send(&ControlMsg::Done(done.clone()))?;
+    received += bw::serve(endpoint, &mut watchdog)?;
+    let peer_done = match watchdog.peer_done.take() {
+        Some(early) if early.per_qp.len() == endpoint.qps.len() => early,
+        Some(early) => return Err(peer.unexpected(&ControlMsg::Done(early))),
+        None => recv_done(peer, endpoint)?,
+    };
+    Ok(Outcome { done, peer_done: Some(peer_done), received })
 }
 
 fn recv_done(peer: &mut ControlChannel, endpoint: &Endpoint) -> Result<Done, Failure> {
@@ -196,18 +309,54 @@ fn exchange_verdicts(
     endpoint: &Endpoint,
     peer: &mut ControlChannel,
     size: u64,
-    done: Done,
+    outcome: Outcome,
+    cpu_percent: f64,
 ) -> Result<Row, Failure> {
-    let mine = endpoint.verify(size, &done.per_qp)?;
+    let test = &endpoint.test;
+    let Outcome { done, peer_done, received } = outcome;
+    // What arrived here was sent by the peer, if both sides send.
+    let arrived = match &peer_done {
+        Some(theirs) if test.verb != Verb::Read => theirs,
+        _ => &done,
+    };
+    let (_, takes) = test.uses(endpoint.role);
+    let is_counted = test.verb == Verb::Send && test.metric == Metric::Bw && takes;
+    let received = (is_counted && test.connection.is_lossy()).then_some(received);
+    let wrong = match received {
+        Some(0) => Some(format!("{size} bytes: no message arrived")),
+        _ => endpoint.verify(size, &arrived.per_qp)?,
+    };
+    let mine = Verdict { wrong, received, cpu_percent };
     let theirs = match peer.swap(&ControlMsg::Verdict(mine.clone()))? {
         ControlMsg::Verdict(theirs) => theirs,
         other => return Err(peer.unexpected(&other)),
     };
-    if let Some(wrong) = mine {
+    if let Some(wrong) = mine.wrong {
         return Err(Failure::Runtime(format!("WRONG DATA from {}: {wrong}", peer.name)));
     }
-    if let Some(wrong) = theirs {
+    if let Some(wrong) = theirs.wrong {
         return Err(Failure::Runtime(format!("WRONG DATA at {}: {wrong}", peer.name)));
     }
-    Ok(Row { verified: endpoint.test.verify, ..done.row })
+    let sent =
+        |done: &Done| done.per_qp.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
+    let lost = |received: Option<u64>, from: &Done| {
+        received.map(|received| sent(from).saturating_sub(received))
+    };
+    // Each side counts what it received of the other.
+    let lost = match (lost(mine.received, arrived), lost(theirs.received, &done)) {
+        (None, None) => None,
+        (here, there) => Some(here.unwrap_or(0).saturating_add(there.unwrap_or(0))),
+    };
+    let figures = match peer_done {
+        Some(theirs) => done.row.figures.sum(&theirs.row.figures),
+        None => done.row.figures,
+    };
+    Ok(Row {
+        figures,
+        verified: test.verify,
+        local_cpu_percent: cpu_percent,
+        remote_cpu_percent: theirs.cpu_percent,
+        lost,
+        ..done.row
+    })
 }

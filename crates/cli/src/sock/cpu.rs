@@ -65,7 +65,7 @@ fn print_report(reporter: Reporter, tool: &str, report: &Report) -> Result<ExitC
 
 /// Measures round trips to an echo server; every reply is verified.
 pub(super) fn lat(family: Family, size: u64, rounds: u32, json: bool) -> Result<ExitCode, Failure> {
-    let reporter = Reporter::new(json);
+    let reporter = Reporter::for_measurement(json);
     let each = |family: Family| -> Result<f64, Failure> {
         reporter.set_status(format!("{} round trips, {}", rounds, family.name()));
         ping(family, size, rounds.min(100))?;
@@ -100,7 +100,7 @@ fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
 
 /// Measures bandwidth in either direction, in MB/s (10⁶ bytes).
 pub(super) fn bw(family: Family, size: u64, total: u64, json: bool) -> Result<ExitCode, Failure> {
-    let reporter = Reporter::new(json);
+    let reporter = Reporter::for_measurement(json);
     let rounds = total.div_ceil(size);
     let mut rows = Vec::new();
     for (what, sends) in [("to the peer", true), ("from the peer", false)] {

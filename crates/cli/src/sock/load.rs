@@ -21,7 +21,7 @@ use crate::output::{Failure, Reporter};
 #[command(after_help = EXAMPLES)]
 pub(super) struct Arguments {
     /// Address of the server
-    #[arg(value_name = "ADDRESS:PORT")]
+    #[arg(value_name = "ADDRESS:PORT", value_parser = super::address)]
     server: SocketAddr,
 
     /// Number of clients, one thread each
@@ -166,7 +166,7 @@ impl Arguments {
     }
 
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        let reporter = Reporter::new(self.json);
+        let reporter = Reporter::for_measurement(self.json);
         reporter.print(&format!(
             "# {} clients, {} commands in flight each, values of {} bytes\n\
              {:<8}  {:>12}  {:>12}  {:>12}  {:>6}\n",

@@ -135,7 +135,7 @@ impl Lat {
             check_cpu(self.peer)?;
             return cpu::lat(self.target.family, self.size, self.iters, self.json);
         }
-        let reporter = Reporter::new(self.json);
+        let reporter = Reporter::for_measurement(self.json);
         let options = SockOptions::default().with_sockets(16).with_spin(SPIN);
         let (host, no_cuda) = self.target.open(options)?;
         let programs = self.target.programs(&host)?;
@@ -260,7 +260,7 @@ impl Bw {
             check_cpu(self.peer)?;
             return cpu::bw(self.target.family, self.size, self.total, self.json);
         }
-        let reporter = Reporter::new(self.json);
+        let reporter = Reporter::for_measurement(self.json);
         let ring = 1 << 20;
         let options = SockOptions::default().with_sockets(16).with_ring(ring).with_spin(SPIN);
         let (host, no_cuda) = self.target.open(options)?;

@@ -39,7 +39,8 @@ Examples:
   warpwire sock kv                                key-value server; try: redis-cli
   warpwire sock similar                           similarity search server, and its client:
   warpwire sock similar --connect 127.0.0.1:7001
-  warpwire sock connect 127.0.0.1:7000 --send 'GET / HTTP/1.0\\r\\n\\r\\n'   client in a kernel
+  # client in a kernel
+  warpwire sock connect 127.0.0.1:7000 --send 'GET / HTTP/1.0\\r\\n\\r\\n'
   warpwire sock load 127.0.0.1:6379 -P 16         load for a key-value server (RESP)
   warpwire sock echo                              send random bytes to an echo kernel, and verify
   warpwire sock lat -s 64                         round trip, compared with CPU socket + cuMemcpy
@@ -90,6 +91,11 @@ impl SockTarget {
     fn programs(&self, host: &SockHost) -> Result<Programs, Failure> {
         Ok(Programs::load(host)?.over(self.family.kind()))
     }
+}
+
+/// Parses an address with a port.
+fn address(text: &str) -> Result<std::net::SocketAddr, String> {
+    text.parse().map_err(|_| "write an address with a port, as in 127.0.0.1:7000".to_owned())
 }
 
 /// The comment lines above every table.

@@ -39,7 +39,8 @@ pub(super) struct Serve {
     target: SockTarget,
 
     /// Address to listen on; with port 0 the system chooses a port
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7000")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7000",
+        value_parser = super::address)]
     bind: SocketAddr,
 
     #[command(flatten)]
@@ -177,7 +178,8 @@ pub(super) struct Kv {
     target: SockTarget,
 
     /// Address to listen on; with port 0 the system chooses a port
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:6379")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:6379",
+        value_parser = super::address)]
     bind: SocketAddr,
 
     /// Thread blocks of the kernel

@@ -42,12 +42,13 @@ pub(super) struct Arguments {
         long,
         value_name = "ADDRESS:PORT",
         default_value = "127.0.0.1:7001",
+        value_parser = super::address,
         conflicts_with = "connect"
     )]
     bind: SocketAddr,
 
     /// Query the server at this address from the CPU, instead of serving
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = super::address)]
     connect: Option<SocketAddr>,
 
     /// Query from a kernel instead of the CPU: one client, one query at a time
@@ -181,7 +182,7 @@ impl Arguments {
 
     /// Prints the clients' figures.
     fn print_report(&self, report: &ClientReport) -> Result<ExitCode, Failure> {
-        let reporter = Reporter::new(self.json);
+        let reporter = Reporter::for_measurement(self.json);
         let time = |time: Option<f64>| time.map_or("-".to_owned(), |us| format!("{us:.1} us"));
         let head = format!(
             "# {} vectors of {}, {} matches, {} clients\n",

@@ -73,7 +73,9 @@ pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;
 pub use qpc::QpSpec;
 pub use ring::QpLayout;
-pub use stats::{DirectStats, DropReason, EngineStats, HcaStats, IndirectReason, QpTotals};
+pub use stats::{
+    DirectStats, DropReason, EngineStats, HcaStats, IndirectReason, QpStats, QpTotals,
+};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
@@ -588,6 +590,25 @@ impl Hca {
         let mut sum = of_engine(&self.0.engines[0]);
         self.0.engines[1..].iter().for_each(|engine| sum.add_engine(of_engine(engine)));
         sum
+    }
+
+    /// The counters of up to `max` existing queue pairs, in the order of their slots.
+    ///
+    /// ```
+    /// use warpwire::hca::{Hca, HcaOptions};
+    /// use warpwire::link::Hub;
+    /// let endpoint = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?;
+    /// assert!(Hca::open(endpoint, HcaOptions::default())?.all_qp_stats(16).is_empty());
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn all_qp_stats(&self, max: usize) -> Vec<QpStats> {
+        let mut found = Vec::new();
+        for shared in &self.0.engines {
+            let engine = shared.engine.lock();
+            let left = max.saturating_sub(found.len());
+            found.extend(engine.qpcs().take(left).map(|qpc| QpStats::of(&qpc.qp)));
+        }
+        found
     }
 
     /// The path that a queue pair's work takes, and why: its link, and whether direct access is

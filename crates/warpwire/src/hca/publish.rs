@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
-use super::{EngineStats, Hca, HcaInner, QpTotals};
+use super::{EngineStats, Hca, HcaInner, QpStats, QpTotals};
 use crate::error::{Error, Kind, Result};
 use crate::host::is_trusted_user;
 use crate::link::shm::peer_credentials;
@@ -45,6 +45,8 @@ const VERSION: u32 = 1;
 /// A running process replies within this time, from the connection to the last byte.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_REPLY_LEN: usize = 16 << 20;
+/// Queue pairs of a device in a reply: some 300 bytes each.
+const MAX_QPS: usize = 1024;
 
 /// The reply of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -87,6 +89,9 @@ pub struct DeviceStats {
     /// The part of each engine.
     #[serde(default)]
     pub engines: Vec<EngineStats>,
+    /// Of up to 1024 existing queue pairs.
+    #[serde(default)]
+    pub qps: Vec<QpStats>,
 }
 
 /// The devices of this process, each with its number.
@@ -208,6 +213,7 @@ fn describe(number: u64, hca: &Hca) -> DeviceStats {
         calls: counters.calls,
         dropped: dropped.map(|(reason, count)| (reason.to_owned(), count)).collect(),
         engines: stats.engines,
+        qps: hca.all_qp_stats(MAX_QPS),
     }
 }
 
@@ -247,6 +253,10 @@ fn parse_reply(pid: u32, line: &[u8]) -> Result<ProcessStats> {
     report.program = printable(&report.program);
     for device in &mut report.devices {
         device.link = printable(&device.link);
+        for qp in &mut device.qps {
+            qp.service = printable(&qp.service);
+            qp.state = printable(&qp.state);
+        }
         let dropped = std::mem::take(&mut device.dropped);
         device.dropped =
             dropped.into_iter().map(|(name, count)| (printable(&name), count)).collect();

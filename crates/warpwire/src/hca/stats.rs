@@ -242,6 +242,37 @@ pub struct EngineStats {
     pub steps: u64,
 }
 
+/// Counters of one queue pair.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QpStats {
+    /// Its number.
+    pub qpn: u32,
+    /// Its transport service: RC, UC or UD.
+    pub service: String,
+    /// Its state, as in RTS.
+    pub state: String,
+    /// Its counters since it was created.
+    pub totals: QpTotals,
+}
+
+impl QpStats {
+    pub(super) fn of(qp: &super::protocol::Protocol) -> Self {
+        let service = match qp.service() {
+            qp::Service::Rc => "RC",
+            qp::Service::Uc => "UC",
+            qp::Service::Ud => "UD",
+        };
+        let mut totals = QpTotals::default();
+        totals.add(qp.stats());
+        Self {
+            qpn: qp.number(),
+            service: service.to_owned(),
+            state: qp.state().to_string(),
+            totals,
+        }
+    }
+}
+
 impl HcaStats {
     /// Of one engine, at `local`.
     pub(super) fn of<'a>(

@@ -54,6 +54,10 @@ pub struct Capture {
 struct Writer {
     file: BufWriter<Box<dyn Write + Send>>,
     name: String,
+    written: u64,
+    max_bytes: u64,
+    /// Packets that did not fit.
+    omitted: u64,
     /// The first error; nothing is written after it.
     failed: Option<std::io::Error>,
 }
@@ -73,9 +77,38 @@ impl Capture {
     /// A capture to any writer, with a name for messages.
     pub fn to(file: Box<dyn Write + Send>, name: impl Into<String>) -> Self {
         let file = BufWriter::with_capacity(BUFFER, file);
-        let mut writer = Writer { file, name: name.into(), failed: None };
+        let name = name.into();
+        let mut writer =
+            Writer { file, name, written: 0, max_bytes: u64::MAX, omitted: 0, failed: None };
         writer.put(&[&pcap::file_header()]);
         Self { shared: Arc::new(Mutex::new(writer)) }
+    }
+
+    /// Limits the length of the file: packets that would exceed it are counted, and not written.
+    ///
+    /// ```
+    /// use warpwire::link::{Capture, Hub, Link, Tap};
+    /// let capture = Capture::to(Box::new(std::io::sink()), "sink").with_max_bytes(100);
+    /// let hub = Hub::new();
+    /// let mut one = Tap::new(hub.endpoint("10.0.0.1:4791".parse().unwrap())?, &capture);
+    /// let flow = one.open("10.0.0.2:4791".parse().unwrap(), 0)?;
+    /// for _ in 0..3 {
+    ///     one.reserve(flow, 16).unwrap().fill(0);
+    ///     one.commit();
+    /// }
+    /// // 24 bytes of file header and 60 of the first packet.
+    /// assert_eq!(capture.omitted(), 2);
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_max_bytes(self, max_bytes: u64) -> Self {
+        self.shared.lock().max_bytes = max_bytes;
+        self
+    }
+
+    /// Packets that were not written because of [`with_max_bytes`](Self::with_max_bytes).
+    pub fn omitted(&self) -> u64 {
+        self.shared.lock().omitted
     }
 
     /// Flushes the write buffer. Dropping the last clone does so too, but ignores errors.
@@ -120,7 +153,14 @@ impl Capture {
 
 impl Writer {
     fn put(&mut self, parts: &[&[u8]]) {
+        let len: u64 = parts.iter().map(|part| part.len() as u64).sum();
+        // Once full, it stays full: a shorter packet would leave a gap before it.
+        if self.omitted > 0 || self.written.saturating_add(len) > self.max_bytes {
+            self.omitted += 1;
+            return;
+        }
         if self.failed.is_none() {
+            self.written += len;
             let mut written = parts.iter().map(|part| self.file.write_all(part));
             self.failed = written.find_map(std::result::Result::err);
         }

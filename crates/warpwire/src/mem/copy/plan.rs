@@ -422,7 +422,7 @@ impl fmt::Display for CopyPlan {
         let [window, engine, staged, threads] = heads;
         writeln!(
             f,
-            "\n{:<6}{:>9}{window:>11}{engine:>11}{staged:>11}{threads:>12}  best",
+            "\n{:<6}{:>9}{window:>11}{engine:>11}{staged:>11}{threads:>12}  used",
             "", "size"
         )?;
         for sample in &self.samples {
