@@ -17,8 +17,8 @@ use crate::verbs::{launch, library_folders, list};
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
     /// Folder with libnccl-net-warpwire.so [default: where packages and tools/install put it:
-    /// ../lib/warpwire, ../lib/ARCH-linux-gnu/warpwire or ../lib, seen from this command; or its own
-    /// folder]
+    /// ../lib/warpwire, ../lib/ARCH-linux-gnu/warpwire or ../lib, seen from this command; or its
+    /// own folder]
     #[arg(long, value_name = "DIR")]
     libraries: Option<PathBuf>,
 

@@ -164,8 +164,8 @@ fn fi_pingpong(effort: Effort, provider: &str, endpoint: &str, size: u64) -> Res
 
 /// The line `bytes #sent #ack total time MB/sec usec/xfer Mxfers/sec`.
 fn fi_latency(text: &str) -> Option<f64> {
-    let rows = text.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_digit()));
-    rows.last()?.split_whitespace().nth(6)?.parse().ok()
+    let mut rows = text.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_digit()));
+    rows.next_back()?.split_whitespace().nth(6)?.parse().ok()
 }
 
 /// perftest through `warpwire verbs`, on the loopback interface.
