@@ -79,7 +79,7 @@ fn warpwire_version(system: &System, path: &str, file: &str) -> Option<String> {
     }
 }
 
-/// UCX's transport modules (`ib`, `cuda`), which it loads from the folder `ucx` beside its libraries.
+/// UCX's transport modules (`ib`, `cuda`), which it loads from `ucx` beside its libraries.
 pub(super) fn ucx_modules(
     system: &System,
     libraries: &BTreeMap<String, LibraryProbe>,

@@ -1,20 +1,23 @@
 //! What programs would use, GPUDirect RDMA of pairs, and trials of a pair.
 
 use serde_json::{Value, json};
-use warpwire_doctor::{Answer, Distance, KnownBy, Report, try_pair};
+use warpwire::host::{MachineFiles, System};
+use warpwire_doctor::{Answer, Distance, Evidence, KnownBy, Report, try_pair};
 
 use crate::support::Machine;
 use crate::told;
 
-/// The machine with changed probes: the environment and libraries are replaced.
+/// The machine with changed probes: the environment and libraries are replaced. It stays in memory,
+/// which is faster than in a folder.
 fn with(name: &str, environment: Value, libraries: Value) -> Report {
-    let machine = Machine::recorded(name);
-    let text = machine.system().read("/probes.json").unwrap();
+    let mut files =
+        MachineFiles::parse(&std::fs::read_to_string(Machine::file(name)).unwrap()).unwrap();
+    let text = System::of(files.clone()).read("/probes.json").unwrap();
     let mut probes: Value = serde_json::from_str(&text).unwrap();
     probes["environment"] = environment;
     probes["libraries"] = libraries;
-    machine.write("/probes.json", &probes.to_string());
-    machine.report()
+    files.set_text("/probes.json", &probes.to_string());
+    Report::of(&Evidence::gather(System::of(files)).unwrap())
 }
 
 fn library(path: &str, warpwire: Option<&str>) -> Value {
