@@ -44,11 +44,12 @@ const COMMANDS: &[(&str, Page)] = &[
     ("warpwire mp sendrecv --mem sim:0 --json", Like(Run(&[], "-n 3 -s 8"))),
     ("warpwire mp pingpong --mem cuda:0 --kernel 20us", Like(GPU)),
     (
-        "warpwire run -n 2 --link udp -- warpwire mp putget -s 64KiB,1MiB",
+        "warpwire run -n 2 --link udp warpwire mp putget -s 64KiB,1MiB",
         Like(Run(&[("64KiB,1MiB", "8")], "-n 5")),
     ),
-    ("warpwire perf write bw --local -s 64K | head -13", Like(Run(&[], BRIEF_PERF))),
-    ("warpwire perf write lat --local -s 8 | tail -3", Like(Run(&[], BRIEF_PERF))),
+    ("warpwire mp broadcast -n 4 -r 1", Like(Run(&[], "-b 8 -e 64 --iters 3"))),
+    ("warpwire perf write bw --local -s 64K", Like(Run(&[], BRIEF_PERF))),
+    ("warpwire perf write lat --local -s 8 --cpu_util | tail -2", Like(Run(&[], BRIEF_PERF))),
     ("warpwire stat --all -c 1", Like(How::Watch(&[], ""))),
     (
         "warpwire sock kv --bind 127.0.0.1:6379",
