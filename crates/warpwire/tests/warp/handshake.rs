@@ -68,7 +68,8 @@ fn invalid_messages_are_refused_with_the_reason(testbed: &Testbed) {
 }
 
 fn slow_handshakes_are_dropped_and_harm_no_other(testbed: &Testbed) {
-    let handshake_timeout = Duration::from_millis(300);
+    // It holds for the others as well, which must not be called slow because the machine is.
+    let handshake_timeout = Duration::from_secs(3);
     let testbed = Testbed::with(
         testbed.test_link,
         NetOptions::default().with_handshake_timeout(handshake_timeout),
@@ -91,7 +92,8 @@ fn slow_handshakes_are_dropped_and_harm_no_other(testbed: &Testbed) {
         // Our hello, then the end of the stream.
         let _ = tcp.read_to_end(&mut answer_text);
     }
-    assert!(begun.elapsed() >= Duration::from_millis(250) && begun.elapsed() < test_timeout());
+    let taken = begun.elapsed();
+    assert!(taken >= handshake_timeout * 4 / 5 && taken < test_timeout(), "{taken:?}");
 }
 
 fn more_handshakes_than_slots(testbed: &Testbed) {
