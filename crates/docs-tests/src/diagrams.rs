@@ -49,6 +49,9 @@ fn changes_and_mistakes_are_found() {
         ("overview", "row ", "rwo ", "overview.txt:3: 'rwo' does not stand here"),
         ("overview", "kind stack", "kind stuck", "overview.txt:1: the kind 'stuck' is unknown"),
         ("overview", "title", "titel", "overview.txt:1: a diagram begins with"),
+        // A line continues after a backslash, and has the number of its first part.
+        ("overview", "between its own memory", "\\", "overview.txt:17: this line ends with a"),
+        ("overview", "orange RDMA NIC", "pink RDMA NIC", "overview.txt:14: a box has the colour"),
         ("plot-nixl", " 539 ", " 987654 ", "docs/nixl.md does not have the figures 987654"),
         ("plot-nixl", " 539 ", " ", "has 3 values; there are 4 bars"),
         ("plot-nixl", " 539 ", " fast ", "'fast' is no number"),
