@@ -22,7 +22,9 @@ CHAPTERS = {
 }
 LANGUAGES = {".rs": "rust", ".h": "c", ".cuh": "c++", ".cu": "c++", ".py": "python", ".toml": "toml"}
 # A link or an image outside of code: [text](target) or ![text](target), with an optional anchor.
-LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+# The target of links [text][label], on a line of its own: [label]: target
+DEFINITION = re.compile(r"^(\[[^\]]+\]: )([^\s#]+)(#\S*)?()$")
 FENCE = re.compile(r"^\s*```")
 log = logging.getLogger("mkdocs.hooks.book")
 
@@ -58,17 +60,23 @@ def sources(pages):
 
 def targets(text):
     found = []
-    each_link(text, lambda _, target, anchor: found.append(target))
+    each_link(text, lambda target, anchor: found.append(target))
     return [target for target in found if "://" not in target]
 
 
 def each_link(text, change):
-    """The text with the links outside of code blocks replaced by what `change` returns."""
+    """The text with the targets of links outside of code blocks replaced by what `change` returns,
+    unless that is None."""
+
+    def changed(match):
+        target = change(match[2], match[3] or "")
+        return match[0] if target is None else match[1] + target + match[4]
+
     lines, in_code = [], False
     for line in text.splitlines():
         in_code ^= bool(FENCE.match(line))
         if not in_code:
-            line = LINK.sub(lambda m: change(m[1], m[2], m[3] or "") or m[0], line)
+            line = DEFINITION.sub(changed, LINK.sub(changed, line))
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -76,7 +84,7 @@ def each_link(text, change):
 def relinked(text, path, chapter):
     """A page of the repository at `path`, with links that hold where the book has it: `chapter`."""
 
-    def change(label, target, anchor):
+    def change(target, anchor):
         if "://" in target:
             return None
         full = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
@@ -89,7 +97,7 @@ def relinked(text, path, chapter):
         else:
             log.warning("%s links to %s, which does not exist or is a folder", path, target)
             return None
-        return f"{label}({posixpath.relpath(place, posixpath.dirname(chapter) or '.')}{anchor})"
+        return posixpath.relpath(place, posixpath.dirname(chapter) or ".") + anchor
 
     return each_link(text, change)
 

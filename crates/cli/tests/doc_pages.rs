@@ -110,10 +110,25 @@ struct Shown {
     output: Vec<String>,
 }
 
+/// The lines of a page without indentation; one that ends with a backslash continues on the next.
+fn joined(text: &str) -> Vec<String> {
+    let mut lines = Vec::<String>::new();
+    for line in text.lines().map(str::trim) {
+        match lines.last_mut() {
+            Some(last) if last.ends_with('\\') => {
+                last.pop();
+                last.push_str(line);
+            }
+            _ => lines.push(line.to_owned()),
+        }
+    }
+    lines
+}
+
 /// The commands of the `console` blocks of a page: after `$`, before a comment or `&`.
 fn commands(page: &str, text: &str) -> Vec<Shown> {
     let (mut found, mut kind) = (Vec::<Shown>::new(), None);
-    for line in text.lines().map(str::trim) {
+    for line in joined(text).iter().map(String::as_str) {
         match (line.strip_prefix("```"), &kind) {
             (Some(name), None) => kind = Some(name.to_owned()),
             (Some(_), Some(_)) => kind = None,
@@ -215,10 +230,10 @@ fn commands_of_the_pages_run() {
 #[test]
 fn commands_and_outputs_are_found() {
     let text = "```console\n$ warpwire a --b &       # why\n1 line\n\none$ warpwire c | head\n```\n\
-                ```text\n$ no\n```\n  ```console\n  $ d\n  ```\n";
+                ```text\n$ no\n```\n  ```console\n  $ d \\\n      -e \\\n      -f  # g\n  ```\n";
     let found = commands("x.md", text);
     let names: Vec<_> = found.iter().map(|shown| shown.command.as_str()).collect();
-    assert_eq!(names, ["warpwire a --b", "warpwire c | head", "d"]);
+    assert_eq!(names, ["warpwire a --b", "warpwire c | head", "d -e -f"]);
     assert_eq!(found[0].output, ["1 line", ""]);
     let set = |text: &str| normal(text.lines());
     assert_eq!(set("----\nb\na  64 KiB 1.5 us"), set("a 1 MiB 22.75  us\n\nb"));

@@ -5,12 +5,48 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::pages::{Page, pages, root};
 
-/// The targets of links and images in a line, without inline code.
+/// A line without inline code: inside of backquotes nothing is a link.
+fn without_code(line: &str) -> String {
+    line.split('`').step_by(2).collect() // every second part is inside
+}
+
+/// Label and target of a line that defines a reference: `[label]: target`.
+fn definition(line: &str) -> Option<(&str, &str)> {
+    line.strip_prefix('[')?.split_once("]: ")
+}
+
+/// The targets of links and images in a line, and that of a definition.
 fn targets(line: &str) -> Vec<String> {
-    // Inside of backquotes nothing is a link; every second part is inside.
-    let prose: String = line.split('`').step_by(2).collect();
+    let prose = without_code(line);
     let parts = prose.split("](").skip(1);
-    parts.filter_map(|part| Some(part.split_once(')')?.0.to_owned())).collect()
+    let inline = parts.filter_map(|part| Some(part.split_once(')')?.0));
+    let defined = definition(&prose).map(|(_, target)| target);
+    inline.chain(defined).map(str::to_owned).collect()
+}
+
+/// The labels of references in a line: `[text][label]`.
+fn references(line: &str) -> Vec<String> {
+    let prose = without_code(line);
+    let parts = prose.split("][").skip(1);
+    parts.filter_map(|part| Some(part.split_once(']')?.0.to_owned())).collect()
+}
+
+/// What is wrong with the references of a page: those without a definition, and the reverse.
+fn broken_references(page: &Page) -> Vec<String> {
+    let prose = page.prose();
+    let used: Vec<(usize, String)> = prose
+        .iter()
+        .flat_map(|(number, line)| references(line).into_iter().map(move |label| (*number, label)))
+        .collect();
+    let defined: Vec<(usize, &str)> =
+        prose.iter().filter_map(|(number, line)| Some((*number, definition(line)?.0))).collect();
+    let lost = used.iter().filter(|(_, label)| !defined.iter().any(|(_, known)| known == label));
+    let lost =
+        lost.map(|(number, label)| format!("{}:{number}: no definition of [{label}]", page.path));
+    let idle = defined.iter().filter(|(_, label)| !used.iter().any(|(_, known)| known == label));
+    let idle =
+        idle.map(|(number, label)| format!("{}:{number}: no link uses [{label}]", page.path));
+    lost.chain(idle).collect()
 }
 
 /// The anchors of a page's headings, as GitHub makes them: lower case, no punctuation, hyphens for
@@ -48,6 +84,7 @@ fn normal(path: &Path) -> PathBuf {
 fn broken(pages: &[Page], exists: impl Fn(&Path) -> bool) -> Vec<String> {
     let mut broken = Vec::new();
     for page in pages {
+        broken.extend(broken_references(page));
         for (number, line) in page.prose() {
             for target in targets(line) {
                 if target.contains("://") || target.starts_with("mailto:") {
@@ -97,11 +134,20 @@ fn broken_links_are_found() {
         ("[x](docs/y.md#three)", "README.md:1: docs/y.md#three: docs/y.md has no such heading"),
         ("[x](#nothing)", "README.md:1: #nothing: README.md has no such heading"),
         ("[one](docs/y.md), [x](docs/y.md#same-2)", "docs/y.md has no such heading"),
+        ("[`x`][y]\n[y]: docs/z.md", "README.md:2: docs/z.md: there is no docs/z.md"),
+        ("[x][y]\n\n[z][y]\n[y]: docs/y.md#three", "README.md:4: docs/y.md#three: docs/y.md has"),
+        ("![x][y], [z][w]\n[w]: docs/y.md", "README.md:1: no definition of [y]"),
+        ("[y]: docs/y.md", "README.md:1: no link uses [y]"),
     ] {
         let pages = [page("README.md", text), page("docs/y.md", &pages[1].text)];
         let found = broken(&pages, exists);
         assert!(found.len() == 1 && found[0].contains(why), "{text}: {found:?}");
     }
+    let fine = "[x][y]\n[y]: docs/y.md#same-1\n```\na[0][i]\n[z]: nowhere\n```\n`a[0][i]`";
+    assert_eq!(
+        broken(&[page("README.md", fine), page("docs/y.md", &pages[1].text)], exists),
+        Vec::<String>::new()
+    );
     let code = [page("README.md", "```\n[x](nowhere)\n```\n`[x](nowhere)` [w](https://a.b/c)")];
     assert_eq!(broken(&code, exists), Vec::<String>::new());
 }
