@@ -94,7 +94,8 @@ step_book() {
   tools/book --test
   tools/book
   [ "$WARPWIRE_EFFORT" = change ] && return
-  command -v chromium >/dev/null || missing chromium fonts-liberation || true # tools/screenshots prints why it skips
+  # Without chromium, tools/screenshots prints why it skips.
+  command -v chromium >/dev/null || missing chromium fonts-liberation || true
   tools/screenshots "${CARGO_TARGET_DIR:-target}/screenshots"
 }
 step_ptx() { tools/ptx --check; }

@@ -91,7 +91,7 @@ typedef struct ww_transfer ww_transfer; /* a transfer that was posted */
 typedef struct ww_agent_options {
     size_t size;                        /* sizeof(ww_agent_options) */
     const char *link;                   /* "auto", "udp", "shm"; default: WARPWIRE_LINK, or auto */
-    const char *address;                /* of this machine; default: WARPWIRE_ADDRESS, or by route */
+    const char *address;                /* this machine's; default: WARPWIRE_ADDRESS, or by route */
     uint32_t engines;                   /* threads that process packets, 1 to 64; default 1 */
     uint32_t queue_pairs;               /* per peer, 1 to 16; default 1 */
     uint32_t send_depth;                /* work requests in flight, 16 to 4096; default 1024 */

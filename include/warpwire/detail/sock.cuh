@@ -563,7 +563,7 @@ WARPWIRE_CALL i64 accept_thread(const Table &table, int listener, Address *from)
             if (from) *from = record.address;
             return record.value;
         }
-        if (locked) store_gpu(&ref.device_state->receive_lock, kUnlocked);  // another group was faster
+        if (locked) store_gpu(&ref.device_state->receive_lock, kUnlocked);  // another group won
         if (i64 stop = waiter.step(table)) return stop;
         snapshot = take_snapshot(ref, &DeviceSocketState::receive_timeout);
     }

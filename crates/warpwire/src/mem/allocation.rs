@@ -358,8 +358,8 @@ impl Allocation {
         self.shared.memory.export_ipc()
     }
 
-    /// Duplicates of the descriptors that belong to [`export_ipc`](Self::export_ipc)'s handle, to be
-    /// sent with it over a Unix socket for [`Device::open_ipc_with`]. None for memory of
+    /// Duplicates of the descriptors that belong to [`export_ipc`](Self::export_ipc)'s handle, to
+    /// be sent with it over a Unix socket for [`Device::open_ipc_with`]. None for memory of
     /// `cuMemAlloc`, whose handle consists of bytes only. Each keeps the memory allocated while it
     /// is open.
     ///
