@@ -229,26 +229,40 @@ fn files_stay_small() {
     assert!(long.is_empty(), "{long:?} have more than {MAX_FILE_LINES} lines");
 }
 
-/// The width of a line without its URLs, which cannot be wrapped.
-fn columns(line: &str) -> usize {
-    let mut parts = line.split("](");
-    let mut width = parts.next().unwrap_or_default().chars().count();
-    for part in parts {
-        let text = part.split_once(')').map_or(part, |(_, text)| text);
-        width += "]()".len() + text.chars().count();
-    }
-    let urls = line.split_whitespace().filter(|word| !word.contains("](")).filter_map(|word| {
-        let scheme = ["https://", "http://"].iter().find_map(|scheme| word.find(scheme))?;
-        Some(word[scheme..].chars().count())
-    });
-    width.saturating_sub(urls.sum())
+/// Whether a line, marks of a comment aside, is one word that cannot be wrapped: a URL, or the
+/// target of a reference, `[label]: target`.
+fn is_one_target(line: &str) -> bool {
+    let text =
+        line.trim_start_matches(|c: char| c.is_whitespace() || "/!#*".contains(c)).trim_end();
+    let definition = text.strip_prefix('[').and_then(|rest| rest.split_once("]: "));
+    let target = definition.map_or(text, |(_, target)| target);
+    let url = ["https://", "http://"].iter().any(|scheme| target.starts_with(scheme));
+    (url || definition.is_some()) && !target.contains(char::is_whitespace)
 }
 
-/// Lines of comments that exceed the width, in languages whose comments begin with these marks.
+/// Whether a line exceeds the width; the targets of links count.
+fn is_wide(line: &str) -> bool {
+    line.chars().count() > MAX_COLUMNS && !is_one_target(line)
+}
+
+/// Whether a line is a comment or ends with one, in a language whose comments begin with these
+/// marks.
+fn has_comment(line: &str, marks: &[&str]) -> bool {
+    let begins = marks.iter().any(|mark| line.trim_start().starts_with(mark));
+    // Inside of a comment, `* ` begins a line; after code it is a product.
+    begins
+        || marks.iter().filter(|mark| **mark != "* ").any(|mark| {
+            // A mark after an odd number of quotes is inside of a string.
+            let trailing = format!(" {mark} ");
+            line.match_indices(&trailing)
+                .any(|(at, _)| line[..at].matches('"').count().is_multiple_of(2))
+        })
+}
+
+/// Lines with comments that exceed the width, in languages whose comments begin with these marks.
 fn wide_comments(text: &str, marks: &[&str]) -> Vec<usize> {
-    let wide = text.lines().enumerate().filter(|(_, line)| {
-        marks.iter().any(|mark| line.trim_start().starts_with(mark)) && columns(line) > MAX_COLUMNS
-    });
+    let lines = text.lines().enumerate();
+    let wide = lines.filter(|(_, line)| is_wide(line) && has_comment(line, marks));
     wide.map(|(number, _)| number + 1).collect()
 }
 
@@ -257,7 +271,7 @@ fn wide_script_comments(text: &str) -> Vec<usize> {
     let (mut wide, mut in_docstring) = (wide_comments(text, &["#"]), false);
     for (number, line) in text.lines().enumerate() {
         let quotes = line.matches("\"\"\"").count();
-        if (in_docstring || quotes > 0) && columns(line) > MAX_COLUMNS {
+        if (in_docstring || quotes > 0) && is_wide(line) {
             wide.push(number + 1);
         }
         in_docstring ^= quotes % 2 == 1;
@@ -270,20 +284,27 @@ fn wide_markdown(text: &str) -> Vec<usize> {
     let (mut wide, mut in_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
         in_code ^= line.trim_start().starts_with("```");
-        if !in_code && columns(line) > MAX_COLUMNS {
+        if !in_code && is_wide(line) {
             wide.push(number + 1);
         }
     }
     wide
 }
 
-/// Scripts, manifests and lists whose comments begin with `#`.
+/// Lines of any kind that exceed the width.
+fn wide_lines(text: &str) -> Vec<usize> {
+    let wide = text.lines().enumerate().filter(|(_, line)| is_wide(line));
+    wide.map(|(number, _)| number + 1).collect()
+}
+
+/// Scripts, manifests, lists and descriptions of machines, whose comments begin with `#`.
 fn scripts() -> Vec<(String, String)> {
-    let mut found = files(&workspace().join("crates"), &["toml", "py", "sh"]);
-    for folder in ["tools", "bench", ".ci"] {
+    let mut found = files(&workspace().join("crates"), &["toml", "py", "pyi", "sh", "machine"]);
+    for folder in ["tools", "bench", ".ci", "fuzz/seeds", "packaging"] {
         found.extend(files(&workspace().join(folder), &["", "py", "sh", "txt"]));
     }
     found.extend(named(&["ci.sh", "Cargo.toml", "fuzz/Cargo.toml", "clippy.toml", "rustfmt.toml"]));
+    found.extend(named(&["mkdocs.yml"]));
     found
 }
 
@@ -316,6 +337,9 @@ fn comments_and_markdown_fit_the_width() {
     for (path, text) in pages {
         add(&path, wide_markdown(&text));
     }
+    for (path, text) in files(&workspace().join("docs/diagrams"), &["txt"]) {
+        add(&path, wide_lines(&text));
+    }
     assert!(wide.is_empty(), "wider than {MAX_COLUMNS} columns: {wide:#?}");
 }
 
@@ -324,16 +348,20 @@ fn the_check_notices_wide_lines() {
     let (long, none) = ("x".repeat(MAX_COLUMNS), Vec::<usize>::new());
     let code = format!("// {long}\nlet y = \"{long}\";\n    /// {long}\n/* {long} */");
     assert_eq!(wide_comments(&code, &["//", "/*"]), [1, 3, 4]);
-    assert_eq!(wide_comments(&format!("// see https://example.org/{long}"), &["//"]), none);
+    let code = format!("f(\"{long}\"); // x\nf(\" // {long}\");\nx = y * \"{long}\"; /* x */");
+    assert_eq!(wide_comments(&code, &["//", "/*", "* "]), [1, 3]);
+    let code = format!("/// https://example.org/{long}\n// see https://example.org/{long}");
+    assert_eq!(wide_comments(&code, &["//"]), [2]);
     let script = format!("# {long}\ny = \"{long}\"\n\"\"\"{long}\n{long}y\n\"\"\"\ny = {long}");
     assert_eq!(wide_script_comments(&script), [1, 3, 4]);
     let page = format!("{long}y\n```\n{long}y\n```\n| {long} |\n{long}y");
     assert_eq!(wide_markdown(&page), [1, 5, 6]);
-    assert_eq!(
-        wide_markdown(&format!("[a page](https://example.org/{long}), [two](b#{long})")),
-        none
-    );
-    assert_eq!(wide_markdown(&format!("{long}[a page](b.md)\n{long} https://example.org")), [1, 2]);
+    let page = format!("[a page](https://example.org/{long})\n[a]: b/{long} \"c\"\n[a]: b {long}");
+    assert_eq!(wide_markdown(&page), [1, 2, 3]);
+    let page =
+        format!("https://example.org/{long}\n[a page]: https://example.org/{long}\n[a]: b/{long}");
+    assert_eq!(wide_markdown(&page), none);
+    assert_eq!(wide_lines(&format!("{long}\n{long}y")), [2]);
 }
 
 /// The names of the types and traits that a file declares `pub`; not of aliases.
