@@ -37,6 +37,9 @@ pub fn watch_forks() {
 #[inline]
 pub fn guard<T>(library: &str, call: impl FnOnce() -> T) -> Option<T> {
     if is_forked_child() {
+        // What the call owns, such as an object to be destroyed, stays as it was: to drop it would
+        // take locks, which a thread of the parent may have held when this process was forked.
+        std::mem::forget(call);
         return None;
     }
     catch_unwind(AssertUnwindSafe(call))
