@@ -255,7 +255,7 @@ fn demo_prints_json_and_takes_devices() {
     assert_eq!(stages.len(), 10);
     let messages: Vec<_> = stages[8..].iter().map(|s| s["what"].as_str().unwrap()).collect();
     assert_eq!(messages, ["message ordered by a stream", "message posted from a kernel"]);
-    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, other process"), "{stages:?}");
+    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, peer"), "{stages:?}");
     let window = outcome["stages"]
         .as_array()
         .unwrap()

@@ -27,7 +27,7 @@ pub(super) fn stages(device: &Device, size: u64) -> Vec<Stage> {
     let (label, size) = (device.label(), size.min(MAX_SIZE));
     let outcome = run_pingpong(&label, size);
     let stage = |(mode, what): (&str, &str)| {
-        let stage = Stage::new(what, &label, format!("{label}, other process"), size);
+        let stage = Stage::new(what, &label, format!("{label}, peer"), size);
         match outcome.as_ref().map(|report| time_of(report, mode)) {
             Ok(Some(each)) => stage.took(each * MESSAGES, MESSAGES).checked(true),
             Ok(None) => stage.failed("`warpwire mp` printed no figure"),

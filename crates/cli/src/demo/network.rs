@@ -12,13 +12,13 @@ const WRITES: u32 = 8;
 /// loopback interface.
 pub(super) fn stage(device_pair: &[Device; 2], size: u64) -> Stage {
     let [from, to] = device_pair.each_ref().map(Device::label);
-    let there = format!("{to}, other process");
+    let there = format!("{to}, peer");
     match perf::run_pair(&from, &to, size, WRITES) {
         Ok(summary) => {
-            let what = format!("RDMA write by {}, {}", summary.link, summary.path);
+            let what = format!("RDMA write, {}, {}", summary.link, summary.path);
             let stage = Stage::new(&what, from, there, size);
             stage.took(summary.each * WRITES, WRITES).checked(summary.verified)
         }
-        Err(why) => Stage::new("RDMA write by udp", from, there, size).failed(why),
+        Err(why) => Stage::new("RDMA write, udp", from, there, size).failed(why),
     }
 }
