@@ -14,6 +14,7 @@
 //!    that of other lanes completes. What is left is posted again, on a new connection.
 //! 3. Transfers are told of their outcome without a lock held: wakers are foreign code.
 
+use std::cmp;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -460,11 +461,41 @@ impl State {
     }
 }
 
+/// Posts the pieces that a GPU can execute as lists; `false` if there is no room for the next one.
+fn post_lists(
+    lanes: &mut [Lane],
+    transfer: &Arc<Active>,
+    progress: &mut Progress,
+) -> Result<bool, PostError> {
+    for list in transfer.lists.range_lists(transfer.op) {
+        match list.part.start.cmp(&progress.next) {
+            cmp::Ordering::Less => continue, // posted
+            cmp::Ordering::Equal => {}
+            // Some of the list before it were posted in another way.
+            cmp::Ordering::Greater => break,
+        }
+        let first_rail = lanes.iter_mut().filter(|lane| lane.rail == 0);
+        let Some(lane) = first_rail.max_by_key(|lane| lane.room()) else { break };
+        if lane.room() == 0 {
+            return Ok(false);
+        }
+        if !lane.post_list(transfer, list)? {
+            break;
+        }
+        progress.outstanding += 1;
+        progress.next = list.part.end;
+    }
+    Ok(true)
+}
+
 /// Posts what there is room for; returns whether all of the transfer is posted, or has to wait for
 /// its data before it is announced.
 fn post_some(lanes: &mut [Lane], transfer: &Arc<Active>) -> Result<bool, PostError> {
     let mut progress = transfer.progress.lock();
     let pieces = transfer.lists.pieces.len();
+    if !post_lists(lanes, transfer, &mut progress)? {
+        return Ok(false);
+    }
     while progress.next < pieces {
         let count = lanes.len();
         // Those with the most room first, so that all have work.

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use super::inbox::{FRAGMENT_LEN, fragment, fragments};
 use super::transfer::{Active, TransferOp};
 use crate::verbs::{
-    Completion, Fence, PostError, Qp, QpAttributes, Remote, SendRequest, Sge, State, WrOp,
+    Completion, Fence, PostError, Qp, QpAttributes, RangeList, Remote, SendRequest, Sge, State,
+    WrOp,
 };
 
 /// Every so many work requests of a transfer one completion is asked for, so that the queue drains
@@ -96,9 +97,10 @@ impl Lane {
         for (number, index) in pieces.enumerate() {
             let piece = lists.pieces[index];
             let key = |keys: &[u32], at: u32| keys[at as usize * lists.rails + self.rail];
-            let remote = Remote { address: piece.remote, rkey: key(&lists.rkeys, piece.to) };
-            let data =
-                [Sge { address: piece.local, len: piece.len, lkey: key(&lists.lkeys, piece.from) }];
+            let remote =
+                Remote { address: piece.remote, rkey: key(&lists.rkeys, piece.remote_key) };
+            let lkey = key(&lists.lkeys, piece.local_key);
+            let data = [Sge { address: piece.local, len: piece.len, lkey }];
             let op = match transfer.op {
                 TransferOp::Write => WrOp::Write(remote),
                 TransferOp::Read => WrOp::Read(remote),
@@ -116,6 +118,24 @@ impl Lane {
         }
         batch.post();
         Ok(entries)
+    }
+
+    /// Posts a list of pieces as one work request, for which there is room; `false` if no GPU can
+    /// execute it.
+    ///
+    /// # Errors
+    /// If the queue pair refuses it.
+    pub(super) fn post_list(
+        &mut self,
+        transfer: &Arc<Active>,
+        list: &Arc<RangeList>,
+    ) -> Result<bool, PostError> {
+        let posted = self.qp.post_list(self.id | u64::from(self.posted), list)?;
+        if posted {
+            self.entries.push_back(Entry { transfer: transfer.clone(), last: self.posted });
+            self.posted = self.posted.wrapping_add(1);
+        }
+        Ok(posted)
     }
 
     /// Posts parts of a transfer's notification, as many as there is room for, from `offset` on.

@@ -1,19 +1,22 @@
 //! Lists of memory ranges, checked, and their registrations looked up.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::memory::Registered;
 use super::peer::{Peer, RemoteMemory};
 use super::progress::Shared;
+use super::transfer::TransferOp;
 use crate::error::{Error, Kind, Result};
 use crate::units;
-use crate::verbs::Mr;
+use crate::verbs::{ListRange, Mr, RangeList};
 
 /// The longest work request: a transfer is cancelled between two of them.
 const MAX_PIECE: u64 = 64 << 20;
 /// The shortest part that a range is split into, to be spread over queue pairs.
 const MIN_STRIPE: u64 = 256 << 10;
+/// Fewer pieces are not posted as a list.
+const MIN_LIST: usize = 4;
 
 /// A range of memory: of this process in a local list, of the peer's in a remote one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,17 +48,6 @@ impl Descriptor {
     }
 }
 
-/// A work request of a transfer: neighbours merged, long ranges split.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub local: u64,
-    pub remote: u64,
-    pub len: u32,
-    /// Indices of the registrations.
-    pub from: u32,
-    pub to: u32,
-}
-
 /// Two lists of ranges that were checked and looked up, to be posted any number of times. Keeps the
 /// local memory registered.
 #[derive(Clone, Debug)]
@@ -63,7 +55,9 @@ pub struct PreparedTransfer(pub(super) Arc<Lists>);
 
 pub(super) struct Lists {
     pub peer: Peer,
-    pub pieces: Vec<Piece>,
+    /// Work requests of a transfer: neighbours merged, long ranges split. The indices are those of
+    /// registrations.
+    pub pieces: Arc<[ListRange]>,
     pub bytes: u64,
     descriptors: usize,
     /// Keeps them registered.
@@ -72,6 +66,8 @@ pub(super) struct Lists {
     pub lkeys: Vec<u32>,
     pub rkeys: Vec<u32>,
     pub rails: usize,
+    /// The pieces as lists for a GPU, once they are needed: to write, and to read.
+    lists: [OnceLock<Vec<Arc<RangeList>>>; 2],
 }
 
 impl std::fmt::Debug for Lists {
@@ -96,17 +92,8 @@ impl PreparedTransfer {
             let why = format!("{} local ranges for {} remote ones", local.len(), remote.len());
             return Err(wrong(why).fix("give lists of the same length"));
         }
-        let rails = agent.rails.len();
-        let mut lists = Lists {
-            peer: peer.clone(),
-            pieces: Vec::with_capacity(local.len()),
-            bytes: 0,
-            descriptors: local.len(),
-            _memory: Vec::new(),
-            lkeys: Vec::new(),
-            rkeys: Vec::new(),
-            rails,
-        };
+        let (rails, count) = (agent.rails.len(), local.len());
+        let mut pieces = Pieces { all: Vec::with_capacity(local.len()), bytes: 0 };
         let known = peer.snapshot();
         let (local_found, remote_found) = (Found::default(), Found::default());
         let mut find =
@@ -120,17 +107,31 @@ impl PreparedTransfer {
                 return Err(wrong(why));
             }
             if here.len > 0 {
-                let (from, to) = (find.local(index, *here)?, find.remote(index, *there)?);
-                let piece = Piece { local: here.address, remote: there.address, len: 0, from, to };
-                lists.add(piece, here.len);
+                let piece = ListRange {
+                    local: here.address,
+                    remote: there.address,
+                    len: 0,
+                    local_key: find.local(index, *here)?,
+                    remote_key: find.remote(index, *there)?,
+                };
+                pieces.add(piece, here.len);
             }
         }
         let Finder { local, remote, .. } = find;
-        lists.lkeys = local.all.iter().flat_map(|memory| memory.mrs.iter().map(Mr::lkey)).collect();
-        lists.rkeys = remote.all.iter().flat_map(|memory| memory.rkeys().iter().copied()).collect();
-        lists._memory = local.all;
-        lists.stripe(agent.lanes_per_connection() as u64);
-        Ok(Self(Arc::new(lists)))
+        let lkeys = local.all.iter().flat_map(|memory| memory.mrs.iter().map(Mr::lkey)).collect();
+        let rkeys = remote.all.iter().flat_map(|memory| memory.rkeys().iter().copied()).collect();
+        pieces.stripe(agent.lanes_per_connection() as u64);
+        Ok(Self(Arc::new(Lists {
+            peer: peer.clone(),
+            pieces: pieces.all.into(),
+            bytes: pieces.bytes,
+            descriptors: count,
+            _memory: local.all,
+            lkeys,
+            rkeys,
+            rails,
+            lists: Default::default(),
+        })))
     }
 
     /// The peer.
@@ -150,11 +151,37 @@ impl PreparedTransfer {
 }
 
 impl Lists {
+    /// The pieces as lists that a GPU may execute, in order; empty if that gains nothing.
+    pub(super) fn range_lists(&self, op: TransferOp) -> &[Arc<RangeList>] {
+        if self.pieces.len() < MIN_LIST {
+            return &[];
+        }
+        let (at, writes) = match op {
+            TransferOp::Write => (0, true),
+            TransferOp::Read => (1, false),
+        };
+        self.lists[at].get_or_init(|| {
+            let of_first_rail = |keys: &[u32]| -> Vec<u32> {
+                keys.iter().copied().step_by(self.rails.max(1)).collect()
+            };
+            let (local, remote) = (of_first_rail(&self.lkeys), of_first_rail(&self.rkeys));
+            RangeList::divide(&self.pieces, (&local, &remote), writes)
+        })
+    }
+}
+
+/// Pieces in the making.
+struct Pieces {
+    all: Vec<ListRange>,
+    bytes: u64,
+}
+
+impl Pieces {
     /// Adds `len` bytes: to the last piece if they follow it on both sides, else as new pieces.
-    fn add(&mut self, mut piece: Piece, mut len: u64) {
+    fn add(&mut self, mut piece: ListRange, mut len: u64) {
         self.bytes += len;
-        if let Some(last) = self.pieces.last_mut()
-            && (last.from, last.to) == (piece.from, piece.to)
+        if let Some(last) = self.all.last_mut()
+            && (last.local_key, last.remote_key) == (piece.local_key, piece.remote_key)
             && last.local + u64::from(last.len) == piece.local
             && last.remote + u64::from(last.len) == piece.remote
         {
@@ -166,7 +193,7 @@ impl Lists {
         }
         while len > 0 {
             let step = len.min(MAX_PIECE);
-            self.pieces.push(Piece { len: step as u32, ..piece });
+            self.all.push(ListRange { len: step as u32, ..piece });
             piece.local = piece.local.wrapping_add(step);
             piece.remote = piece.remote.wrapping_add(step);
             len -= step;
@@ -176,15 +203,15 @@ impl Lists {
     /// Splits pieces so that all of `lanes` queue pairs have some.
     fn stripe(&mut self, lanes: u64) {
         let part = self.bytes.div_ceil(lanes).next_multiple_of(64 << 10).max(MIN_STRIPE);
-        if lanes == 1 || self.pieces.iter().all(|piece| u64::from(piece.len) <= part) {
+        if lanes == 1 || self.all.iter().all(|piece| u64::from(piece.len) <= part) {
             return;
         }
-        let whole = std::mem::take(&mut self.pieces);
+        let whole = std::mem::take(&mut self.all);
         for mut piece in whole {
             let mut len = u64::from(piece.len);
             while len > 0 {
                 let step = len.min(part);
-                self.pieces.push(Piece { len: step as u32, ..piece });
+                self.all.push(ListRange { len: step as u32, ..piece });
                 piece.local = piece.local.wrapping_add(step);
                 piece.remote = piece.remote.wrapping_add(step);
                 len -= step;

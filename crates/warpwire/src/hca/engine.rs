@@ -669,7 +669,9 @@ impl Core {
             let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
             let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CqSlot::produced);
             match qpc.take_work(now, registry, produced, mapped, &mut budget) {
-                TakeOutcome::Direct(work) => self.complete_direct(index, &work),
+                TakeOutcome::Direct(work) => {
+                    self.complete_direct(index, &work, work.len.into());
+                }
                 TakeOutcome::Packets(why) => {
                     totals.count_indirect(why);
                     self.check_direct_peer(index);

@@ -277,6 +277,7 @@ impl QpContext {
                     self.direct.blocked = Some(work);
                     return TakeOutcome::All;
                 }
+                DirectOutcome::Failed(status) => self.fail_work(&work, status),
                 DirectOutcome::UsePackets(why) => {
                     self.direct.done = 0;
                     self.begin(work);
@@ -315,8 +316,8 @@ impl QpContext {
 
     /// Fails work that was taken from the send queue, and with it the queue pair.
     #[cold]
-    pub(super) fn fail_work(&mut self, work: &WireWork) {
-        self.begin(WireWork { op: SendOp::Bad(Status::LocalProtection), len: 0, ..*work });
+    pub(super) fn fail_work(&mut self, work: &WireWork, status: Status) {
+        self.begin(WireWork { op: SendOp::Bad(status), len: 0, ..*work });
     }
 
     fn begin(&mut self, work: WireWork) {

@@ -12,11 +12,12 @@ use warpwire_proto::Instant;
 
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::engine::{Clock, Engine, StepSummary};
-use super::mapped::{self, FastPath};
+use super::mapped::{self, FastPath, ListRegions, RangeList};
 use super::numbers::{Numbering, qp_row};
 use super::progress_mode::Waker;
 use crate::error::Result;
 use crate::link;
+use crate::mem::ListDescriptors;
 use crate::sync::BiasedMutex;
 
 /// An engine and what threads need that ring its doorbells, run it, or wait for it.
@@ -134,6 +135,18 @@ impl EngineShared {
     }
 }
 
+impl EngineShared {
+    /// The memory of a list, if the queue pair can execute the list now.
+    fn list_regions(&self, qpn: u32, list: &RangeList) -> Option<ListRegions> {
+        if !self.has_direct_peers.load(Ordering::Relaxed) {
+            return None;
+        }
+        let index = self.numbering.index(qpn);
+        let found = self.engine.lock().core.list_regions(index, list);
+        found.inspect_err(|why| tracing::trace!(?why, "a list is posted range by range")).ok()
+    }
+}
+
 /// The engine of a queue pair, for threads that post to it. It keeps the engine's socket open, not
 /// the device.
 #[derive(Clone)]
@@ -155,6 +168,28 @@ impl EngineRef {
     #[inline]
     pub(crate) fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
         self.0.fast_path(qpn)
+    }
+
+    /// The descriptors of a list, if the queue pair can execute the list now.
+    pub(crate) fn list_descriptors(
+        &self,
+        qpn: u32,
+        list: &RangeList,
+    ) -> Option<Arc<ListDescriptors>> {
+        // Made outside of the engine's lock.
+        list.descriptors(&self.0.list_regions(qpn, list)?)
+    }
+
+    /// Attaches a list to a NOP that is about to be posted at this index.
+    pub(crate) fn attach_list(
+        &self,
+        qpn: u32,
+        wqe_index: u64,
+        list: &Arc<RangeList>,
+        descriptors: Arc<ListDescriptors>,
+    ) {
+        let index = self.0.numbering.index(qpn);
+        self.0.engine.lock().core.attach_list(index, wqe_index, list.clone(), descriptors);
     }
 
     /// See [`Hca::ring`](super::Hca::ring).

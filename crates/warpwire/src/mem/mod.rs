@@ -52,7 +52,9 @@ pub use allocation::{
 };
 pub use bytes::SharedBytes;
 pub use copy_list::{CopyList, CopyRange, ScatterGather};
-pub(crate) use copy_list::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH};
+pub(crate) use copy_list::{
+    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST,
+};
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;

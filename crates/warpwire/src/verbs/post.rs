@@ -1,6 +1,7 @@
 //! Posting sends: WQEs are written to the send queue, and one doorbell announces all of them.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::datagram::{AddressHandle, Destination};
@@ -8,7 +9,7 @@ use super::hard::{Hard, HardBatch};
 use super::qp::Core;
 use super::queues::{QueueAccess, mmio_flush_writes};
 use super::{Service, State};
-use crate::hca::{FastPath, FastWrite};
+use crate::hca::{FastPath, FastWrite, RangeList};
 use crate::mlx5::{
     AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
     MAX_SEGMENTS, SEGMENT_LEN, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
@@ -331,6 +332,20 @@ impl<'q> SendBatch<'q> {
         self.next = wqe_index + 1;
         self.state.producer = self.next;
         true
+    }
+
+    /// Posts a list, for which nothing may have been pushed before; `false` if it must be posted
+    /// range by range.
+    pub(super) fn post_list(mut self, id: u64, list: &Arc<RangeList>) -> PostResult<bool> {
+        let core = self.core;
+        let Some(descriptors) = core.engine.list_descriptors(core.number, list) else {
+            return Ok(false);
+        };
+        let wqe_index = self.next;
+        self.push(&SendRequest::new(id, WrOp::Nop))?;
+        core.engine.attach_list(core.number, wqe_index, list, descriptors);
+        self.post();
+        Ok(true)
     }
 
     /// Leaves the work in the queue without a doorbell; returns its WQEBBs. The caller rings later.

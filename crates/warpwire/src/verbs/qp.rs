@@ -15,7 +15,9 @@ use super::queues::{DirectQueues, QueueAccess};
 use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{EngineRef, MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory};
+use crate::hca::{
+    EngineRef, MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory, RangeList,
+};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
 use crate::sync::{BiasedMutex, random_u64};
@@ -620,6 +622,19 @@ impl Qp {
             Backend::Soft(soft) => Batch::soft(&soft.core, thread),
             Backend::Hard(hard) => Batch::hard(hard, thread),
         })
+    }
+
+    /// Posts a list of writes or reads as one signaled work request, if both ends are memory of one
+    /// GPU and the peer's is mapped; `false` if not.
+    ///
+    /// # Errors
+    /// Those of [`post_send`](Self::post_send).
+    pub(crate) fn post_list(&self, id: u64, list: &Arc<RangeList>) -> Result<bool, PostError> {
+        self.0.batch_thread.check()?;
+        match &self.0.backend {
+            Backend::Soft(soft) => SendBatch::new(&soft.core).post_list(id, list),
+            Backend::Hard(_) => Ok(false),
+        }
     }
 
     /// Posts all requests, or none (`ibv_post_send`), with one doorbell. They execute in this

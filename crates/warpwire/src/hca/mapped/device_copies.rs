@@ -15,12 +15,17 @@ use std::time::Duration;
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{SendOp, SendWr as WireWork};
 
-use super::super::qpc::QpMemory;
+use super::super::qpc::{QpContext, QpMemory};
 use super::super::stats::IndirectReason;
 use super::imported::{ImportState, ImportedMemory};
+use super::lists::ListRegions;
+use super::peer::RemoteRows;
 use super::{DirectOutcome, DirectState};
+use crate::error::Error;
 use crate::link::{DeviceAccess, ShmPeer};
-use crate::mem::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH, Region};
+use crate::mem::{
+    Allocation, CopyQueue, CopyTicket, Device, DeviceCopy, ListDescriptors, MAX_BATCH, Region,
+};
 use crate::mlx5::DataSegment;
 use crate::mr::{Access, PdId, Registry, Span};
 
@@ -55,6 +60,23 @@ pub(super) struct PostedWork {
     /// [`DirectState::resets`] when it was started.
     pub resets: u32,
     pub work: WireWork,
+    pub bytes: u64,
+}
+
+impl PostedWork {
+    pub(super) fn new(qpc: &QpContext, work: &WireWork, bytes: u64) -> Self {
+        let (index, qpn, resets) = (qpc.index, qpc.qp.number(), qpc.direct.resets);
+        Self { index, qpn, resets, work: *work, bytes }
+    }
+}
+
+/// A list to be copied.
+pub(super) struct ListCopy<'a> {
+    pub descriptors: &'a ListDescriptors,
+    pub regions: &'a ListRegions,
+    /// The local memory.
+    pub spans: &'a [Span<'a>],
+    pub posted: PostedWork,
 }
 
 /// Copies of one GPU.
@@ -85,8 +107,7 @@ struct Batch {
 /// What a copy does to the peer's memory: the rows that allow it, and the range.
 pub(super) struct RemoteRange<'a> {
     pub peer: &'a Arc<ShmPeer>,
-    pub rows: [u32; 2],
-    pub generations: [u64; 2],
+    pub rows: RemoteRows,
     pub memory: &'a Arc<ImportedMemory>,
     pub offset: u64,
 }
@@ -111,25 +132,8 @@ impl DeviceCopies {
         let local = LocalSpans::resolve(qp_memory, registry, &posted.work, writes)?;
         let first = local.region(0).ok_or(IndirectReason::LocalMemory)?;
         let device = first.allocation().device();
-        let lane = self.lanes.iter().position(|lane| lane.queue.device() == device);
-        let memory = match remote.memory.open_on(device, lane.is_none()) {
-            ImportState::Opened(memory) => memory,
-            ImportState::Opening => return Err(IndirectReason::MappingRequested),
-            ImportState::Failed => return Err(IndirectReason::KeyNotExported),
-        };
-        let lane = match lane {
-            Some(at) => &mut self.lanes[at],
-            None => {
-                let queue = remote.memory.take_queue().ok_or(IndirectReason::LocalMemory)?;
-                self.lanes.push(Lane::new(queue));
-                let at = self.lanes.len() - 1;
-                &mut self.lanes[at]
-            }
-        };
-        // Memory that was opened on another GPU would need access between the two.
-        if lane.failed || *memory.device() != *lane.queue.device() {
-            return Err(IndirectReason::LocalMemory);
-        }
+        let (memory, lane) = self.open(remote.memory, device)?;
+        let lane = &mut self.lanes[lane];
         let mut at = remote.offset;
         let (mut copies, mut count) = (std::array::from_fn::<_, MAX_SEGMENTS, _>(|_| None), 0);
         while let Some(local) = local.region(count) {
@@ -148,14 +152,72 @@ impl DeviceCopies {
         if !lane.make_room(copies[..count].iter().flatten()) {
             return Ok(DirectOutcome::OutOfBudget);
         }
-        if !lane.open.announce(remote, posted.work.len) {
-            return match remote.rows.map(|row| remote.peer.generation(row)) == remote.generations {
-                true => Ok(DirectOutcome::OutOfBudget), // too many are in progress
-                false => Err(IndirectReason::Revoked),
-            };
+        if !lane.open.announce(remote.peer, &remote.rows, posted.bytes) {
+            return remote.rows.refusal(remote.peer);
         }
         lane.add(copies.into_iter().flatten(), posted, &local);
         direct.in_flight += 1;
+        Ok(DirectOutcome::Started)
+    }
+
+    /// The peer's memory on this GPU, and the index of the GPU's lane.
+    pub(super) fn open<'m>(
+        &mut self,
+        memory: &'m Arc<ImportedMemory>,
+        device: &Device,
+    ) -> Result<(&'m Allocation, usize), IndirectReason> {
+        let lane = self.lanes.iter().position(|lane| lane.queue.device() == device);
+        let opened = match memory.open_on(device, lane.is_none()) {
+            ImportState::Opened(opened) => opened,
+            ImportState::Opening => return Err(IndirectReason::MappingRequested),
+            ImportState::Failed => return Err(IndirectReason::KeyNotExported),
+        };
+        let at = match lane {
+            Some(at) => at,
+            None => {
+                let queue = memory.take_queue().ok_or(IndirectReason::LocalMemory)?;
+                self.lanes.push(Lane::new(queue));
+                self.lanes.len() - 1
+            }
+        };
+        // Memory that was opened on another GPU would need access between the two.
+        if self.lanes[at].failed || *opened.device() != *self.lanes[at].queue.device() {
+            return Err(IndirectReason::LocalMemory);
+        }
+        Ok((opened, at))
+    }
+
+    /// Starts a list, which accesses the peer's memory by these rows, so many bytes by each.
+    pub(super) fn start_list<'a>(
+        &mut self,
+        lane: usize,
+        peer: &Arc<ShmPeer>,
+        rows: impl Iterator<Item = (&'a RemoteRows, u64)>,
+        list: &ListCopy<'_>,
+        now: Instant,
+    ) -> Result<DirectOutcome, IndirectReason> {
+        let lane = &mut self.lanes[lane];
+        // What was gathered before is copied before.
+        lane.launch(now);
+        if !lane.open.works.is_empty() {
+            return Ok(DirectOutcome::OutOfBudget);
+        }
+        let mut batch = Batch::default();
+        for (rows, bytes) in rows {
+            if !batch.announce(peer, rows, bytes) {
+                return rows.refusal(peer);
+            }
+        }
+        let ticket = lane.queue.next_ticket();
+        let ListRegions { to, from } = list.regions;
+        match lane.queue.submit_list(list.descriptors, to, from) {
+            Ok(Some(number)) => batch.number = number,
+            Ok(None) => return Ok(DirectOutcome::OutOfBudget),
+            Err(why) => lane.fail(&why),
+        }
+        list.spans.iter().for_each(|span| span.add_copies(&ticket));
+        batch.works.push(list.posted);
+        lane.push(batch, now);
         Ok(DirectOutcome::Started)
     }
 
@@ -251,20 +313,23 @@ impl Lane {
             return;
         }
         let mut batch = std::mem::take(&mut self.open);
-        if self.in_flight.is_empty() {
-            self.checked = now;
-        }
         match self.queue.submit(&batch.copies) {
             Ok(number) => batch.number = number,
-            Err(why) => {
-                tracing::warn!(%why, "copies between processes have failed");
-                self.fail();
-            }
+            Err(why) => self.fail(&why),
+        }
+        self.push(batch, now);
+    }
+
+    /// Waits for the end of a batch that was submitted.
+    fn push(&mut self, batch: Batch, now: Instant) {
+        if self.in_flight.is_empty() {
+            self.checked = now;
         }
         self.in_flight.push_back(batch);
     }
 
-    fn fail(&mut self) {
+    fn fail(&mut self, why: &Error) {
+        tracing::warn!(%why, "copies between processes have failed");
         self.failed = true;
         self.queue.fail();
     }
@@ -284,8 +349,7 @@ impl Lane {
         if !self.in_flight.is_empty() && now - self.checked > CHECK_AFTER {
             self.checked = now;
             if let Err(why) = self.queue.check() {
-                tracing::warn!(%why, "copies between processes have failed");
-                self.fail();
+                self.fail(&why);
             }
         }
     }
@@ -306,8 +370,8 @@ impl Lane {
 impl Batch {
     /// Announces an access to the peer's memory, unless this batch has done so already; `false` if
     /// it is not allowed, or too many are in progress.
-    fn announce(&mut self, remote: &RemoteRange<'_>, len: u32) -> bool {
-        let RemoteRange { peer, rows, generations, .. } = *remote;
+    fn announce(&mut self, peer: &Arc<ShmPeer>, rows: &RemoteRows, bytes: u64) -> bool {
+        let RemoteRows { rows, generations } = *rows;
         let mut known = self.accesses.iter().rev();
         let known = known.position(|access| access.covers(peer, rows, generations));
         let at = match known {
@@ -320,7 +384,7 @@ impl Batch {
                 self.accesses.len() - 1
             }
         };
-        self.accesses[at].count(len.into());
+        self.accesses[at].count(bytes);
         true
     }
 

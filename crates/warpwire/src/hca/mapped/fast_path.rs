@@ -145,7 +145,9 @@ impl DirectPeers {
         }
         let Some(known) = direct_peer.key(write.remote.rkey) else { return false };
         let MappingState::Mapped(PeerMemory::Host(memory)) = &known.mapping else { return false };
-        let Ok(at) = known.offset(direct.pd, need, write.remote.address, len) else { return false };
+        let Ok(at) = known.offset(direct.pd, need, write.remote.address, len.into()) else {
+            return false;
+        };
         let Some(peer_bytes) = memory.bytes(true) else { return false };
         let rows = [row, FIRST_KEY_ROW + (known.key >> 8)];
         let Some(guard) =

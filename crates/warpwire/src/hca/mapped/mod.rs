@@ -29,15 +29,17 @@ mod device_copies;
 mod fast_path;
 mod host_memory;
 mod imported;
+mod lists;
 mod peer;
 mod process_memory;
 mod rows;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{self, Fence, QpAttributes, SendWr as WireWork, State};
+use warpwire_proto::qp::{self, Fence, QpAttributes, SendOp, SendWr as WireWork, State};
 
 use super::complete;
 use super::engine::{Core, Engine};
@@ -49,6 +51,8 @@ use crate::mr::{Access, PeerMapping, Registry};
 use device_copies::DeviceCopies;
 pub use fast_path::{FastPath, FastWrite, PrefetchHint};
 use imported::ImportedMemory;
+use lists::PostedList;
+pub(crate) use lists::{ListRange, ListRegions, RangeList};
 use peer::DirectPeers;
 pub(super) use rows::ExportPublisher;
 
@@ -92,6 +96,8 @@ pub(super) enum DirectOutcome {
     WaitForOutstanding,
     /// Copies of earlier work must end first.
     WaitForCopies,
+    /// It cannot be executed at all any more.
+    Failed(qp::Status),
     /// To be sent as packets; the reason is counted if there is one.
     UsePackets(Option<IndirectReason>),
 }
@@ -120,6 +126,12 @@ impl Mapped {
     ) -> DirectOutcome {
         if qpc.direct.in_flight > 0 && work.fence != Fence::None {
             return DirectOutcome::WaitForCopies;
+        }
+        if work.op == SendOp::Local
+            && !qpc.direct.lists.is_empty()
+            && let Some(outcome) = self.start_list(qpc, work, registry, now)
+        {
+            return outcome;
         }
         let outcome = self.peers.try_execute(qpc, work, registry, now, budget, &mut self.copies);
         match outcome {
@@ -175,6 +187,8 @@ pub(super) struct DirectState {
     consecutive_indirect: u32,
     /// Operations that the GPU executes.
     pub in_flight: u32,
+    /// Lists that were posted and not started.
+    lists: VecDeque<PostedList>,
     /// How often the queue pair was reset: copies of before are not its work any more.
     resets: u32,
 }
@@ -195,6 +209,7 @@ impl DirectState {
             done: 0,
             consecutive_indirect: 0,
             in_flight: 0,
+            lists: VecDeque::new(),
             resets: 0,
         }
     }
@@ -210,6 +225,7 @@ impl DirectState {
     pub(super) fn reset(&mut self) {
         (self.blocked, self.done, self.generation, self.consecutive_indirect) = (None, 0, 0, 0);
         (self.access, self.max_dest_rd_atomic, self.max_rd_atomic) = (Access::NONE, 0, 0);
+        self.lists.clear();
         (self.in_flight, self.resets) = (0, self.resets.wrapping_add(1));
     }
 
@@ -263,10 +279,10 @@ impl Core {
 
     /// Completes work that was executed directly.
     #[inline]
-    pub(super) fn complete_direct(&mut self, index: u32, work: &WireWork) {
+    pub(super) fn complete_direct(&mut self, index: u32, work: &WireWork, bytes: u64) {
         let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
         self.totals.direct_operations += 1;
-        self.totals.direct_bytes += u64::from(work.len);
+        self.totals.direct_bytes += bytes;
         let done = qp::SendCompletion {
             id: work.id,
             status: qp::Status::Success,
@@ -317,9 +333,9 @@ impl Core {
                 self.doorbell_bitmap.ring(posted.index);
             }
             if succeeded {
-                self.complete_direct(posted.index, &posted.work);
+                self.complete_direct(posted.index, &posted.work, posted.bytes);
             } else {
-                qpc.fail_work(&posted.work);
+                qpc.fail_work(&posted.work, qp::Status::LocalProtection);
                 self.activate(posted.index);
                 self.post_process(now, posted.index);
             }

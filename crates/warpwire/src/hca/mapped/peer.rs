@@ -12,6 +12,7 @@ use super::super::stats::IndirectReason;
 use super::device_copies::{self, DeviceCopies, PostedWork, RemoteRange};
 use super::host_memory::RemoteTarget;
 use super::imported::ImportedMemory;
+use super::lists::UsedKey;
 use super::process_memory::{self, ProcessTarget};
 use super::rows::{FIRST_KEY_ROW, address_words, decode_access, row_of};
 use super::{DirectOutcome, DirectState, PeerMemory};
@@ -83,6 +84,29 @@ pub(in crate::hca) struct DirectPeer {
     swept: usize,
 }
 
+/// Rows of a peer's table that allow an access, and the generations that were checked: its queue
+/// pair's, and a key's.
+#[derive(Clone, Copy)]
+pub(super) struct RemoteRows {
+    pub rows: [u32; 2],
+    pub generations: [u64; 2],
+}
+
+impl RemoteRows {
+    pub(super) fn new(qp_row: u32, qp_generation: u64, key: u32, key_generation: u64) -> Self {
+        let rows = [qp_row, FIRST_KEY_ROW + (key >> 8)];
+        Self { rows, generations: [qp_generation, key_generation] }
+    }
+
+    /// What an access that could not be announced must do.
+    pub(super) fn refusal(&self, peer: &ShmPeer) -> Result<DirectOutcome, IndirectReason> {
+        match self.rows.map(|row| peer.generation(row)) == self.generations {
+            true => Ok(DirectOutcome::OutOfBudget), // too many are in progress
+            false => Err(IndirectReason::Revoked),
+        }
+    }
+}
+
 /// All peers, by index.
 #[derive(Default)]
 pub(in crate::hca) struct DirectPeers(Vec<Option<DirectPeer>>);
@@ -90,6 +114,11 @@ pub(in crate::hca) struct DirectPeers(Vec<Option<DirectPeer>>);
 impl DirectPeers {
     pub(in crate::hca) fn get(&self, at: u32) -> Option<&DirectPeer> {
         self.0.get(at as usize)?.as_ref()
+    }
+
+    /// The peer of a queue pair.
+    pub(super) fn of(&mut self, qpc: &QpContext) -> Option<&mut DirectPeer> {
+        self.0.get_mut(qpc.direct.direct_peer? as usize)?.as_mut()
     }
 
     /// Adds a user of this peer's memory; returns the peer's index.
@@ -139,16 +168,13 @@ impl DirectPeers {
         budget: &mut u32,
         copies: &mut DeviceCopies,
     ) -> DirectOutcome {
-        let Some(at) = qpc.direct.direct_peer else { return DirectOutcome::UsePackets(None) };
         let (remote, need) = match work.op {
             SendOp::Write(remote) => (remote, Access::REMOTE_WRITE),
             SendOp::Read(remote) => (remote, Access::REMOTE_READ),
             SendOp::Atomic(remote, _) => (remote, Access::REMOTE_ATOMIC),
             _ => return DirectOutcome::UsePackets(None),
         };
-        let Some(Some(direct_peer)) = self.0.get_mut(at as usize) else {
-            return DirectOutcome::UsePackets(None);
-        };
+        let Some(direct_peer) = self.of(qpc) else { return DirectOutcome::UsePackets(None) };
         if work.len == 0 || qpc.qp.state() != State::Rts {
             return DirectOutcome::UsePackets(None);
         }
@@ -184,6 +210,55 @@ impl DirectPeer {
         self.keys.get(self.key_slot(key))?.as_deref().filter(|known| known.key == key)
     }
 
+    /// Checks that the peer's queue pair accepts requests which need this access; returns its row.
+    #[inline]
+    pub(super) fn check_qp(
+        &mut self,
+        qp: &qp::RcQp,
+        direct: &mut DirectState,
+        need: Access,
+    ) -> Result<u32, IndirectReason> {
+        if self.peer.is_gone() {
+            return Err(IndirectReason::NoExports);
+        }
+        if self.peer.has_replies() {
+            self.process_replies();
+        }
+        let row = qp_row(qp.destination());
+        if direct.generation == 0 || direct.generation != self.peer.generation(row) {
+            self.validate_remote_qp(qp, direct, row)?;
+        }
+        if direct.remote_access & u64::from(need.bits()) == 0
+            || need != Access::REMOTE_WRITE && direct.max_rd_atomic == 0
+        {
+            return Err(IndirectReason::AccessDenied);
+        }
+        Ok(row)
+    }
+
+    /// The device memory of a key, the offset in it of the addresses that a list uses, and the
+    /// generation of the key's row.
+    pub(super) fn device_memory(
+        &mut self,
+        used: &UsedKey,
+        pd: u64,
+        need: Access,
+        now: Instant,
+    ) -> Result<(&Arc<ImportedMemory>, u64, u64), IndirectReason> {
+        if self.key(used.key).is_none_or(|known| known.is_pending()) {
+            return Err(self.resolve_key(used.key, now));
+        }
+        let known = self.key(used.key).ok_or(IndirectReason::KeyNotExported)?;
+        let MappingState::Mapped(PeerMemory::Device(memory)) = &known.mapping else {
+            return Err(IndirectReason::KeyNotExported);
+        };
+        if known.generation != self.peer.generation(FIRST_KEY_ROW + (used.key >> 8)) {
+            return Err(IndirectReason::Revoked);
+        }
+        let offset = known.offset(pd, need, used.start, used.len())?;
+        Ok((memory, offset, known.generation))
+    }
+
     /// Executes the request, or a quantum of it.
     #[inline]
     fn try_execute(
@@ -197,23 +272,9 @@ impl DirectPeer {
     ) -> Result<DirectOutcome, IndirectReason> {
         let &Requested { remote, need, work } = requested;
         let len = work.len;
-        if self.peer.is_gone() {
-            return Err(IndirectReason::NoExports);
-        }
-        if self.peer.has_replies() {
-            self.process_replies();
-        }
         let QpContext { qp, qp_memory, direct, .. } = qpc;
         let qp = qp.connection().ok_or(IndirectReason::QpNotReady)?;
-        let row = qp_row(qp.destination());
-        if direct.generation == 0 || direct.generation != self.peer.generation(row) {
-            self.validate_remote_qp(qp, direct, row)?;
-        }
-        if direct.remote_access & u64::from(need.bits()) == 0
-            || need != Access::REMOTE_WRITE && direct.max_rd_atomic == 0
-        {
-            return Err(IndirectReason::AccessDenied);
-        }
+        let row = self.check_qp(qp, direct, need)?;
         let known = match self.key(remote.rkey) {
             Some(known) if !known.is_pending() => known,
             _ => {
@@ -224,18 +285,18 @@ impl DirectPeer {
         let MappingState::Mapped(memory) = &known.mapping else {
             return Err(IndirectReason::KeyNotExported);
         };
-        let offset = known.offset(direct.pd, need, remote.address, len)?;
+        let offset = known.offset(direct.pd, need, remote.address, len.into())?;
         if let Some(outcome) = self.must_wait(memory, qp, direct, requested)? {
             return Ok(outcome);
         }
-        let rows = [row, FIRST_KEY_ROW + (remote.rkey >> 8)];
-        let generations = [direct.generation, known.generation];
+        let allowed = RemoteRows::new(row, direct.generation, remote.rkey, known.generation);
+        let RemoteRows { rows, generations } = allowed;
         let outcome = match memory {
             PeerMemory::Device(memory) => {
                 let peer = &self.peer;
-                let remote = RemoteRange { peer, rows, generations, memory, offset };
-                let (index, qpn) = (qpc.index, qp.number());
-                let posted = PostedWork { index, qpn, resets: direct.resets, work: *work };
+                let remote = RemoteRange { peer, rows: allowed, memory, offset };
+                let (index, qpn, bytes) = (qpc.index, qp.number(), len.into());
+                let posted = PostedWork { index, qpn, resets: direct.resets, work: *work, bytes };
                 copies.start(&remote, posted, qp_memory, registry, direct)
             }
             _ if *budget == 0 => return Ok(DirectOutcome::OutOfBudget),
@@ -538,13 +599,13 @@ impl RemoteKey {
         pd: u64,
         need: Access,
         address: u64,
-        len: u32,
+        len: u64,
     ) -> Result<u64, IndirectReason> {
         if self.pd != pd || !self.access.contains(need) {
             return Err(IndirectReason::AccessDenied);
         }
         let offset = address.wrapping_sub(self.iova);
-        if address < self.iova || offset > self.len || u64::from(len) > self.len - offset {
+        if address < self.iova || offset > self.len || len > self.len - offset {
             return Err(IndirectReason::AccessDenied);
         }
         // The owner's row is not trusted: the access itself checks the offset against the mapping.

@@ -15,7 +15,7 @@ use super::sim::{Block, KernelFault};
 use super::stream::Stream;
 use crate::error::{Error, Kind, Result};
 
-pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, MAX_BATCH};
+pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST};
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;

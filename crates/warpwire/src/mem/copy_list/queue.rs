@@ -2,10 +2,14 @@
 //!
 //! A batch is one launch, and perhaps some copies of the copy engine. In a batch, the last word of
 //! each copy (its tail) is stored after everything else, because a reader may be waiting for it.
+//! A list ([`ListDescriptors`]) is a batch of its own, without tails.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::super::address::{DeviceAddr, is_inside};
 use super::super::allocation::{Allocation, Region};
 use super::super::bytes::SharedBytes;
 use super::super::device::{Backend, Device};
@@ -30,6 +34,61 @@ const CHUNKS: u64 = 2048;
 const MAX_CHUNKS: usize = CHUNKS as usize + MAX_BATCH;
 /// Bytes of a batch's descriptors: chunks, then tails.
 const SLOT_LEN: usize = (MAX_CHUNKS + MAX_BATCH) * DESCRIPTOR_LEN;
+/// Maximum number of ranges of a list.
+pub(crate) const MAX_LIST: usize = 1 << 17;
+/// Long ranges of a list are divided into about so many chunks in all, of at least this length.
+const LIST_CHUNKS: u64 = 1 << 14;
+const MIN_LIST_CHUNK: u64 = 64 << 10;
+/// Bytes of the ring that holds the descriptors of lists: two of the longest.
+const RING_LEN: usize = 2 * (MAX_LIST + LIST_CHUNKS as usize) * DESCRIPTOR_LEN;
+
+/// Descriptors of a list of copies: up to [`MAX_LIST`], of which no target overlaps another target
+/// or a source. It knows the addresses of the memory that it is for, and does not keep it alive.
+#[derive(Debug)]
+pub(crate) struct ListDescriptors {
+    bytes: Vec<u8>,
+    to: Vec<Range<u64>>,
+    from: Vec<Range<u64>>,
+    chunk: u64,
+}
+
+impl ListDescriptors {
+    /// For copies between these regions, `ranges` of them with `total` bytes.
+    pub(crate) fn new(to: &[Region], from: &[Region], ranges: usize, total: u64) -> Self {
+        let addresses = |regions: &[Region]| regions.iter().map(addresses).collect();
+        Self {
+            bytes: Vec::with_capacity(ranges * DESCRIPTOR_LEN),
+            to: addresses(to),
+            from: addresses(from),
+            chunk: (total / LIST_CHUNKS).next_multiple_of(4096).max(MIN_LIST_CHUNK),
+        }
+    }
+
+    /// Adds a copy of `len` bytes: each end is the index of a region and an offset in it. `false`
+    /// if that is outside of the region.
+    pub(crate) fn push(&mut self, to: (u32, u64), from: (u32, u64), len: u64) -> bool {
+        let at = |regions: &[Range<u64>], (index, offset): (u32, u64)| {
+            let region = regions.get(index as usize)?;
+            let is_inside = is_inside(offset, len, region.end - region.start);
+            is_inside.then(|| DeviceAddr::new(region.start + offset))
+        };
+        let (Some(to), Some(from)) = (at(&self.to, to), at(&self.from, from)) else {
+            return false;
+        };
+        copy_range(&mut self.bytes, to, from, 0..len, self.chunk);
+        true
+    }
+
+    /// Whether these regions are the ones that it was made for, or others at their addresses.
+    pub(crate) fn is_for(&self, to: &[Region], from: &[Region]) -> bool {
+        self.to.iter().cloned().eq(to.iter().map(addresses))
+            && self.from.iter().cloned().eq(from.iter().map(addresses))
+    }
+}
+
+fn addresses(region: &Region) -> Range<u64> {
+    region.address().raw()..region.address().raw() + region.len()
+}
 
 /// One copy between two regions of the same length that do not overlap.
 #[derive(Clone, Debug)]
@@ -59,7 +118,8 @@ impl CopyTicket {
 
 #[derive(Debug)]
 struct QueueState {
-    /// Pinned memory: the number of the last batch that has ended, then the descriptors.
+    /// Pinned memory: the number of the last batch that has ended, then the descriptors of
+    /// batches, then the ring for those of lists.
     memory: Allocation,
     /// The device has failed: batches that have not ended never will.
     failed: AtomicBool,
@@ -77,6 +137,8 @@ impl QueueState {
 
 /// Where the descriptors of the first slot begin.
 const FIRST_SLOT: usize = 128;
+/// Where the ring begins.
+const RING_AT: usize = FIRST_SLOT + MAX_BATCHES * SLOT_LEN;
 
 /// A stream for batches of copies on one device. Creating one may wait for the device; submitting
 /// does not.
@@ -91,12 +153,39 @@ pub(crate) struct CopyQueue {
     /// Descriptors of the batch being submitted; kept for their capacity.
     chunks: Vec<u8>,
     tails: Vec<u8>,
+    lists: ListRing,
+}
+
+/// Which part of the ring is in use. Positions count bytes and do not wrap.
+#[derive(Debug, Default)]
+struct ListRing {
+    next: u64,
+    /// Lists in flight: the numbers of their batches, and where their descriptors end.
+    used: VecDeque<(u64, u64)>,
+    /// Where the part in use begins.
+    first: u64,
+}
+
+impl ListRing {
+    /// The position of `len` contiguous bytes; `None` while there is no room.
+    fn reserve(&mut self, len: usize, completed: u64) -> Option<u64> {
+        while let Some((number, end)) = self.used.front().copied()
+            && number <= completed
+        {
+            self.first = end;
+            self.used.pop_front();
+        }
+        let (len, ring) = (len as u64, RING_LEN as u64);
+        let until_wrap = ring - self.next % ring;
+        let at = if len <= until_wrap { self.next } else { self.next + until_wrap };
+        (at + len - self.first <= ring).then_some(at)
+    }
 }
 
 impl CopyQueue {
     pub(crate) fn new(device: &Device) -> Result<Self> {
         let kernel = load_program(device)?.kernel(KERNEL)?;
-        let memory = device.alloc_pinned((FIRST_SLOT + MAX_BATCHES * SLOT_LEN) as u64)?;
+        let memory = device.alloc_pinned((RING_AT + RING_LEN) as u64)?;
         memory.host_bytes()?.store_u64(0, 0)?;
         let arrived = alloc_scratch(device, 256)?;
         arrived.write(0, &[0; 256])?;
@@ -109,6 +198,7 @@ impl CopyQueue {
             submitted: 0,
             chunks: Vec::new(),
             tails: Vec::new(),
+            lists: ListRing::default(),
         })
     }
 
@@ -188,21 +278,58 @@ impl CopyQueue {
         let slot = FIRST_SLOT + (number as usize % MAX_BATCHES) * SLOT_LEN;
         let bytes = self.state.bytes()?;
         bytes.write(slot as u64, &self.chunks)?;
-        let tails_at = (slot + self.chunks.len()) as u64;
-        bytes.write(tails_at, &self.tails)?;
-        let memory = &self.state.memory;
-        let chunk_count = (self.chunks.len() / DESCRIPTOR_LEN) as u64;
+        bytes.write((slot + self.chunks.len()) as u64, &self.tails)?;
+        self.launch(launch, slot as u64, self.chunks.len(), self.tails.len())
+    }
+
+    /// Submits a list as a batch; returns its number, or `None` while earlier lists leave no room.
+    ///
+    /// # Errors
+    /// [`Kind::InvalidArgument`] if the list is for other regions; those of the driver. Nothing is
+    /// copied then.
+    pub(crate) fn submit_list(
+        &mut self,
+        list: &ListDescriptors,
+        to: &[Region],
+        from: &[Region],
+    ) -> Result<Option<u64>> {
+        let len = list.bytes.len();
+        if !list.is_for(to, from) || len == 0 || len > RING_LEN / 2 {
+            let what = "copy a list between processes";
+            return Err(Error::new(Kind::InvalidArgument, what).on(self.device.label()));
+        }
+        let Some(at) = self.lists.reserve(len, self.state.completed()) else { return Ok(None) };
+        let launch = Launch::new(&self.kernel).threads(THREADS);
+        let launch = to.iter().chain(from).fold(launch, Launch::keep_alive);
+        let begin = RING_AT as u64 + at % RING_LEN as u64;
+        self.state.bytes()?.write(begin, &list.bytes)?;
+        let number = self.launch(launch, begin, len, 0)?;
+        self.lists.next = at + len as u64;
+        self.lists.used.push_back((number, self.lists.next));
+        Ok(Some(number))
+    }
+
+    /// Launches a batch whose descriptors are at `at`: chunks, then tails, with these lengths.
+    fn launch(&mut self, launch: Launch, at: u64, chunks: usize, tails: usize) -> Result<u64> {
+        let (number, memory) = (self.submitted + 1, &self.state.memory);
+        let count = |len: usize| (len / DESCRIPTOR_LEN) as u64;
+        let list = memory.region(at, (chunks + tails) as u64)?;
+        let tail_list = match tails {
+            0 => list.clone(),
+            _ => memory.region(at + chunks as u64, tails as u64)?,
+        };
         let launch = launch
-            .grid(self.blocks(chunk_count))
-            .region(&memory.region(slot as u64, SLOT_LEN as u64)?)
-            .value(chunk_count)
-            .region(&memory.region(tails_at, self.tails.len() as u64)?)
-            .value((self.tails.len() / DESCRIPTOR_LEN) as u64)
+            .grid(self.blocks(count(chunks)))
+            .region(&list)
+            .value(count(chunks))
+            .region(&tail_list)
+            .value(count(tails))
             .region(&self.arrived)
             .region(&memory.region(0, 8)?)
             .value(number);
         // SAFETY: the kernel reads the descriptors and accesses the ranges that they name, which
-        // are inside of regions that the launch keeps alive, as it does the words that it writes.
+        // are inside of regions that the launch keeps alive (those of a list by `push` and
+        // `is_for`), as it does the words that it writes.
         #[allow(unsafe_code)]
         unsafe {
             self.stream.launch(launch)?;
