@@ -16,6 +16,8 @@
 # msrv, no-std, stranger.
 set -euo pipefail
 cd "$(dirname "$0")"
+# No step reads it, and some programs fail if it is closed: their first file gets its number.
+exec </dev/null
 
 # name | loops | what it does
 STEPS="
@@ -235,7 +237,7 @@ stop() { # stop PID: kills a session started with setsid, if it still runs
 
 run() { # run NAME...
   local name start status begun=$SECONDS times=() all= fetching=
-  building=
+  building= log=
   prepare
   for name in "$@"; do
     case " $(names . | tr '\n' ' ') " in
@@ -244,8 +246,10 @@ run() { # run NAME...
     esac
   done
   [ $# -le 8 ] || all=1
+  log=$(mktemp)
   # Background jobs end with this script.
-  trap 'stop "$building"; kill $(jobs -p) 2>/dev/null || true' EXIT
+  trap 'stop "$building"; kill $(jobs -p) 2>/dev/null || true; rm -f "$log"' EXIT
+  [ ! -t 1 ] || export CARGO_TERM_COLOR=always
   if [ "$all" ]; then
     fetch >/dev/null 2>&1 &
     fetching=$!
@@ -263,11 +267,15 @@ run() { # run NAME...
     start=$SECONDS
     # Not as a condition: `set -e` has no effect there, and a step would continue after a failure.
     set +e
-    (set -e; "step_$name")
-    status=$?
+    (set -e; "step_$name") 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
     set -e
     if [ $status != 0 ]; then
-      printf '\nfailed: %s, after %d s; again with: ./ci.sh step %s\n' "$name" $((SECONDS - start)) "$name"
+      # Thousands of lines above: what failed is repeated here.
+      printf '\nFAILED: %s, after %d s; again with: ./ci.sh step %s\n' "$name" $((SECONDS - start)) "$name"
+      grep -nE '^test .*FAILED|panicked at|^(error|failed|FAILED)|: error|Error:|^missing:' "$log" | head -40 || true
+      printf 'the last lines of %s:\n' "$name"
+      tail -n 40 "$log"
       exit 1
     fi
     times+=("$name $((SECONDS - start))")

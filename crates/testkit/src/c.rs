@@ -3,8 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
+use crate::clock::deadline;
 use crate::requirement::required;
 
 /// The root of the workspace.
@@ -19,9 +23,20 @@ pub fn missing(name: &str, why: &str) {
     println!("skipped: {why}");
 }
 
-/// Runs a command, which must succeed; returns its output.
+/// How long a command may take on an idle machine; none takes a tenth of it.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Runs a command, which must succeed, and not hang; returns its output.
 pub fn ok(command: &mut Command) -> String {
-    let Output { status, stdout, stderr } = command.output().expect("the command starts");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().expect("the command starts");
+    let (pid, (done, ended)) = (child.id().to_string(), mpsc::channel());
+    thread::spawn(move || done.send(child.wait_with_output()));
+    let output = ended.recv_timeout(deadline(LIMIT)).unwrap_or_else(|_| {
+        let _ = Command::new("kill").args(["-9", &pid]).status();
+        panic!("{command:?} does not end");
+    });
+    let Output { status, stdout, stderr } = output.expect("the command can be waited for");
     let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
     assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
     stdout.into_owned()

@@ -1,6 +1,7 @@
 //! Transfer agents over every link: in one process, and between processes that die or stop.
 mod failures;
 mod fixture;
+mod lists;
 mod notifications;
 mod peers;
 mod processes;
@@ -14,7 +15,7 @@ pub const SUITE: Suite = Suite { name: "agent", env: &[], collect, role: process
 
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case<Fixture>]] =
-    &[transfers::CASES, notifications::CASES, peers::CASES, failures::CASES];
+    &[transfers::CASES, lists::CASES, notifications::CASES, peers::CASES, failures::CASES];
 /// Cases between processes.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 

@@ -161,14 +161,20 @@ fn processes_transfer(fixture: &Fixture) {
 fn the_target_is_killed(fixture: &Fixture) {
     let rounds = Effort::pick("WARPWIRE_AGENT_KILLS", [2, 4, 40]);
     let alice = fixture.agent("alice");
-    let near = fixture.block(&alice, Place::Host, LEN);
+    let blocks = PLACES.map(|place| fixture.block(&alice, place, LEN));
     for round in 0..rounds {
         let mut rng = Rng::new(round);
         let mut other = Other::start(fixture, "serve");
         let peer = alice.add_peer(&other.metadata).unwrap();
-        let memory = &peer.memory()[rng.below(2) as usize];
-        let lists = ([near.range(0, LEN)], [memory.range(0, LEN).unwrap()]);
-        let prepared = alice.prepare(&peer, &lists.0, &lists.1).unwrap();
+        let (near, memory) =
+            (&blocks[round as usize % 2], &peer.memory()[rng.below(2) as usize]);
+        // One range, or a list of some that are no neighbours.
+        let parts = [1, 64][rng.below(2) as usize];
+        let part = LEN / parts;
+        let here: Vec<_> = (0..parts).map(|at| near.range(at * part, part)).collect();
+        let there: Vec<_> =
+            (0..parts).rev().map(|at| memory.range(at * part, part).unwrap()).collect();
+        let prepared = alice.prepare(&peer, &here, &there).unwrap();
         let op = [TransferOp::Write, TransferOp::Read][rng.below(2) as usize];
         if rng.below(3) > 0 {
             alice.post(op, &prepared, None).unwrap().wait(limit()).unwrap();

@@ -19,9 +19,9 @@ pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_B
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;
-/// More blocks than a GPU runs at a time; each then takes several ranges. Blocks of the simulated
-/// GPU are threads.
-const MAX_BLOCKS: u64 = 2048;
+/// About as many blocks as a large GPU runs at a time; each takes several ranges. Blocks of the
+/// simulated GPU are threads.
+const MAX_BLOCKS: u64 = 512;
 const MAX_SIM_BLOCKS: u64 = 4;
 /// Longer ranges are divided, so that blocks have equal shares.
 const MAX_CHUNK: u64 = 64 << 10;
@@ -161,7 +161,8 @@ fn load_program(device: &Device) -> Result<Module> {
     let program = Program::new("copy list")
         .ptx(include_str!("copy_list.ptx"))
         .block(KERNEL, list_block)
-        .block(queue::KERNEL, queue::batch_block);
+        .block(queue::KERNEL, queue::batch_block)
+        .block(queue::FEW_KERNEL, queue::few_block);
     device.load(&program)
 }
 
@@ -228,20 +229,30 @@ fn copy_listed(
     list: DeviceAddr,
     count: u64,
 ) -> std::result::Result<(), KernelFault> {
-    let mut buffer = vec![0; MAX_CHUNK as usize];
     let mut index = u64::from(block.index());
     while index < count {
         let word = |number: u64| {
             let at = list.checked_add(index * DESCRIPTOR_LEN as u64 + number * 8);
             block.load_u64(at.ok_or_else(|| KernelFault::new("address overflow"))?)
         };
-        let (to, from, len) = (word(0)?, word(1)?, word(2)?);
-        for at in (0..len).step_by(MAX_CHUNK as usize) {
-            let bytes = &mut buffer[..(len - at).min(MAX_CHUNK) as usize];
-            block.read(DeviceAddr::new(from.wrapping_add(at)), bytes)?;
-            block.write(DeviceAddr::new(to.wrapping_add(at)), bytes)?;
-        }
+        let [to, from] = [word(0)?, word(1)?].map(DeviceAddr::new);
+        copy_between(block, to, from, word(2)?)?;
         index += u64::from(block.grid());
+    }
+    Ok(())
+}
+
+fn copy_between(
+    block: &Block<'_>,
+    to: DeviceAddr,
+    from: DeviceAddr,
+    len: u64,
+) -> std::result::Result<(), KernelFault> {
+    let mut buffer = vec![0; len.min(MAX_CHUNK) as usize];
+    for at in (0..len).step_by(MAX_CHUNK as usize) {
+        let bytes = &mut buffer[..(len - at).min(MAX_CHUNK) as usize];
+        block.read(DeviceAddr::new(from.raw().wrapping_add(at)), bytes)?;
+        block.write(DeviceAddr::new(to.raw().wrapping_add(at)), bytes)?;
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Batches of copies on a stream of their own, whose ends are seen by a load from host memory.
 //!
-//! A batch is one launch, and perhaps some copies of the copy engine. In a batch, the last word of
+//! A batch is one launch, and perhaps some copies of the copy engine. The descriptors of a few
+//! copies are parameters of the launch; those of more are in host memory. In a batch, the last word of
 //! each copy (its tail) is stored after everything else, because a reader may be waiting for it.
 //! A list ([`ListDescriptors`]) is a batch of its own, without tails.
 
@@ -20,6 +21,10 @@ use super::{DESCRIPTOR_LEN, MAX_BLOCKS, THREADS, alloc_scratch, copy_range, load
 use crate::error::{Error, Kind, Result};
 
 pub(super) const KERNEL: &str = "copy_batch";
+pub(super) const FEW_KERNEL: &str = "copy_few";
+
+/// Copies that are parameters of a launch.
+const FEW: usize = 4;
 
 /// Maximum number of copies of one batch.
 pub(crate) const MAX_BATCH: usize = 512;
@@ -27,8 +32,9 @@ pub(crate) const MAX_BATCH: usize = 512;
 pub(crate) const MAX_BATCHES: usize = 4;
 /// From this length on, the copy engine is faster than the kernel.
 const MIN_ENGINE_COPY: u64 = 256 << 20;
-/// Ranges of a launch are divided into chunks of at least this length, about so many in all.
-const MIN_CHUNK: u64 = 8 << 10;
+/// Ranges of a launch are divided into chunks of at least this length, about so many in all. A
+/// block copies so much with one load of each thread's four in flight.
+const MIN_CHUNK: u64 = 32 << 10;
 const CHUNKS: u64 = 2048;
 /// Every copy may add one that is not full.
 const MAX_CHUNKS: usize = CHUNKS as usize + MAX_BATCH;
@@ -36,9 +42,8 @@ const MAX_CHUNKS: usize = CHUNKS as usize + MAX_BATCH;
 const SLOT_LEN: usize = (MAX_CHUNKS + MAX_BATCH) * DESCRIPTOR_LEN;
 /// Maximum number of ranges of a list.
 pub(crate) const MAX_LIST: usize = 1 << 17;
-/// Long ranges of a list are divided into about so many chunks in all, of at least this length.
+/// Long ranges of a list are divided into about so many chunks in all.
 const LIST_CHUNKS: u64 = 1 << 14;
-const MIN_LIST_CHUNK: u64 = 64 << 10;
 /// Bytes of the ring that holds the descriptors of lists: two of the longest.
 const RING_LEN: usize = 2 * (MAX_LIST + LIST_CHUNKS as usize) * DESCRIPTOR_LEN;
 
@@ -60,7 +65,7 @@ impl ListDescriptors {
             bytes: Vec::with_capacity(ranges * DESCRIPTOR_LEN),
             to: addresses(to),
             from: addresses(from),
-            chunk: (total / LIST_CHUNKS).next_multiple_of(4096).max(MIN_LIST_CHUNK),
+            chunk: chunk_len(total, LIST_CHUNKS),
         }
     }
 
@@ -84,6 +89,11 @@ impl ListDescriptors {
         self.to.iter().cloned().eq(to.iter().map(addresses))
             && self.from.iter().cloned().eq(from.iter().map(addresses))
     }
+}
+
+/// The length of chunks, so that there are about `count`.
+fn chunk_len(total: u64, count: u64) -> u64 {
+    (total / count).next_multiple_of(MIN_CHUNK).max(MIN_CHUNK)
 }
 
 fn addresses(region: &Region) -> Range<u64> {
@@ -146,6 +156,7 @@ pub(crate) struct CopyQueue {
     device: Device,
     stream: Stream,
     kernel: Kernel,
+    few_kernel: Kernel,
     state: Arc<QueueState>,
     /// Counts the blocks of a launch that are done with their ranges.
     arrived: Region,
@@ -184,7 +195,7 @@ impl ListRing {
 
 impl CopyQueue {
     pub(crate) fn new(device: &Device) -> Result<Self> {
-        let kernel = load_program(device)?.kernel(KERNEL)?;
+        let program = load_program(device)?;
         let memory = device.alloc_pinned((RING_AT + RING_LEN) as u64)?;
         memory.host_bytes()?.store_u64(0, 0)?;
         let arrived = alloc_scratch(device, 256)?;
@@ -192,7 +203,8 @@ impl CopyQueue {
         Ok(Self {
             device: device.clone(),
             stream: device.stream()?,
-            kernel,
+            kernel: program.kernel(KERNEL)?,
+            few_kernel: program.kernel(FEW_KERNEL)?,
             state: Arc::new(QueueState { memory, failed: AtomicBool::new(false) }),
             arrived: arrived.region(0, 4)?,
             submitted: 0,
@@ -250,11 +262,14 @@ impl CopyQueue {
         if !self.has_room() || copies.len() > MAX_BATCH {
             return Err(Error::new(Kind::Busy, "copy between processes").on(self.device.label()));
         }
-        self.chunks.clear();
-        self.tails.clear();
         let by_kernel = |copy: &&DeviceCopy| copy.to.len() < MIN_ENGINE_COPY;
         let total: u64 = copies.iter().filter(by_kernel).map(|copy| copy.to.len()).sum();
-        let chunk = (total / CHUNKS).next_multiple_of(4096).max(MIN_CHUNK);
+        let chunk = chunk_len(total, CHUNKS);
+        if copies.len() <= FEW && copies.iter().all(|copy| by_kernel(&copy)) {
+            return self.submit_few(copies, chunk);
+        }
+        self.chunks.clear();
+        self.tails.clear();
         let mut launch = Launch::new(&self.kernel).threads(THREADS);
         for copy in copies {
             let DeviceCopy { to, from } = copy;
@@ -279,7 +294,24 @@ impl CopyQueue {
         let bytes = self.state.bytes()?;
         bytes.write(slot as u64, &self.chunks)?;
         bytes.write((slot + self.chunks.len()) as u64, &self.tails)?;
-        self.launch(launch, slot as u64, self.chunks.len(), self.tails.len())
+        self.launch_listed(launch, slot as u64, self.chunks.len(), self.tails.len())
+    }
+
+    /// Submits at most [`FEW`] copies.
+    fn submit_few(&mut self, copies: &[DeviceCopy], chunk: u64) -> Result<u64> {
+        let mut launch = Launch::new(&self.few_kernel).threads(THREADS);
+        let mut chunks = 0;
+        for at in 0..FEW {
+            launch = match copies.get(at) {
+                Some(DeviceCopy { to, from }) => {
+                    chunks += to.len().div_ceil(chunk);
+                    launch.region(to).region(from).value(to.len())
+                }
+                None => launch.value(0).value(0).value(0),
+            };
+        }
+        let launch = launch.grid(self.blocks(chunks)).value(chunk);
+        self.launch(launch)
     }
 
     /// Submits a list as a batch; returns its number, or `None` while earlier lists leave no room.
@@ -303,16 +335,21 @@ impl CopyQueue {
         let launch = to.iter().chain(from).fold(launch, Launch::keep_alive);
         let begin = RING_AT as u64 + at % RING_LEN as u64;
         self.state.bytes()?.write(begin, &list.bytes)?;
-        let number = self.launch(launch, begin, len, 0)?;
+        let number = self.launch_listed(launch, begin, len, 0)?;
         self.lists.next = at + len as u64;
         self.lists.used.push_back((number, self.lists.next));
         Ok(Some(number))
     }
 
     /// Launches a batch whose descriptors are at `at`: chunks, then tails, with these lengths.
-    fn launch(&mut self, launch: Launch, at: u64, chunks: usize, tails: usize) -> Result<u64> {
-        let (number, memory) = (self.submitted + 1, &self.state.memory);
-        let count = |len: usize| (len / DESCRIPTOR_LEN) as u64;
+    fn launch_listed(
+        &mut self,
+        launch: Launch,
+        at: u64,
+        chunks: usize,
+        tails: usize,
+    ) -> Result<u64> {
+        let (memory, count) = (&self.state.memory, |len: usize| (len / DESCRIPTOR_LEN) as u64);
         let list = memory.region(at, (chunks + tails) as u64)?;
         let tail_list = match tails {
             0 => list.clone(),
@@ -323,10 +360,15 @@ impl CopyQueue {
             .region(&list)
             .value(count(chunks))
             .region(&tail_list)
-            .value(count(tails))
-            .region(&self.arrived)
-            .region(&memory.region(0, 8)?)
-            .value(number);
+            .value(count(tails));
+        self.launch(launch)
+    }
+
+    /// Launches a batch that lacks only the parameters which all kernels have.
+    fn launch(&mut self, launch: Launch) -> Result<u64> {
+        let number = self.submitted + 1;
+        let word = self.state.memory.region(0, 8)?;
+        let launch = launch.region(&self.arrived).region(&word).value(number);
         // SAFETY: the kernel reads the descriptors and accesses the ranges that they name, which
         // are inside of regions that the launch keeps alive (those of a list by `push` and
         // `is_for`), as it does the words that it writes.
@@ -358,6 +400,17 @@ pub(super) fn batch_block(block: &Block<'_>) -> std::result::Result<(), KernelFa
         super::copy_listed(block, block.address(list)?, block.value(count)?)?;
     }
     block.store_u64(block.address(5)?, block.value(6)?)
+}
+
+pub(super) fn few_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+    for at in (0..3 * FEW).step_by(3) {
+        let len = block.value(at + 2)?;
+        if len > 0 {
+            super::copy_between(block, block.address(at)?, block.address(at + 1)?, len)?;
+        }
+    }
+    let last = 3 * FEW + 2;
+    block.store_u64(block.address(last)?, block.value(last + 1)?)
 }
 
 #[cfg(test)]
