@@ -166,8 +166,7 @@ fn the_target_is_killed(fixture: &Fixture) {
         let mut rng = Rng::new(round);
         let mut other = Other::start(fixture, "serve");
         let peer = alice.add_peer(&other.metadata).unwrap();
-        let (near, memory) =
-            (&blocks[round as usize % 2], &peer.memory()[rng.below(2) as usize]);
+        let (near, memory) = (&blocks[round as usize % 2], &peer.memory()[rng.below(2) as usize]);
         // One range, or a list of some that are no neighbours.
         let parts = [1, 64][rng.below(2) as usize];
         let part = LEN / parts;

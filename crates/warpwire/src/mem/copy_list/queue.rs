@@ -454,6 +454,70 @@ mod tests {
     }
 
     #[test]
+    fn a_few_copies_of_every_length() {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let mut queue = CopyQueue::new(&gpu).unwrap();
+        let (to, from) = (gpu.alloc(1 << 20).unwrap(), gpu.alloc(1 << 20).unwrap());
+        let bytes: Vec<u8> = (0..1 << 20).map(|i| (i % 253) as u8).collect();
+        from.write(0, &bytes).unwrap();
+        for (count, lens) in
+            [(1, [1; 4]), (2, [7, 8, 0, 0]), (3, [9, 65_536, 3, 0]), (4, [99_999; 4])]
+        {
+            to.write(0, &vec![0; 1 << 20]).unwrap();
+            let mut at = 5;
+            let copies: Vec<DeviceCopy> = lens[..count]
+                .iter()
+                .map(|len| {
+                    let region = |memory: &Allocation| memory.region(at, *len).unwrap();
+                    let copy = DeviceCopy { to: region(&to), from: region(&from) };
+                    at += len;
+                    copy
+                })
+                .collect();
+            let number = queue.submit(&copies).unwrap();
+            wait(&queue, number);
+            let mut found = vec![0; 1 << 20];
+            to.read(0, &mut found).unwrap();
+            assert!(found[5..at as usize] == bytes[5..at as usize], "{count}");
+            assert_eq!((found[4], found[at as usize]), (0, 0));
+        }
+    }
+
+    #[test]
+    fn lists_wait_for_room_in_their_ring() {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let mut queue = CopyQueue::new(&gpu).unwrap();
+        let (to, from) = (gpu.alloc(4096).unwrap(), gpu.alloc(4096).unwrap());
+        let regions = |memory: &Allocation| [memory.region(8, 4000).unwrap()];
+        let (to_regions, from_regions) = (regions(&to), regions(&from));
+        let mut list = ListDescriptors::new(&to_regions, &from_regions, MAX_LIST, 8);
+        for at in 0..MAX_LIST as u64 - 100 {
+            assert!(list.push((0, at % 500 * 8), (0, at % 500 * 8), 8));
+        }
+        assert!(!list.push((0, 3993), (0, 0), 8) && !list.push((0, 0), (1, 0), 8));
+        assert!(!list.push((0, u64::MAX), (0, 0), 8));
+        let (mut refused, mut last) = (0, 0);
+        for round in 0..9_u64 {
+            from.write(0, &round.to_ne_bytes().repeat(512)).unwrap();
+            last = loop {
+                match queue.submit_list(&list, &to_regions, &from_regions).unwrap() {
+                    Some(number) => break number,
+                    None => refused += 1,
+                }
+                std::thread::yield_now();
+            };
+        }
+        wait(&queue, last);
+        assert!(refused > 0, "nine lists fit into a ring for two");
+        assert_eq!(to.word64(8).unwrap().load().unwrap(), 8);
+        assert_eq!(to.word64(0).unwrap().load().unwrap(), 0);
+        // It is for these regions alone.
+        let other = [to.region(16, 3992).unwrap()];
+        let error = queue.submit_list(&list, &other, &from_regions).unwrap_err();
+        assert_eq!(error.kind(), &Kind::InvalidArgument);
+    }
+
+    #[test]
     fn batches_run_in_order_and_only_so_many() {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let mut queue = CopyQueue::new(&gpu).unwrap();
