@@ -194,7 +194,7 @@ fn compare(bench: &Bench, shown: &Shown, edits: Edits, more: &str) {
 
 #[test]
 fn commands_of_the_pages_run() {
-    let bench = Bench::new();
+    let bench = Bench::new(5);
     let (mut untested, mut used) = (Vec::new(), BTreeSet::new());
     for shown in pages() {
         let command = shown.command.as_str();

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use testkit::Effort;
@@ -305,14 +306,16 @@ impl Drop for Running {
 }
 
 pub struct Bench {
+    /// Those of one process use addresses of their own.
+    number: u8,
     folder: tempfile::TempDir,
     recorded: Machine,
 }
 
 impl Bench {
-    pub fn new() -> Self {
+    pub fn new(number: u8) -> Self {
         let recorded = Machine::recorded("eight-gpu-server");
-        Self { folder: tempfile::tempdir().unwrap(), recorded }
+        Self { number, folder: tempfile::tempdir().unwrap(), recorded }
     }
 
     fn shell(&self, line: &str) -> Command {
@@ -398,8 +401,9 @@ impl Bench {
             Serve(edits, more) => drop(self.serve(&self.line(command, edits, more, &[]))),
             Client(server, edits, more) => {
                 let [_, a, b, c] = std::process::id().to_be_bytes();
-                let ends =
-                    [1, 2].map(|end| format!("127.{}.{c}.{}", 100 + (a ^ b) % 100, 240 + end));
+                let ends = [1, 2].map(|end| {
+                    format!("127.{}.{c}.{}", 100 + (a ^ b) % 100, 240 + 2 * self.number + end)
+                });
                 let known = [("near", ends[0].as_str()), ("far", ends[1].as_str())];
                 let (_server, address) = self.serve(&self.line(server, &[], "", &known));
                 let port = address.rsplit(':').next().unwrap();
@@ -485,12 +489,22 @@ fn examples_of_every_help_page_run() {
     let stale: Vec<_> = known.difference(&all).collect();
     assert!(stale.is_empty(), "no page has them any more: {stale:#?}");
     let has_jq = Command::new("jq").arg("--version").output().is_ok();
-    let bench = Bench::new();
     let wanted = |command: &str| Effort::current() > Effort::Quick || first.contains(command);
-    for (command, how) in TABLE.iter().filter(|(command, _)| wanted(command)) {
-        match command.contains("| jq") && !has_jq {
-            true => println!("skipped: {command} (jq is not installed)"),
-            false => bench.test(command, how),
+    let chosen: Vec<_> = TABLE.iter().filter(|(command, _)| wanted(command)).collect();
+    let next = AtomicUsize::new(0);
+    // Most of them take a fixed time, whatever else runs.
+    std::thread::scope(|scope| {
+        for number in 0..3 {
+            let (chosen, next) = (&chosen, &next);
+            scope.spawn(move || {
+                let bench = Bench::new(number);
+                while let Some((command, how)) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    match command.contains("| jq") && !has_jq {
+                        true => println!("skipped: {command} (jq is not installed)"),
+                        false => bench.test(command, how),
+                    }
+                }
+            });
         }
-    }
+    });
 }

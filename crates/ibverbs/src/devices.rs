@@ -25,6 +25,8 @@ pub(crate) struct Device {
     pub ip: IpAddr,
     pub mtu: Mtu,
     pub ifindex: u32,
+    /// How many devices before it have its address.
+    twins: u8,
 }
 
 /// A list of devices for C: ends with null.
@@ -44,14 +46,23 @@ pub(crate) fn all() -> Result<&'static [Device]> {
             log::line(|| format!("WARPWIRE_IB_DEVICES: {why}"));
             INVALID
         })?;
-        let chosen = chosen.into_iter().take(MAX_DEVICES).enumerate();
-        Ok(chosen.map(|(number, choice)| Device::new(number, &choice)).collect())
+        Ok(made_of(&chosen))
     });
     made.as_ref().map(Vec::as_slice).map_err(|errno| Errno(errno.0))
 }
 
+fn made_of(chosen: &[Choice]) -> Vec<Device> {
+    let mut devices: Vec<Device> = Vec::new();
+    for (number, choice) in chosen.iter().take(MAX_DEVICES).enumerate() {
+        let twins = devices.iter().filter(|known| known.ip == choice.at.ip).count();
+        devices.push(Device::new(number, choice, twins as u8));
+    }
+    devices
+}
+
 impl Device {
-    fn new(number: usize, choice: &Choice) -> Self {
+    /// `twins` is how many devices before it have its address.
+    fn new(number: usize, choice: &Choice, twins: u8) -> Self {
         let Choice { name, at } = choice;
         let mut device = abi::Device {
             ops: [0; 2],
@@ -67,16 +78,16 @@ impl Device {
         copy(&mut device.dev_path, &format!("/sys/class/infiniband_verbs/uverbs{number}"));
         copy(&mut device.ibdev_path, &format!("/sys/class/infiniband/{name}"));
         let (mtu, ifindex) = (mtu(&at.name), interfaces::index(&at.name));
-        Self { abi: device, vendor: [0; 16], ip: at.ip, mtu, ifindex }
+        Self { abi: device, vendor: [0; 16], ip: at.ip, mtu, ifindex, twins }
     }
 
     /// A number that identifies the device, in network byte order: a locally administered EUI-64
-    /// made from the address.
+    /// made from the address and the number of devices before it that have it too.
     pub(crate) fn guid(&self) -> u64 {
         let gid = gid(self.ip);
         let folded = |at: usize| gid[at] ^ gid[at - 8].wrapping_mul(31);
         let low = [folded(11), folded(12), folded(13), folded(14), folded(15)];
-        u64::from_ne_bytes([0x02, 0x77, 0x77, low[0], low[1], low[2], low[3], low[4]])
+        u64::from_ne_bytes([0x02, 0x77, 0x77 ^ self.twins, low[0], low[1], low[2], low[3], low[4]])
     }
 
     pub(crate) fn index(&self) -> usize {
@@ -98,5 +109,23 @@ fn copy(into: &mut [c_char], text: &str) {
     let Some((_, room)) = into.split_last_mut() else { return };
     for (to, from) in room.iter_mut().zip(text.bytes()) {
         *to = from as c_char;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// NCCL takes devices with one GUID for the same.
+    #[test]
+    fn devices_of_one_interface_have_guids_of_their_own() {
+        let addresses = interfaces::addresses();
+        let chosen = interfaces::choose("a=lo,b=lo,c=lo", &addresses, None).unwrap();
+        let mut guids: Vec<u64> = made_of(&chosen).iter().map(Device::guid).collect();
+        assert_eq!(guids[0], made_of(&chosen[..1])[0].guid());
+        guids.sort_unstable();
+        guids.dedup();
+        assert_eq!(guids.len(), 3);
     }
 }

@@ -126,6 +126,42 @@ impl Figures {
     }
 }
 
+impl Figures {
+    /// Titles and values, as in JSON.
+    fn named(&self) -> Vec<(&'static str, f64)> {
+        match *self {
+            Figures::Bw { peak_mb_s, average_mb_s, peak_gb_s, average_gbits, mpps } => vec![
+                ("peak_mb_s", peak_mb_s),
+                ("average_mb_s", average_mb_s),
+                ("peak_gb_s", peak_gb_s),
+                ("average_gbits", average_gbits),
+                ("mpps", mpps),
+            ],
+            Figures::Lat {
+                min_us,
+                max_us,
+                typical_us,
+                avg_us,
+                stdev_us,
+                p50_us,
+                p90_us,
+                p99_us,
+                p999_us,
+            } => vec![
+                ("min_us", min_us),
+                ("max_us", max_us),
+                ("typical_us", typical_us),
+                ("avg_us", avg_us),
+                ("stdev_us", stdev_us),
+                ("p50_us", p50_us),
+                ("p90_us", p90_us),
+                ("p99_us", p99_us),
+                ("p999_us", p999_us),
+            ],
+        }
+    }
+}
+
 impl Row {
     pub(super) fn new(bytes: u64, iterations: u64, figures: Figures) -> Self {
         Self {
@@ -149,20 +185,10 @@ impl Row {
                 let (peak, average) = (peak_mb_s * scale, average_mb_s * scale);
                 text += &format!(" {peak:<16.2} {average:<18.2} {mpps:<13.6}");
             }
-            Figures::Lat {
-                min_us,
-                max_us,
-                typical_us,
-                avg_us,
-                stdev_us,
-                p90_us,
-                p99_us,
-                p999_us,
-                ..
-            } => {
-                let all = [min_us, max_us, typical_us, avg_us, stdev_us, p90_us, p99_us, p999_us];
-                for figure_us in all {
-                    text += &format!(" {:<7}", figure(*figure_us));
+            // The median stands as the typical one.
+            lat @ Figures::Lat { .. } => {
+                for (_, us) in lat.named().iter().filter(|(title, _)| *title != "p50_us") {
+                    text += &format!(" {:<7}", figure(*us));
                 }
             }
         }
@@ -183,36 +209,7 @@ impl Row {
     fn fields(&self) -> Vec<(&'static str, String)> {
         let mut fields =
             vec![("bytes", self.bytes.to_string()), ("iterations", self.iterations.to_string())];
-        let figures: &[(&str, f64)] = match self.figures {
-            Figures::Bw { peak_mb_s, average_mb_s, peak_gb_s, average_gbits, mpps } => &[
-                ("peak_mb_s", peak_mb_s),
-                ("average_mb_s", average_mb_s),
-                ("peak_gb_s", peak_gb_s),
-                ("average_gbits", average_gbits),
-                ("mpps", mpps),
-            ],
-            Figures::Lat {
-                min_us,
-                max_us,
-                typical_us,
-                avg_us,
-                stdev_us,
-                p50_us,
-                p90_us,
-                p99_us,
-                p999_us,
-            } => &[
-                ("min_us", min_us),
-                ("max_us", max_us),
-                ("typical_us", typical_us),
-                ("avg_us", avg_us),
-                ("stdev_us", stdev_us),
-                ("p50_us", p50_us),
-                ("p90_us", p90_us),
-                ("p99_us", p99_us),
-                ("p999_us", p999_us),
-            ],
-        };
+        let figures = self.figures.named();
         let cpu = [
             ("local_cpu_percent", self.local_cpu_percent),
             ("remote_cpu_percent", self.remote_cpu_percent),

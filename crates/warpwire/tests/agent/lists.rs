@@ -128,11 +128,11 @@ fn lists_of_many_registrations(fixture: &Fixture) {
         };
         let (near, far) = (blocks(&alice), blocks(&bob));
         let mut pairs = Vec::new();
-        for at in 0..count {
-            let to = (at * 5 + 1) % count;
+        for (at, near) in near.iter().enumerate() {
+            let far = &far[(at * 5 + 1) % count];
             pairs.extend((0..5).map(|part| {
                 let offset = part * 8000;
-                [near[at].range(offset, 7000), far[to].range(offset + 1000, 7000)]
+                [near.range(offset, 7000), far.range(offset + 1000, 7000)]
             }));
         }
         let prepared = prepare(&alice, &bob, &pairs);

@@ -33,8 +33,10 @@ use crate::mr::{Access, PdId, Registry, Span};
 pub(super) const MIN_COPY: u32 = 16 << 10;
 /// From this length on, work waits until the peer's memory is opened, instead of using packets.
 pub(super) const MIN_WAIT: u32 = 256 << 10;
-/// For so long at most.
-pub(super) const MAX_WAIT: Duration = Duration::from_millis(100);
+/// For so long at most: as long as packets would take, and this.
+const MIN_WAIT_LIMIT: Duration = Duration::from_millis(100);
+/// Nanoseconds that packets take for a byte of device memory, about.
+const PACKET_NANOS_PER_BYTE: f64 = 0.5;
 /// Batches in flight before more copies are gathered.
 const MAX_IN_FLIGHT: usize = 2;
 /// Segments of a work request, at most; others use packets.
@@ -43,6 +45,11 @@ const MAX_SEGMENTS: usize = 32;
 const CHECK_AFTER: Duration = Duration::from_millis(200);
 /// How long closing the device waits for copies in flight.
 const FINISH_LIMIT: Duration = Duration::from_secs(2);
+
+/// How long work of this length waits for the peer's memory.
+pub(super) fn max_wait(len: u32) -> Duration {
+    MIN_WAIT_LIMIT + Duration::from_nanos((f64::from(len) * PACKET_NANOS_PER_BYTE) as u64)
+}
 
 /// The copies of an engine.
 #[derive(Default)]

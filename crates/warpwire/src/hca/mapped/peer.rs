@@ -392,10 +392,11 @@ impl DirectPeer {
         requested: &Requested<'_>,
         now: Instant,
     ) -> Result<DirectOutcome, IndirectReason> {
+        let len = requested.work.len;
         let soon = self.key(requested.remote.rkey).is_some_and(|known| {
-            known.sharing == Sharing::Device && now - known.since < device_copies::MAX_WAIT
+            known.sharing == Sharing::Device && now - known.since < device_copies::max_wait(len)
         });
-        let long = requested.work.len >= device_copies::MIN_WAIT;
+        let long = len >= device_copies::MIN_WAIT;
         match why {
             IndirectReason::MappingRequested if soon && long => Ok(DirectOutcome::OutOfBudget),
             why => Err(why),

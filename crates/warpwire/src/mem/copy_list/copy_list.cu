@@ -6,26 +6,23 @@ struct Range {
     u64 to, from, len;
 };
 
-// Nothing is used again: without these hints, what is written displaces what is still to be read
-// from the L2 cache.
+struct Plain {
+    template <class T> static __device__ T load(const T *from) { return *from; }
+    template <class T> static __device__ void store(T *to, T value) { *to = value; }
+};
+
+// For ranges that fill the L2 cache: without these hints, what is written displaces what is still
+// to be read.
 struct Streaming {
     template <class T> static __device__ T load(const T *from) { return __ldcs(from); }
     template <class T> static __device__ void store(T *to, T value) { __stcs(to, value); }
 };
 
-// Each block copies every gridDim.x-th range. The list is in host memory: the next range is read
-// while one is copied.
+// Each block copies every gridDim.x-th range.
 static __device__ void copy_ranges(u64 list, u64 count) {
     const Range *ranges = (const Range *)list;
-    u64 i = blockIdx.x;
-    if (i >= count) return;
-    Range next = ranges[i];
-    while (i < count) {
-        Range range = next;
-        i += gridDim.x;
-        if (i < count) next = ranges[i];
-        block_copy<Streaming>(range.to, range.from, range.len);
-    }
+    for (u64 i = blockIdx.x; i < count; i += gridDim.x)
+        block_copy<Plain>(ranges[i].to, ranges[i].from, ranges[i].len);
 }
 
 // The end of the kernel makes the copies visible.

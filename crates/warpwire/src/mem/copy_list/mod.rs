@@ -19,9 +19,9 @@ pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_B
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;
-/// About as many blocks as a large GPU runs at a time; each takes several ranges. Blocks of the
-/// simulated GPU are threads.
-const MAX_BLOCKS: u64 = 512;
+/// More blocks than a GPU runs at a time, so that none is idle for long while others have long
+/// ranges; each may take several. Blocks of the simulated GPU are threads.
+const MAX_BLOCKS: u64 = 4096;
 const MAX_SIM_BLOCKS: u64 = 4;
 /// Longer ranges are divided, so that blocks have equal shares.
 const MAX_CHUNK: u64 = 64 << 10;

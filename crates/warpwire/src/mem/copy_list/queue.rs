@@ -1,8 +1,8 @@
 //! Batches of copies on a stream of their own, whose ends are seen by a load from host memory.
 //!
 //! A batch is one launch, and perhaps some copies of the copy engine. The descriptors of a few
-//! copies are parameters of the launch; those of more are in host memory. In a batch, the last word of
-//! each copy (its tail) is stored after everything else, because a reader may be waiting for it.
+//! copies are parameters of the launch; those of more are in host memory. In a batch, the last word
+//! of each copy (its tail) is stored after everything else, because a reader may be waiting for it.
 //! A list ([`ListDescriptors`]) is a batch of its own, without tails.
 
 use std::collections::VecDeque;
@@ -23,8 +23,10 @@ use crate::error::{Error, Kind, Result};
 pub(super) const KERNEL: &str = "copy_batch";
 pub(super) const FEW_KERNEL: &str = "copy_few";
 
-/// Copies that are parameters of a launch.
+/// Copies that are parameters of a launch, and its blocks: about as many as a large GPU runs at a
+/// time.
 const FEW: usize = 4;
+const FEW_BLOCKS: u64 = 512;
 
 /// Maximum number of copies of one batch.
 pub(crate) const MAX_BATCH: usize = 512;
@@ -42,8 +44,9 @@ const MAX_CHUNKS: usize = CHUNKS as usize + MAX_BATCH;
 const SLOT_LEN: usize = (MAX_CHUNKS + MAX_BATCH) * DESCRIPTOR_LEN;
 /// Maximum number of ranges of a list.
 pub(crate) const MAX_LIST: usize = 1 << 17;
-/// Long ranges of a list are divided into about so many chunks in all.
+/// Long ranges of a list are divided into about so many chunks in all, of at least this length.
 const LIST_CHUNKS: u64 = 1 << 14;
+const MIN_LIST_CHUNK: u64 = 64 << 10;
 /// Bytes of the ring that holds the descriptors of lists: two of the longest.
 const RING_LEN: usize = 2 * (MAX_LIST + LIST_CHUNKS as usize) * DESCRIPTOR_LEN;
 
@@ -65,7 +68,7 @@ impl ListDescriptors {
             bytes: Vec::with_capacity(ranges * DESCRIPTOR_LEN),
             to: addresses(to),
             from: addresses(from),
-            chunk: chunk_len(total, LIST_CHUNKS),
+            chunk: chunk_len(total, LIST_CHUNKS).max(MIN_LIST_CHUNK),
         }
     }
 
@@ -310,7 +313,7 @@ impl CopyQueue {
                 None => launch.value(0).value(0).value(0),
             };
         }
-        let launch = launch.grid(self.blocks(chunks)).value(chunk);
+        let launch = launch.grid(self.blocks(chunks, FEW_BLOCKS)).value(chunk);
         self.launch(launch)
     }
 
@@ -356,7 +359,7 @@ impl CopyQueue {
             _ => memory.region(at + chunks as u64, tails as u64)?,
         };
         let launch = launch
-            .grid(self.blocks(count(chunks)))
+            .grid(self.blocks(count(chunks), MAX_BLOCKS))
             .region(&list)
             .value(count(chunks))
             .region(&tail_list)
@@ -380,9 +383,9 @@ impl CopyQueue {
         Ok(number)
     }
 
-    fn blocks(&self, chunks: u64) -> u32 {
+    fn blocks(&self, chunks: u64, max: u64) -> u32 {
         match self.device.info().backend {
-            Backend::Cuda => chunks.clamp(1, MAX_BLOCKS) as u32,
+            Backend::Cuda => chunks.clamp(1, max) as u32,
             // One, because blocks do not count their arrivals there.
             Backend::Sim => 1,
         }
