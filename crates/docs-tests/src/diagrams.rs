@@ -52,13 +52,14 @@ fn changes_and_mistakes_are_found() {
         // A line continues after a backslash, and has the number of its first part.
         ("overview", "between its own memory", "\\", "overview.txt:17: this line ends with a"),
         ("overview", "orange RDMA NIC", "pink RDMA NIC", "overview.txt:14: a box has the colour"),
-        ("plot-nixl", " 539 ", " 987654 ", "docs/nixl.md does not have the figures 987654"),
-        ("plot-nixl", " 539 ", " ", "has 3 values; there are 4 bars"),
-        ("plot-nixl", " 539 ", " fast ", "'fast' is no number"),
+        ("plot-nixl", " 974 ", " 987654 ", "docs/nixl.md does not have the figures 987654"),
+        ("plot-nixl", " 974 ", " ", "has 3 values; there are 4 bars"),
+        ("plot-nixl", " 974 ", " fast ", "'fast' is no number"),
         ("plot-nixl", "docs/nixl.md", "docs/none.md", "there is no page docs/none.md"),
     ] {
         let source = format!("{name}.txt");
         let text = copy(&source);
+        assert!(text.contains(from), "{source} has no {from:?} any more");
         fs::write(folder.path().join(&source), text.replacen(from, to, 1)).unwrap();
         let found = failure();
         assert!(found.contains(why), "{from} → {to}: {found}");

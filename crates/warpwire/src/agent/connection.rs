@@ -18,7 +18,7 @@ use std::cmp;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::Shutdown;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -30,12 +30,14 @@ use super::progress::Shared;
 use super::transfer::{self, Active, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::verbs::bootstrap::Bootstrap;
-use crate::verbs::{Completion, PostError, QpEndpoint, Status};
+use crate::verbs::{Completion, ListPost, PostError, QpEndpoint, Status};
 
 /// How long a failing connection waits for its lanes to drain, and then for the peer.
 const DRAIN_LIMIT: Duration = Duration::from_secs(1);
 /// How long cancelled work may take to complete before the connection is ended.
 const CANCEL_LIMIT: Duration = Duration::from_secs(1);
+/// How long a list waits for the peer's memory to be mapped; then it is posted piece by piece.
+const MAPPING_LIMIT: Duration = Duration::from_millis(500);
 
 const CONNECTING: u8 = 0;
 const READY: u8 = 1;
@@ -47,6 +49,8 @@ pub(super) struct Connection {
     peer: Peer,
     /// As in `State`, for those who only ask.
     phase: AtomicU8,
+    /// The next transfer waits for the peer's memory to be mapped.
+    is_mapping: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -117,6 +121,7 @@ impl Connection {
             slot,
             peer: peer.clone(),
             phase: AtomicU8::new(CONNECTING),
+            is_mapping: AtomicBool::new(false),
             state: Mutex::new(state),
         });
         agent.connections.lock().insert(slot, connection.clone());
@@ -151,7 +156,12 @@ impl Connection {
 
     /// Whether time has something to do here: see [`tick`](Self::tick).
     pub(super) fn needs_tick(&self) -> bool {
-        self.is_failing() || self.state.lock().cancelled_at.is_some()
+        self.needs_tick_soon() || self.state.lock().cancelled_at.is_some()
+    }
+
+    /// The same, of what a completion may have begun.
+    pub(super) fn needs_tick_soon(&self) -> bool {
+        self.is_failing() || self.is_mapping.load(Ordering::Acquire)
     }
 
     pub(super) fn path(&self) -> Vec<String> {
@@ -215,6 +225,9 @@ impl Connection {
             state.queue.push_back(transfer);
             self.pump(&mut state, &mut ended);
         }
+        if self.needs_tick_soon() {
+            agent.wake.raise();
+        }
         agent.end(ended);
         Ok(())
     }
@@ -224,13 +237,18 @@ impl Connection {
         if !self.is_ready() {
             return;
         }
+        self.is_mapping.store(false, Ordering::Release);
         while let Some(transfer) = state.queue.front().cloned() {
             match post_some(&mut state.lanes, &transfer) {
-                Ok(true) => {
+                Ok(Posted::All) => {
                     state.queue.pop_front();
                     state.end_if_done(&transfer, ended);
                 }
-                Ok(false) => return,
+                Ok(Posted::NoRoom) => return,
+                Ok(Posted::Mapping) => {
+                    self.is_mapping.store(true, Ordering::Release);
+                    return;
+                }
                 Err(why) => {
                     let error = Error::from(why).during("post a transfer");
                     self.begin_failure(state, error, Some(transfer.number));
@@ -316,7 +334,8 @@ impl Connection {
         self.state.lock().control.as_ref().map(use_it)
     }
 
-    /// What time does: ends connections whose failure is complete.
+    /// What time does: posts transfers whose memory is mapped by now, and ends connections whose
+    /// failure is complete.
     pub(super) fn tick(&self, agent: &Arc<Shared>, now: Instant) {
         let mut ended = Ended::new();
         let mut again = Vec::new();
@@ -328,10 +347,13 @@ impl Connection {
                     let why = "cancelled work did not complete, so the connection was ended";
                     let error = Error::new(Kind::PeerLost, "transfer").why(why);
                     self.begin_failure(&mut state, error, None);
+                } else if self.is_mapping.load(Ordering::Acquire) {
+                    self.pump(&mut state, &mut ended);
                 }
-                return;
             }
             if !self.is_failing() || !state.is_quiet(now) {
+                drop(state);
+                agent.end(ended);
                 return;
             }
             let Some(failure) = state.failure.take() else { return };
@@ -461,13 +483,24 @@ impl State {
     }
 }
 
-/// Posts the pieces that a GPU can execute as lists; `false` if there is no room for the next one.
+/// What was posted of a transfer.
+enum Posted {
+    /// All of it; or it has to wait for its data before it is announced.
+    All,
+    NoRoom,
+    /// It waits for the peer's memory to be mapped.
+    Mapping,
+}
+
+/// Posts the pieces that a GPU can execute as lists. What is left is to be posted piece by piece if
+/// the result is `All`.
 fn post_lists(
     lanes: &mut [Lane],
     transfer: &Arc<Active>,
     progress: &mut Progress,
-) -> Result<bool, PostError> {
-    for list in transfer.lists.range_lists(transfer.op) {
+) -> Result<Posted, PostError> {
+    let lists = &transfer.lists;
+    for list in lists.range_lists(transfer.op) {
         match list.part.start.cmp(&progress.next) {
             cmp::Ordering::Less => continue, // posted
             cmp::Ordering::Equal => {}
@@ -477,54 +510,65 @@ fn post_lists(
         let first_rail = lanes.iter_mut().filter(|lane| lane.rail == 0);
         let Some(lane) = first_rail.max_by_key(|lane| lane.room()) else { break };
         if lane.room() == 0 {
-            return Ok(false);
+            return Ok(Posted::NoRoom);
         }
-        if !lane.post_list(transfer, list)? {
-            break;
+        match lane.post_list(transfer, list)? {
+            ListPost::Posted => {
+                progress.outstanding += 1;
+                progress.next = list.part.end;
+            }
+            ListPost::Mapping if lists.is_long() => {
+                let since = *progress.mapping_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > MAPPING_LIMIT {
+                    break;
+                }
+                return Ok(Posted::Mapping);
+            }
+            ListPost::Mapping | ListPost::Refused => break,
         }
-        progress.outstanding += 1;
-        progress.next = list.part.end;
     }
-    Ok(true)
+    Ok(Posted::All)
 }
 
-/// Posts what there is room for; returns whether all of the transfer is posted, or has to wait for
-/// its data before it is announced.
-fn post_some(lanes: &mut [Lane], transfer: &Arc<Active>) -> Result<bool, PostError> {
+/// Posts what there is room for.
+fn post_some(lanes: &mut [Lane], transfer: &Arc<Active>) -> Result<Posted, PostError> {
     let mut progress = transfer.progress.lock();
     let pieces = transfer.lists.pieces.len();
-    if !post_lists(lanes, transfer, &mut progress)? {
-        return Ok(false);
+    match post_lists(lanes, transfer, &mut progress)? {
+        Posted::All => {}
+        not_yet => return Ok(not_yet),
     }
     while progress.next < pieces {
         let count = lanes.len();
         // Those with the most room first, so that all have work.
-        let Some(lane) = lanes.iter_mut().max_by_key(|lane| lane.room()) else { return Ok(true) };
+        let Some(lane) = lanes.iter_mut().max_by_key(|lane| lane.room()) else {
+            return Ok(Posted::All);
+        };
         let left = pieces - progress.next;
         let share = if count == 1 { left } else { left.div_ceil(count).min(16) };
         let step = share.min(lane.room());
         if step == 0 {
-            return Ok(false);
+            return Ok(Posted::NoRoom);
         }
         let range = progress.next..progress.next + step;
         progress.outstanding += lane.post_pieces(transfer, range)?;
         progress.next += step;
     }
-    let Some(bytes) = &transfer.notification else { return Ok(true) };
+    let Some(bytes) = &transfer.notification else { return Ok(Posted::All) };
     if lanes.len() > 1 && progress.outstanding > 0 && progress.notified.is_none() {
-        return Ok(true);
+        return Ok(Posted::All);
     }
     let from = progress.notified.unwrap_or(0);
     if progress.notified == Some(bytes.len()) {
-        return Ok(true);
+        return Ok(Posted::All);
     }
     let (next, entries) = lanes[0].post_notification(transfer, bytes, from)?;
     if entries == 0 {
-        return Ok(false);
+        return Ok(Posted::NoRoom);
     }
     progress.outstanding += entries;
     progress.notified = Some(next);
-    Ok(next == bytes.len())
+    Ok(if next == bytes.len() { Posted::All } else { Posted::NoRoom })
 }
 
 /// Whether the peer refused this work, and nothing else is wrong with the connection.

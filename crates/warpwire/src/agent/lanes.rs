@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::inbox::{FRAGMENT_LEN, fragment, fragments};
 use super::transfer::{Active, TransferOp};
 use crate::verbs::{
-    Completion, Fence, PostError, Qp, QpAttributes, RangeList, Remote, SendRequest, Sge, State,
-    WrOp,
+    Completion, Fence, ListPost, PostError, Qp, QpAttributes, RangeList, Remote, SendRequest, Sge,
+    State, WrOp,
 };
 
 /// Every so many work requests of a transfer one completion is asked for, so that the queue drains
@@ -120,8 +120,7 @@ impl Lane {
         Ok(entries)
     }
 
-    /// Posts a list of pieces as one work request, for which there is room; `false` if no GPU can
-    /// execute it.
+    /// Posts a list of pieces as one work request, for which there is room.
     ///
     /// # Errors
     /// If the queue pair refuses it.
@@ -129,9 +128,9 @@ impl Lane {
         &mut self,
         transfer: &Arc<Active>,
         list: &Arc<RangeList>,
-    ) -> Result<bool, PostError> {
+    ) -> Result<ListPost, PostError> {
         let posted = self.qp.post_list(self.id | u64::from(self.posted), list)?;
-        if posted {
+        if posted == ListPost::Posted {
             self.entries.push_back(Entry { transfer: transfer.clone(), last: self.posted });
             self.posted = self.posted.wrapping_add(1);
         }

@@ -17,6 +17,9 @@ const MAX_PIECE: u64 = 64 << 20;
 const MIN_STRIPE: u64 = 256 << 10;
 /// Fewer pieces are not posted as a list.
 const MIN_LIST: usize = 4;
+/// From these numbers on, a list waits for the peer's memory to be mapped.
+const LONG_BYTES: u64 = 256 << 10;
+const LONG_PIECES: usize = 1000;
 
 /// A range of memory: of this process in a local list, of the peer's in a remote one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -151,6 +154,11 @@ impl PreparedTransfer {
 }
 
 impl Lists {
+    /// Whether waiting for a GPU to execute it is faster than to post it piece by piece.
+    pub(super) fn is_long(&self) -> bool {
+        self.bytes >= LONG_BYTES || self.pieces.len() >= LONG_PIECES
+    }
+
     /// The pieces as lists that a GPU may execute, in order; empty if that gains nothing.
     pub(super) fn range_lists(&self, op: TransferOp) -> &[Arc<RangeList>] {
         if self.pieces.len() < MIN_LIST {

@@ -198,7 +198,7 @@ impl Shared {
                 let connection = self.connections.lock().get(&slot).cloned();
                 if let Some(connection) = connection {
                     connection.complete(lane, completion, &mut ended);
-                    if connection.is_failing() {
+                    if connection.needs_tick_soon() {
                         self.wake.raise();
                     }
                 }

@@ -120,6 +120,8 @@ pub(super) struct Progress {
     pub outstanding: usize,
     /// How many bytes of the notification were posted; `None` before its first message.
     pub notified: Option<usize>,
+    /// Since when it has been waiting for the peer's memory to be mapped.
+    pub mapping_since: Option<Instant>,
     /// Why nothing more is posted.
     pub cancelled: Option<Error>,
 }

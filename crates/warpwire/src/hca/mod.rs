@@ -68,7 +68,7 @@ pub use engine::StepSummary;
 pub use event::{AsyncEvent, EventFd};
 pub(crate) use held::MAX_HELD_PAYLOAD;
 pub use mapped::{FastPath, FastWrite, PrefetchHint};
-pub(crate) use mapped::{ListRange, RangeList};
+pub(crate) use mapped::{ListPost, ListRange, RangeList};
 pub use memory::QueueMemory;
 pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;

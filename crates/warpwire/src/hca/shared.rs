@@ -12,10 +12,11 @@ use warpwire_proto::Instant;
 
 use super::doorbell_bitmap::DoorbellBitmap;
 use super::engine::{Clock, Engine, StepSummary};
-use super::mapped::{self, FastPath, ListRegions, RangeList};
+use super::mapped::{self, FastPath, ListPost, ListRegions, RangeList};
 use super::numbers::{Numbering, qp_row};
 use super::progress_mode::Waker;
-use crate::error::Result;
+use super::stats::IndirectReason;
+use crate::error;
 use crate::link;
 use crate::mem::ListDescriptors;
 use crate::sync::BiasedMutex;
@@ -63,7 +64,7 @@ impl EngineShared {
         self.clock.now()
     }
 
-    pub(super) fn step(&self) -> Result<StepSummary> {
+    pub(super) fn step(&self) -> error::Result<StepSummary> {
         let mut engine = self.engine.lock();
         engine.core.totals.steps += 1;
         engine.step(self.now())
@@ -86,7 +87,7 @@ impl EngineShared {
 
     /// See [`Hca::poll`](super::Hca::poll).
     #[inline]
-    pub(super) fn poll(&self) -> Result<StepSummary> {
+    pub(super) fn poll(&self) -> error::Result<StepSummary> {
         let steps = &self.waker.poller_steps;
         let Some(mut engine) = self.engine.try_lock() else {
             steps.fetch_add(1, Ordering::Relaxed);
@@ -137,13 +138,19 @@ impl EngineShared {
 
 impl EngineShared {
     /// The memory of a list, if the queue pair can execute the list now.
-    fn list_regions(&self, qpn: u32, list: &RangeList) -> Option<ListRegions> {
+    fn list_regions(&self, qpn: u32, list: &RangeList) -> Result<ListRegions, ListPost> {
         if !self.has_direct_peers.load(Ordering::Relaxed) {
-            return None;
+            return Err(ListPost::Refused);
         }
         let index = self.numbering.index(qpn);
         let found = self.engine.lock().core.list_regions(index, list);
-        found.inspect_err(|why| tracing::trace!(?why, "a list is posted range by range")).ok()
+        found.map_err(|why| match why {
+            IndirectReason::MappingRequested => ListPost::Mapping,
+            why => {
+                tracing::trace!(?why, "a list is posted range by range");
+                ListPost::Refused
+            }
+        })
     }
 }
 
@@ -175,9 +182,9 @@ impl EngineRef {
         &self,
         qpn: u32,
         list: &RangeList,
-    ) -> Option<Arc<ListDescriptors>> {
+    ) -> Result<Arc<ListDescriptors>, ListPost> {
         // Made outside of the engine's lock.
-        list.descriptors(&self.0.list_regions(qpn, list)?)
+        list.descriptors(&self.0.list_regions(qpn, list)?).ok_or(ListPost::Refused)
     }
 
     /// Attaches a list to a NOP that is about to be posted at this index.

@@ -96,7 +96,7 @@ pub use warpwire_proto::qp::{
 
 use crate::error::{Error, Kind, Result};
 use crate::hca::Hca;
-pub(crate) use crate::hca::{ListRange, RangeList};
+pub(crate) use crate::hca::{ListPost, ListRange, RangeList};
 use crate::ibv;
 use crate::link::{self, Link};
 use crate::mr;

@@ -9,7 +9,7 @@ use super::hard::{Hard, HardBatch};
 use super::qp::Core;
 use super::queues::{QueueAccess, mmio_flush_writes};
 use super::{Service, State};
-use crate::hca::{FastPath, FastWrite, RangeList};
+use crate::hca::{FastPath, FastWrite, ListPost, RangeList};
 use crate::mlx5::{
     AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
     MAX_SEGMENTS, SEGMENT_LEN, Scratch, WQEBB_LEN, WqeOpcode, WqeTooLong,
@@ -334,18 +334,18 @@ impl<'q> SendBatch<'q> {
         true
     }
 
-    /// Posts a list, for which nothing may have been pushed before; `false` if it must be posted
-    /// range by range.
-    pub(super) fn post_list(mut self, id: u64, list: &Arc<RangeList>) -> PostResult<bool> {
+    /// Posts a list, for which nothing may have been pushed before.
+    pub(super) fn post_list(mut self, id: u64, list: &Arc<RangeList>) -> PostResult<ListPost> {
         let core = self.core;
-        let Some(descriptors) = core.engine.list_descriptors(core.number, list) else {
-            return Ok(false);
+        let descriptors = match core.engine.list_descriptors(core.number, list) {
+            Ok(descriptors) => descriptors,
+            Err(why_not) => return Ok(why_not),
         };
         let wqe_index = self.next;
         self.push(&SendRequest::new(id, WrOp::Nop))?;
         core.engine.attach_list(core.number, wqe_index, list, descriptors);
         self.post();
-        Ok(true)
+        Ok(ListPost::Posted)
     }
 
     /// Leaves the work in the queue without a doorbell; returns its WQEBBs. The caller rings later.

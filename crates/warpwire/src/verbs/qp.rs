@@ -16,7 +16,7 @@ use super::wr_table::WrTable;
 use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, SoftDevice, Srq, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{
-    EngineRef, MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory, RangeList,
+    EngineRef, ListPost, MAX_HELD_PAYLOAD, PrefetchHint, QpLayout, QpSpec, QueueMemory, RangeList,
 };
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, WQEBB_LEN};
@@ -625,15 +625,15 @@ impl Qp {
     }
 
     /// Posts a list of writes or reads as one signaled work request, if both ends are memory of one
-    /// GPU and the peer's is mapped; `false` if not.
+    /// GPU and the peer's is mapped.
     ///
     /// # Errors
     /// Those of [`post_send`](Self::post_send).
-    pub(crate) fn post_list(&self, id: u64, list: &Arc<RangeList>) -> Result<bool, PostError> {
+    pub(crate) fn post_list(&self, id: u64, list: &Arc<RangeList>) -> Result<ListPost, PostError> {
         self.0.batch_thread.check()?;
         match &self.0.backend {
             Backend::Soft(soft) => SendBatch::new(&soft.core).post_list(id, list),
-            Backend::Hard(_) => Ok(false),
+            Backend::Hard(_) => Ok(ListPost::Refused),
         }
     }
 

@@ -9,6 +9,7 @@ use crate::agent::fixture::{Block, Fixture, Place, TestLink, limit, same};
 
 cases!(Fixture; CASES:
     lists_are_one_work_request,
+    the_first_list_waits_for_mapped_memory,
     lists_of_many_registrations,
     lists_in_flight_keep_their_order,
     more_lists_than_fit,
@@ -116,6 +117,40 @@ fn lists_are_one_work_request(fixture: &Fixture) {
         near.fill(98);
         alice.post(TransferOp::Read, &prepared, None).unwrap().wait(limit()).unwrap();
         same(&near.read(0, LEN as usize), &source, "a list that was read");
+    }
+}
+
+/// A long list is one operation from the first time on, unless mapping takes too long; a short one
+/// does not wait.
+fn the_first_list_waits_for_mapped_memory(fixture: &Fixture) {
+    const LEN: u64 = 1 << 20;
+    until("the first list is one operation", || {
+        let (alice, bob, context) = pair(fixture);
+        let near = fixture.block(&alice, Place::Device, LEN);
+        let far = fixture.block(&bob, Place::Device, LEN);
+        let pairs = shuffled(&mut Rng::new(1), (&near, &far), LEN);
+        let prepared = prepare(&alice, &bob, &pairs);
+        let source = near.fill(2);
+        let posted = alice.post(TransferOp::Write, &prepared, Some(b"all")).unwrap();
+        assert_eq!(bob.wait_notification(limit()).unwrap().unwrap().bytes(), b"all");
+        posted.wait(limit()).unwrap();
+        let wanted = moved(&source, &pairs, &near, &far);
+        same(&far.read(0, LEN as usize), &wanted, "the first list");
+        !is_mapped(fixture) || direct_operations(&context) == (1, LEN)
+    });
+    // One that is cancelled while it waits ends; those behind it go on.
+    let (alice, bob, _) = pair(fixture);
+    let near = fixture.block(&alice, Place::Device, LEN);
+    let far = fixture.block(&bob, Place::Device, LEN);
+    let pairs = shuffled(&mut Rng::new(2), (&near, &far), LEN);
+    let prepared = prepare(&alice, &bob, &pairs);
+    let first = alice.post(TransferOp::Write, &prepared, None).unwrap();
+    let second = alice.post(TransferOp::Write, &prepared, Some(b"second")).unwrap();
+    first.cancel();
+    second.wait(limit()).unwrap();
+    assert_eq!(bob.wait_notification(limit()).unwrap().unwrap().bytes(), b"second");
+    if let Err(error) = first.wait(limit()) {
+        assert_eq!(error.kind(), &Kind::Cancelled, "{error}");
     }
 }
 

@@ -67,6 +67,16 @@ impl UsedKey {
     }
 }
 
+/// What became of an attempt to post a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ListPost {
+    Posted,
+    /// The peer's memory is being mapped: later attempts may succeed.
+    Mapping,
+    /// It must be posted range by range.
+    Refused,
+}
+
 /// A list that waits for its turn in a send queue.
 #[derive(Debug)]
 pub(super) struct PostedList {

@@ -52,7 +52,7 @@ use device_copies::DeviceCopies;
 pub use fast_path::{FastPath, FastWrite, PrefetchHint};
 use imported::ImportedMemory;
 use lists::PostedList;
-pub(crate) use lists::{ListRange, ListRegions, RangeList};
+pub(crate) use lists::{ListPost, ListRange, ListRegions, RangeList};
 use peer::DirectPeers;
 pub(super) use rows::ExportPublisher;
 
