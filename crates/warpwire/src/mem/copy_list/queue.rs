@@ -34,8 +34,8 @@ pub(crate) const MAX_BATCH: usize = 512;
 pub(crate) const MAX_BATCHES: usize = 4;
 /// From this length on, the copy engine is faster than the kernel.
 const MIN_ENGINE_COPY: u64 = 256 << 20;
-/// Ranges of a launch are divided into chunks of at least this length, about so many in all. A
-/// block copies so much with one load of each thread's four in flight.
+/// Ranges of a launch are divided into chunks of at least this length, about so many in all. It is
+/// what a block has in flight: 512 threads with four loads of 16 bytes each.
 const MIN_CHUNK: u64 = 32 << 10;
 const CHUNKS: u64 = 2048;
 /// Every copy may add one that is not full.
