@@ -216,6 +216,9 @@ prepare() {
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
+# Steps that run beside `tests`, which leave CPU time idle; their output is printed in their turn.
+BESIDE="docs book ptx headers python lab"
+
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
@@ -227,6 +230,23 @@ fetch() {
   tools/book --fetch || true
 }
 
+step() { # step NAME: runs it; not as a condition, in which `set -e` has no effect
+  (set -e; "step_$1") 2>&1
+}
+
+beside() { # beside FOLDER: runs those steps one after another
+  local name start
+  set +e
+  # Concurrent installs would wait for apt's lock, or write the same files.
+  until [ -e "$1/fetched" ]; do sleep 1; done
+  for name in $BESIDE; do
+    start=$SECONDS
+    step "$name" >"$1/$name.log"
+    echo "$? $((SECONDS - start))" >"$1/$name.end.new"
+    mv "$1/$name.end.new" "$1/$name.end"
+  done
+}
+
 names() { # names LOOP
   echo "$STEPS" | awk -F'|' -v loop="$1" '$2 ~ loop { gsub(/ /, "", $1); print $1 }'
 }
@@ -236,8 +256,8 @@ stop() { # stop PID: kills a session started with setsid, if it still runs
 }
 
 run() { # run NAME...
-  local name start status begun=$SECONDS times=() all= fetching=
-  building= log=
+  local name start status seconds begun=$SECONDS times=() all= log
+  building= folder= lane=
   prepare
   for name in "$@"; do
     case " $(names . | tr '\n' ' ') " in
@@ -246,42 +266,56 @@ run() { # run NAME...
     esac
   done
   [ $# -le 8 ] || all=1
-  log=$(mktemp)
+  folder=$(mktemp -d)
   # Background jobs end with this script.
-  trap 'stop "$building"; kill $(jobs -p) 2>/dev/null || true; rm -f "$log"' EXIT
+  trap 'stop "$building"; stop "$lane"; kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
   [ ! -t 1 ] || export CARGO_TERM_COLOR=always
   if [ "$all" ]; then
-    fetch >/dev/null 2>&1 &
-    fetching=$!
+    (fetch >/dev/null 2>&1; touch "$folder/fetched") &
+  else
+    touch "$folder/fetched"
   fi
   for name in "$@"; do
     printf '\n== %s\n' "$name"
+    log=$folder/$name.log
     case $name in
-      # Tests leave some CPU time idle.
-      tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
-      # Concurrent installs would wait for apt's lock, or write the same files.
-      book | ptx | wire | clients | verbs | python | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
+      tests)
+        if [ "$all" ]; then
+          setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 &
+          building=$!
+          setsid "$BASH" "$0" $([ $WARPWIRE_EFFORT = change ] || echo full) beside "$folder" &
+          lane=$!
+        fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
+      format | lints | build) ;;
+      *) until [ -e "$folder/fetched" ]; do sleep 1; done ;;
     esac
     start=$SECONDS
-    # Not as a condition: `set -e` has no effect there, and a step would continue after a failure.
-    set +e
-    (set -e; "step_$name") 2>&1 | tee "$log"
-    status=${PIPESTATUS[0]}
-    set -e
+    if [ "$lane" ] && [[ " $BESIDE " = *" $name "* ]]; then
+      until [ -e "$folder/$name.end" ] || ! kill -0 "$lane" 2>/dev/null; do sleep 1; done
+      cat "$log"
+      read -r status seconds <"$folder/$name.end" || status=1 seconds=$((SECONDS - start))
+    else
+      set +e
+      step "$name" | tee "$log"
+      status=${PIPESTATUS[0]}
+      set -e
+      seconds=$((SECONDS - start))
+    fi
     if [ $status != 0 ]; then
       # Thousands of lines above: what failed is repeated here.
-      printf '\nFAILED: %s, after %d s; again with: ./ci.sh step %s\n' "$name" $((SECONDS - start)) "$name"
+      printf '\nFAILED: %s, after %d s; again with: ./ci.sh step %s\n' "$name" $seconds "$name"
       grep -nE '^test .*FAILED|panicked at|^(error|failed|FAILED)|: error|Error:|^missing:' "$log" | head -40 || true
       printf 'the last lines of %s:\n' "$name"
       tail -n 40 "$log"
       exit 1
     fi
-    times+=("$name $((SECONDS - start))")
-    printf '== %s: %d s\n' "$name" $((SECONDS - start))
+    times+=("$name $seconds")
+    printf '== %s: %d s\n' "$name" $seconds
   done
   printf '\nall checks passed in %d s: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
+  [ -z "$all" ] || echo "(beside tests: $BESIDE)"
 }
 
 export WARPWIRE_EFFORT=change
@@ -294,5 +328,6 @@ case "${1-}" in
   "" | all) run $(names "$WARPWIRE_EFFORT") ;;
   list) echo "$STEPS" | sed '/^$/d' ;;
   step) shift; run "$@" ;;
+  beside) prepare; beside "$2" ;; # internal
   *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
 esac

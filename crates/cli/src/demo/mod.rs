@@ -142,7 +142,7 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
     let spinner = output::spinner();
     let stages = memory::stages(&device_pair, arguments.size, &spinner).map(|mut stages| {
         spinner.set_message("network");
-        stages.push(network::stage(&device_pair, arguments.size));
+        stages.extend(network::stages(&device_pair, arguments.size));
         spinner.set_message("messages");
         stages.extend(messages::stages(&device_pair[0], arguments.size));
         stages

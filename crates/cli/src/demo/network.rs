@@ -1,4 +1,4 @@
-//! Demo stage that moves memory from one process to another.
+//! Demo stages that move memory from one process to another.
 
 use warpwire::mem::Device;
 
@@ -8,17 +8,23 @@ use crate::perf;
 /// Number of writes.
 const WRITES: u32 = 8;
 
-/// RDMA writes from the first device's memory to the second's, in another process, by UDP on the
-/// loopback interface.
-pub(super) fn stage(device_pair: &[Device; 2], size: u64) -> Stage {
+/// RDMA writes from the first device's memory to the second's, in another process: as packets on
+/// the loopback interface, and through shared memory, where memory of one GPU is mapped.
+pub(super) fn stages(device_pair: &[Device; 2], size: u64) -> Vec<Stage> {
     let [from, to] = device_pair.each_ref().map(Device::label);
     let there = format!("{to}, peer");
-    match perf::run_pair(&from, &to, size, WRITES) {
+    let stage = |link: &str| match perf::run_pair(link, [&from, &to], size, WRITES) {
         Ok(summary) => {
-            let what = format!("RDMA write, {}, {}", summary.link, summary.path);
-            let stage = Stage::new(&what, from, there, size);
+            // Without the kind of window, which `perf -v` and `doctor` have.
+            let path = summary.path.split(" (").next().unwrap_or_default();
+            let what = format!("RDMA write, {link}, {path}");
+            let stage = Stage::new(&what, from.clone(), there.clone(), size);
             stage.took(summary.each * WRITES, WRITES).checked(summary.verified)
         }
-        Err(why) => Stage::new("RDMA write, udp", from, there, size).failed(why),
-    }
+        Err(why) => {
+            let what = format!("RDMA write, {link}");
+            Stage::new(&what, from.clone(), there.clone(), size).failed(why)
+        }
+    };
+    ["udp", "shm"].map(stage).into()
 }

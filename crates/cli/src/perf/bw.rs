@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, ReceiveRequest, WrOp};
+use warpwire::verbs::{Atomic, Completion, HcaStats, ReceiveRequest, WrOp};
 
 use super::control::{Done, Watchdog, YIELD_INTERVAL};
 use super::endpoint::{Endpoint, POLL_BATCH, failed};
@@ -18,9 +18,11 @@ const MAX_IN_FLIGHT: u64 = 1 << 30;
 const MAX_UNSIGNALED: u64 = 16 << 20;
 /// Warm-up step, in bytes.
 const WARM_UP: u64 = 64 << 20;
-/// Min warm-up time: memory of a peer on this machine is mapped after its first use; until then
-/// data travels in packets.
+/// Min warm-up time.
 const WARM_UP_TIME: Duration = Duration::from_millis(10);
+/// Max warm-up time: memory of a peer on this machine is mapped after its first use, that of a GPU
+/// some hundred milliseconds after it; until then data travels in packets.
+const MAX_WARM_UP_TIME: Duration = Duration::from_secs(1);
 /// Min window of a peak rate.
 const WINDOW: Duration = Duration::from_millis(1);
 
@@ -85,10 +87,12 @@ pub(super) fn run(
     };
     let mut senders: Vec<_> = (0..endpoint.cqs.len()).map(sender).collect();
     let some = depth.min((WARM_UP / size).max(1));
-    let (mut warm_up, begin) = (0, Instant::now());
-    while warm_up == 0 || begin.elapsed() < WARM_UP_TIME {
+    let (mut warm_up, begin, mut mapping) = (0, Instant::now(), true);
+    while mapping && begin.elapsed() < MAX_WARM_UP_TIME || begin.elapsed() < WARM_UP_TIME {
         warm_up += some;
+        let before = while_mapping(endpoint);
         run_all(&mut senders, Limit { messages: warm_up, time: None }, watchdog)?;
+        mapping = while_mapping(endpoint) > before;
     }
     let total = |senders: &[BwSender<'_>]| senders.iter().map(BwSender::total).sum::<u64>();
     let before = total(&senders);
@@ -107,6 +111,13 @@ pub(super) fn run(
         received += sender.receiver.received;
     }
     Ok((Done { per_qp, row }, received))
+}
+
+/// Number of operations that were sent as packets because the peer's memory was not mapped yet.
+fn while_mapping(endpoint: &Endpoint) -> u64 {
+    let stats = endpoint.context.stats();
+    let count = |stats: HcaStats| stats.direct.not.get("key-asked-for").copied();
+    stats.and_then(count).unwrap_or(0)
 }
 
 /// Runs all senders up to the limit, each in a thread of its own: the first in this one, which also

@@ -111,17 +111,23 @@ pub(super) fn client(
 pub(crate) struct Summary {
     /// Mean time of one write.
     pub(crate) each: std::time::Duration,
-    pub(crate) link: String,
     /// How the peer's device accesses its memory.
     pub(crate) path: String,
     pub(crate) verified: bool,
 }
 
-/// RDMA-writes memory of a device to memory of a device of another process, `count` times, by UDP.
-pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Summary, String> {
-    let (size, count) = (size.to_string(), count.to_string());
-    let words = ["write", "bw", "--local", "--json", "--mem", from, "--peer-mem", to];
-    let more = ["-s", &size, "-n", &count, "-t", "2"];
+/// RDMA-writes memory of a device to memory of a device of another process, `count` times, over
+/// this link.
+pub(crate) fn run_pair(
+    link: &str,
+    [from, to]: [&str; 2],
+    size: u64,
+    count: u32,
+) -> Result<Summary, String> {
+    let (size, messages) = (size.to_string(), count.to_string());
+    let words =
+        ["write", "bw", "--local", "--json", "--link", link, "--mem", from, "--peer-mem", to];
+    let more = ["-s", &size, "-n", &messages, "-t", "2"];
     let arguments =
         &super::parse(words.into_iter().chain(more)).map_err(|error| error.to_string())?;
     let report = arguments
@@ -132,8 +138,10 @@ pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Su
     let Figures::Bw { mpps, .. } = row.figures else { return Err("no bandwidth".to_owned()) };
     Ok(Summary {
         each: std::time::Duration::from_secs_f64(1e-6 / mpps.max(1e-9)),
-        link: report.local.link.split_whitespace().next().unwrap_or("link").to_owned(),
-        path: report.remote.path,
+        path: match report.direct {
+            Some(direct) if direct.operations >= u64::from(count) => "mapped".to_owned(),
+            _ => report.remote.path,
+        },
         verified: row.verified,
     })
 }

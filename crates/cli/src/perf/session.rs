@@ -182,7 +182,11 @@ fn run_test(
         reporter.print(&samples::render(&row, arguments))?;
         rows.push(row);
     }
-    let counters = endpoint.context.stats().map(|stats| stats.pairs);
+    let (counters, direct) =
+        endpoint.context.stats().map(|stats| (stats.pairs, stats.direct)).unzip();
+    if role == Role::Client && !arguments.csv {
+        reporter.print(&direct.as_ref().map_or_else(String::new, table::direct))?;
+    }
     // A side that exits early leaves the peer's last packets unacknowledged.
     peer.barrier()?;
     let omitted = endpoint.finish()?;
@@ -196,7 +200,7 @@ fn run_test(
         reporter.finish_machine(&mut machine);
     }
     let (test, local, remote) = (endpoint.test, endpoint.info, ready.info);
-    Ok(Report { machine, test, local, remote, rows, counters })
+    Ok(Report { machine, test, local, remote, rows, counters, direct })
 }
 
 fn print_head(

@@ -1,7 +1,7 @@
 //! The table, the CSV lines and the JSON report.
 
 use serde::{Deserialize, Serialize};
-use warpwire::hca::QpTotals;
+use warpwire::hca::{DirectStats, QpTotals};
 
 use super::Arguments;
 use super::control::EndpointInfo;
@@ -243,6 +243,23 @@ pub(crate) struct Report {
     /// Counters of this side's device.
     /// `None` on hardware.
     pub(super) counters: Option<QpTotals>,
+    /// Its operations without packets, likewise.
+    pub(super) direct: Option<DirectStats>,
+}
+
+/// How many operations needed no packets, and why the others did; nothing where none was tried.
+pub(super) fn direct(stats: &DirectStats) -> String {
+    let packets: u64 = stats.not.values().sum();
+    if stats.operations + packets == 0 {
+        return String::new();
+    }
+    let mut text = format!("# in mapped memory: {} operations", stats.operations);
+    if packets > 0 {
+        let reasons: Vec<_> =
+            stats.not.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
+        text += &format!("; as packets: {packets} ({})", reasons.join(", "));
+    }
+    text + "\n"
 }
 
 /// The link without its properties, as in `udp 127.0.0.1:4791`.

@@ -186,7 +186,9 @@ impl Connection {
         }
         let connected = result.and_then(|(control, endpoints)| {
             let mut lanes = state.lanes.iter().zip(&endpoints);
-            lanes.try_for_each(|(lane, endpoint)| lane.qp.connect(endpoint))?;
+            lanes
+                .try_for_each(|(lane, endpoint)| lane.qp.connect(endpoint))
+                .map_err(|error| connect_failure(error, self.peer.name()))?;
             Ok(control)
         });
         match connected {
@@ -572,6 +574,17 @@ fn post_some(lanes: &mut [Lane], transfer: &Arc<Active>) -> Result<Posted, PostE
 }
 
 /// Whether the peer refused this work, and nothing else is wrong with the connection.
+/// Why queue pairs were not connected after the peer had answered.
+#[cold]
+fn connect_failure(error: Error, peer: &str) -> Error {
+    match error.kind() {
+        Kind::Unavailable => Error::new(Kind::PeerLost, "connect to an agent")
+            .why(format!("peer {peer:?} has died meanwhile: {error}"))
+            .fix("see the output of the peer; add its metadata again when it is back"),
+        _ => error,
+    }
+}
+
 fn is_refusal(status: Status) -> bool {
     matches!(status, Status::RemoteAccess | Status::LocalProtection)
 }

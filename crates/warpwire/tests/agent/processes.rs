@@ -3,6 +3,7 @@
 //! The other process is this same test binary. It prints the metadata of its agent and answers
 //! notifications: `fill SEED` and `compare SEED` of its memory, with a notification of its own.
 
+use std::collections::VecDeque;
 use std::io::Read;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -178,24 +179,55 @@ fn the_target_is_killed(fixture: &Fixture) {
         if rng.below(3) > 0 {
             alice.post(op, &prepared, None).unwrap().wait(limit()).unwrap();
         }
-        let posted: Vec<Transfer> =
-            (0..300).map(|_| alice.post(op, &prepared, None).unwrap()).collect();
-        std::thread::sleep(Duration::from_micros(rng.below(20_000)));
-        let killed = other.process.kill();
-        let mut lost = 0;
-        for transfer in &posted {
-            if let Err(error) = transfer.wait(limit()) {
-                assert_eq!(error.kind(), &Kind::PeerLost, "{error}");
-                lost += 1;
-            }
-        }
-        assert!(lost > 0, "all were faster");
+        let after = Duration::from_micros(rng.below(20_000));
+        let killed = std::thread::scope(|scope| {
+            let killer = scope.spawn(|| {
+                std::thread::sleep(after);
+                other.process.kill()
+            });
+            let post = || alice.post(op, &prepared, None);
+            transfer_until_lost(post, || killer.is_finished());
+            killer.join().unwrap()
+        });
         assert!(killed.elapsed() < limit(), "{:?}", killed.elapsed());
         // Nothing is written here any more.
         near.write(0, &[0; 4096]);
         std::thread::sleep(Duration::from_millis(5));
         same(&near.read(0, 4096), &[0; 4096], "memory after the transfers have ended");
         near.fill(round);
+    }
+}
+
+/// Keeps transfers in flight until the peer is lost, which each of them reports then.
+fn transfer_until_lost(
+    post: impl Fn() -> warpwire::Result<Transfer>,
+    is_killed: impl Fn() -> bool,
+) {
+    const IN_FLIGHT: usize = 100;
+    let is_lost = |ended: warpwire::Result<()>| match ended {
+        Ok(()) => false,
+        Err(error) => {
+            assert_eq!(error.kind(), &Kind::PeerLost, "{error}");
+            true
+        }
+    };
+    let mut posted = VecDeque::new();
+    let mut deadline = None;
+    loop {
+        if is_killed() {
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + limit());
+            assert!(Instant::now() < deadline, "transfers to a process that was killed succeed");
+        }
+        match post() {
+            Ok(transfer) => posted.push_back(transfer),
+            Err(error) => break assert!(is_lost(Err(error))),
+        }
+        if posted.len() == IN_FLIGHT && is_lost(posted.pop_front().unwrap().wait(limit())) {
+            break;
+        }
+    }
+    for transfer in posted {
+        is_lost(transfer.wait(limit()));
     }
 }
 
