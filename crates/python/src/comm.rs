@@ -173,7 +173,7 @@ impl Comm {
         let spawned = std::thread::Builder::new().name(name).spawn(body);
         spawned.map_err(|why| raise(py, &Error::os("start a thread for a collective", &why)))?;
         let receiver = std::sync::Mutex::new(receiver);
-        let ended = wait::until(py, None, |slice| {
+        wait::until(py, None, |slice| {
             let ended = receiver.lock().map(|receiver| receiver.recv_timeout(slice));
             match ended {
                 Ok(Ok(ended)) => ended.map(Some),
@@ -183,7 +183,7 @@ impl Comm {
                 }
             }
         })?;
-        Ok(ended.unwrap_or_default())
+        Ok(())
     }
 }
 

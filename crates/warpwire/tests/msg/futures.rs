@@ -310,8 +310,12 @@ fn credits_are_returned_to_tasks(fixture: &Fixture) {
     const CREDITS: u32 = 16;
     let options = fixture.options().with_receive_credits(CREDITS);
     type Receive = fn(&Comm, Request);
-    let awaits: Receive = |_, request| drop(run(request, test_timeout()).0.unwrap().unwrap());
-    let loops: Receive = |comm, request| drop(event_loop(comm, vec![request]).unwrap());
+    let awaits: Receive = |_, request| {
+        run(request, test_timeout()).0.unwrap().unwrap();
+    };
+    let loops: Receive = |comm, request| {
+        event_loop(comm, vec![request]).unwrap();
+    };
     for receive in [awaits, loops] {
         fixture.ranks_with(2, &options, |comm| {
             let memory = comm.alloc(64).unwrap();
@@ -386,11 +390,14 @@ fn a_rank_that_leaves_ends_its_own(fixture: &Fixture) {
 }
 
 /// Drops a request when it is woken, and one when it is dropped.
-struct DropRequests(Mutex<Option<Request>>, Mutex<Option<Request>>);
+struct DropRequests {
+    when_woken: Mutex<Option<Request>>,
+    _when_dropped: Request,
+}
 
 impl Wake for DropRequests {
     fn wake(self: Arc<Self>) {
-        drop(self.0.lock().unwrap().take());
+        drop(self.when_woken.lock().unwrap().take());
     }
 }
 
@@ -399,8 +406,8 @@ fn a_waker_may_drop_requests(fixture: &Fixture) {
         let memory = comm.alloc(64).unwrap();
         let receive = |tag: u32| comm.irecv(1 - comm.rank(), tag, &memory).unwrap();
         let wakers = |tag: u32| {
-            let [first, second] = [tag, tag + 1].map(|tag| Mutex::new(Some(receive(tag))));
-            Arc::new(DropRequests(first, second))
+            let when_woken = Mutex::new(Some(receive(tag)));
+            Arc::new(DropRequests { when_woken, _when_dropped: receive(tag + 1) })
         };
         let poll_once = |request: &mut Request, owner: Arc<DropRequests>| {
             let waker = Waker::from(owner);
@@ -476,10 +483,20 @@ fn an_event_loop_beside_threads(fixture: &Fixture) {
             }
         };
         std::thread::scope(|scope| {
-            scope.spawn(|| exchange(0, &|request| drop(event_loop(&comm, vec![request]).unwrap())));
-            scope.spawn(|| exchange(1, &|mut it| drop(it.wait(test_timeout()).unwrap())));
             scope.spawn(|| {
-                exchange(2, &|it| drop(run(it, test_timeout()).0.expect("in time").unwrap()));
+                exchange(0, &|request| {
+                    event_loop(&comm, vec![request]).unwrap();
+                });
+            });
+            scope.spawn(|| {
+                exchange(1, &|mut request| {
+                    request.wait(test_timeout()).unwrap();
+                });
+            });
+            scope.spawn(|| {
+                exchange(2, &|request| {
+                    run(request, test_timeout()).0.expect("in time").unwrap();
+                });
             });
         });
         comm.finish(test_timeout()).unwrap();
