@@ -88,7 +88,7 @@ step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
 step_build() { cargo build --workspace --lib --bins --tests --examples --quiet; }
 step_tests() { cargo test --workspace --quiet; }
 step_docs() {
-  RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet
+  RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --features warpwire/tokio --quiet
   tools/public-api --check
 }
 step_book() {

@@ -1,8 +1,9 @@
-//! The Python package `warpwire`: transfer agents, and memory in and out of Python.
+//! The Python package `warpwire`: transfer agents, messages, and memory in and out of Python.
 //!
 //! | module | what it has |
 //! |---|---|
 //! | `agent`, `peer`, `transfer` | `Agent`; `Peer`; `Prepared`, `Transfer` |
+//! | `comm`, `request` | ranks and messages: `Comm`; `Request` |
 //! | `memory`, `ranges` | registered memory, here and at peers; lists of ranges |
 //! | `object` | Python objects as memory: which protocols they offer, what is refused |
 //! | `dlpack` | the layout of DLPack, in and out |
@@ -14,17 +15,20 @@
 //! 2. **No thread of the library needs the GIL.** What it may drop are references to Python objects
 //!    (`Py`), which PyO3 then drops at the next call from Python.
 //! 3. **No lock is held while the GIL is released or taken.**
-//! 4. **A registration owns its object** (`Agent::register_owned`); prepared lists and transfers
-//!    own the registration.
+//! 4. **A registration owns its object** (`register_owned`); prepared lists, transfers and requests
+//!    own the registration. A communicator frees objects under its lock: never with the GIL, with
+//!    which their destructors would run there.
 
 mod agent;
 mod buffer;
+mod comm;
 mod dlpack;
 mod error;
 mod memory;
 mod object;
 mod peer;
 mod ranges;
+mod request;
 mod transfer;
 mod wait;
 
@@ -42,11 +46,15 @@ mod _warpwire {
     #[pymodule_export]
     use super::buffer::{Buffer, Window, alloc, window};
     #[pymodule_export]
+    use super::comm::Comm;
+    #[pymodule_export]
     use super::memory::{Memory, RemoteMemory};
     #[pymodule_export]
     use super::peer::Peer;
     #[pymodule_export]
     use super::ranges::Range;
+    #[pymodule_export]
+    use super::request::Request;
     #[pymodule_export]
     use super::transfer::{Prepared, Transfer};
 

@@ -75,6 +75,7 @@
 //! this table and checks every `use`. `error` and `units` may be used everywhere.
 //!
 //! ```text
+//! tokio     waiting for completions, messages and notifications in tokio's reactor
 //! agent     transfer agents: peers that come and go, lists of ranges, notifications
 //! sock      sockets for kernels: TCP and UDP through the host, or RDMA without it
 //! msg       ranks and messages: launchers, send and receive, windows, collectives
@@ -111,6 +112,8 @@ pub mod msg;
 pub mod sock;
 pub mod stream;
 mod sync;
+#[cfg(feature = "tokio")]
+pub mod tokio;
 #[doc(hidden)]
 pub mod units;
 pub mod verbs;

@@ -27,6 +27,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mem/device.rs",
     "mem/stream.rs",
     "mem/window.rs",
+    "msg/comm.rs",
     "mr/revocable_slot.rs",
     "mr/host.rs",
     "mr/cache.rs",
@@ -55,7 +56,7 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("ibverbs", &["context.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
     ("cabi", &["interfaces.rs", "process.rs"]),
     ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
-    ("python", &["agent.rs", "buffer.rs", "dlpack.rs"]),
+    ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs"]),
     ("nccl", &["exports.rs", "log.rs", "memory.rs", "process.rs"]),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.

@@ -1,4 +1,4 @@
-"""GPU networking: transfer agents, CPU windows onto GPU memory, and the native libraries.
+"""GPU networking: transfer agents, messages, CPU windows onto GPU memory, and the native libraries.
 
     import numpy, warpwire
 
@@ -37,11 +37,13 @@ from ._notification import Notification
 from ._warpwire import (
     Agent,
     Buffer,
+    Comm,
     Memory,
     Peer,
     Prepared,
     Range,
     RemoteMemory,
+    Request,
     Transfer,
     Window,
     __version__,
@@ -55,6 +57,7 @@ __all__ = [
     "Buffer",
     "Busy",
     "Cancelled",
+    "Comm",
     "CudaFailed",
     "DeviceLost",
     "Error",
@@ -73,6 +76,7 @@ __all__ = [
     "Prepared",
     "Range",
     "RemoteMemory",
+    "Request",
     "Stale",
     "StreamFailed",
     "SystemCallFailed",

@@ -1,4 +1,5 @@
-"""Transfers and notifications in asyncio: event loops watch the agent's descriptor."""
+"""Transfers, notifications and messages in asyncio: event loops watch the descriptor of the agent
+or communicator."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ import os
 from collections.abc import Callable
 
 from ._notification import Notification
-from ._warpwire import Agent, Transfer
+from ._warpwire import Agent, Comm, Request, Transfer
 
 
 class _Watch:
-    """Those that wait for one agent in one event loop. It watches a duplicate of the descriptor,
-    so that an agent may be closed meanwhile."""
+    """Those that wait for one agent or communicator in one event loop. It watches a duplicate of
+    the descriptor, so that the owner may be closed meanwhile."""
 
-    def __init__(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
-        self.agent = agent
+    def __init__(self, owner: Agent | Comm, loop: asyncio.AbstractEventLoop) -> None:
+        self.owner = owner
         self.loop = loop
         self.descriptor: int | None = None
         # What each waits for; a check that raises ends the wait, too.
@@ -25,9 +26,9 @@ class _Watch:
     def add(self, check: Callable[[], bool]) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self.loop.create_future()
         if self.descriptor is None:
-            self.descriptor = os.dup(self.agent.fileno())
+            self.descriptor = os.dup(self.owner.fileno())
             self.loop.add_reader(self.descriptor, self.readable, self.descriptor)
-            self.agent._watches[self.loop] = self
+            self.owner._watches[self.loop] = self
         self.checks[future] = check
         # A task that is cancelled cancels the future.
         future.add_done_callback(self.remove)
@@ -39,17 +40,18 @@ class _Watch:
             self.loop.remove_reader(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = None
-            self.agent._watches.pop(self.loop, None)
+            self.owner._watches.pop(self.loop, None)
 
     def readable(self, descriptor: int) -> None:
-        if self.agent.closed:
-            # All its transfers have ended, and nothing raises the descriptor again.
-            with contextlib.suppress(BlockingIOError):
+        if self.owner.closed:
+            # All that was in progress has ended, and nothing raises the descriptor again. That of
+            # a communicator cannot be read; nothing waits for it after this.
+            with contextlib.suppress(OSError):
                 os.eventfd_read(descriptor)
         else:
-            self.agent.clear_events()
+            self.owner.clear_events()
         # The event may be another loop's.
-        wake(self.agent._watches, besides=self)
+        wake(self.owner._watches, besides=self)
         self.look()
 
     def look(self) -> None:
@@ -75,9 +77,9 @@ def wake(
                 watches.pop(loop, None)
 
 
-async def _wait(agent: Agent, check: Callable[[], bool]) -> None:
+async def _wait(owner: Agent | Comm, check: Callable[[], bool]) -> None:
     loop = asyncio.get_running_loop()
-    watch = agent._watches.get(loop) or _Watch(agent, loop)
+    watch = owner._watches.get(loop) or _Watch(owner, loop)
     await watch.add(check)
 
 
@@ -85,6 +87,13 @@ async def wait_transfer(transfer: Transfer) -> None:
     """Waits until a transfer is done; raises the cause if it fails."""
     while not transfer._poll():
         await _wait(transfer._agent, transfer._poll)
+
+
+async def wait_request(request: Request) -> int:
+    """Waits until a request has completed; returns the bytes of its message."""
+    while not request._poll():
+        await _wait(request._comm, request._poll)
+    return request.wait(0)
 
 
 async def wait_notification(agent: Agent) -> Notification:

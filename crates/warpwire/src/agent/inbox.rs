@@ -107,6 +107,11 @@ impl Inbox {
         Some(next)
     }
 
+    #[cfg(feature = "tokio")]
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

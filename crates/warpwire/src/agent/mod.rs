@@ -356,6 +356,21 @@ impl Agent {
         self.shared().wait(deadline, || self.shared().take_notification())
     }
 
+    /// A task will wait for [the descriptor](AsFd): the agent's thread takes completions at once.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn prepare_wait(&self) {
+        self.shared().wake_for_sleeper();
+    }
+
+    /// Makes [the descriptor](AsFd) readable if there are more notifications: it was cleared for
+    /// the one that was taken.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn pass_event_on(&self) {
+        if self.shared().has_notifications() {
+            self.shared().events.raise();
+        }
+    }
+
     /// Clears [the descriptor](AsFd). Call it before looking at transfers and notifications, so
     /// that what happens meanwhile raises it again; returns whether it was raised.
     pub fn clear_events(&self) -> bool {

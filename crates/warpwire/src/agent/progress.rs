@@ -250,6 +250,11 @@ impl Shared {
         self.inbox.lock().pop()
     }
 
+    #[cfg(feature = "tokio")]
+    pub(super) fn has_notifications(&self) -> bool {
+        !self.inbox.lock().is_empty()
+    }
+
     /// Tells transfers their outcome. Their memory is not used any more then.
     pub(super) fn end(&self, ended: Ended) {
         if ended.is_empty() {

@@ -1,5 +1,6 @@
 //! Registered memory, and slices of it.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,6 +26,8 @@ struct Inner {
     len: u64,
     pd: Pd,
     context: Context,
+    /// Keeps memory that is registered by address allocated. Dropped last.
+    _owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl fmt::Debug for Buffer {
@@ -39,9 +42,17 @@ impl Buffer {
         pd: &Pd,
         memory: impl Into<MemorySource>,
     ) -> Result<Self> {
-        let mr = context.register(pd, memory, Access::ALL)?;
-        let len = mr.len();
-        Ok(Self(Arc::new(Inner { mr, len, pd: pd.clone(), context: context.clone() })))
+        Ok(Self::new(context, pd, context.register(pd, memory, Access::ALL)?, None))
+    }
+
+    pub(super) fn new(
+        context: &Context,
+        pd: &Pd,
+        mr: Mr,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Self {
+        let (len, pd, context) = (mr.len(), pd.clone(), context.clone());
+        Self(Arc::new(Inner { mr, len, pd, context, _owner: owner }))
     }
 
     /// Length in bytes.

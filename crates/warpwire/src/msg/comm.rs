@@ -1,6 +1,8 @@
 //! Communicators: groups of ranks that exchange messages.
 
+use std::any::Any;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,7 +17,7 @@ use super::peer::{Area, CONTROL_RECEIVES, CONTROL_WORK, Peer, USER_WORK};
 use super::rank_info::{Launcher, MAX_RANKS, RankInfo, Rendezvous};
 use super::rendezvous::{BootstrapMsg, Hello, RankLinks, connect_ranks, secret, unexpected};
 use super::request::{Outcome, Request};
-use super::shared::Shared;
+use super::shared::{Events, Shared};
 use super::state::State;
 use super::watch::Watcher;
 use crate::error::{Error, Kind, Result};
@@ -24,7 +26,7 @@ use crate::host::runtime_folder;
 use crate::link::{Auto, Hub, Link, Shm, ShmOptions, Udp, UdpOptions};
 use crate::mr::HostMemory;
 use crate::units;
-use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
+use crate::verbs::{Access, Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
 
 /// The link that a communicator's packets use.
 #[derive(Clone, Debug, Default)]
@@ -174,7 +176,8 @@ impl CommOptions {
 /// A communicator: ranks that exchange messages. Clones share it; dropping the last clone leaves
 /// the communicator.
 ///
-/// Progress is made by calls that wait or test. See the [module](super) for an example.
+/// Progress is made by calls that wait or test; for requests that are awaited, by a thread of the
+/// communicator. See the [module](super) for an example.
 #[derive(Clone)]
 pub struct Comm {
     pub(super) shared: Arc<Shared>,
@@ -225,10 +228,14 @@ impl Drop for LeaveGuard {
         for link in self.shared.links.iter().flatten() {
             let _ = link.lock().stream().shutdown(std::net::Shutdown::Both);
         }
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.lock();
         for rank in 0..state.peers.len() {
             let error = Error::new(Kind::Freed, format!("reach rank {rank}"));
-            state.fail_peer(rank, error.why("this rank has left the communicator"));
+            let error = error.why("this rank has left the communicator");
+            match rank == state.rank {
+                true => state.fail_own(error),
+                false => state.fail_peer(rank, error),
+            }
         }
         drop(state);
         self.shared.wake_all();
@@ -327,7 +334,7 @@ impl Comm {
     /// Which path messages to a rank take, and why not a better one.
     pub fn path(&self, rank: usize) -> Result<crate::link::LinkPath> {
         self.shared.check_rank(rank, "reach")?;
-        match &self.shared.state.lock().peers[rank].qp {
+        match &self.shared.lock().peers[rank].qp {
             Some(qp) => qp.path(),
             None => Ok(self.shared.context.path().clone()),
         }
@@ -335,7 +342,7 @@ impl Comm {
 
     /// Why a rank is lost: it died, left or aborted. `None` while it is alive.
     pub fn lost(&self, rank: usize) -> Option<Error> {
-        self.shared.state.lock().peers.get(rank)?.end.clone()
+        self.shared.lock().peers.get(rank)?.end.clone()
     }
 
     /// Allocates and registers host memory.
@@ -346,6 +353,34 @@ impl Comm {
     /// Registers memory of the host or of a device.
     pub fn register(&self, memory: impl Into<MemorySource>) -> Result<Buffer> {
         Buffer::register(&self.shared.context, &self.shared.pd, memory)
+    }
+
+    /// Registers `len` bytes at `address`: memory of this process, or of a GPU that this process
+    /// uses, whoever allocated it. `access` may be less than all rights: [`Access::REMOTE_READ`]
+    /// alone for memory that is only sent.
+    ///
+    /// `owner` is dropped when the memory is not used any more: when no buffer and no request in
+    /// flight has it, on the thread that finds that out, under a lock of the communicator. So its
+    /// destructor must not call the communicator.
+    ///
+    /// # Errors
+    /// As for [`Context::register_address`].
+    ///
+    /// # Safety
+    /// As for [`Context::register_address`]; the memory stays allocated while `owner` lives, and
+    /// without an owner until no buffer and no request in flight has it.
+    #[allow(unsafe_code)]
+    pub unsafe fn register_owned(
+        &self,
+        address: u64,
+        len: u64,
+        access: Access,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Buffer> {
+        let Shared { context, pd, .. } = &*self.shared;
+        // SAFETY: guaranteed by the caller.
+        let mr = unsafe { context.register_address(pd, address, len, None, access) }?;
+        Ok(Buffer::new(context, pd, mr, owner))
     }
 
     /// Starts to send. The memory must not change until the request has completed.
@@ -411,7 +446,17 @@ impl Comm {
 
     /// Makes progress with all requests, without blocking.
     pub fn progress(&self) -> Result<()> {
-        self.shared.step(&mut self.shared.state.lock())
+        self.shared.step(&mut self.shared.lock())
+    }
+
+    /// Clears [the descriptor](AsFd) and makes progress with all requests, without blocking;
+    /// returns whether the descriptor was readable. Call it before looking at requests
+    /// ([`Request::test`]), so that what happens meanwhile makes it readable again.
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub fn clear_events(&self) -> Result<bool> {
+        self.shared.clear_events()
     }
 
     /// Leaves the communicator collectively: waits until each rank has called this, while the
@@ -435,7 +480,7 @@ impl Comm {
             Some(None) => Ok(()),
             Some(Some(error)) => Err(error.during("leave together")),
             None => {
-                let state = self.shared.state.lock();
+                let state = self.shared.lock();
                 let here = others.filter(|rank| state.peers[*rank].end.is_none());
                 let names: Vec<String> = here.map(|rank| format!("rank {rank}")).collect();
                 Err(Error::new(Kind::Timeout, "leave together")
@@ -448,6 +493,38 @@ impl Comm {
     /// with it.
     pub fn abort(&self, why: impl Into<String>) {
         self.leave_guard.announce_leave(Some(why.into()));
+    }
+}
+
+impl AsFd for Comm {
+    /// For `poll`, `epoll` and event loops, of which only one watches it. Readable when requests
+    /// may have ended or a rank was lost, until [`clear_events`](Comm::clear_events); also when it
+    /// is asked for the first time. It may be readable for nothing: completions make it so, and not
+    /// each ends a request.
+    ///
+    /// A loop clears it, looks at every request once with [`Request::test`], and waits until it is
+    /// readable:
+    ///
+    /// ```
+    /// use rustix::event::{PollFd, PollFlags, poll};
+    /// use warpwire::msg::Comm;
+    /// # let comm = Comm::local(1)?.remove(0);
+    /// # let (mine, theirs) = (comm.alloc(64)?, comm.alloc(64)?);
+    /// # let _send = comm.isend(0, 7, &mine)?;
+    /// let mut request = comm.irecv(0, 7, &theirs)?;
+    /// let outcome = loop {
+    ///     comm.clear_events()?;
+    ///     if let Some(outcome) = request.test()? {
+    ///         break outcome;
+    ///     }
+    ///     let _ = poll(&mut [PollFd::new(&comm, PollFlags::IN)], None);
+    /// };
+    /// # assert_eq!(outcome.len, 64);
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.events.watch();
+        self.shared.events.epoll.as_fd()
     }
 }
 
@@ -502,6 +579,7 @@ fn connect(
         }
         links.push(bootstrap.take().map(Mutex::new));
     }
+    let events = Events::new(&cq)?;
     Ok(Arc::new(Shared {
         rank_info,
         options,
@@ -511,6 +589,8 @@ fn connect(
         state: Mutex::new(state),
         woken: Condvar::new(),
         wakeup: EventFd::new()?,
+        drive: EventFd::new()?,
+        events,
         links,
         table,
         consumed: Mutex::new(vec![0; size]),

@@ -1,5 +1,7 @@
 //! Requests in flight: a table of fixed size.
 
+use std::task::Waker;
+
 use super::buffer::BufferSlice;
 use super::header::{Channel, MAX_SLICES, RemoteRange};
 use super::request::Outcome;
@@ -78,6 +80,40 @@ pub(super) struct Entry {
     pub outcome: Option<Result<Outcome>>,
     /// The handle was dropped: the outcome is discarded.
     pub detached: bool,
+    /// The task that waits for the outcome.
+    task: Option<Task>,
+}
+
+/// A task that waits for a request.
+#[derive(Debug)]
+struct Task {
+    waker: Waker,
+    driven_by: Driver,
+}
+
+/// What makes progress while tasks wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Driver {
+    /// The communicator's thread.
+    Thread,
+    /// An event loop, which watches the communicator's descriptor.
+    #[cfg_attr(not(feature = "tokio"), allow(dead_code))]
+    EventLoop,
+}
+
+/// Wakers that have left the table, until its lock is released: dropping this wakes them.
+#[derive(Debug, Default)]
+pub(super) struct Wakers {
+    /// Of requests that have ended.
+    woken: Vec<Waker>,
+    /// Of requests that were dropped, or are awaited by another task.
+    replaced: Vec<Waker>,
+}
+
+impl Drop for Wakers {
+    fn drop(&mut self) {
+        self.woken.drain(..).for_each(Waker::wake);
+    }
 }
 
 impl Entry {
@@ -101,6 +137,7 @@ impl Entry {
             failure: None,
             outcome: None,
             detached: false,
+            task: None,
         }
     }
 
@@ -116,11 +153,14 @@ impl Entry {
     }
 }
 
-/// The table of requests. It allocates no memory after its creation.
+/// The table of requests. It allocates no memory after its creation, but for wakers.
 #[derive(Debug)]
 pub(super) struct Entries {
     slots: Vec<Entry>,
     free: Vec<u32>,
+    /// Tasks that the communicator's thread makes progress for.
+    driven: u32,
+    wakers: Wakers,
     /// Number of requests that have ended since the start.
     pub ended: u64,
 }
@@ -128,7 +168,8 @@ pub(super) struct Entries {
 impl Entries {
     pub fn new(count: u32) -> Self {
         let slots = (0..count).map(|_| Entry::new()).collect();
-        Self { slots, free: (0..count).rev().collect(), ended: 0 }
+        let free = (0..count).rev().collect();
+        Self { slots, free, driven: 0, wakers: Wakers::default(), ended: 0 }
     }
 
     /// Allocates an entry; `None` if all are in use.
@@ -187,6 +228,8 @@ impl Entries {
         entry.slices.clear();
         let detached = entry.detached;
         self.ended += 1;
+        let waker = self.take_task(index);
+        self.wakers.woken.extend(waker);
         if detached {
             self.release(index);
         }
@@ -194,11 +237,61 @@ impl Entries {
 
     /// Frees an entry whose outcome was taken or is not wanted.
     pub fn release(&mut self, index: u32) {
+        self.forget_task(index);
         let entry = self.get(index);
         entry.kind = RequestKind::Free;
         entry.generation = entry.generation.wrapping_add(1);
         entry.slices.clear();
         (entry.outcome, entry.failure) = (None, None);
         self.free.push(index);
+    }
+
+    /// The task of this waker is woken when the request ends, instead of the task before.
+    pub fn set_task(&mut self, index: u32, waker: &Waker, driven_by: Driver) {
+        self.driven += u32::from(driven_by == Driver::Thread);
+        let entry = &mut self.slots[index as usize];
+        if let Some(task) = &mut entry.task
+            && task.waker.will_wake(waker)
+        {
+            self.driven -= u32::from(task.driven_by == Driver::Thread);
+            task.driven_by = driven_by;
+            return;
+        }
+        self.forget_task(index);
+        self.get(index).task = Some(Task { waker: waker.clone(), driven_by });
+    }
+
+    /// No task waits for the request any more.
+    pub fn forget_task(&mut self, index: u32) {
+        let waker = self.take_task(index);
+        self.wakers.replaced.extend(waker);
+    }
+
+    fn take_task(&mut self, index: u32) -> Option<Waker> {
+        let task = self.get(index).task.take()?;
+        self.driven -= u32::from(task.driven_by == Driver::Thread);
+        Some(task.waker)
+    }
+
+    /// Whether the communicator's thread has to make progress.
+    pub fn has_driven_tasks(&self) -> bool {
+        self.driven > 0
+    }
+
+    /// Wakes all tasks: what they wait for will not happen.
+    pub fn wake_tasks(&mut self) {
+        for index in 0..self.slots.len() as u32 {
+            let waker = self.take_task(index);
+            self.wakers.woken.extend(waker);
+        }
+    }
+
+    /// The wakers that have left the table; dropping them wakes. Not under the lock.
+    pub fn take_wakers(&mut self) -> Wakers {
+        std::mem::take(&mut self.wakers)
+    }
+
+    pub fn has_wakers(&self) -> bool {
+        !(self.wakers.woken.is_empty() && self.wakers.replaced.is_empty())
     }
 }

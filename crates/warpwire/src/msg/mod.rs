@@ -52,14 +52,16 @@
 //! # Implementation
 //! `rank_info` reads the environment, `rendezvous` connects the ranks, `watch` is the failure
 //! detector. `peer` states the rules of the protocol; `state` implements it, with `incoming` and
-//! `outgoing`; `shared` implements blocking waits. All of it runs in the threads that call, under
-//! one lock. [`device_channel`] is separate: it has its own connections for streams and kernels.
+//! `outgoing`; `shared` implements waiting. All of it runs in the threads that call, under one
+//! lock; for tasks that await requests, in the failure detector's thread. [`device_channel`] is
+//! separate: it has its own connections for streams and kernels.
 
 mod buffer;
 mod collective;
 mod comm;
 pub mod device_channel;
 mod entries;
+mod guard;
 mod header;
 mod incoming;
 mod outgoing;
@@ -79,6 +81,8 @@ pub use comm::{Comm, CommLink, CommOptions};
 pub use device_channel::{
     ChannelBatch, ChannelOptions, ChannelRequest, DeviceChannel, PreparedWork,
 };
+#[cfg(feature = "tokio")]
+pub(crate) use entries::Driver;
 pub use entries::Match;
 pub use rank_info::{Launcher, RankInfo, Rendezvous};
 pub use request::{Outcome, Request, wait_all, wait_any};

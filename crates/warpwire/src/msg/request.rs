@@ -1,9 +1,13 @@
 //! Handles of transfers in flight.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context as TaskContext, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::entries::RequestKind;
+use super::entries::{Driver, RequestKind};
 use super::shared::Shared;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
@@ -21,8 +25,34 @@ pub struct Outcome {
 
 /// A transfer in flight.
 ///
-/// Dropping it does not wait: an unmatched receive is cancelled; any other request completes in the
-/// background and keeps its memory until then.
+/// Dropping it does not wait: an unmatched receive is cancelled, and its message goes to a later
+/// receive; any other request completes in the background and keeps its memory until then. So the
+/// message of a receive that is dropped after it was matched is lost: await `&mut request` where a
+/// task may give up, and the request stays.
+///
+/// It is a future as well, for whatever executor: while tasks wait, and no thread of the program
+/// does, a thread of the communicator sleeps until there is a completion and wakes those whose
+/// requests have ended. The engine must have a thread too, as it has unless
+/// [`ProgressMode::Manual`](crate::verbs::ProgressMode::Manual) is chosen. One task awaits a
+/// request at a time.
+///
+/// ```
+/// use std::pin::pin;
+/// use std::task::{Context, Poll, Waker};
+/// use warpwire::msg::Comm;
+///
+/// async fn exchange(comm: &Comm) -> warpwire::Result<u64> {
+///     let (mine, theirs) = (comm.alloc(64)?, comm.alloc(64)?);
+///     let receive = comm.irecv(0, 7, &theirs)?;
+///     comm.isend(0, 7, &mine)?.await?;
+///     Ok(receive.await?.len)
+/// }
+///
+/// let comm = Comm::local(1)?.remove(0); // sends to itself, so the first poll finds the end
+/// let polled = pin!(exchange(&comm)).poll(&mut Context::from_waker(Waker::noop()));
+/// assert!(matches!(polled, Poll::Ready(Ok(64))));
+/// # Ok::<(), warpwire::Error>(())
+/// ```
 #[must_use = "dropping a request does not wait for it, and cancels a receive"]
 pub struct Request {
     shared: Arc<Shared>,
@@ -58,13 +88,42 @@ impl Request {
     pub fn test(&mut self) -> Result<Option<Outcome>> {
         if self.outcome.is_none() {
             let shared = self.shared.clone();
-            let mut state = shared.state.lock();
+            let mut state = shared.lock();
             if !self.take_outcome(&mut state) {
                 shared.step(&mut state)?;
-                self.take_outcome(&mut state);
+                let ended = self.take_outcome(&mut state);
+                if !ended && shared.events.are_watched.load(Ordering::Relaxed) {
+                    // The event loop may sleep next.
+                    state.return_all_credits();
+                }
             }
         }
         self.outcome.clone().transpose()
+    }
+
+    /// Returns the result if the request has completed; else `waker` is woken when it has. Makes
+    /// progress; never blocks.
+    pub(crate) fn poll_driven(
+        &mut self,
+        waker: &Waker,
+        driven_by: Driver,
+    ) -> Poll<Result<Outcome>> {
+        let shared = self.shared.clone();
+        if self.outcome.is_none() {
+            let mut state = shared.lock();
+            if !self.take_outcome(&mut state) {
+                let stepped = shared.step(&mut state);
+                state.return_all_credits();
+                if !self.take_outcome(&mut state) {
+                    stepped?;
+                    state.entries.set_task(self.index, waker, driven_by);
+                    if driven_by == Driver::Thread && !state.has_leader {
+                        shared.drive.raise();
+                    }
+                }
+            }
+        }
+        self.outcome.clone().map_or(Poll::Pending, Poll::Ready)
     }
 
     /// Waits until the request has completed.
@@ -82,12 +141,25 @@ impl Request {
         }
     }
 
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_of(&self, comm: &super::Comm) -> bool {
+        Arc::ptr_eq(&self.shared, &comm.shared)
+    }
+
     #[cold]
     fn timed_out(&self, timeout: Duration) -> Error {
-        let what = self.shared.state.lock().entries.get(self.index).name();
+        let what = self.shared.lock().entries.get(self.index).name();
         Error::new(Kind::Timeout, what)
             .why(format!("it did not complete in {} s", timeout.as_secs_f64()))
             .fix("wait longer; it is still in flight")
+    }
+}
+
+impl Future for Request {
+    type Output = Result<Outcome>;
+
+    fn poll(mut self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        self.poll_driven(task.waker(), Driver::Thread)
     }
 }
 
@@ -97,7 +169,7 @@ impl Drop for Request {
             return;
         }
         let shared = self.shared.clone();
-        let mut state = shared.state.lock();
+        let mut state = shared.lock();
         if self.take_outcome(&mut state) {
             return;
         }
@@ -105,6 +177,7 @@ impl Drop for Request {
         if is_receive && state.cancel(self.index) {
             state.entries.release(self.index);
         } else {
+            state.entries.forget_task(self.index);
             state.entries.get(self.index).detached = true;
         }
     }

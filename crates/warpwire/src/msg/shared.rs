@@ -1,14 +1,16 @@
 //! The state shared by all handles of a communicator, and how threads block.
 
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 
 use super::buffer::{Buffer, BufferSlice};
 use super::comm::CommOptions;
 use super::entries::RequestKind;
+use super::guard::StateGuard;
 use super::header::{Channel, MAX_SLICES};
 use super::rank_info::RankInfo;
 use super::request::Request;
@@ -28,11 +30,16 @@ pub(super) struct Shared {
     pub context: Context,
     pub pd: Pd,
     pub cq: Cq,
+    /// Locked by [`lock`](Self::lock).
     pub state: Mutex<State>,
     /// Followers sleep here.
     pub woken: Condvar,
     /// Wakes the leader from `poll`: an event other than a completion.
     pub wakeup: EventFd,
+    /// For the failure detector's thread: tasks wait, and no thread leads.
+    pub drive: EventFd,
+    /// For event loops.
+    pub events: Events,
     /// The TCP connections of the failure detector; `None` for this rank.
     pub links: Vec<Option<Mutex<Bootstrap>>>,
     /// A word per rank: the number of its ready notifications.
@@ -45,7 +52,48 @@ pub(super) struct Shared {
     pub round: Mutex<u32>,
 }
 
+/// What an event loop watches.
+pub(super) struct Events {
+    /// Raised when a request has ended or the completion queue has to be armed again.
+    raised: EventFd,
+    /// Readable if that is raised, or the completion queue's event has occurred.
+    pub epoll: OwnedFd,
+    /// A program has asked for the descriptor.
+    pub are_watched: AtomicBool,
+}
+
+impl Events {
+    pub fn new(cq: &Cq) -> Result<Self> {
+        let failed = |why: rustix::io::Errno| Error::os("create an epoll descriptor", &why.into());
+        let raised = EventFd::new()?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
+        let (data, input) = (epoll::EventData::new_u64(0), epoll::EventFlags::IN);
+        epoll::add(&epoll, &raised, data, input).map_err(failed)?;
+        epoll::add(&epoll, cq, data, input).map_err(failed)?;
+        Ok(Self { raised, epoll, are_watched: AtomicBool::new(false) })
+    }
+
+    /// Makes the descriptor readable, if an event loop has it.
+    fn raise(&self) {
+        if self.are_watched.load(Ordering::SeqCst) {
+            self.raised.raise();
+        }
+    }
+
+    /// An event loop has asked for the descriptor. It is readable at first: the completion queue
+    /// has not been armed.
+    pub fn watch(&self) {
+        if !self.are_watched.swap(true, Ordering::SeqCst) {
+            self.raised.raise();
+        }
+    }
+}
+
 impl Shared {
+    pub fn lock(&self) -> StateGuard<'_> {
+        StateGuard::new(self.state.lock())
+    }
+
     /// Waits until `ready` returns a value; `None` on timeout. Leader/followers: one of the waiting
     /// threads blocks in `poll` and wakes the others.
     pub fn wait_until<T>(
@@ -54,7 +102,7 @@ impl Shared {
         mut ready: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<Option<T>> {
         let start = Instant::now();
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         loop {
             if let Some(found) = ready(&mut state) {
                 self.wake_followers(&state);
@@ -71,7 +119,7 @@ impl Shared {
                 return Ok(None);
             }
             if waited < SPIN {
-                MutexGuard::unlocked(&mut state, std::hint::spin_loop);
+                state.unlocked(std::hint::spin_loop);
             } else {
                 self.sleep(&mut state, timeout - waited)?;
             }
@@ -82,6 +130,10 @@ impl Shared {
     pub fn step(&self, state: &mut State) -> Result<()> {
         let ended = state.entries.ended;
         let made = state.progress(&self.cq);
+        if made.is_err() {
+            // They get the error when they are polled.
+            state.entries.wake_tasks();
+        }
         self.notify_completed(state, ended);
         made
     }
@@ -95,6 +147,7 @@ impl Shared {
                 self.wakeup.raise();
             }
             self.wake_followers(state);
+            self.events.raise();
         }
     }
 
@@ -102,28 +155,86 @@ impl Shared {
     fn wake_followers(&self, state: &State) {
         if state.followers > 0 {
             self.woken.notify_all();
+        } else if !state.has_leader && state.entries.has_driven_tasks() {
+            self.drive.raise();
         }
     }
 
-    fn sleep(&self, state: &mut MutexGuard<'_, State>, timeout: Duration) -> Result<()> {
+    fn sleep(&self, state: &mut StateGuard<'_>, timeout: Duration) -> Result<()> {
         state.return_all_credits();
         if state.has_leader {
             state.followers += 1;
-            self.woken.wait_for(state, timeout);
+            state.wait_for(&self.woken, timeout);
             state.followers -= 1;
             return Ok(());
         }
         state.has_leader = true;
-        let woken = MutexGuard::unlocked(state, || self.sleep_on_descriptors(timeout));
+        let woken = state.unlocked(|| self.sleep_on_descriptors(timeout));
         state.has_leader = false;
+        // The leader has consumed the completion queue's event.
+        self.events.raise();
         woken
+    }
+
+    /// For the failure detector's thread: becomes the leader if tasks wait and no thread leads.
+    /// After this it sleeps on [`leader_fds`](Self::leader_fds) too.
+    pub fn lead_for_tasks(&self) -> bool {
+        self.drive.take();
+        let mut state = self.lock();
+        if state.has_leader {
+            return false;
+        }
+        if state.entries.has_driven_tasks() {
+            let stepped = self.step(&mut state);
+            state.return_all_credits();
+            if stepped.is_ok() && state.entries.has_driven_tasks() {
+                match self.cq.arm(false) {
+                    Ok(()) => state.has_leader = true,
+                    Err(_) => state.entries.wake_tasks(),
+                }
+            }
+        }
+        if !state.has_leader {
+            self.wake_followers(&state);
+        }
+        state.has_leader
+    }
+
+    /// What a leader sleeps on.
+    pub fn leader_fds(&self) -> [PollFd<'_>; 2] {
+        [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.wakeup, PollFlags::IN)]
+    }
+
+    /// Ends [`lead_for_tasks`](Self::lead_for_tasks). A thread that waits takes over at once, if
+    /// there is one: it needs no other thread then.
+    pub fn stop_leading(&self) {
+        self.cq.take_event();
+        self.wakeup.take();
+        let mut state = self.lock();
+        state.has_leader = false;
+        if state.followers > 0 {
+            self.woken.notify_all();
+        }
+        self.events.raise();
+    }
+
+    /// Makes progress for an event loop, and makes its descriptor readable only for what happens
+    /// afterwards; returns whether it was.
+    pub fn clear_events(&self) -> Result<bool> {
+        let completion = self.cq.take_event();
+        let mut state = self.lock();
+        let stepped = self.step(&mut state);
+        state.return_all_credits();
+        // Under the lock: requests that end later raise it again.
+        let raised = self.events.raised.take();
+        stepped.and_then(|()| self.cq.arm(false))?;
+        Ok(completion || raised)
     }
 
     fn sleep_on_descriptors(&self, timeout: Duration) -> Result<()> {
         // If there is a completion already, arming raises the event immediately.
         self.cq.arm(false)?;
-        let mut fds =
-            [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.wakeup, PollFlags::IN)];
+        let mut fds = self.leader_fds();
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(1 << 30) as i64,
             tv_nsec: timeout.subsec_nanos().into(),
@@ -152,7 +263,7 @@ impl Shared {
         let start = Instant::now();
         loop {
             {
-                let mut state = self.state.lock();
+                let mut state = self.lock();
                 self.step(&mut state)?;
                 if let Some(found) = check(&mut state)? {
                     return Ok(Some(found));
@@ -176,6 +287,7 @@ impl Shared {
     pub fn wake_all(&self) {
         self.wakeup.raise();
         self.woken.notify_all();
+        self.events.raise();
     }
 
     /// Checks that there is such a rank.
@@ -220,7 +332,7 @@ impl Shared {
         };
         self.check_rank(rank, verb)?;
         self.check_slices(slices, verb, rank)?;
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let peer = &state.peers[rank];
         if kind != RequestKind::Receive
             && let Some(why) = &peer.end
@@ -277,12 +389,6 @@ impl Shared {
             (entry.channel, entry.wants) = (channel, wants);
             state.receive(from, index);
         })
-    }
-}
-
-impl AsFd for Shared {
-    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.cq.as_fd()
     }
 }
 

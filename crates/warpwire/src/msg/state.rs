@@ -305,6 +305,20 @@ impl State {
         self.notify_hooks(rank);
     }
 
+    /// This rank has left: its messages to itself fail too.
+    pub fn fail_own(&mut self, why: Error) {
+        let rank = self.rank;
+        let peer = &mut self.peers[rank];
+        peer.end.get_or_insert(why.clone());
+        peer.receives.clear();
+        peer.unexpected.clear();
+        let open: Vec<u32> = self.entries.open_of(rank).collect();
+        for index in open {
+            self.entries.get(index).failure.get_or_insert(why.clone());
+            self.complete_if_done(index);
+        }
+    }
+
     /// How a rank was lost; `None` if it was not.
     pub fn loss(&self, rank: usize) -> Option<Loss> {
         let Peer { end, has_left, is_broken, .. } = &self.peers[rank];

@@ -1,5 +1,5 @@
 //! The failure detector: a thread that receives leave messages of ranks and detects closed
-//! connections.
+//! connections. It also makes progress for tasks that await requests, while no thread waits.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -20,7 +20,8 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 4;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The failure detector's thread, which is joined on drop.
+/// The failure detector's thread, which is joined on drop; unless it drops this itself, with a task
+/// that it wakes: then it ends afterwards.
 pub(super) struct Watcher {
     stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
@@ -29,7 +30,9 @@ pub(super) struct Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         self.stop.raise();
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
             let _ = thread.join();
         }
     }
@@ -70,15 +73,24 @@ fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
     // Bytes buffered with an earlier message do not make the descriptor readable.
     watched.retain(|(rank, _)| recv(shared, *rank));
     while !stop.wait(Duration::ZERO).unwrap_or(true) {
-        let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
+        let leads = shared.lead_for_tasks();
+        let mut fds =
+            vec![PollFd::new(stop, PollFlags::IN), PollFd::new(&shared.drive, PollFlags::IN)];
         fds.extend(watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
-        if let Err(why) = poll(&mut fds, None)
+        if leads {
+            fds.extend(shared.leader_fds());
+        }
+        let slept = poll(&mut fds, None);
+        if leads {
+            shared.stop_leading();
+        }
+        if let Err(why) = slept
             && why != rustix::io::Errno::INTR
         {
             tracing::error!(%why, "the failure detector has stopped");
             return;
         }
-        let ready: Vec<bool> = fds.iter().skip(1).map(|fd| !fd.revents().is_empty()).collect();
+        let ready: Vec<bool> = fds.iter().skip(2).map(|fd| !fd.revents().is_empty()).collect();
         let mut ready = ready.into_iter();
         watched.retain(|(rank, _)| !ready.next().unwrap_or(false) || recv(shared, *rank));
     }
@@ -99,7 +111,7 @@ fn recv(shared: &Shared, rank: usize) -> bool {
 
 fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bool {
     let lost = |why: String| Error::new(Kind::PeerLost, format!("reach rank {rank}")).why(why);
-    let mut state = shared.state.lock();
+    let mut state = shared.lock();
     // First process the messages that it had sent before.
     if let Err(why) = state.progress(&shared.cq) {
         tracing::error!(%why, "the device has failed");

@@ -74,11 +74,20 @@ impl Default for CqOptions {
 #[derive(Clone, Debug)]
 pub struct Cq(pub(super) Arc<CqInner>);
 
+/// A thread or a task that sleeps until there is a completion.
+pub(crate) struct CqWaiter<'a>(&'a Cq);
+
+impl Drop for CqWaiter<'_> {
+    fn drop(&mut self) {
+        self.0.0.waiters.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 // Aligned so that it shares no cache line with another queue's.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct CqInner {
-    /// Threads that sleep in [`Cq::next`].
+    /// Threads and tasks that sleep until there is a completion.
     waiters: AtomicU32,
     backend: Backend,
 }
@@ -426,10 +435,7 @@ impl Cq {
         let mut one = [Completion::EMPTY];
         loop {
             if self.poll(&mut one)? == 1 {
-                // One event may stand for several completions: pass it on to the other waiters.
-                if self.0.waiters.load(Ordering::SeqCst) > 0 {
-                    self.arm(false)?;
-                }
+                self.pass_event_on()?;
                 return Ok(Some(one[0]));
             }
             let waited = start.elapsed();
@@ -437,11 +443,24 @@ impl Cq {
                 return Ok(None);
             }
             if waited > SPIN && self.supports_blocking_wait() {
-                self.0.waiters.fetch_add(1, Ordering::SeqCst);
-                let woken = self.arm(false).and_then(|()| self.wait_event(timeout - waited));
-                self.0.waiters.fetch_sub(1, Ordering::SeqCst);
-                woken?;
+                let _waiter = self.add_waiter();
+                self.arm(false).and_then(|()| self.wait_event(timeout - waited))?;
             }
+        }
+    }
+
+    /// Counts a waiter until the value returned is dropped.
+    pub(crate) fn add_waiter(&self) -> CqWaiter<'_> {
+        self.0.waiters.fetch_add(1, Ordering::SeqCst);
+        CqWaiter(self)
+    }
+
+    /// One event may stand for several completions: after one was taken, passes it on to the other
+    /// waiters.
+    pub(crate) fn pass_event_on(&self) -> Result<()> {
+        match self.0.waiters.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => self.arm(false),
         }
     }
 
@@ -482,7 +501,7 @@ impl Cq {
     }
 
     /// Whether some thread advances the engine, and so wakes one that sleeps.
-    fn supports_blocking_wait(&self) -> bool {
+    pub(crate) fn supports_blocking_wait(&self) -> bool {
         match &self.0.backend {
             Backend::Soft(soft) => soft.device.hca.supports_blocking_wait(),
             Backend::Hard(_) => true,
@@ -491,7 +510,9 @@ impl Cq {
 }
 
 impl AsFd for Cq {
-    /// Readable once the requested event has occurred, until it is consumed.
+    /// Readable once the requested event has occurred, until [`take_event`](Cq::take_event). An
+    /// event loop polls until the queue is empty, [arms](Cq::arm) it, waits until this is readable,
+    /// and takes the event.
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0.backend {
             Backend::Soft(soft) => soft.signal.as_fd(),

@@ -2,6 +2,7 @@
 mod collectives;
 mod device_channels;
 mod fixture;
+mod futures;
 mod messages;
 mod processes;
 mod rendezvous;
@@ -15,9 +16,10 @@ pub const SUITE: Suite = Suite { name: "msg", env: &[], collect, role: processes
 
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case<Fixture>]] =
-    &[messages::CASES, windows::CASES, collectives::CASES, device_channels::CASES];
+    &[messages::CASES, futures::CASES, windows::CASES, collectives::CASES, device_channels::CASES];
 /// Cases that do not depend on the link; they run over the hub.
-const ONCE: &[&[Case<Fixture>]] = &[messages::ONCE, rendezvous::ONCE, device_channels::ONCE];
+const ONCE: &[&[Case<Fixture>]] =
+    &[messages::ONCE, futures::ONCE, rendezvous::ONCE, device_channels::ONCE];
 /// Cases whose ranks are processes.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 

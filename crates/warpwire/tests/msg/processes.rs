@@ -10,14 +10,16 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use warpwire::Error;
 use warpwire::mem::Condition;
-use warpwire::msg::{Comm, CommOptions, Writer};
+use warpwire::msg::{Buffer, Comm, CommOptions, Writer};
 
 use crate::msg::fixture::{Fixture, TestLink, test_timeout};
+use crate::msg::futures::run;
 use testkit::{Role, cases, cpu_share};
 
 cases!(Fixture; CASES:
     processes_exchange,
     killed_while_others_receive,
+    killed_while_others_await,
     killed_in_a_long_message,
     killed_before_a_barrier,
     killed_while_others_watch_a_word,
@@ -27,6 +29,7 @@ cases!(Fixture; CASES:
     a_rank_that_leaves,
     a_rank_that_is_stopped,
     idle_ranks_sleep,
+    idle_tasks_sleep,
 );
 
 /// The rank that is killed.
@@ -139,6 +142,11 @@ pub fn run_role(task: &str) {
             let memory = comm.alloc(64).unwrap();
             comm.recv(VICTIM, 0, &memory, test_timeout()).map(drop)
         }),
+        "await" => expect_peer_loss(&comm, |comm| {
+            let (memory, other) = (comm.alloc(64).unwrap(), comm.alloc(64).unwrap());
+            let _also = comm.irecv(VICTIM, 1, &other)?;
+            run(&mut comm.irecv(VICTIM, 0, &memory)?, test_timeout()).0.unwrap().map(drop)
+        }),
         "long" => long_message(&comm),
         "barrier" => expect_peer_loss(&comm, |comm| comm.barrier(test_timeout())),
         "word" => expect_peer_loss(&comm, |comm| {
@@ -155,7 +163,14 @@ pub fn run_role(task: &str) {
         }),
         "panic" | "abort" | "leave" => end_abnormally(comm, task),
         "stop" => run_while_stopped(&comm),
-        "rest" => measure_idle(&comm),
+        "rest" => measure_idle(&comm, |memory| {
+            comm.recv(1, 0, memory, test_timeout()).unwrap();
+        }),
+        "rest of tasks" => measure_idle(&comm, |memory| {
+            let (ended, polls) = run(&mut comm.irecv(1, 0, memory).unwrap(), test_timeout());
+            ended.unwrap().unwrap();
+            assert!(polls <= 3, "{polls} polls for one message");
+        }),
         other => panic!("no task {other}"),
     }
 }
@@ -273,13 +288,13 @@ fn run_while_stopped(comm: &Comm) {
 }
 
 /// Rank 0 waits for a message that is sent late, and prints the CPU time that it used.
-fn measure_idle(comm: &Comm) {
+fn measure_idle(comm: &Comm, receive: impl Fn(&Buffer)) {
     let memory = comm.alloc(64).unwrap();
     comm.barrier(test_timeout()).unwrap();
     if comm.rank() == 0 {
         let idle = || cpu_share([std::process::id()], Duration::from_secs(2));
         let share = std::thread::spawn(idle);
-        comm.recv(1, 0, &memory, test_timeout()).unwrap();
+        receive(&memory);
         let [share] = share.join().unwrap();
         print_line(&format!("rest: {:.3} %", share * 100.0));
         assert!(share < 0.02, "{:.2} % of a core while idle", share * 100.0);
@@ -298,6 +313,10 @@ fn processes_exchange(fixture: &Fixture) {
 
 fn killed_while_others_receive(fixture: &Fixture) {
     kill_during(fixture, 4, "receive");
+}
+
+fn killed_while_others_await(fixture: &Fixture) {
+    kill_during(fixture, 4, "await");
 }
 
 fn killed_in_a_long_message(fixture: &Fixture) {
@@ -354,7 +373,15 @@ fn a_rank_that_is_stopped(fixture: &Fixture) {
 }
 
 fn idle_ranks_sleep(fixture: &Fixture) {
-    let mut job = Job::start(fixture, 2, "rest");
+    expect_idle(fixture, "rest");
+}
+
+fn idle_tasks_sleep(fixture: &Fixture) {
+    expect_idle(fixture, "rest of tasks");
+}
+
+fn expect_idle(fixture: &Fixture, task: &str) {
+    let mut job = Job::start(fixture, 2, task);
     let line = job.line(0);
     assert!(line.starts_with("rest: "), "{line:?}");
     job.expect_all_succeed();

@@ -246,7 +246,7 @@ impl Comm {
             sync_counters: Mutex::new(sync_counters),
             waits: Mutex::new(Vec::new()),
         });
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.lock();
         let weak = Arc::downgrade(&inner);
         state.hooks.push(weak);
         // Ranks may have been lost before the hook was registered.
@@ -364,7 +364,7 @@ impl DeviceChannel {
         // Read last: a lost rank is recorded before its connections are closed. Read first, the
         // record could be missing for a connection that is found closed a moment later.
         let (end, has_left) = {
-            let state = self.0.shared.state.lock();
+            let state = self.0.shared.lock();
             (state.peers[rank].end.clone(), state.peers[rank].has_left)
         };
         // Kernel queue pairs are closed when a rank leaves; kernels that waited then have reported

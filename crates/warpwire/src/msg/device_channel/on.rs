@@ -226,7 +226,7 @@ impl DeviceChannel {
         waits.push(wait);
         drop(waits);
         // The hook is not called again for a rank that was lost before the wait was recorded.
-        let state = self.0.shared.state.lock();
+        let state = self.0.shared.lock();
         let lost = match writer {
             Some(rank) => state.peers[rank].end.clone(),
             None => {
