@@ -2,8 +2,8 @@
 
 use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
+use super::kinds::Ring;
 use super::layout::{device_counters, device_state, heartbeat, host_state, reply, request, table};
-use super::socket::Ring;
 use super::{SockMemory, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind, Window};
