@@ -65,6 +65,7 @@ mod resources;
 mod service;
 mod shared_area;
 mod socket_table;
+mod sys;
 #[cfg(test)]
 mod tests;
 pub mod warp;

@@ -1,26 +1,29 @@
 //! What sockets of all kinds use: the shared memory, the allocators of rings, queue pairs, the
 //! epoll set and the counters.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
+use rustix::net::RecvFlags;
 
 use super::SockOptions;
 use super::arena::{self, Arena};
 use super::byte_counts::WarpByteCounts;
 use super::device_cache::{ConnMemory, DeviceCache};
-use super::kinds::{Common, Ring, Rings, SockOpts};
+use super::kinds::{CallResult, Common, Ring, Rings, SockOpts};
 use super::layout::host_state;
 use super::qp_slots::QpSlots;
 use super::shared_area::SharedArea;
+use super::sys;
 use crate::error::{Error, Result};
 use crate::verbs::Context;
 
 /// Bytes moved for one socket per turn. A UDP datagram fits.
-pub(super) const QUANTUM: usize = 128 << 10;
+pub(super) const QUANTUM: u64 = 128 << 10;
 /// Events of a socket, edge-triggered. `PRI` is urgent data (`MSG_OOB`), at which a read stops.
 const WATCHED: EventFlags = EventFlags::IN
     .union(EventFlags::PRI)
@@ -64,6 +67,8 @@ pub(super) struct Resources {
     pub(super) device_cache: DeviceCache,
     pub(super) receive_arena: Arena,
     pub(super) send_arena: Arena,
+    /// Receives bytes that do not go into a ring at once: rings behind a window, and input that is
+    /// discarded.
     pub(super) bounce: Vec<u8>,
     pub(super) epoll: OwnedFd,
 }
@@ -88,7 +93,7 @@ impl Resources {
             device_cache: DeviceCache::new(context),
             receive_arena,
             send_arena,
-            bounce: vec![0; QUANTUM],
+            bounce: vec![0; QUANTUM as usize],
             epoll,
         })
     }
@@ -159,6 +164,40 @@ impl Resources {
         self.watch_descriptor(fd, data)?;
         common.watched = true;
         Ok(())
+    }
+
+    /// Sends `len` bytes of a send ring from counter `at` on, without a copy in between.
+    pub(super) fn send(
+        &self,
+        fd: &OwnedFd,
+        (ring, at): (Ring, u64),
+        len: u64,
+        to: Option<SocketAddr>,
+    ) -> CallResult<usize> {
+        let parts = self.shared_area.send_parts(ring, at, len)?;
+        Ok(sys::send(fd, parts, to))
+    }
+
+    /// Receives at most `len` bytes, up to [`QUANTUM`], into a receive ring from counter `at` on:
+    /// in place if the CPU may write there in any way, else through a buffer.
+    pub(super) fn receive(
+        &mut self,
+        fd: &OwnedFd,
+        (ring, at): (Ring, u64),
+        len: u64,
+        flags: RecvFlags,
+    ) -> CallResult<(usize, Option<SocketAddr>)> {
+        if let Some(parts) = self.shared_area.receive_parts(ring, at, len)? {
+            return Ok(sys::receive(fd, parts, flags));
+        }
+        let bounce = &mut self.bounce[..len as usize];
+        let (count, from) =
+            match rustix::net::recvfrom(fd, &mut *bounce, flags | RecvFlags::DONTWAIT) {
+                Ok((_, count, from)) => (count, from),
+                Err(errno) => return Ok(Err(errno)),
+            };
+        self.shared_area.put(ring, at, &bounce[..count.min(len as usize)])?;
+        Ok(Ok((count, from.and_then(|from| SocketAddr::try_from(from).ok()))))
     }
 
     /// Publishes a socket's whole host state to kernels. `rdma` is that of an RDMA stream.

@@ -4,9 +4,10 @@ use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
 use super::kinds::Ring;
 use super::layout::{device_counters, device_state, heartbeat, host_state, reply, request, table};
+use super::sys::RingParts;
 use super::{SockMemory, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, Device, MemoryKind, Window};
+use crate::mem::{Allocation, Device, MemoryKind, SharedBytes, Window};
 
 /// Alignment of the ring areas.
 const PAGE: u64 = arena::MIN_BLOCK;
@@ -228,6 +229,32 @@ impl SharedArea {
         }
     }
 
+    /// The bytes of a send ring from counter `at` on, to be sent in place: send rings are pinned
+    /// host memory always.
+    pub(super) fn send_parts(&self, ring: Ring, at: u64, len: u64) -> Result<RingParts<'_>> {
+        ring_parts(self.kernel_area.host_bytes()?, self.offsets.send_rings, ring, at, len)
+    }
+
+    /// The bytes of a receive ring from counter `at` on, to be received in place; `None` if the
+    /// rings are device memory behind a window. Such a mapping is write-combined: the bytes are
+    /// received into a buffer and written with the copy routine measured for this device, then
+    /// [`put`](Self::put) orders them before the counter that announces them. The operating
+    /// system's own copy would do neither.
+    pub(super) fn receive_parts(
+        &self,
+        ring: Ring,
+        at: u64,
+        len: u64,
+    ) -> Result<Option<RingParts<'_>>> {
+        match &self.host_area {
+            HostArea::Windowed(_) => Ok(None),
+            HostArea::Pinned(memory) => {
+                let bytes = memory.host_bytes()?;
+                ring_parts(bytes, self.offsets.receive_rings, ring, at, len).map(Some)
+            }
+        }
+    }
+
     /// Copies bytes out of a send ring from counter `at` on.
     pub(super) fn fetch(&self, ring: (u64, u64), at: u64, into: &mut [u8]) -> Result<()> {
         let (begin, size) = (self.offsets.send_rings + ring.0, ring.1);
@@ -340,6 +367,20 @@ impl SharedArea {
     pub(super) fn close(&self) -> Result<()> {
         self.store_host(self.offsets.heartbeat + heartbeat::CLOSED, 1)
     }
+}
+
+/// The bytes of a ring, of the rings at `rings` in `bytes`, between two counters.
+fn ring_parts(
+    bytes: SharedBytes<'_>,
+    rings: u64,
+    ring: Ring,
+    at: u64,
+    len: u64,
+) -> Result<RingParts<'_>> {
+    let (begin, size) = (rings + ring.0, ring.1);
+    let offset = at & (size - 1);
+    let first = len.min(size - offset);
+    Ok([bytes.slice(begin + offset, first)?, bytes.slice(begin, len - first)?])
 }
 
 type Chosen = (HostArea, Option<Allocation>, Option<String>);

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::RecvFlags;
 
 use super::{Common, Progress, Rings, after_turn, finish_sending};
 use crate::error::Result;
@@ -57,15 +57,14 @@ impl TcpSocket {
         Ok(after_turn(more, finished))
     }
 
-    /// Copies from the send ring to the peer.
+    /// Sends from the ring to the peer.
     fn send_some(&mut self, common: &mut Common, resources: &mut Resources) -> Result<bool> {
-        let (unsent, ring, at) = (self.rings.unsent(), self.rings.send, self.rings.taken);
+        let unsent = self.rings.unsent();
         let Some(fd) = common.fd.as_ref().filter(|_| common.writable && unsent > 0) else {
             return Ok(false);
         };
-        let piece = &mut resources.bounce[..(unsent as usize).min(QUANTUM)];
-        resources.shared_area.fetch(ring, at, piece)?;
-        match rustix::net::send(fd, piece, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+        let from = (self.rings.send, self.rings.taken);
+        match resources.send(fd, from, unsent.min(QUANTUM), None)? {
             Ok(count) => {
                 self.rings.taken += count as u64;
                 // Progress restarts the linger timeout.
@@ -91,31 +90,29 @@ impl TcpSocket {
         }
     }
 
-    /// Copies from the peer to the receive ring.
+    /// Receives from the peer into the ring.
     fn receive_some(&mut self, common: &mut Common, resources: &mut Resources) -> Result<bool> {
-        let wanted =
-            if self.discard_input { QUANTUM } else { (self.rings.room() as usize).min(QUANTUM) };
-        let ended = common.has(state::RECEIVE_END) && !self.discard_input;
-        let may = common.readable && wanted > 0 && !ended && common.closing.is_none();
+        if self.discard_input {
+            return self.discard_some(common, resources);
+        }
+        let wanted = self.rings.room().min(QUANTUM);
+        let may = common.readable
+            && wanted > 0
+            && !common.has(state::RECEIVE_END)
+            && common.closing.is_none();
         let Some(fd) = common.fd.as_ref().filter(|_| may) else { return Ok(false) };
-        match rustix::net::recv(fd, &mut resources.bounce[..wanted], RecvFlags::DONTWAIT) {
+        let into = (self.rings.receive, self.rings.received);
+        match resources.receive(fd, into, wanted, RecvFlags::empty())? {
             Ok((0, _)) => {
                 common.flags |= state::RECEIVE_END;
-                self.discard_input = false;
                 resources.publish_state(common)?;
                 Ok(false)
             }
-            Ok(_) if self.discard_input => Ok(true),
             Ok((count, _)) => {
-                resources.shared_area.put(
-                    self.rings.receive,
-                    self.rings.received,
-                    &resources.bounce[..count],
-                )?;
                 self.rings.received += count as u64;
                 // A short read has emptied the queue, unless urgent data stopped it or the end of
                 // the stream follows.
-                common.readable = count == wanted || common.read_until_empty;
+                common.readable = count as u64 == wanted || common.read_until_empty;
                 resources.counters.received.fetch_add(count as u64, Ordering::Relaxed);
                 resources.publish_received(common, &self.rings)?;
                 Ok(common.readable && self.rings.room() > 0)
@@ -124,14 +121,40 @@ impl TcpSocket {
                 common.readable = false;
                 Ok(false)
             }
-            Err(errno) => {
-                common.fail(Some(errno), Some(errno));
-                self.rings.taken = self.rings.sent;
-                common.close_descriptor();
-                resources.publish_state(common)?;
+            Err(errno) => self.receive_failed(common, errno, resources),
+        }
+    }
+
+    /// Receives what its kernel no longer reads, so that the peer does not block on a full ring.
+    fn discard_some(&mut self, common: &mut Common, resources: &mut Resources) -> Result<bool> {
+        let may = common.readable && common.closing.is_none();
+        let Some(fd) = common.fd.as_ref().filter(|_| may) else { return Ok(false) };
+        match rustix::net::recv(fd, &mut resources.bounce[..], RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => {
+                self.discard_input = false;
                 Ok(false)
             }
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN | Errno::INTR) => {
+                common.readable = false;
+                Ok(false)
+            }
+            Err(errno) => self.receive_failed(common, errno, resources),
         }
+    }
+
+    /// The connection has failed, in both directions.
+    fn receive_failed(
+        &mut self,
+        common: &mut Common,
+        errno: Errno,
+        resources: &Resources,
+    ) -> Result<bool> {
+        common.fail(Some(errno), Some(errno));
+        self.rings.taken = self.rings.sent;
+        common.close_descriptor();
+        resources.publish_state(common)?;
+        Ok(false)
     }
 
     pub(super) fn shut_down(

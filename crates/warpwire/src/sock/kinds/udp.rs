@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::RecvFlags;
 
 use super::{Common, Progress, Rings, after_turn, finish_sending};
 use crate::error::Result;
@@ -82,16 +82,10 @@ impl UdpSocket {
             resources.publish_state(common)?;
             return Ok(false);
         }
-        let bytes = &mut resources.bounce[..len as usize];
-        resources.shared_area.fetch(ring, at + record::LEN, bytes)?;
         let mut address = [0; ADDRESS_LEN];
         address.copy_from_slice(&header[record::ADDRESS as usize..]);
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let outcome = match address_from(&address) {
-            Some(to) => rustix::net::sendto(fd, bytes, flags, &to),
-            None => rustix::net::send(fd, bytes, flags),
-        };
-        let failed = match outcome {
+        let to = address_from(&address);
+        let failed = match resources.send(fd, (ring, at + record::LEN), len, to)? {
             Ok(_) => None,
             Err(Errno::AGAIN | Errno::INTR) => {
                 common.writable = false;
@@ -133,11 +127,16 @@ impl UdpSocket {
                 Err(errno) => return self.report_error(common, errno, resources),
             }
         }
-        let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
-        match rustix::net::recvfrom(fd, &mut resources.bounce[..MAX_DATAGRAM as usize], flags) {
-            Ok((len, _, from)) => {
-                let from = from.and_then(|from| SocketAddr::try_from(from).ok());
-                self.put_datagram(common, len, 0, from, resources)?;
+        let into = (self.rings.receive, self.rings.received + record::LEN);
+        let most = MAX_DATAGRAM.min(room - record::LEN);
+        match resources.receive(fd, into, most, RecvFlags::TRUNC)? {
+            Ok((len, _)) if len as u64 > most => {
+                // Not the datagram that was looked at: it does not fit.
+                resources.counters.dropped.fetch_add(1, Ordering::Relaxed);
+                Ok(true)
+            }
+            Ok((len, from)) => {
+                self.put_record(common, len as u64, 0, from, resources)?;
                 resources.counters.received.fetch_add(len as u64, Ordering::Relaxed);
                 Ok(true)
             }
@@ -149,11 +148,11 @@ impl UdpSocket {
         }
     }
 
-    /// Stores a record, and `len` bytes of the bounce buffer, into the receive ring.
-    fn put_datagram(
+    /// Stores the record of a datagram whose bytes are in the receive ring behind it.
+    fn put_record(
         &mut self,
         common: &Common,
-        len: usize,
+        len: u64,
         error: u32,
         from: Option<SocketAddr>,
         resources: &Resources,
@@ -164,8 +163,7 @@ impl UdpSocket {
         header[record::ADDRESS as usize..].copy_from_slice(&address_bytes(from));
         let (ring, at) = (self.rings.receive, self.rings.received);
         resources.shared_area.put(ring, at, &header)?;
-        resources.shared_area.put(ring, at + record::LEN, &resources.bounce[..len])?;
-        self.rings.received += footprint(len as u64);
+        self.rings.received += footprint(len);
         resources.publish_received(common, &self.rings)
     }
 
@@ -178,7 +176,7 @@ impl UdpSocket {
         resources: &Resources,
     ) -> Result<bool> {
         if self.rings.room() >= record::LEN {
-            self.put_datagram(common, 0, errno.raw_os_error() as u32, None, resources)?;
+            self.put_record(common, 0, errno.raw_os_error() as u32, None, resources)?;
         }
         Ok(true)
     }
