@@ -11,7 +11,7 @@ use super::arena;
 use super::byte_counts::ByteCounts;
 use super::kinds::{Listener, Progress, SockOpts, Socket, TcpSocket, UdpSocket, new_descriptor};
 use super::layout::{
-    ADDRESS_LEN, RequestOp, SockOption, address_bytes, address_from, record, request, state,
+    self, RequestOp, SockOption, address_bytes, address_from, record, request, state,
 };
 use super::service::ServiceThread;
 use crate::error::Result;
@@ -41,21 +41,20 @@ pub(super) struct Request {
 
 impl Request {
     fn read(bytes: &[u8; request::LEN as usize]) -> Self {
-        let word = |at: u64| {
-            let mut word = [0; 4];
-            word.copy_from_slice(&bytes[at as usize..at as usize + 4]);
-            u32::from_le_bytes(word)
+        let request = layout::Request::decode(bytes);
+        // The two counts of a close request are in the bytes of the address.
+        let wide = |at: u64| {
+            let at = (at - request::ADDRESS) as usize;
+            let mut word = [0; 8];
+            word.copy_from_slice(&request.address[at..at + 8]);
+            u64::from_le_bytes(word)
         };
-        let wide = |at: u64| u64::from(word(at + 4)) << 32 | u64::from(word(at));
-        let mut address = [0; ADDRESS_LEN];
-        let at = request::ADDRESS as usize;
-        address.copy_from_slice(&bytes[at..at + ADDRESS_LEN]);
         Self {
-            op: word(request::OP),
-            handle: word(request::HANDLE) as i32,
-            value: wide(request::VALUE),
-            option: word(request::OPTION),
-            address: address_from(&address),
+            op: request.op,
+            handle: request.handle,
+            value: request.value,
+            option: request.option,
+            address: address_from(&request.address),
             bytes: ByteCounts { sent: wide(request::SENT), received: wide(request::CONSUMED) },
         }
     }

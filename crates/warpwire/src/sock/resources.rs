@@ -15,7 +15,7 @@ use super::arena::{self, Arena};
 use super::byte_counts::WarpByteCounts;
 use super::device_cache::{ConnMemory, DeviceCache};
 use super::kinds::{CallResult, Common, Ring, Rings, SockOpts};
-use super::layout::host_state;
+use super::layout::{HostState, host_state};
 use super::qp_slots::QpSlots;
 use super::shared_area::SharedArea;
 use super::sys;
@@ -213,20 +213,19 @@ impl Resources {
             peer_window: u64::MAX,
             qp_descriptor: 0,
         });
-        let mut line = [0; host_state::LEN as usize];
-        let mut put = |at: u64, bytes: &[u8]| {
-            line[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
-        };
-        put(host_state::STATE, &common.state().to_le_bytes());
-        put(host_state::RECEIVED, &rings.received.to_le_bytes());
-        put(host_state::TAKEN, &rings.taken.to_le_bytes());
-        put(host_state::RECEIVE_RING, &addresses.0.to_le_bytes());
-        put(host_state::SEND_RING, &addresses.1.to_le_bytes());
-        put(host_state::RECEIVE_SIZE, &(rings.receive.1 as u32).to_le_bytes());
-        put(host_state::SEND_SIZE, &(rdma.send_window as u32).to_le_bytes());
-        put(host_state::QP_DESCRIPTOR, &rdma.qp_descriptor.to_le_bytes());
         let report_at = (rings.receive.1.min(rdma.peer_window) / 4).max(1);
-        put(host_state::REPORT_AT, &(report_at as u32).to_le_bytes());
+        let line = HostState {
+            state: common.state(),
+            received: rings.received,
+            taken: rings.taken,
+            receive_ring: addresses.0,
+            send_ring: addresses.1,
+            receive_size: rings.receive.1 as u32,
+            send_size: rdma.send_window as u32,
+            qp_descriptor: rdma.qp_descriptor,
+            report_at: report_at as u32,
+            unused: 0,
+        };
         self.shared_area.write_host_state(common.index, &line)
     }
 

@@ -3,7 +3,10 @@
 use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
 use super::kinds::Ring;
-use super::layout::{device_counters, device_state, heartbeat, host_state, reply, request, table};
+use super::layout::{
+    HostState, Reply, Table, device_counters, device_state, heartbeat, host_state, reply, request,
+    table,
+};
 use super::sys::RingParts;
 use super::{SockMemory, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
@@ -136,34 +139,25 @@ impl SharedArea {
         qp_slots_addr: u64,
     ) -> Result<()> {
         let [ticket, slot_laps, device_states] = device_states;
-        let mut bytes = [0; table::LEN as usize];
-        let mut word = |at: u64, value: &[u8]| {
-            bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
-        };
         let heartbeat_timeout =
             u32::try_from(options.heartbeat_timeout.as_millis()).unwrap_or(u32::MAX);
-        for (at, value) in [
-            (table::VERSION, layout::VERSION),
-            (table::SOCKETS, self.sockets),
-            (table::SLOTS, self.slots),
-            (table::HEARTBEAT_TIMEOUT, heartbeat_timeout),
-        ] {
-            word(at, &value.to_le_bytes());
-        }
-        for (at, value) in [
-            (table::HOST_STATES, self.host_area_addr + self.offsets.host_state),
-            (table::DEVICE_COUNTERS, self.kernel_area_addr + self.offsets.device_counters),
-            (table::DEVICE_STATES, device_states),
-            (table::REQUESTS, self.kernel_area_addr + self.offsets.requests),
-            (table::REPLIES, self.host_area_addr + self.offsets.replies),
-            (table::SLOT_LAPS, slot_laps),
-            (table::TICKET, ticket),
-            (table::HEARTBEAT, self.host_area_addr + self.offsets.heartbeat),
-            (table::QP_SLOTS, qp_slots_addr),
-        ] {
-            word(at, &value.to_le_bytes());
-        }
-        self.write_host(0, &bytes)
+        let table = Table {
+            version: layout::VERSION,
+            sockets: self.sockets,
+            slots: self.slots,
+            heartbeat_timeout,
+            host_states: self.host_area_addr + self.offsets.host_state,
+            device_counters: self.kernel_area_addr + self.offsets.device_counters,
+            device_states,
+            requests: self.kernel_area_addr + self.offsets.requests,
+            replies: self.host_area_addr + self.offsets.replies,
+            slot_laps,
+            ticket,
+            heartbeat: self.host_area_addr + self.offsets.heartbeat,
+            qp_slots: qp_slots_addr,
+            ..Table::default()
+        };
+        self.write_host(0, &table.encode())
     }
 
     /// The address of the table, as kernels use it.
@@ -205,16 +199,11 @@ impl SharedArea {
     }
 
     /// Writes a socket's host state, the state word last.
-    pub(super) fn write_host_state(
-        &self,
-        index: u16,
-        line: &[u8; host_state::LEN as usize],
-    ) -> Result<()> {
+    pub(super) fn write_host_state(&self, index: u16, line: &HostState) -> Result<()> {
         let at = self.offsets.host_state + u64::from(index) * host_state::LEN;
-        self.write_host(at + 8, &line[8..])?;
-        let mut state = [0; 8];
-        state.copy_from_slice(&line[..8]);
-        self.store_host(at, u64::from_le_bytes(state))
+        let rest = host_state::RECEIVED;
+        self.write_host(at + rest, &line.encode()[rest as usize..])?;
+        self.store_host(at + host_state::STATE, line.state)
     }
 
     /// Copies bytes into a receive ring from counter `at` on; the caller has checked that they fit.
@@ -351,11 +340,10 @@ impl SharedArea {
         address: &[u8; layout::ADDRESS_LEN],
     ) -> Result<()> {
         let at = self.offsets.replies + number % u64::from(self.slots) * reply::LEN;
-        let mut bytes = [0; 8 + layout::ADDRESS_LEN];
-        bytes[..8].copy_from_slice(&result.to_le_bytes());
-        bytes[8..].copy_from_slice(address);
-        self.write_host(at + reply::RESULT, &bytes)?;
-        self.store_host(at + reply::NUMBER, number + 1)
+        let reply = Reply { number: number + 1, result, address: *address, ..Reply::default() };
+        let bytes = reply.encode();
+        self.write_host(at + reply::RESULT, &bytes[reply::RESULT as usize..])?;
+        self.store_host(at + reply::NUMBER, reply.number)
     }
 
     /// Publishes the heartbeat counter.

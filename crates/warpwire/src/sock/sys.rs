@@ -52,7 +52,8 @@ pub(super) fn send(
     let name = to.map(SocketAddrAny::from);
     if let Some(name) = &name {
         // The call does not write to it.
-        (message.msg_name, message.msg_namelen) = (name.as_ptr().cast_mut().cast(), name.addr_len());
+        (message.msg_name, message.msg_namelen) =
+            (name.as_ptr().cast_mut().cast(), name.addr_len());
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     // SAFETY: the views' memory is mapped during the call, as is `name`; the lengths are theirs.

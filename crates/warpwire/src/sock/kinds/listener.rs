@@ -10,7 +10,7 @@ use rustix::net::SocketFlags;
 
 use super::{Common, Ring, Rings};
 use crate::error::Result;
-use crate::sock::layout::{address_bytes, record};
+use crate::sock::layout::{Record, address_bytes, record};
 use crate::sock::resources::Resources;
 
 /// A listener.
@@ -91,10 +91,9 @@ impl Listener {
         peer: Option<SocketAddr>,
         resources: &Resources,
     ) -> Result<()> {
-        let mut entry = [0; record::LEN as usize];
-        entry[..4].copy_from_slice(&connection.to_le_bytes());
-        entry[record::ADDRESS as usize..].copy_from_slice(&address_bytes(peer));
-        resources.shared_area.put(self.rings.receive, self.rings.received, &entry)?;
+        let entry = Record { value: connection as u32, error: 0, address: address_bytes(peer) };
+        let (ring, at) = (self.rings.receive, self.rings.received);
+        resources.shared_area.put(ring, at, &entry.encode())?;
         self.rings.received += record::LEN;
         self.waiting.push_back(connection);
         resources.publish_received(common, &self.rings)?;

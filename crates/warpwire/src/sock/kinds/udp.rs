@@ -9,7 +9,7 @@ use rustix::net::RecvFlags;
 
 use super::{Common, Progress, Rings, after_turn, finish_sending};
 use crate::error::Result;
-use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, record, state};
+use crate::sock::layout::{Record, address_bytes, address_from, record, state};
 use crate::sock::resources::Resources;
 
 /// Maximum length of a UDP datagram.
@@ -72,7 +72,8 @@ impl UdpSocket {
         };
         let mut header = [0; record::LEN as usize];
         resources.shared_area.fetch(ring, at, &mut header)?;
-        let len = u64::from(u32::from_le_bytes([header[0], header[1], header[2], header[3]]));
+        let header = Record::decode(&header);
+        let len = u64::from(header.value);
         if len > MAX_DATAGRAM || footprint(len) > unsent {
             // The record is incomplete or corrupt, so nothing after it in this ring can be trusted.
             common.fail(Some(Errno::INVAL), Some(Errno::INVAL));
@@ -82,9 +83,7 @@ impl UdpSocket {
             resources.publish_state(common)?;
             return Ok(false);
         }
-        let mut address = [0; ADDRESS_LEN];
-        address.copy_from_slice(&header[record::ADDRESS as usize..]);
-        let to = address_from(&address);
+        let to = address_from(&header.address);
         let failed = match resources.send(fd, (ring, at + record::LEN), len, to)? {
             Ok(_) => None,
             Err(Errno::AGAIN | Errno::INTR) => {
@@ -157,12 +156,9 @@ impl UdpSocket {
         from: Option<SocketAddr>,
         resources: &Resources,
     ) -> Result<()> {
-        let mut header = [0; record::LEN as usize];
-        header[..4].copy_from_slice(&(len as u32).to_le_bytes());
-        header[4..8].copy_from_slice(&error.to_le_bytes());
-        header[record::ADDRESS as usize..].copy_from_slice(&address_bytes(from));
+        let header = Record { value: len as u32, error, address: address_bytes(from) };
         let (ring, at) = (self.rings.receive, self.rings.received);
-        resources.shared_area.put(ring, at, &header)?;
+        resources.shared_area.put(ring, at, &header.encode())?;
         self.rings.received += footprint(len);
         resources.publish_received(common, &self.rings)
     }
