@@ -6,11 +6,12 @@
 //! | area | writer | memory | contents |
 //! |---|---|---|---|
 //! | host area | the host | device with a window, else pinned | see below |
-//! | kernel area | kernels | pinned | requests, [`DeviceCounters`], send rings |
+//! | kernel area | kernels | pinned | see below |
 //! | device states | kernels | device | request ticket, slot laps, [`DeviceState`] lines |
 //!
 //! The host area contains the [`Table`], the [`Heartbeat`], replies, [`HostState`] lines and
-//! receive rings. No side reads across PCIe: each polls local memory, and only stores cross the
+//! receive rings; the kernel area requests, [`DeviceCounters`], [activity flags](ACTIVITY_FLAGS)
+//! and send rings. Only the flags have two writers: the host clears them. No side reads across PCIe: each polls local memory, and only stores cross the
 //! bus.
 //!
 //! `warp` sockets have the same lines and rings. `RECEIVED` and `TAKEN` in their host state are
@@ -30,7 +31,24 @@ use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
 /// Version of the layout; headers and kernels compare it.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
+
+/// Number of activity flags, 32 bits each. A flag belongs to neighbouring sockets; a kernel sets it
+/// to 1 after it has changed the [`DeviceCounters`] of one of them, and the host clears it before
+/// it reads those counters. So what the host polls does not grow with the number of idle sockets.
+///
+/// They are words and no bitmap: kernels would need atomic operations on host memory to set a bit,
+/// which PCIe may not have.
+pub const ACTIVITY_FLAGS: u64 = 128;
+
+/// Log2 of the number of sockets that share an activity flag.
+pub const fn activity_shift(sockets: u32) -> u32 {
+    let mut shift = 0;
+    while (sockets as u64).div_ceil(1 << shift) > ACTIVITY_FLAGS {
+        shift += 1;
+    }
+    shift
+}
 
 /// A value with a fixed size and no padding, in the byte order of the GPU, which is little-endian.
 trait Plain: Sized {
@@ -157,8 +175,12 @@ shared_struct! {
         heartbeat: u64 = HEARTBEAT,
         /// Address of the [`qp_slot`]s.
         qp_slots: u64 = QP_SLOTS,
+        /// Address of the [activity flags](ACTIVITY_FLAGS).
+        activity: u64 = ACTIVITY,
+        /// See [`activity_shift`].
+        activity_shift: u32 = ACTIVITY_SHIFT,
         /// Zero.
-        unused: [u64; 5],
+        unused: [u32; 7],
     }
 }
 
@@ -557,6 +579,16 @@ mod tests {
         assert_eq!(QpDescriptor::decode(&bytes), descriptor);
         let request = Request { handle: -1, ..Request::default() };
         assert_eq!(Request::decode(&request.encode()).handle, -1);
+    }
+
+    #[test]
+    fn every_socket_has_an_activity_flag() {
+        for sockets in [1, 2, 127, 128, 129, 1000, 1024, 1025, 65_535] {
+            let last = u64::from(sockets - 1) >> activity_shift(sockets);
+            assert!(last < ACTIVITY_FLAGS, "{sockets}");
+        }
+        assert_eq!((activity_shift(128), activity_shift(129)), (0, 1));
+        assert_eq!((activity_shift(1024), activity_shift(65_535)), (3, 9));
     }
 
     #[test]

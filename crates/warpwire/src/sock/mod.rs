@@ -363,7 +363,7 @@ impl SockHost {
     /// Writes an impossible value into a socket's device counters. For tests of the check.
     #[doc(hidden)]
     pub fn corrupt_counters(&self, index: u16) {
-        if let Err(error) = self.shared_area.set_device_counters(index, u64::MAX / 3) {
+        if let Err(error) = self.shared_area.publish_device_counters(index, u64::MAX / 3) {
             tracing::error!(%error, "cannot corrupt the device counters");
         }
     }

@@ -65,6 +65,9 @@ pub(super) struct ServiceThread {
     pub(super) next_request: u64,
     stop_flags: Arc<StopFlags>,
     heartbeat: u64,
+    /// How often the counters of a socket were read.
+    #[cfg(test)]
+    pub(super) counter_loads: u64,
 }
 
 impl ServiceThread {
@@ -78,6 +81,8 @@ impl ServiceThread {
             next_request: 0,
             stop_flags,
             heartbeat: 0,
+            #[cfg(test)]
+            counter_loads: 0,
             resources,
         }
     }
@@ -145,7 +150,7 @@ impl ServiceThread {
 
     /// Serves requests, counters and sockets once; true if there was work.
     pub(super) fn poll_round(&mut self) -> Result<bool> {
-        Ok(self.take_requests()? | self.poll_all_counters()? | self.serve_some()?)
+        Ok(self.take_requests()? | self.poll_active_counters()? | self.serve_some()?)
     }
 
     /// How long to sleep when nothing has happened for `idle`.
@@ -159,10 +164,17 @@ impl ServiceThread {
         }
     }
 
-    fn poll_all_counters(&mut self) -> Result<bool> {
+    /// Polls the counters of sockets whose activity flag is set; others are idle.
+    fn poll_active_counters(&mut self) -> Result<bool> {
+        let used = self.sockets.used_up_to;
+        let mut active = self.resources.shared_area.take_activity(used)?;
         let mut worked = false;
-        for index in 0..self.sockets.used_up_to {
-            worked |= self.poll_counters(index)?;
+        while active != 0 {
+            let flag = active.trailing_zeros();
+            active &= active - 1;
+            for index in self.resources.shared_area.sockets_of(flag, used) {
+                worked |= self.poll_counters(index)?;
+            }
         }
         Ok(worked)
     }
@@ -170,6 +182,10 @@ impl ServiceThread {
     /// Reads how much kernels have sent and consumed on one socket; true if that changed.
     #[inline]
     pub(super) fn poll_counters(&mut self, index: u16) -> Result<bool> {
+        #[cfg(test)]
+        {
+            self.counter_loads += 1;
+        }
         let word = self.resources.shared_area.device_counters(index)?;
         match self.sockets[index].update_counters(word) {
             CounterUpdate::Same => Ok(false),

@@ -1,11 +1,13 @@
 //! The memory that the host and the kernels share, and the offsets in it.
 
+use std::sync::atomic::{Ordering, fence};
+
 use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
 use super::kinds::Ring;
 use super::layout::{
-    HostState, Reply, Table, device_counters, device_state, heartbeat, host_state, reply, request,
-    table,
+    ACTIVITY_FLAGS, HostState, Reply, Table, activity_shift, device_counters, device_state,
+    heartbeat, host_state, reply, request, table,
 };
 use super::sys::RingParts;
 use super::{SockMemory, SockOptions, layout};
@@ -14,6 +16,9 @@ use crate::mem::{Allocation, Device, MemoryKind, SharedBytes, Window};
 
 /// Alignment of the ring areas.
 const PAGE: u64 = arena::MIN_BLOCK;
+/// A cache line, in bytes, and the activity flags in it.
+const LINE: u64 = 64;
+const FLAGS_PER_LINE: u64 = LINE / 4;
 
 /// Memory that the host writes and kernels poll.
 enum HostArea {
@@ -50,6 +55,7 @@ struct Offsets {
     receive_rings: u64,
     requests: u64,
     device_counters: u64,
+    activity: u64,
     send_rings: u64,
 }
 
@@ -59,6 +65,7 @@ impl Offsets {
         let replies = heartbeat + heartbeat::LEN;
         let host_state = replies + slots * reply::LEN;
         let device_counters = slots * request::LEN;
+        let activity = (device_counters + sockets * device_counters::LEN).next_multiple_of(LINE);
         Self {
             heartbeat,
             replies,
@@ -66,7 +73,8 @@ impl Offsets {
             receive_rings: (host_state + sockets * host_state::LEN).next_multiple_of(PAGE),
             requests: 0,
             device_counters,
-            send_rings: (device_counters + sockets * device_counters::LEN).next_multiple_of(PAGE),
+            activity,
+            send_rings: (activity + ACTIVITY_FLAGS * 4).next_multiple_of(PAGE),
         }
     }
 }
@@ -155,6 +163,8 @@ impl SharedArea {
             ticket,
             heartbeat: self.host_area_addr + self.offsets.heartbeat,
             qp_slots: qp_slots_addr,
+            activity: self.kernel_area_addr + self.offsets.activity,
+            activity_shift: activity_shift(self.sockets),
             ..Table::default()
         };
         self.write_host(0, &table.encode())
@@ -264,6 +274,44 @@ impl SharedArea {
         self.kernel_area.host_bytes()?.load_u64(at)
     }
 
+    /// Takes the activity flags that kernels have set, of the first `used` sockets: bit n is flag n.
+    /// Counters that are read afterwards are at least as new.
+    #[inline]
+    pub(super) fn take_activity(&self, used: u16) -> Result<u128> {
+        let Some(last) = used.checked_sub(1) else { return Ok(0) };
+        let lines = (u64::from(last) >> activity_shift(self.sockets)) / FLAGS_PER_LINE + 1;
+        let bytes = self.kernel_area.host_bytes()?;
+        let mut taken = 0;
+        for line in 0..lines {
+            let at = self.offsets.activity + line * LINE;
+            let words = bytes.load_line(at).ok_or_else(|| {
+                Error::new(Kind::Misaligned, "poll the activity flags").on("shared memory")
+            })?;
+            for (pair, word) in (0..).zip(words) {
+                for (half, flag) in [(0, word as u32), (1, (word >> 32) as u32)] {
+                    if flag != 0 {
+                        let number = pair * 2 + half;
+                        bytes.store_u32(at + number * 4, 0)?;
+                        taken |= 1_u128 << (line * FLAGS_PER_LINE + number);
+                    }
+                }
+            }
+        }
+        if taken != 0 {
+            // A flag that a kernel sets again before it was cleared is lost, but the counters that
+            // it announces are in memory then. They must be read after the flag was cleared.
+            fence(Ordering::SeqCst);
+        }
+        Ok(taken)
+    }
+
+    /// The sockets of an activity flag, among the first `used`.
+    pub(super) fn sockets_of(&self, flag: u32, used: u16) -> std::ops::Range<u16> {
+        let shift = activity_shift(self.sockets);
+        let first = |flag: u32| (flag << shift).min(u32::from(used)) as u16;
+        first(flag)..first(flag + 1)
+    }
+
     /// Copies the first `count` device state lines from device memory.
     pub(super) fn device_states(&self, count: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; count * device_state::LEN as usize];
@@ -276,10 +324,16 @@ impl SharedArea {
         self.set_device_counters(index, 0)
     }
 
-    /// Writes device counters, as kernels do.
-    pub(super) fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
+    fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.store_u64(at, word)
+    }
+
+    /// Writes device counters and sets their activity flag, as kernels do. For tests.
+    pub(super) fn publish_device_counters(&self, index: u16, word: u64) -> Result<()> {
+        self.set_device_counters(index, word)?;
+        let flag = u64::from(index) >> activity_shift(self.sockets);
+        self.kernel_area.host_bytes()?.store_u32(self.offsets.activity + flag * 4, 1)
     }
 
     /// A socket's word `RECEIVED`, as the host or the peer's HCA has written it.

@@ -10,8 +10,8 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::SockOptions;
-use super::kinds::Socket;
-use super::layout::{RequestOp, SockOption};
+use super::kinds::{SockOpts, Socket, TcpSocket};
+use super::layout::{RequestOp, SockOption, activity_shift};
 use super::requests::Request;
 use super::resources::Resources;
 use super::service::ServiceThread;
@@ -95,7 +95,7 @@ fn bytes_that_were_sent_before_a_connection_are_impossible() {
         turn(&mut service);
     }
     assert!(refused == Err(Errno::CONNREFUSED) || service.sockets[0].common.errno() != 0);
-    service.resources.shared_area.set_device_counters(0, RING).unwrap();
+    service.resources.shared_area.publish_device_counters(0, RING).unwrap();
     turn(&mut service);
     let option = SockOption::SendBuffer as u32;
     let smaller = Request { option, value: 4096, ..of(stream) };
@@ -181,4 +181,54 @@ fn rings_that_32_bits_cannot_count_are_refused() {
         }
         assert!(set(1 << 30).is_ok() && set(1).is_ok());
     }
+}
+
+/// The cost of a round is that of the sockets in use, however many others are open.
+#[test]
+fn counters_of_idle_sockets_are_not_read() {
+    const IDLE: u16 = 1000;
+    let mut service = service(1024);
+    let listener = socket(&mut service);
+    let name = listen(&mut service, listener);
+    let (_peer, connection) = accept(&mut service, name);
+    let index = service.sockets.find(connection).unwrap();
+    for _ in 0..IDLE {
+        // Without descriptors, as a process may have no more than 1024.
+        let slot = service.open_slot(SockOpts::with_ring(RING)).unwrap().unwrap();
+        service.sockets[slot].socket = Socket::Tcp(TcpSocket::default());
+    }
+    while service.poll_round().unwrap() {}
+    let before = service.counter_loads;
+    for _ in 0..100 {
+        service.poll_round().unwrap();
+    }
+    assert_eq!(service.counter_loads, before, "a round without activity");
+    let sent = |service: &ServiceThread| service.sockets[index].rings().unwrap().sent;
+    for round in 1..=100 {
+        service.resources.shared_area.publish_device_counters(index, round).unwrap();
+        assert!(service.poll_round().unwrap());
+        assert_eq!(sent(&service), round);
+    }
+    let per_round = (service.counter_loads - before) / 100;
+    assert_eq!(per_round, 1 << activity_shift(1024), "those that share its flag");
+}
+
+/// A flag alone changes nothing, and one that is set again is seen again. Flags of sockets that
+/// never existed are not looked at.
+#[test]
+fn activity_flags_without_new_counters_are_harmless() {
+    let mut service = service(1024);
+    let stream = socket(&mut service);
+    let index = service.sockets.find(stream).unwrap();
+    let area = service.resources.shared_area.clone();
+    for _ in 0..3 {
+        area.publish_device_counters(index, 0).unwrap();
+        assert!(!service.poll_round().unwrap());
+    }
+    area.publish_device_counters(1023, u64::MAX).unwrap();
+    assert_eq!(area.take_activity(service.sockets.used_up_to).unwrap(), 0);
+    assert!(!service.poll_round().unwrap());
+    assert_eq!(area.take_activity(1024).unwrap(), 1 << 127);
+    assert_eq!(area.take_activity(1024).unwrap(), 0, "taken once");
+    assert_eq!((area.sockets_of(127, 1024), area.sockets_of(127, 1017)), (1016..1024, 1016..1017));
 }
