@@ -204,6 +204,14 @@ impl ServiceThread {
         if let Err(errno) = slot.connect(address, &mut self.resources) {
             return Ok(Err(errno));
         }
+        // What a kernel has counted as sent on a stream before this is impossible, also if the
+        // stream is connected at once.
+        let word = self.resources.shared_area.device_counters(index)?;
+        let is_stream = !matches!(slot.socket, Socket::Udp(_));
+        if is_stream && slot.rings().is_some_and(|rings| !rings.is_current(word)) {
+            self.misused(index)?;
+            return Ok(DONE);
+        }
         slot.publish(&self.resources)?;
         self.queue(index);
         Ok(DONE)

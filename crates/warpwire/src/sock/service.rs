@@ -199,7 +199,7 @@ impl ServiceThread {
 
     /// A kernel has written an impossible counter: resets that socket only.
     #[cold]
-    fn misused(&mut self, index: u16) -> Result<bool> {
+    pub(super) fn misused(&mut self, index: u16) -> Result<bool> {
         let slot = &mut self.sockets[index];
         if slot.common.errno() == i64::from(Errno::INVAL.raw_os_error()) {
             return Ok(false);
