@@ -111,12 +111,12 @@ WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h,
 // -------------------------------------------------------------------------------------------------
 // Memory shared with the host; `layout.rs` defines and documents the same.
 
-constexpr u32 kVersion = 4;
+constexpr u32 kVersion = 5;
 
 struct Table {
     u32 version, sockets, slots, heartbeat_timeout_ms;
-    u64 host_state, device_counters, device_states, requests, replies, slot_laps, ticket, heartbeat, qp_slots;
-    u64 unused[5];
+    u64 host_state, device_counters, device_states, requests, replies, slot_laps, ticket, heartbeat, qp_slots, activity;
+    u32 activity_shift, unused[7];
 };
 struct Heartbeat {
     u64 count;

@@ -38,6 +38,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mr/registry.rs",
     "mr/sync.rs",
     "mr/uffd.rs",
+    "sock/sys.rs",
     "stream/hardware.rs",
     "stream/kernel/on.rs",
     "mem/mod.rs",

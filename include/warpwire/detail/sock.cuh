@@ -439,6 +439,14 @@ WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 
     }
 }
 
+// Sets the activity flag of the socket, after its counters: the host reads only counters whose flag
+// is set. The fence orders the flag behind the counters; the host clears it before it reads them.
+WARPWIRE_FN void notify_host(const Table &table, const SocketRef &ref) {
+    u32 flag = (static_cast<u32>(ref.handle) & 0xffff) >> table.activity_shift;
+    fence_system();
+    store_system(reinterpret_cast<u32 *>(table.activity) + flag, 1u);
+}
+
 // Publishes the bytes sent to the host, or, by RDMA, to the peer.
 WARPWIRE_FN void publish_sent(const Table &table, const SocketRef &ref, const HeldRing &held, u64 ring, u64 size, u64 sent) {
     store_gpu_relaxed(&ref.device_state->sent, sent);
@@ -448,15 +456,17 @@ WARPWIRE_FN void publish_sent(const Table &table, const SocketRef &ref, const He
     }
     fence_system();
     store_system(&ref.device_counters->sent, static_cast<u32>(sent));
+    notify_host(table, ref);
 }
-WARPWIRE_FN void publish_consumed_to_host(const SocketRef &ref, u64 consumed) {
+WARPWIRE_FN void publish_consumed_to_host(const Table &table, const SocketRef &ref, u64 consumed) {
     store_gpu_relaxed(&ref.device_state->consumed, consumed);
     fence_system();
     store_system(&ref.device_counters->consumed, static_cast<u32>(consumed));
+    notify_host(table, ref);
 }
 WARPWIRE_FN void publish_consumed(const Table &table, const SocketRef &ref, const HeldRing &held, u64 consumed) {
     if (!(held.flags & kFlagWarp)) {
-        publish_consumed_to_host(ref, consumed);
+        publish_consumed_to_host(table, ref, consumed);
         return;
     }
     store_gpu_relaxed(&ref.device_state->consumed, consumed);
@@ -557,7 +567,7 @@ WARPWIRE_CALL i64 accept_thread(const Table &table, int listener, Address *from)
         if (locked && held.remote_count != held.local_count) {
             Record record;
             read_record(held, &record);
-            publish_consumed_to_host(ref, held.local_count + sizeof(Record));
+            publish_consumed_to_host(table, ref, held.local_count + sizeof(Record));
             store_gpu(&ref.device_state->receive_lock, kUnlocked);
             init_device_state(table, static_cast<int>(record.value));
             if (from) *from = record.address;

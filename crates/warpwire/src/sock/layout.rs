@@ -6,11 +6,12 @@
 //! | area | writer | memory | contents |
 //! |---|---|---|---|
 //! | host area | the host | device with a window, else pinned | see below |
-//! | kernel area | kernels | pinned | requests, [`device_counters`] words, send rings |
-//! | device states | kernels | device | request ticket, slot laps, [`device_state`] lines |
+//! | kernel area | kernels | pinned | see below |
+//! | device states | kernels | device | request ticket, slot laps, [`DeviceState`] lines |
 //!
-//! The host area contains the [`table`], the [`heartbeat`], replies, [`host_state`] lines and
-//! receive rings. No side reads across PCIe: each polls local memory, and only stores cross the
+//! The host area contains the [`Table`], the [`Heartbeat`], replies, [`HostState`] lines and
+//! receive rings; the kernel area requests, [`DeviceCounters`], [activity flags](ACTIVITY_FLAGS)
+//! and send rings. Only the flags have two writers: the host clears them. No side reads across PCIe: each polls local memory, and only stores cross the
 //! bus.
 //!
 //! `warp` sockets have the same lines and rings. `RECEIVED` and `TAKEN` in their host state are
@@ -20,122 +21,244 @@
 //! | area | writer | memory | contents |
 //! |---|---|---|---|
 //! | queues | kernels | pinned | send queue entries and doorbell |
-//! | polled | host, HCA | device with a window, else pinned | [`qp_descriptor`], completions |
-//! | QP slots | kernels | device | [QP handle](crate::stream::kernel::layout) and [`peer`] |
+//! | polled | host, HCA | device with a window, else pinned | [`QpDescriptor`], completions |
+//! | QP slots | kernels | device | [QP handle](crate::stream::kernel::layout) and [`Peer`] |
 
+use std::mem::offset_of;
 use std::net::SocketAddr;
 
 use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
 /// Version of the layout; headers and kernels compare it.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
-/// The table: addresses and sizes of everything else. Kernels get its address only.
-pub mod table {
-    /// Version of the layout: 32 bits.
-    pub const VERSION: u64 = 0;
-    /// Number of sockets: 32 bits.
-    pub const SOCKETS: u64 = 4;
-    /// Number of request slots, a power of two: 32 bits.
-    pub const SLOTS: u64 = 8;
-    /// The host counts as dead after this many milliseconds without a heartbeat: 32 bits.
-    pub const HEARTBEAT_TIMEOUT: u64 = 12;
-    /// Address of the [`host_state`](super::host_state) lines.
-    pub const HOST_STATES: u64 = 16;
-    /// Address of the [`device_counters`](super::device_counters) words.
-    pub const DEVICE_COUNTERS: u64 = 24;
-    /// Address of the [`device_state`](super::device_state) lines.
-    pub const DEVICE_STATES: u64 = 32;
-    /// Address of the requests.
-    pub const REQUESTS: u64 = 40;
-    /// Address of the replies.
-    pub const REPLIES: u64 = 48;
-    /// Address of the slot laps, 64 bits per request slot: how often the slot was used and freed.
-    pub const SLOT_LAPS: u64 = 56;
-    /// Address of the ticket counter of requests, 64 bits.
-    pub const TICKET: u64 = 64;
-    /// Address of the [`heartbeat`](super::heartbeat).
-    pub const HEARTBEAT: u64 = 72;
-    /// Address of the [`qp_slot`](super::qp_slot)s.
-    pub const QP_SLOTS: u64 = 80;
-    /// Length in bytes.
-    pub const LEN: u64 = 128;
+/// Number of activity flags, 32 bits each. A flag belongs to neighbouring sockets; a kernel sets it
+/// to 1 after it has changed the [`DeviceCounters`] of one of them, and the host clears it before
+/// it reads those counters. So what the host polls does not grow with the number of idle sockets.
+///
+/// They are words and no bitmap: kernels would need atomic operations on host memory to set a bit,
+/// which PCIe may not have.
+pub const ACTIVITY_FLAGS: u64 = 128;
+
+/// Log2 of the number of sockets that share an activity flag.
+pub const fn activity_shift(sockets: u32) -> u32 {
+    let mut shift = 0;
+    while (sockets as u64).div_ceil(1 << shift) > ACTIVITY_FLAGS {
+        shift += 1;
+    }
+    shift
 }
 
-/// The host's heartbeat.
-pub mod heartbeat {
-    /// Incremented every 20 ms by the host: 64 bits.
-    pub const COUNT: u64 = 0;
-    /// 1 once the host has ended: 32 bits.
-    pub const CLOSED: u64 = 8;
-    /// Length in bytes.
-    pub const LEN: u64 = 128;
+/// A value with a fixed size and no padding, in the byte order of the GPU, which is little-endian.
+trait Plain: Sized {
+    fn put(&self, into: &mut [u8]);
+    fn get(from: &[u8]) -> Self;
 }
 
-/// The state of one socket, written by the host.
-pub mod host_state {
-    /// The [`state`](super::state) word: 64 bits.
-    pub const STATE: u64 = 0;
-    /// Total bytes put into the receive ring; `warp`: written by the peer's HCA.
-    pub const RECEIVED: u64 = 8;
-    /// Total bytes taken from the send ring; `warp`: written by the peer's HCA.
-    pub const TAKEN: u64 = 16;
-    /// Address of the receive ring.
-    pub const RECEIVE_RING: u64 = 24;
-    /// Address of the send ring.
-    pub const SEND_RING: u64 = 32;
-    /// Size of the receive ring, a power of two: 32 bits.
-    pub const RECEIVE_SIZE: u64 = 40;
-    /// Size of the send ring, a power of two: 32 bits.
-    pub const SEND_SIZE: u64 = 44;
-    /// `warp`: address of the [`qp_descriptor`](super::qp_descriptor); 0 before there is one.
-    pub const QP_DESCRIPTOR: u64 = 48;
-    /// `warp`: number of consumed bytes after which the peer is notified: 32 bits.
-    pub const REPORT_AT: u64 = 56;
-    /// Length in bytes.
-    pub const LEN: u64 = 64;
+macro_rules! plain_words {
+    ($($word:ty),*) => {$(
+        impl Plain for $word {
+            fn put(&self, into: &mut [u8]) {
+                into[..size_of::<$word>()].copy_from_slice(&self.to_le_bytes());
+            }
+
+            fn get(from: &[u8]) -> Self {
+                let mut bytes = [0; size_of::<$word>()];
+                bytes.copy_from_slice(&from[..size_of::<$word>()]);
+                Self::from_le_bytes(bytes)
+            }
+        }
+    )*};
 }
 
-/// One socket's counters, written by kernels: the lower halves of two totals in one word. The host
-/// compares it with the last value it saw, so the word is the doorbell as well.
-pub mod device_counters {
-    /// Bytes put into the send ring: 32 bits.
-    pub const SENT: u64 = 0;
-    /// Bytes taken from the receive ring: 32 bits.
-    pub const CONSUMED: u64 = 4;
-    /// Length in bytes.
-    pub const LEN: u64 = 8;
+plain_words!(u8, u32, i32, u64, i64);
+
+impl<T: Plain, const N: usize> Plain for [T; N] {
+    fn put(&self, into: &mut [u8]) {
+        for (item, bytes) in self.iter().zip(into.chunks_exact_mut(size_of::<T>())) {
+            item.put(bytes);
+        }
+    }
+
+    fn get(from: &[u8]) -> Self {
+        std::array::from_fn(|at| T::get(&from[at * size_of::<T>()..]))
+    }
 }
 
-/// The state of one socket that only kernels use.
-pub mod device_state {
-    /// The generation of the open handle; 0 once it is closed: 32 bits.
-    pub const GENERATION: u64 = 0;
-    /// [`NON_BLOCKING`], the directions that were shut down, [`WARP`] and [`FIN`]: 32 bits.
-    pub const FLAGS: u64 = 4;
-    /// Total bytes put into the send ring.
-    pub const SENT: u64 = 8;
-    /// Total bytes taken from the receive ring.
-    pub const CONSUMED: u64 = 16;
-    /// Lock of the sending direction: [`UNLOCKED`], [`LOCKED`], [`SPAN_OUT`] or [`CLOSED`], 32
-    /// bits.
-    pub const SEND_LOCK: u64 = 24;
-    /// Lock of the receiving direction: 32 bits.
-    pub const RECEIVE_LOCK: u64 = 28;
-    /// Timeout of send and connect in nanoseconds; 0 means none.
-    pub const SEND_TIMEOUT: u64 = 32;
-    /// Timeout of receive and accept in nanoseconds; 0 means none.
-    pub const RECEIVE_TIMEOUT: u64 = 40;
-    /// `warp`: total bytes consumed that were reported to the peer.
-    pub const REPORTED: u64 = 48;
-    /// `warp`: lock for posting: [`UNLOCKED`] or [`LOCKED`], 32 bits.
-    pub const POST_LOCK: u64 = 56;
-    /// `warp`: index of the [`qp_slot`](super::qp_slot) plus one; 0 until it is initialised: 32
-    /// bits.
-    pub const QP_SLOT: u64 = 60;
-    /// Length in bytes.
-    pub const LEN: u64 = 64;
+/// Defines a structure of the shared memory, as in the header, and a module with the offsets of its
+/// fields for accesses to single words.
+macro_rules! shared_struct {
+    (
+        $(#[$doc:meta])*
+        pub struct $name:ident in $module:ident {
+            $($(#[$field_doc:meta])* $field:ident: $type:ty $(= $offset:ident)?,)*
+        }
+        $($item:item)*
+    ) => {
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: $type,)*
+        }
+
+        const _: () = assert!(
+            0 $(+ size_of::<$type>())* == size_of::<$name>(),
+            "no padding: the bytes of every field are copied"
+        );
+
+        impl Plain for $name {
+            fn put(&self, into: &mut [u8]) {
+                $(self.$field.put(&mut into[offset_of!($name, $field)..]);)*
+            }
+
+            fn get(from: &[u8]) -> Self {
+                Self { $($field: Plain::get(&from[offset_of!($name, $field)..]),)* }
+            }
+        }
+
+        impl $name {
+            /// The bytes in memory.
+            pub fn encode(&self) -> [u8; size_of::<Self>()] {
+                let mut bytes = [0; size_of::<Self>()];
+                self.put(&mut bytes);
+                bytes
+            }
+
+            /// The structure with these bytes in memory.
+            pub fn decode(bytes: &[u8; size_of::<Self>()]) -> Self {
+                Self::get(bytes)
+            }
+        }
+
+        #[doc = concat!("Offsets in [`", stringify!($name), "`].")]
+        pub mod $module {
+            $($(
+                #[doc = concat!("Offset of `", stringify!($field), "`.")]
+                pub const $offset: u64 = std::mem::offset_of!(super::$name, $field) as u64;
+            )?)*
+            /// Length in bytes.
+            pub const LEN: u64 = size_of::<super::$name>() as u64;
+            $($item)*
+        }
+    };
+}
+
+shared_struct! {
+    /// The table: addresses and sizes of everything else. Kernels get its address only.
+    pub struct Table in table {
+        /// [`VERSION`] of the layout.
+        version: u32 = VERSION,
+        /// Number of sockets.
+        sockets: u32 = SOCKETS,
+        /// Number of request slots, a power of two.
+        slots: u32 = SLOTS,
+        /// The host counts as dead after this many milliseconds without a heartbeat.
+        heartbeat_timeout: u32 = HEARTBEAT_TIMEOUT,
+        /// Address of the [`HostState`] lines.
+        host_states: u64 = HOST_STATES,
+        /// Address of the [`DeviceCounters`].
+        device_counters: u64 = DEVICE_COUNTERS,
+        /// Address of the [`DeviceState`] lines.
+        device_states: u64 = DEVICE_STATES,
+        /// Address of the [`Request`]s.
+        requests: u64 = REQUESTS,
+        /// Address of the [`Reply`]s.
+        replies: u64 = REPLIES,
+        /// Address of the slot laps, 64 bits per request slot: how often the slot was used and
+        /// freed.
+        slot_laps: u64 = SLOT_LAPS,
+        /// Address of the ticket counter of requests, 64 bits.
+        ticket: u64 = TICKET,
+        /// Address of the [`Heartbeat`].
+        heartbeat: u64 = HEARTBEAT,
+        /// Address of the [`qp_slot`]s.
+        qp_slots: u64 = QP_SLOTS,
+        /// Address of the [activity flags](ACTIVITY_FLAGS).
+        activity: u64 = ACTIVITY,
+        /// See [`activity_shift`].
+        activity_shift: u32 = ACTIVITY_SHIFT,
+        /// Zero.
+        unused: [u32; 7],
+    }
+}
+
+shared_struct! {
+    /// The host's heartbeat, alone in its 128 bytes.
+    pub struct Heartbeat in heartbeat {
+        /// Incremented every 20 ms by the host.
+        count: u64 = COUNT,
+        /// 1 once the host has ended.
+        closed: u32 = CLOSED,
+        /// Zero.
+        unused: [u32; 29],
+    }
+}
+
+shared_struct! {
+    /// The state of one socket, written by the host.
+    pub struct HostState in host_state {
+        /// The [`state`] word.
+        state: u64 = STATE,
+        /// Total bytes put into the receive ring; `warp`: written by the peer's HCA.
+        received: u64 = RECEIVED,
+        /// Total bytes taken from the send ring; `warp`: written by the peer's HCA.
+        taken: u64 = TAKEN,
+        /// Address of the receive ring.
+        receive_ring: u64 = RECEIVE_RING,
+        /// Address of the send ring.
+        send_ring: u64 = SEND_RING,
+        /// Size of the receive ring, a power of two.
+        receive_size: u32 = RECEIVE_SIZE,
+        /// Size of the send ring, a power of two.
+        send_size: u32 = SEND_SIZE,
+        /// `warp`: address of the [`QpDescriptor`]; 0 before there is one.
+        qp_descriptor: u64 = QP_DESCRIPTOR,
+        /// `warp`: number of consumed bytes after which the peer is notified.
+        report_at: u32 = REPORT_AT,
+        /// Zero.
+        unused: u32,
+    }
+}
+
+shared_struct! {
+    /// One socket's counters, written by kernels: the lower halves of two totals in one word. The
+    /// host compares it with the last value it saw.
+    pub struct DeviceCounters in device_counters {
+        /// Bytes put into the send ring.
+        sent: u32 = SENT,
+        /// Bytes taken from the receive ring.
+        consumed: u32 = CONSUMED,
+    }
+}
+
+shared_struct! {
+    /// The state of one socket that only kernels use.
+    pub struct DeviceState in device_state {
+        /// The generation of the open handle; 0 once it is closed.
+        generation: u32 = GENERATION,
+        /// `NON_BLOCKING`, the directions that were shut down, `WARP` and `FIN`.
+        flags: u32 = FLAGS,
+        /// Total bytes put into the send ring.
+        sent: u64 = SENT,
+        /// Total bytes taken from the receive ring.
+        consumed: u64 = CONSUMED,
+        /// Lock of the sending direction: `UNLOCKED`, `LOCKED`, `SPAN_OUT` or `CLOSED`.
+        send_lock: u32 = SEND_LOCK,
+        /// Lock of the receiving direction.
+        receive_lock: u32 = RECEIVE_LOCK,
+        /// Timeout of send and connect in nanoseconds; 0 means none.
+        send_timeout: u64 = SEND_TIMEOUT,
+        /// Timeout of receive and accept in nanoseconds; 0 means none.
+        receive_timeout: u64 = RECEIVE_TIMEOUT,
+        /// `warp`: total bytes consumed that were reported to the peer.
+        reported: u64 = REPORTED,
+        /// `warp`: lock for posting: `UNLOCKED` or `LOCKED`.
+        post_lock: u32 = POST_LOCK,
+        /// `warp`: index of the [`qp_slot`] plus one; 0 until it is initialised.
+        qp_slot: u32 = QP_SLOT,
+    }
 
     /// Flag: calls do not block.
     pub const NON_BLOCKING: u32 = 1;
@@ -184,99 +307,113 @@ pub mod state {
     pub const RESET_ON_CLOSE: u64 = 1 << 39;
 }
 
-/// What a kernel needs to post to a connection's queue pair, written by the host.
-pub mod qp_descriptor {
-    /// The constant part of the queue pair's handle.
-    pub const CONSTANTS: u64 = 0;
-    /// The [`peer`](super::peer)'s addresses and keys.
-    pub const PEER: u64 = 128;
-    /// Length in bytes.
-    pub const LEN: u64 = 192;
+shared_struct! {
+    /// The peer's memory that may be written, and its keys: part of a [`QpDescriptor`] and of a
+    /// [`qp_slot`].
+    pub struct Peer in peer {
+        /// Address of the peer's receive ring.
+        ring: u64 = RING,
+        /// Address of the peer's word `received`.
+        received: u64 = RECEIVED,
+        /// Address of the peer's word `taken`.
+        taken: u64 = TAKEN,
+        /// Rkey of the ring.
+        ring_key: u32 = RING_KEY,
+        /// Rkey of the word `received`.
+        received_key: u32 = RECEIVED_KEY,
+        /// Rkey of the word `taken`.
+        taken_key: u32 = TAKEN_KEY,
+        /// Size of the ring, a power of two and a multiple of our `send_size`.
+        ring_size: u32 = RING_SIZE,
+        /// Lkey of our own send ring.
+        send_key: u32 = SEND_KEY,
+        /// Index of the QP slot.
+        qp_slot: u32 = QP_SLOT,
+        /// Zero.
+        unused: [u64; 2],
+    }
 }
 
-/// The peer's memory that may be written, and its keys: part of a [`qp_descriptor`] and of a
-/// [`qp_slot`].
-pub mod peer {
-    /// Address of the peer's receive ring.
-    pub const RING: u64 = 0;
-    /// Address of the peer's word `received`.
-    pub const RECEIVED: u64 = 8;
-    /// Address of the peer's word `taken`.
-    pub const TAKEN: u64 = 16;
-    /// Rkey of the ring: 32 bits, as all that follow.
-    pub const RING_KEY: u64 = 24;
-    /// Rkey of the word `received`.
-    pub const RECEIVED_KEY: u64 = 28;
-    /// Rkey of the word `taken`.
-    pub const TAKEN_KEY: u64 = 32;
-    /// Size of the ring, a power of two and a multiple of our `SEND_SIZE`.
-    pub const RING_SIZE: u64 = 36;
-    /// Lkey of our own send ring.
-    pub const SEND_KEY: u64 = 40;
-    /// Index of the QP slot.
-    pub const QP_SLOT: u64 = 44;
-    /// Length in bytes.
-    pub const LEN: u64 = 64;
+shared_struct! {
+    /// What a kernel needs to post to a connection's queue pair, written by the host.
+    pub struct QpDescriptor in qp_descriptor {
+        /// The constant part of the queue pair's handle.
+        constants: [u64; 16] = CONSTANTS,
+        /// The peer's addresses and keys.
+        peer: Peer = PEER,
+    }
 }
 
 /// A queue pair's state that only kernels use.
 pub mod qp_slot {
     /// The queue pair's handle.
     pub const HANDLE: u64 = 0;
-    /// The [`peer`](super::peer)'s addresses and keys.
+    /// The [`Peer`](super::Peer)'s addresses and keys.
     pub const PEER: u64 = crate::stream::kernel::layout::LEN;
-    /// Length in bytes.
-    pub const LEN: u64 = 1280;
-    const _: () = assert!(PEER + super::peer::LEN <= LEN);
+    /// Length in bytes, a multiple of the handle's alignment.
+    pub const LEN: u64 = (PEER + super::peer::LEN).next_multiple_of(128);
 }
 
-/// A request of a kernel to the host.
-pub mod request {
-    /// The ticket plus one, written last.
-    pub const NUMBER: u64 = 0;
-    /// The [`RequestOp`](super::RequestOp): 32 bits.
-    pub const OP: u64 = 8;
-    /// The socket's handle: 32 bits.
-    pub const HANDLE: u64 = 12;
-    /// The argument of the operation: 64 bits.
-    pub const VALUE: u64 = 16;
-    /// The [`SockOption`](super::SockOption): 32 bits.
-    pub const OPTION: u64 = 24;
-    /// An address: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16
-    /// bytes.
-    pub const ADDRESS: u64 = 32;
+shared_struct! {
+    /// A request of a kernel to the host.
+    pub struct Request in request {
+        /// The ticket plus one, written last.
+        number: u64 = NUMBER,
+        /// The [`RequestOp`].
+        op: u32 = OP,
+        /// The socket's handle.
+        handle: i32 = HANDLE,
+        /// The argument of the operation.
+        value: u64 = VALUE,
+        /// The [`SockOption`].
+        option: u32 = OPTION,
+        /// Zero.
+        unused: u32,
+        /// An address: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16
+        /// bytes.
+        address: [u8; ADDRESS_LEN] = ADDRESS,
+        /// Zero.
+        more: u64,
+    }
+
     /// `Close` only, in the bytes of the address: total bytes sent. Used for `warp` sockets.
-    pub const SENT: u64 = 40;
+    pub const SENT: u64 = ADDRESS + 8;
     /// `Close` only: total bytes taken from the receive ring.
-    pub const CONSUMED: u64 = 48;
-    /// Length in bytes.
-    pub const LEN: u64 = 64;
+    pub const CONSUMED: u64 = SENT + 8;
 }
 
-/// The host's reply to a request.
-pub mod reply {
-    /// The request's number, written last.
-    pub const NUMBER: u64 = 0;
-    /// The result: 0 or more, or a negated errno.
-    pub const RESULT: u64 = 8;
-    /// An address, if the operation returns one.
-    pub const ADDRESS: u64 = 16;
-    /// Length in bytes.
-    pub const LEN: u64 = 64;
+shared_struct! {
+    /// The host's reply to a request.
+    pub struct Reply in reply {
+        /// The request's number, written last.
+        number: u64 = NUMBER,
+        /// The result: 0 or more, or a negated errno.
+        result: i64 = RESULT,
+        /// An address, if the operation returns one.
+        address: [u8; ADDRESS_LEN] = ADDRESS,
+        /// Zero.
+        unused: [u64; 3],
+    }
 }
 
-/// The header of a datagram in a ring, or an accepted connection in a listener's ring. Records are
-/// aligned to their length.
-pub mod record {
-    /// Datagram: its length; connection: its handle. 32 bits.
-    pub const VALUE: u64 = 0;
-    /// Datagram: an errno instead of data, or 0. 32 bits.
-    pub const ERROR: u64 = 4;
-    /// The address of the sender, the destination or the connected peer.
-    pub const ADDRESS: u64 = 8;
-    /// Length in bytes.
-    pub const LEN: u64 = 32;
+shared_struct! {
+    /// The header of a datagram in a ring, or an accepted connection in a listener's ring. Records
+    /// are aligned to their length.
+    pub struct Record in record {
+        /// Datagram: its length; connection: its handle.
+        value: u32 = VALUE,
+        /// Datagram: an errno instead of data, or 0.
+        error: u32 = ERROR,
+        /// The address of the sender, the destination or the connected peer.
+        address: [u8; ADDRESS_LEN] = ADDRESS,
+    }
 }
+
+// `sock.cuh` asserts the same sizes.
+const _: () = assert!(table::LEN == 128 && heartbeat::LEN == 128 && host_state::LEN == 64);
+const _: () = assert!(device_counters::LEN == 8 && device_state::LEN == 64 && peer::LEN == 64);
+const _: () = assert!(qp_descriptor::LEN == 192 && qp_slot::LEN == 1280 && record::LEN == 32);
+const _: () = assert!(request::LEN == 64 && reply::LEN == 64);
 
 /// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -426,6 +563,32 @@ mod tests {
     fn handles_are_never_negative() {
         assert_eq!(split_handle(handle(7, 9)), (7, 9));
         assert!(handle(u16::MAX, 0x7fff) > 0);
+    }
+
+    #[test]
+    fn structures_are_encoded_field_by_field() {
+        let record = Record { value: 0x0403_0201, error: 5, address: address_bytes(None) };
+        let bytes = record.encode();
+        assert_eq!(bytes[..8], [1, 2, 3, 4, 5, 0, 0, 0]);
+        assert_eq!(Record::decode(&bytes), record);
+        let peer = Peer { taken: 7, qp_slot: 9, unused: [1, 2], ..Peer::default() };
+        let descriptor = QpDescriptor { peer, ..QpDescriptor::default() };
+        let bytes = descriptor.encode();
+        assert_eq!(bytes[(qp_descriptor::PEER + peer::TAKEN) as usize], 7);
+        assert_eq!(bytes[(qp_descriptor::PEER + peer::QP_SLOT) as usize], 9);
+        assert_eq!(QpDescriptor::decode(&bytes), descriptor);
+        let request = Request { handle: -1, ..Request::default() };
+        assert_eq!(Request::decode(&request.encode()).handle, -1);
+    }
+
+    #[test]
+    fn every_socket_has_an_activity_flag() {
+        for sockets in [1, 2, 127, 128, 129, 1000, 1024, 1025, 65_535] {
+            let last = u64::from(sockets - 1) >> activity_shift(sockets);
+            assert!(last < ACTIVITY_FLAGS, "{sockets}");
+        }
+        assert_eq!((activity_shift(128), activity_shift(129)), (0, 1));
+        assert_eq!((activity_shift(1024), activity_shift(65_535)), (3, 9));
     }
 
     #[test]

@@ -49,23 +49,25 @@
 //! stream.synchronize(Duration::from_secs(10)).unwrap();
 //! ```
 
-mod agent;
+mod accepts;
 mod arena;
 mod byte_counts;
-mod datagrams;
 pub mod device;
 mod device_cache;
 mod gpunet;
-mod handshakes;
+mod kinds;
 #[doc(hidden)]
 pub mod layout;
+mod pending;
 mod qp_slots;
 mod requests;
+mod resources;
+mod service;
 mod shared_area;
-mod socket;
+mod socket_table;
+mod sys;
 #[cfg(test)]
 mod tests;
-mod transfer;
 pub mod warp;
 
 use std::os::fd::OwnedFd;
@@ -81,8 +83,9 @@ use serde::Serialize;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind};
 use crate::verbs::Context;
-use agent::{Agent, Counters, StopFlags};
 use qp_slots::QpSlots;
+use resources::{Counters, Resources};
+use service::{ServiceThread, StopFlags};
 use shared_area::SharedArea;
 
 /// Where the memory that the host writes and kernels poll is allocated.
@@ -258,17 +261,12 @@ impl SockHost {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::os("create an eventfd", &errno.into()))?;
         let warp = (qp_slots, context);
-        let agent = Agent::new(
-            shared_area.clone(),
-            options,
-            warp,
-            &wake,
-            counters.clone(),
-            stop_flags.clone(),
-        )?;
+        let resources =
+            Resources::new(shared_area.clone(), options, warp, &wake, counters.clone())?;
+        let service = ServiceThread::new(resources, stop_flags.clone());
         let thread = std::thread::Builder::new()
             .name(format!("sock {}", device.label()))
-            .spawn(move || agent.run())
+            .spawn(move || service.run())
             .map_err(|error| Error::os("start the thread of the socket service", &error))?;
         let thread = Mutex::new(Some(thread));
         Ok(Self {
@@ -365,7 +363,7 @@ impl SockHost {
     /// Writes an impossible value into a socket's device counters. For tests of the check.
     #[doc(hidden)]
     pub fn corrupt_counters(&self, index: u16) {
-        if let Err(error) = self.shared_area.set_device_counters(index, u64::MAX / 3) {
+        if let Err(error) = self.shared_area.publish_device_counters(index, u64::MAX / 3) {
             tracing::error!(%error, "cannot corrupt the device counters");
         }
     }

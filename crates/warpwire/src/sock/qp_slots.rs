@@ -2,7 +2,7 @@
 //! they poll, and QP slots that only they use. All of it is allocated at start, because CUDA may
 //! block an allocation while kernels run.
 
-use super::layout::{peer, qp_descriptor, qp_slot};
+use super::layout::{Peer, QpDescriptor, qp_descriptor, qp_slot};
 use super::warp::Hello;
 use super::{SockMemory, SockOptions};
 use crate::error::Result;
@@ -135,31 +135,26 @@ impl QpSlots {
         peer_hello: &Hello,
         send_key: u32,
     ) -> Result<()> {
-        let mut line = [0; qp_descriptor::LEN as usize];
-        let constants = qp.constants().encode();
-        let slice = qp_descriptor::PEER as usize;
-        line[..slice].copy_from_slice(&constants[..slice]);
-        let mut put = |at: u64, bytes: &[u8]| {
-            let at = (qp_descriptor::PEER + at) as usize;
-            line[at..at + bytes.len()].copy_from_slice(bytes);
+        let mut descriptor = QpDescriptor {
+            peer: Peer {
+                ring: peer_hello.ring.address,
+                received: peer_hello.received.address,
+                taken: peer_hello.taken.address,
+                ring_key: peer_hello.ring.rkey,
+                received_key: peer_hello.received.rkey,
+                taken_key: peer_hello.taken.rkey,
+                ring_size: peer_hello.ring_size as u32,
+                send_key,
+                qp_slot,
+                ..Peer::default()
+            },
+            ..QpDescriptor::default()
         };
-        for (at, address) in [
-            (peer::RING, peer_hello.ring.address),
-            (peer::RECEIVED, peer_hello.received.address),
-            (peer::TAKEN, peer_hello.taken.address),
-        ] {
-            put(at, &address.to_le_bytes());
+        let constants = qp.constants().encode();
+        for (word, bytes) in descriptor.constants.iter_mut().zip(constants.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
         }
-        for (at, word) in [
-            (peer::RING_KEY, peer_hello.ring.rkey),
-            (peer::RECEIVED_KEY, peer_hello.received.rkey),
-            (peer::TAKEN_KEY, peer_hello.taken.rkey),
-            (peer::RING_SIZE, peer_hello.ring_size as u32),
-            (peer::SEND_KEY, send_key),
-            (peer::QP_SLOT, qp_slot),
-        ] {
-            put(at, &word.to_le_bytes());
-        }
+        let line = descriptor.encode();
         self.polled.bytes().write(u64::from(qp_slot) * self.polled_len, &line)?;
         self.polled.flush_stores();
         Ok(())

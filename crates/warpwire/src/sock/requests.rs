@@ -2,19 +2,18 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{SocketType, sockopt};
 
-use super::agent::{Agent, LINGER_TIMEOUT};
 use super::arena;
 use super::byte_counts::ByteCounts;
+use super::kinds::{Listener, Progress, SockOpts, Socket, TcpSocket, UdpSocket, new_descriptor};
 use super::layout::{
-    ADDRESS_LEN, RequestOp, SockOption, address_bytes, address_from, record, request, state,
+    self, RequestOp, SockOption, address_bytes, address_from, record, request, state,
 };
-use super::socket::{Socket, SocketRole};
+use super::service::ServiceThread;
 use crate::error::Result;
 
 /// The result of a request: a number of 0 or more and an optional address, or an errno.
@@ -42,41 +41,41 @@ pub(super) struct Request {
 
 impl Request {
     fn read(bytes: &[u8; request::LEN as usize]) -> Self {
-        let word = |at: u64| {
-            let mut word = [0; 4];
-            word.copy_from_slice(&bytes[at as usize..at as usize + 4]);
-            u32::from_le_bytes(word)
+        let request = layout::Request::decode(bytes);
+        // The two counts of a close request are in the bytes of the address.
+        let wide = |at: u64| {
+            let at = (at - request::ADDRESS) as usize;
+            let mut word = [0; 8];
+            word.copy_from_slice(&request.address[at..at + 8]);
+            u64::from_le_bytes(word)
         };
-        let wide = |at: u64| u64::from(word(at + 4)) << 32 | u64::from(word(at));
-        let mut address = [0; ADDRESS_LEN];
-        let at = request::ADDRESS as usize;
-        address.copy_from_slice(&bytes[at..at + ADDRESS_LEN]);
         Self {
-            op: word(request::OP),
-            handle: word(request::HANDLE) as i32,
-            value: wide(request::VALUE),
-            option: word(request::OPTION),
-            address: address_from(&address),
+            op: request.op,
+            handle: request.handle,
+            value: request.value,
+            option: request.option,
+            address: address_from(&request.address),
             bytes: ByteCounts { sent: wide(request::SENT), received: wide(request::CONSUMED) },
         }
     }
 }
 
-impl Agent {
+impl ServiceThread {
     /// Answers pending requests, at most [`MAX_BATCH`]; true if there were any.
     pub(super) fn take_requests(&mut self) -> Result<bool> {
         let mut bytes = [0; request::LEN as usize];
         let mut worked = false;
         for _ in 0..MAX_BATCH {
-            if !self.shared_area.request(self.next_request, &mut bytes)? {
+            if !self.resources.shared_area.request(self.next_request, &mut bytes)? {
                 break;
             }
             let (result, address) = match self.answer(&Request::read(&bytes))? {
                 Ok((result, address)) => (result, address),
                 Err(errno) => (-i64::from(errno.raw_os_error()), None),
             };
-            self.shared_area.reply(self.next_request, result, &address_bytes(address))?;
-            self.counters.requests.fetch_add(1, Ordering::Relaxed);
+            let address = address_bytes(address);
+            self.resources.shared_area.reply(self.next_request, result, &address)?;
+            self.resources.counters.requests.fetch_add(1, Ordering::Relaxed);
             self.next_request += 1;
             worked = true;
         }
@@ -88,7 +87,7 @@ impl Agent {
         if op == RequestOp::Socket {
             return self.open(request.value);
         }
-        let index = match self.find(request.handle) {
+        let index = match self.sockets.find(request.handle) {
             Ok(index) => index,
             Err(errno) => return Ok(Err(errno)),
         };
@@ -96,13 +95,13 @@ impl Agent {
         self.poll_counters(index)?;
         match op {
             RequestOp::Socket => Ok(Err(Errno::INVAL)),
-            RequestOp::Bind => self.bind(index, request.address),
+            RequestOp::Bind => Ok(self.bind(index, request.address)),
             RequestOp::Listen => self.listen(index, request.value),
             RequestOp::Connect => self.connect(index, request.address),
             RequestOp::Shutdown => self.shut_down(index, request.value),
             RequestOp::Close => {
-                let generation = self.socket(index).generation;
-                self.counters.warp.close(index, generation, Some(request.bytes));
+                let generation = self.sockets[index].common.generation;
+                self.resources.counters.warp.close(index, generation, Some(request.bytes));
                 self.close(index, request.value)
             }
             RequestOp::SetOption => self.set(index, request.option, request.value as i64),
@@ -111,7 +110,7 @@ impl Agent {
                 Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some)))
             }
             RequestOp::PeerName => Ok(self.name(index, |fd| rustix::net::getpeername(fd))),
-            RequestOp::Fail => self.give_up(index, request.value).map(|_| DONE),
+            RequestOp::Fail => self.give_up(index, request.value),
         }
     }
 
@@ -121,208 +120,134 @@ impl Agent {
             6 => true,
             _ => return Ok(Err(Errno::AFNOSUPPORT)),
         };
-        let (role, is_warp) = match value >> 8 {
-            1 => (SocketRole::Stream, false),
-            2 => (SocketRole::Datagram, false),
-            3 if self.qp_slots.is_some() => (SocketRole::Stream, true),
+        let (socket, kind, flags) = match value >> 8 {
+            1 => (Socket::Tcp(TcpSocket::default()), SocketType::STREAM, 0),
+            2 => (Socket::Udp(UdpSocket::default()), SocketType::DGRAM, state::DATAGRAM),
+            3 if self.resources.qp_slots.is_some() => {
+                (Socket::Rdma(Box::default()), SocketType::STREAM, state::WARP)
+            }
             // The `warp` family is disabled.
             3 => return Ok(Err(Errno::OPNOTSUPP)),
             _ => return Ok(Err(Errno::SOCKTNOSUPPORT)),
         };
-        let fd = match new_descriptor(v6, role) {
+        let fd = match new_descriptor(v6, kind) {
             Ok(fd) => fd,
             Err(errno) => return Ok(Err(errno)),
         };
-        let Some(index) = self.alloc_socket()? else { return Ok(Err(Errno::MFILE)) };
-        let socket = &mut self.sockets[usize::from(index)];
-        (socket.v6, socket.role, socket.fd) = (v6, role, Some(fd));
-        socket.is_warp = is_warp;
-        if role == SocketRole::Datagram {
-            socket.flags |= state::DATAGRAM;
-            socket.writable = true;
-            if let Err(errno) = self.alloc_rings(index).and_then(|()| self.watch(index)) {
-                self.release_socket(index)?;
+        let options = SockOpts::with_ring(self.resources.options.ring);
+        let Some(index) = self.open_slot(options)? else { return Ok(Err(Errno::MFILE)) };
+        let slot = &mut self.sockets[index];
+        (slot.common.v6, slot.common.fd, slot.common.flags) = (v6, Some(fd), flags);
+        slot.socket = socket;
+        if let Socket::Udp(udp) = &mut slot.socket {
+            slot.common.writable = true;
+            let ready = self
+                .resources
+                .alloc_rings(&mut udp.rings, &options)
+                .and_then(|()| self.resources.watch(&mut slot.common));
+            if let Err(errno) = ready {
+                self.release(index)?;
                 return Ok(Err(errno));
             }
         }
-        self.publish_socket(index)?;
-        Ok(Ok((i64::from(self.sockets[usize::from(index)].handle(index)), None)))
+        slot.publish(&self.resources)?;
+        Ok(Ok((i64::from(slot.common.handle()), None)))
     }
 
-    fn socket(&mut self, index: u16) -> &mut Socket {
-        &mut self.sockets[usize::from(index)]
-    }
-
-    /// The descriptor and the address; `EAFNOSUPPORT` if the address is of another family.
-    fn with_address(
-        &self,
-        index: u16,
-        address: Option<SocketAddr>,
-    ) -> std::result::Result<(&OwnedFd, SocketAddr), Errno> {
-        let socket = &self.sockets[usize::from(index)];
-        let address = address.ok_or(Errno::AFNOSUPPORT)?;
-        if address.is_ipv6() != socket.v6 {
-            return Err(Errno::AFNOSUPPORT);
+    fn bind(&mut self, index: u16, address: Option<SocketAddr>) -> ReplyResult {
+        let slot = &self.sockets[index];
+        let is_stream = matches!(slot.socket, Socket::Tcp(_) | Socket::Rdma(_));
+        let (fd, address) = slot.common.with_address(address)?;
+        if is_stream && slot.common.options.reuse_address {
+            sockopt::set_socket_reuseaddr(fd, true)?;
         }
-        Ok((socket.fd.as_ref().ok_or(Errno::INVAL)?, address))
+        rustix::net::bind(fd, &address)?;
+        DONE
     }
 
-    fn bind(&mut self, index: u16, address: Option<SocketAddr>) -> Result<ReplyResult> {
-        let socket = &self.sockets[usize::from(index)];
-        let reuse = socket.role == SocketRole::Stream && socket.sockopts.reuse_address;
-        let outcome = self.with_address(index, address).and_then(|(fd, address)| {
-            if reuse {
-                sockopt::set_socket_reuseaddr(fd, true)?;
-            }
-            rustix::net::bind(fd, &address)
-        });
-        Ok(outcome.map(|()| (0, None)))
-    }
-
+    /// Makes a stream a listener.
     fn listen(&mut self, index: u16, backlog: u64) -> Result<ReplyResult> {
-        let socket = self.socket(index);
-        if socket.role == SocketRole::Datagram {
-            return Ok(Err(Errno::OPNOTSUPP));
-        }
-        if socket.role == SocketRole::Listener || socket.has(state::CONNECTED | state::CONNECTING) {
+        let slot = &mut self.sockets[index];
+        let (rings, is_rdma) = match &mut slot.socket {
+            Socket::Vacant | Socket::Listener(_) => return Ok(Err(Errno::INVAL)),
+            Socket::Udp(_) => return Ok(Err(Errno::OPNOTSUPP)),
+            Socket::Tcp(tcp) => (&mut tcp.rings, false),
+            Socket::Rdma(rdma) => (&mut rdma.rings, true),
+        };
+        if slot.common.has(state::CONNECTED | state::CONNECTING) {
             return Ok(Err(Errno::INVAL));
         }
-        let Some(fd) = &socket.fd else { return Ok(Err(Errno::INVAL)) };
+        let Some(fd) = &slot.common.fd else { return Ok(Err(Errno::INVAL)) };
         let backlog = backlog.clamp(1, MAX_BACKLOG);
         if let Err(errno) = rustix::net::listen(fd, backlog as i32) {
             return Ok(Err(errno));
         }
+        // A connect that failed at once has left rings.
+        self.resources.free_rings(rings);
         // A listener's ring holds accepted connections; its size options apply to those
         // connections.
-        let size = arena::rounded(backlog * record::LEN).unwrap_or(arena::MIN_BLOCK);
-        // A connect that failed at once has left rings.
-        self.free_rings(index);
-        let Some(at) = self.receive_arena.take(size) else { return Ok(Err(Errno::NOBUFS)) };
-        let socket = self.socket(index);
-        socket.receive_ring = (at, size);
-        socket.role = SocketRole::Listener;
-        socket.flags |= state::LISTENING;
-        if let Err(errno) = self.watch(index) {
+        let ring = match self.resources.alloc_accept_ring(backlog * record::LEN) {
+            Ok(ring) => ring,
+            Err(errno) => return Ok(Err(errno)),
+        };
+        slot.socket = Socket::Listener(Listener::new(ring, is_rdma));
+        slot.common.flags |= state::LISTENING;
+        if let Err(errno) = self.resources.watch(&mut slot.common) {
             return Ok(Err(errno));
         }
-        self.publish_socket(index)?;
+        slot.publish(&self.resources)?;
         Ok(DONE)
     }
 
     fn connect(&mut self, index: u16, address: Option<SocketAddr>) -> Result<ReplyResult> {
-        if let Err(errno) = self.prepare_to_connect(index) {
+        let slot = &mut self.sockets[index];
+        if let Err(errno) = slot.connect(address, &mut self.resources) {
             return Ok(Err(errno));
         }
-        let no_delay = self.sockets[usize::from(index)].sockopts.no_delay;
-        let is_stream = self.sockets[usize::from(index)].role == SocketRole::Stream;
-        let outcome = self.with_address(index, address).and_then(|(fd, address)| {
-            if is_stream && no_delay {
-                sockopt::set_tcp_nodelay(fd, true)?;
-            }
-            rustix::net::connect(fd, &address)
-        });
-        let socket = self.socket(index);
-        match outcome {
-            // TCP is connected; the `warp` handshake follows.
-            Ok(()) if socket.is_warp => {
-                socket.flags |= state::CONNECTING;
-                (socket.readable, socket.writable) = (true, true);
-            }
-            Ok(()) => {
-                socket.flags |= state::CONNECTED;
-                (socket.readable, socket.writable) = (true, true);
-                self.counters.connected.fetch_add(1, Ordering::Relaxed);
-            }
-            Err(Errno::INPROGRESS) => {
-                socket.flags |= state::CONNECTING;
-                socket.writable = false;
-            }
-            Err(errno) => return Ok(Err(errno)),
+        // What a kernel has counted as sent on a stream before this is impossible, also if the
+        // stream is connected at once.
+        let word = self.resources.shared_area.device_counters(index)?;
+        let is_stream = !matches!(slot.socket, Socket::Udp(_));
+        if is_stream && slot.rings().is_some_and(|rings| !rings.is_current(word)) {
+            self.misused(index)?;
+            return Ok(DONE);
         }
-        // Not earlier: epoll reports an unconnected descriptor as hung up.
-        if let Err(errno) = self.watch(index) {
-            return Ok(Err(errno));
-        }
-        self.publish_socket(index)?;
+        slot.publish(&self.resources)?;
         self.queue(index);
         Ok(DONE)
-    }
-
-    fn prepare_to_connect(&mut self, index: u16) -> std::result::Result<(), Errno> {
-        let socket = self.socket(index);
-        if socket.role == SocketRole::Datagram {
-            return Ok(());
-        }
-        if socket.role == SocketRole::Listener {
-            return Err(Errno::OPNOTSUPP);
-        }
-        if socket.has(state::CONNECTING) {
-            return Err(Errno::ALREADY);
-        }
-        if socket.has(state::CONNECTED) {
-            return Err(Errno::ISCONN);
-        }
-        if socket.errno() != 0 {
-            // An earlier attempt failed; a new descriptor may succeed.
-            socket.fd = Some(new_descriptor(socket.v6, SocketRole::Stream)?);
-            (socket.flags, socket.watched, socket.read_until_empty) = (0, false, false);
-            socket.send_window = 0;
-        }
-        self.alloc_rings(index)
     }
 
     fn shut_down(&mut self, index: u16, how: u64) -> Result<ReplyResult> {
-        let socket = self.socket(index);
-        if how > 2 {
-            return Ok(Err(Errno::INVAL));
+        let (receiving, sending) = match how {
+            0 => (true, false),
+            1 => (false, true),
+            2 => (true, true),
+            _ => return Ok(Err(Errno::INVAL)),
+        };
+        match self.sockets[index].shut_down(receiving, sending, &self.resources)? {
+            Ok(progress) => self.apply(index, progress).map(|()| DONE),
+            Err(errno) => Ok(Err(errno)),
         }
-        if !socket.has(state::CONNECTED) {
-            return Ok(Err(Errno::NOTCONN));
-        }
-        if how != 1 {
-            // Further input is discarded, so that the peer does not block on a full ring.
-            socket.discard_input = !socket.is_warp && !socket.has(state::RECEIVE_END);
-            socket.flags |= state::RECEIVE_END;
-        }
-        if socket.is_warp {
-            // The kernel notifies the peer.
-            socket.flags |= if how != 0 { state::SEND_END } else { 0 };
-            self.publish_state(index)?;
-            return Ok(DONE);
-        }
-        if how != 0 {
-            socket.shut_send = true;
-        }
-        self.publish_state(index)?;
-        self.finish(index)?;
-        self.queue(index);
-        Ok(DONE)
     }
 
     fn close(&mut self, index: u16, posted: u64) -> Result<ReplyResult> {
-        self.reap_accepted(index);
-        let socket = self.socket(index);
-        socket.closing = Some(Instant::now() + LINGER_TIMEOUT);
-        if socket.is_warp && socket.role == SocketRole::Stream && socket.has(state::CONNECTED) {
-            socket.warp.posted = posted;
-            self.finish_warp(index)?;
-            if self.sockets[usize::from(index)].closing.is_some() {
-                self.retry_later(index);
-            }
-            return Ok(DONE);
+        let slot = &mut self.sockets[index];
+        if let Socket::Listener(listener) = &mut slot.socket {
+            listener.reap_accepted();
         }
-        let sends_on = socket.role != SocketRole::Listener
-            && socket.fd.is_some()
-            && socket.unsent() > 0
-            && (socket.has(state::CONNECTED) || socket.role == SocketRole::Datagram);
-        if !sends_on {
-            self.release_socket(index)?;
-            return Ok(DONE);
-        }
-        self.finish(index)?;
-        if self.sockets[usize::from(index)].closing.is_some() {
+        let progress = slot.close(posted, &self.resources)?;
+        if progress != Progress::Release {
             self.retry_later(index);
-            self.queue(index);
+        }
+        self.apply(index, progress).map(|()| DONE)
+    }
+
+    /// A kernel aborts the connection of an RDMA stream.
+    fn give_up(&mut self, index: u16, errno: u64) -> Result<ReplyResult> {
+        let slot = &mut self.sockets[index];
+        if let Socket::Rdma(rdma) = &mut slot.socket {
+            let progress = rdma.give_up(&mut slot.common, errno, &mut self.resources)?;
+            self.apply(index, progress)?;
         }
         Ok(DONE)
     }
@@ -334,17 +259,19 @@ impl Agent {
         if matches!(setting, SockOption::SendBuffer | SockOption::ReceiveBuffer) {
             return self.set_size(index, setting, value);
         }
-        let socket = self.socket(index);
+        let slot = &mut self.sockets[index];
+        let is_datagram = matches!(slot.socket, Socket::Udp(_));
+        let options = &mut slot.common.options;
         let on = value != 0;
-        let Some(fd) = &socket.fd else { return Ok(Err(Errno::INVAL)) };
+        let Some(fd) = &slot.common.fd else { return Ok(Err(Errno::INVAL)) };
         let done = match setting {
-            SockOption::NoDelay if socket.role == SocketRole::Datagram => Err(Errno::OPNOTSUPP),
+            SockOption::NoDelay if is_datagram => Err(Errno::OPNOTSUPP),
             SockOption::NoDelay => {
-                socket.sockopts.no_delay = on;
+                options.no_delay = on;
                 sockopt::set_tcp_nodelay(fd, on)
             }
             SockOption::Linger => {
-                socket.sockopts.abort = value == 0;
+                options.abort = value == 0;
                 match value {
                     0 | i64::MIN..0 => Ok(()),
                     // Close never blocks, so a linger time cannot be honoured.
@@ -352,7 +279,7 @@ impl Agent {
                 }
             }
             SockOption::ReuseAddress => {
-                socket.sockopts.reuse_address = on;
+                options.reuse_address = on;
                 sockopt::set_socket_reuseaddr(fd, on)
             }
             SockOption::KeepAlive => sockopt::set_socket_keepalive(fd, on),
@@ -367,8 +294,9 @@ impl Agent {
             }
         };
         if setting == SockOption::Linger {
-            // At close, a `warp` kernel must know whether to send FIN or let the host reset.
-            self.publish_state(index)?;
+            // At close, the kernel of an RDMA stream must know whether to send FIN or let the host
+            // reset.
+            self.resources.publish_state(&slot.common)?;
         }
         Ok(done.map(|()| (0, None)))
     }
@@ -377,56 +305,58 @@ impl Agent {
     /// it.
     fn set_size(&mut self, index: u16, setting: SockOption, value: i64) -> Result<ReplyResult> {
         // As `SockOptions::check`: kernels see sizes and counters as 32-bit numbers.
-        let max_size = self.options.arena.min(MAX_RING);
-        let socket = self.socket(index);
+        let max_size = self.resources.options.arena.min(MAX_RING);
         let size = u64::try_from(value).ok().filter(|size| (1..=max_size).contains(size));
         let Some(size) = size.and_then(arena::rounded) else { return Ok(Err(Errno::INVAL)) };
-        let fixed = match socket.role {
-            SocketRole::Stream => socket.has(state::CONNECTED | state::CONNECTING),
-            SocketRole::Datagram => socket.received != 0 || socket.sent != 0,
-            SocketRole::Listener => false,
+        let slot = &mut self.sockets[index];
+        let is_fixed = match &slot.socket {
+            Socket::Tcp(_) | Socket::Rdma(_) => {
+                slot.common.has(state::CONNECTED | state::CONNECTING)
+            }
+            Socket::Udp(udp) => udp.is_used(),
+            Socket::Vacant | Socket::Listener(_) => false,
         };
-        if fixed {
+        if is_fixed {
             return Ok(Err(Errno::ISCONN));
         }
-        let before = socket.sockopts;
+        let before = slot.common.options;
         match setting {
-            SockOption::SendBuffer => socket.sockopts.send_size = size,
-            _ => socket.sockopts.receive_size = size,
+            SockOption::SendBuffer => slot.common.options.send_size = size,
+            _ => slot.common.options.receive_size = size,
         }
-        if socket.role == SocketRole::Listener {
-            return Ok(DONE);
-        }
-        self.free_rings(index);
-        if self.sockets[usize::from(index)].role == SocketRole::Datagram
-            && let Err(errno) = self.alloc_rings(index)
-        {
-            self.socket(index).sockopts = before;
-            // The blocks that were just freed are free again.
-            if let Err(errno) = self.alloc_rings(index) {
-                return Ok(Err(errno));
+        match &mut slot.socket {
+            Socket::Vacant | Socket::Listener(_) => return Ok(DONE),
+            Socket::Tcp(tcp) => self.resources.free_rings(&mut tcp.rings),
+            Socket::Rdma(rdma) => self.resources.free_rings(&mut rdma.rings),
+            Socket::Udp(udp) => {
+                self.resources.free_rings(&mut udp.rings);
+                let allocated = self.resources.alloc_rings(&mut udp.rings, &slot.common.options);
+                if let Err(errno) = allocated {
+                    slot.common.options = before;
+                    // The blocks that were just freed are free again.
+                    let restored = self.resources.alloc_rings(&mut udp.rings, &before);
+                    return Ok(Err(restored.err().unwrap_or(errno)));
+                }
             }
-            return Ok(Err(errno));
         }
-        self.publish_socket(index)?;
+        slot.publish(&self.resources)?;
         Ok(DONE)
     }
 
     fn get(&mut self, index: u16, option: u32) -> ReplyResult {
         let setting = SockOption::from_raw(option).ok_or(Errno::NOPROTOOPT)?;
-        let socket = self.socket(index);
+        let common = &self.sockets[index].common;
+        let options = &common.options;
         let value = match setting {
-            SockOption::SendBuffer => arena::rounded(socket.sockopts.send_size).unwrap_or(0) as i64,
-            SockOption::ReceiveBuffer => {
-                arena::rounded(socket.sockopts.receive_size).unwrap_or(0) as i64
-            }
-            SockOption::NoDelay => i64::from(socket.sockopts.no_delay),
-            SockOption::Linger if socket.sockopts.abort => 0,
+            SockOption::SendBuffer => arena::rounded(options.send_size).unwrap_or(0) as i64,
+            SockOption::ReceiveBuffer => arena::rounded(options.receive_size).unwrap_or(0) as i64,
+            SockOption::NoDelay => i64::from(options.no_delay),
+            SockOption::Linger if options.abort => 0,
             SockOption::Linger => -1,
-            SockOption::Error => socket.errno(),
-            SockOption::ReuseAddress => i64::from(socket.sockopts.reuse_address),
+            SockOption::Error => common.errno(),
+            SockOption::ReuseAddress => i64::from(options.reuse_address),
             SockOption::KeepAlive | SockOption::Broadcast | SockOption::V6Only => {
-                let fd = socket.fd.as_ref().ok_or(Errno::INVAL)?;
+                let fd = common.fd.as_ref().ok_or(Errno::INVAL)?;
                 i64::from(match setting {
                     SockOption::KeepAlive => sockopt::socket_keepalive(fd)?,
                     SockOption::Broadcast => sockopt::socket_broadcast(fd)?,
@@ -445,18 +375,8 @@ impl Agent {
         index: u16,
         query: impl Fn(&OwnedFd) -> rustix::io::Result<Option<rustix::net::SocketAddrAny>>,
     ) -> ReplyResult {
-        let fd = self.socket(index).fd.as_ref().ok_or(Errno::NOTCONN)?;
+        let fd = self.sockets[index].common.fd.as_ref().ok_or(Errno::NOTCONN)?;
         let name = query(fd)?.and_then(|name| SocketAddr::try_from(name).ok());
         name.map(|name| (0, Some(name))).ok_or(Errno::NOTCONN)
     }
-}
-
-fn new_descriptor(v6: bool, role: SocketRole) -> std::result::Result<OwnedFd, Errno> {
-    let family = if v6 { AddressFamily::INET6 } else { AddressFamily::INET };
-    let kind = match role {
-        SocketRole::Datagram => SocketType::DGRAM,
-        SocketRole::Stream | SocketRole::Listener => SocketType::STREAM,
-    };
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    rustix::net::socket_with(family, kind, flags, None)
 }

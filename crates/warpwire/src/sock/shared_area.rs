@@ -1,15 +1,24 @@
 //! The memory that the host and the kernels share, and the offsets in it.
 
+use std::sync::atomic::{Ordering, fence};
+
 use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
-use super::layout::{device_counters, device_state, heartbeat, host_state, reply, request, table};
-use super::socket::Ring;
+use super::kinds::Ring;
+use super::layout::{
+    ACTIVITY_FLAGS, HostState, Reply, Table, activity_shift, device_counters, device_state,
+    heartbeat, host_state, reply, request, table,
+};
+use super::sys::RingParts;
 use super::{SockMemory, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, Device, MemoryKind, Window};
+use crate::mem::{Allocation, Device, MemoryKind, SharedBytes, Window};
 
 /// Alignment of the ring areas.
 const PAGE: u64 = arena::MIN_BLOCK;
+/// A cache line, in bytes, and the activity flags in it.
+const LINE: u64 = 64;
+const FLAGS_PER_LINE: u64 = LINE / 4;
 
 /// Memory that the host writes and kernels poll.
 enum HostArea {
@@ -46,6 +55,7 @@ struct Offsets {
     receive_rings: u64,
     requests: u64,
     device_counters: u64,
+    activity: u64,
     send_rings: u64,
 }
 
@@ -55,6 +65,7 @@ impl Offsets {
         let replies = heartbeat + heartbeat::LEN;
         let host_state = replies + slots * reply::LEN;
         let device_counters = slots * request::LEN;
+        let activity = (device_counters + sockets * device_counters::LEN).next_multiple_of(LINE);
         Self {
             heartbeat,
             replies,
@@ -62,7 +73,8 @@ impl Offsets {
             receive_rings: (host_state + sockets * host_state::LEN).next_multiple_of(PAGE),
             requests: 0,
             device_counters,
-            send_rings: (device_counters + sockets * device_counters::LEN).next_multiple_of(PAGE),
+            activity,
+            send_rings: (activity + ACTIVITY_FLAGS * 4).next_multiple_of(PAGE),
         }
     }
 }
@@ -135,34 +147,27 @@ impl SharedArea {
         qp_slots_addr: u64,
     ) -> Result<()> {
         let [ticket, slot_laps, device_states] = device_states;
-        let mut bytes = [0; table::LEN as usize];
-        let mut word = |at: u64, value: &[u8]| {
-            bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
-        };
         let heartbeat_timeout =
             u32::try_from(options.heartbeat_timeout.as_millis()).unwrap_or(u32::MAX);
-        for (at, value) in [
-            (table::VERSION, layout::VERSION),
-            (table::SOCKETS, self.sockets),
-            (table::SLOTS, self.slots),
-            (table::HEARTBEAT_TIMEOUT, heartbeat_timeout),
-        ] {
-            word(at, &value.to_le_bytes());
-        }
-        for (at, value) in [
-            (table::HOST_STATES, self.host_area_addr + self.offsets.host_state),
-            (table::DEVICE_COUNTERS, self.kernel_area_addr + self.offsets.device_counters),
-            (table::DEVICE_STATES, device_states),
-            (table::REQUESTS, self.kernel_area_addr + self.offsets.requests),
-            (table::REPLIES, self.host_area_addr + self.offsets.replies),
-            (table::SLOT_LAPS, slot_laps),
-            (table::TICKET, ticket),
-            (table::HEARTBEAT, self.host_area_addr + self.offsets.heartbeat),
-            (table::QP_SLOTS, qp_slots_addr),
-        ] {
-            word(at, &value.to_le_bytes());
-        }
-        self.write_host(0, &bytes)
+        let table = Table {
+            version: layout::VERSION,
+            sockets: self.sockets,
+            slots: self.slots,
+            heartbeat_timeout,
+            host_states: self.host_area_addr + self.offsets.host_state,
+            device_counters: self.kernel_area_addr + self.offsets.device_counters,
+            device_states,
+            requests: self.kernel_area_addr + self.offsets.requests,
+            replies: self.host_area_addr + self.offsets.replies,
+            slot_laps,
+            ticket,
+            heartbeat: self.host_area_addr + self.offsets.heartbeat,
+            qp_slots: qp_slots_addr,
+            activity: self.kernel_area_addr + self.offsets.activity,
+            activity_shift: activity_shift(self.sockets),
+            ..Table::default()
+        };
+        self.write_host(0, &table.encode())
     }
 
     /// The address of the table, as kernels use it.
@@ -204,16 +209,11 @@ impl SharedArea {
     }
 
     /// Writes a socket's host state, the state word last.
-    pub(super) fn write_host_state(
-        &self,
-        index: u16,
-        line: &[u8; host_state::LEN as usize],
-    ) -> Result<()> {
+    pub(super) fn write_host_state(&self, index: u16, line: &HostState) -> Result<()> {
         let at = self.offsets.host_state + u64::from(index) * host_state::LEN;
-        self.write_host(at + 8, &line[8..])?;
-        let mut state = [0; 8];
-        state.copy_from_slice(&line[..8]);
-        self.store_host(at, u64::from_le_bytes(state))
+        let rest = host_state::RECEIVED;
+        self.write_host(at + rest, &line.encode()[rest as usize..])?;
+        self.store_host(at + host_state::STATE, line.state)
     }
 
     /// Copies bytes into a receive ring from counter `at` on; the caller has checked that they fit.
@@ -225,6 +225,32 @@ impl SharedArea {
         match first < bytes.len() {
             true => self.write_host(begin, &bytes[first..]),
             false => Ok(()),
+        }
+    }
+
+    /// The bytes of a send ring from counter `at` on, to be sent in place: send rings are pinned
+    /// host memory always.
+    pub(super) fn send_parts(&self, ring: Ring, at: u64, len: u64) -> Result<RingParts<'_>> {
+        ring_parts(self.kernel_area.host_bytes()?, self.offsets.send_rings, ring, at, len)
+    }
+
+    /// The bytes of a receive ring from counter `at` on, to be received in place; `None` if the
+    /// rings are device memory behind a window. Such a mapping is write-combined: the bytes are
+    /// received into a buffer and written with the copy routine measured for this device, then
+    /// [`put`](Self::put) orders them before the counter that announces them. The operating
+    /// system's own copy would do neither.
+    pub(super) fn receive_parts(
+        &self,
+        ring: Ring,
+        at: u64,
+        len: u64,
+    ) -> Result<Option<RingParts<'_>>> {
+        match &self.host_area {
+            HostArea::Windowed(_) => Ok(None),
+            HostArea::Pinned(memory) => {
+                let bytes = memory.host_bytes()?;
+                ring_parts(bytes, self.offsets.receive_rings, ring, at, len).map(Some)
+            }
         }
     }
 
@@ -248,6 +274,44 @@ impl SharedArea {
         self.kernel_area.host_bytes()?.load_u64(at)
     }
 
+    /// Takes the activity flags that kernels have set, of the first `used` sockets: bit n is flag n.
+    /// Counters that are read afterwards are at least as new.
+    #[inline]
+    pub(super) fn take_activity(&self, used: u16) -> Result<u128> {
+        let Some(last) = used.checked_sub(1) else { return Ok(0) };
+        let lines = (u64::from(last) >> activity_shift(self.sockets)) / FLAGS_PER_LINE + 1;
+        let bytes = self.kernel_area.host_bytes()?;
+        let mut taken = 0;
+        for line in 0..lines {
+            let at = self.offsets.activity + line * LINE;
+            let words = bytes.load_line(at).ok_or_else(|| {
+                Error::new(Kind::Misaligned, "poll the activity flags").on("shared memory")
+            })?;
+            for (pair, word) in (0..).zip(words) {
+                for (half, flag) in [(0, word as u32), (1, (word >> 32) as u32)] {
+                    if flag != 0 {
+                        let number = pair * 2 + half;
+                        bytes.store_u32(at + number * 4, 0)?;
+                        taken |= 1_u128 << (line * FLAGS_PER_LINE + number);
+                    }
+                }
+            }
+        }
+        if taken != 0 {
+            // A flag that a kernel sets again before it was cleared is lost, but the counters that
+            // it announces are in memory then. They must be read after the flag was cleared.
+            fence(Ordering::SeqCst);
+        }
+        Ok(taken)
+    }
+
+    /// The sockets of an activity flag, among the first `used`.
+    pub(super) fn sockets_of(&self, flag: u32, used: u16) -> std::ops::Range<u16> {
+        let shift = activity_shift(self.sockets);
+        let first = |flag: u32| (flag << shift).min(u32::from(used)) as u16;
+        first(flag)..first(flag + 1)
+    }
+
     /// Copies the first `count` device state lines from device memory.
     pub(super) fn device_states(&self, count: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; count * device_state::LEN as usize];
@@ -260,10 +324,16 @@ impl SharedArea {
         self.set_device_counters(index, 0)
     }
 
-    /// Writes device counters, as kernels do.
-    pub(super) fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
+    fn set_device_counters(&self, index: u16, word: u64) -> Result<()> {
         let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
         self.kernel_area.host_bytes()?.store_u64(at, word)
+    }
+
+    /// Writes device counters and sets their activity flag, as kernels do. For tests.
+    pub(super) fn publish_device_counters(&self, index: u16, word: u64) -> Result<()> {
+        self.set_device_counters(index, word)?;
+        let flag = u64::from(index) >> activity_shift(self.sockets);
+        self.kernel_area.host_bytes()?.store_u32(self.offsets.activity + flag * 4, 1)
     }
 
     /// A socket's word `RECEIVED`, as the host or the peer's HCA has written it.
@@ -324,11 +394,10 @@ impl SharedArea {
         address: &[u8; layout::ADDRESS_LEN],
     ) -> Result<()> {
         let at = self.offsets.replies + number % u64::from(self.slots) * reply::LEN;
-        let mut bytes = [0; 8 + layout::ADDRESS_LEN];
-        bytes[..8].copy_from_slice(&result.to_le_bytes());
-        bytes[8..].copy_from_slice(address);
-        self.write_host(at + reply::RESULT, &bytes)?;
-        self.store_host(at + reply::NUMBER, number + 1)
+        let reply = Reply { number: number + 1, result, address: *address, ..Reply::default() };
+        let bytes = reply.encode();
+        self.write_host(at + reply::RESULT, &bytes[reply::RESULT as usize..])?;
+        self.store_host(at + reply::NUMBER, reply.number)
     }
 
     /// Publishes the heartbeat counter.
@@ -340,6 +409,20 @@ impl SharedArea {
     pub(super) fn close(&self) -> Result<()> {
         self.store_host(self.offsets.heartbeat + heartbeat::CLOSED, 1)
     }
+}
+
+/// The bytes of a ring, of the rings at `rings` in `bytes`, between two counters.
+fn ring_parts(
+    bytes: SharedBytes<'_>,
+    rings: u64,
+    ring: Ring,
+    at: u64,
+    len: u64,
+) -> Result<RingParts<'_>> {
+    let (begin, size) = (rings + ring.0, ring.1);
+    let offset = at & (size - 1);
+    let first = len.min(size - offset);
+    Ok([bytes.slice(begin + offset, first)?, bytes.slice(begin, len - first)?])
 }
 
 type Chosen = (HostArea, Option<Allocation>, Option<String>);

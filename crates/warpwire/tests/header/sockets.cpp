@@ -21,6 +21,7 @@ namespace {
 
 constexpr u64 kRing = 4096;
 constexpr u32 kSockets = 64;
+constexpr u32 kActivityShift = 3;
 
 // The model of the host. Sockets 2n and 2n + 1 are a pair; the last one is a listener.
 class Host {
@@ -29,6 +30,7 @@ class Host {
         table = Table();
         table.version = sock::kVersion, table.sockets = kSockets, table.slots = slots, table.heartbeat_timeout_ms = 60000;
         table.host_state = at(host_state_), table.device_counters = at(device_counters_), table.device_states = at(device_states_), table.ticket = at(&ticket_), table.heartbeat = at(&heartbeat_);
+        table.activity = at(activity_), table.activity_shift = kActivityShift;
         requests_.resize(slots), replies_.resize(slots), slot_laps_.resize(slots);
         table.requests = at(requests_.data()), table.replies = at(replies_.data()), table.slot_laps = at(slot_laps_.data());
         rings_.resize(2 * kSockets * kRing);
@@ -55,15 +57,21 @@ class Host {
     void serve() {
         for (u64 count = 1; !stop_.load(std::memory_order_acquire); count++) {
             sock::detail::store_system(&heartbeat_.count, count);
-            answer();
-            for (u32 index = 0; index < kSockets; index++) carry(index);
+            // Without a request or a set flag nothing is looked at: a flag that a call fails to set
+            // ends the test by its timeout.
+            bool active = answer();
+            for (u32 &flag : activity_) active |= take(&flag);
+            for (u32 index = 0; active && index < kSockets; index++) carry(index);
             sched_yield();
         }
     }
 
-    void answer() {
+    // Takes a flag: it is cleared before the counters are read.
+    static bool take(u32 *flag) { return sock::detail::load_system(flag) && __atomic_exchange_n(flag, 0, __ATOMIC_SEQ_CST); }
+
+    bool answer() {
         Request *request = &requests_[next_ % slots_];
-        if (sock::detail::load_system(&request->number) != next_ + 1) return;
+        if (sock::detail::load_system(&request->number) != next_ + 1) return false;
         i64 result = 0;
         u32 index = static_cast<u32>(request->handle) & 0xffff;
         if (request->op == sock::detail::kSocket) result = open_pair();
@@ -72,6 +80,7 @@ class Host {
         Reply *reply = &replies_[next_ % slots_];
         sock::detail::store_system(reinterpret_cast<u64 *>(&reply->result), static_cast<u64>(result));
         sock::detail::store_system(&reply->number, ++next_);
+        return true;
     }
 
     // Two connected sockets; returns the handle of the first, and the test uses the second as well.
@@ -133,6 +142,7 @@ class Host {
     Heartbeat heartbeat_ = {};
     HostSocketState host_state_[kSockets] = {};
     DeviceCounters device_counters_[kSockets] = {};
+    u32 activity_[kSockets >> kActivityShift] = {};
     DeviceSocketState device_states_[kSockets] = {};
     std::vector<Request> requests_;
     std::vector<Reply> replies_;

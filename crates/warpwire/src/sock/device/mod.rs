@@ -144,6 +144,8 @@ pub struct Sockets<'a> {
     ticket: u64,
     heartbeat: u64,
     qp_slots: u64,
+    activity: u64,
+    activity_shift: u32,
 }
 
 fn at(address: u64) -> DeviceAddr {
@@ -222,6 +224,8 @@ impl<'a> Sockets<'a> {
             ticket: word(table::TICKET)?,
             heartbeat: word(table::HEARTBEAT)?,
             qp_slots: word(table::QP_SLOTS)?,
+            activity: word(table::ACTIVITY)?,
+            activity_shift: half(table::ACTIVITY_SHIFT)?,
         })
     }
 
@@ -307,9 +311,16 @@ impl<'a> Sockets<'a> {
         if self.is_warp(socket_ref)? {
             return self.post_sent(socket_ref, before, sent);
         }
-        Ok(self
-            .block
-            .store_u32(at(socket_ref.device_counters + device_counters::SENT), sent as u32)?)
+        let counter = at(socket_ref.device_counters + device_counters::SENT);
+        self.block.store_u32(counter, sent as u32)?;
+        self.notify_host(socket_ref)
+    }
+
+    /// Sets the socket's activity flag, after its counters.
+    fn notify_host(&self, socket_ref: SocketRef) -> SockResult<()> {
+        let (index, _) = layout::split_handle(socket_ref.handle);
+        let flag = u64::from(index) >> self.activity_shift;
+        Ok(self.block.store_u32(at(self.activity + flag * 4), 1)?)
     }
 
     fn is_warp(&self, socket_ref: SocketRef) -> SockResult<bool> {
@@ -330,10 +341,9 @@ impl<'a> Sockets<'a> {
     /// Publishes the bytes consumed to the host.
     fn publish_consumed_to_host(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
         self.block.store_u64(at(socket_ref.device_state + device_state::CONSUMED), consumed)?;
-        Ok(self.block.store_u32(
-            at(socket_ref.device_counters + device_counters::CONSUMED),
-            consumed as u32,
-        )?)
+        let counter = at(socket_ref.device_counters + device_counters::CONSUMED);
+        self.block.store_u32(counter, consumed as u32)?;
+        self.notify_host(socket_ref)
     }
 
     fn sent(&self, socket_ref: SocketRef) -> SockResult<u64> {
