@@ -11,8 +11,8 @@
 //!
 //! The host area contains the [`Table`], the [`Heartbeat`], replies, [`HostState`] lines and
 //! receive rings; the kernel area requests, [`DeviceCounters`], [activity flags](ACTIVITY_FLAGS)
-//! and send rings. Only the flags have two writers: the host clears them. No side reads across PCIe: each polls local memory, and only stores cross the
-//! bus.
+//! and send rings. Only the flags have two writers: the host clears them. No side reads across
+//! PCIe: each polls local memory, and only stores cross the bus.
 //!
 //! `warp` sockets have the same lines and rings. `RECEIVED` and `TAKEN` in their host state are
 //! written by the peer's HCA. Their kernels post work themselves, and need three more areas, with
@@ -22,7 +22,7 @@
 //! |---|---|---|---|
 //! | queues | kernels | pinned | send queue entries and doorbell |
 //! | polled | host, HCA | device with a window, else pinned | [`QpDescriptor`], completions |
-//! | QP slots | kernels | device | [QP handle](crate::stream::kernel::layout) and [`Peer`] |
+//! | QP slots | kernels | device | [QP handle](crate::stream::kernel::layout) and [`PeerMemory`] |
 
 use std::mem::offset_of;
 use std::net::SocketAddr;
@@ -91,7 +91,7 @@ impl<T: Plain, const N: usize> Plain for [T; N] {
 macro_rules! shared_struct {
     (
         $(#[$doc:meta])*
-        pub struct $name:ident in $module:ident {
+        $vis:vis struct $name:ident in $module:ident {
             $($(#[$field_doc:meta])* $field:ident: $type:ty $(= $offset:ident)?,)*
         }
         $($item:item)*
@@ -99,7 +99,7 @@ macro_rules! shared_struct {
         $(#[$doc])*
         #[repr(C)]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-        pub struct $name {
+        $vis struct $name {
             $($(#[$field_doc])* pub $field: $type,)*
         }
 
@@ -162,9 +162,9 @@ shared_struct! {
         device_counters: u64 = DEVICE_COUNTERS,
         /// Address of the [`DeviceState`] lines.
         device_states: u64 = DEVICE_STATES,
-        /// Address of the [`Request`]s.
+        /// Address of the [`SockRequest`]s.
         requests: u64 = REQUESTS,
-        /// Address of the [`Reply`]s.
+        /// Address of the [`SockReply`]s.
         replies: u64 = REPLIES,
         /// Address of the slot laps, 64 bits per request slot: how often the slot was used and
         /// freed.
@@ -310,7 +310,7 @@ pub mod state {
 shared_struct! {
     /// The peer's memory that may be written, and its keys: part of a [`QpDescriptor`] and of a
     /// [`qp_slot`].
-    pub struct Peer in peer {
+    pub struct PeerMemory in peer {
         /// Address of the peer's receive ring.
         ring: u64 = RING,
         /// Address of the peer's word `received`.
@@ -340,7 +340,7 @@ shared_struct! {
         /// The constant part of the queue pair's handle.
         constants: [u64; 16] = CONSTANTS,
         /// The peer's addresses and keys.
-        peer: Peer = PEER,
+        peer: PeerMemory = PEER,
     }
 }
 
@@ -348,7 +348,7 @@ shared_struct! {
 pub mod qp_slot {
     /// The queue pair's handle.
     pub const HANDLE: u64 = 0;
-    /// The [`Peer`](super::Peer)'s addresses and keys.
+    /// The [`PeerMemory`](super::PeerMemory)'s addresses and keys.
     pub const PEER: u64 = crate::stream::kernel::layout::LEN;
     /// Length in bytes, a multiple of the handle's alignment.
     pub const LEN: u64 = (PEER + super::peer::LEN).next_multiple_of(128);
@@ -356,7 +356,7 @@ pub mod qp_slot {
 
 shared_struct! {
     /// A request of a kernel to the host.
-    pub struct Request in request {
+    pub struct SockRequest in request {
         /// The ticket plus one, written last.
         number: u64 = NUMBER,
         /// The [`RequestOp`].
@@ -384,7 +384,7 @@ shared_struct! {
 
 shared_struct! {
     /// The host's reply to a request.
-    pub struct Reply in reply {
+    pub struct SockReply in reply {
         /// The request's number, written last.
         number: u64 = NUMBER,
         /// The result: 0 or more, or a negated errno.
@@ -571,14 +571,14 @@ mod tests {
         let bytes = record.encode();
         assert_eq!(bytes[..8], [1, 2, 3, 4, 5, 0, 0, 0]);
         assert_eq!(Record::decode(&bytes), record);
-        let peer = Peer { taken: 7, qp_slot: 9, unused: [1, 2], ..Peer::default() };
+        let peer = PeerMemory { taken: 7, qp_slot: 9, unused: [1, 2], ..PeerMemory::default() };
         let descriptor = QpDescriptor { peer, ..QpDescriptor::default() };
         let bytes = descriptor.encode();
         assert_eq!(bytes[(qp_descriptor::PEER + peer::TAKEN) as usize], 7);
         assert_eq!(bytes[(qp_descriptor::PEER + peer::QP_SLOT) as usize], 9);
         assert_eq!(QpDescriptor::decode(&bytes), descriptor);
-        let request = Request { handle: -1, ..Request::default() };
-        assert_eq!(Request::decode(&request.encode()).handle, -1);
+        let request = SockRequest { handle: -1, ..SockRequest::default() };
+        assert_eq!(SockRequest::decode(&request.encode()).handle, -1);
     }
 
     #[test]

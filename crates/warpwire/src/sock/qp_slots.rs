@@ -2,7 +2,7 @@
 //! they poll, and QP slots that only they use. All of it is allocated at start, because CUDA may
 //! block an allocation while kernels run.
 
-use super::layout::{Peer, QpDescriptor, qp_descriptor, qp_slot};
+use super::layout::{PeerMemory, QpDescriptor, qp_descriptor, qp_slot};
 use super::warp::Hello;
 use super::{SockMemory, SockOptions};
 use crate::error::Result;
@@ -136,7 +136,7 @@ impl QpSlots {
         send_key: u32,
     ) -> Result<()> {
         let mut descriptor = QpDescriptor {
-            peer: Peer {
+            peer: PeerMemory {
                 ring: peer_hello.ring.address,
                 received: peer_hello.received.address,
                 taken: peer_hello.taken.address,
@@ -146,7 +146,7 @@ impl QpSlots {
                 ring_size: peer_hello.ring_size as u32,
                 send_key,
                 qp_slot,
-                ..Peer::default()
+                ..PeerMemory::default()
             },
             ..QpDescriptor::default()
         };

@@ -41,7 +41,7 @@ pub(super) struct Request {
 
 impl Request {
     fn read(bytes: &[u8; request::LEN as usize]) -> Self {
-        let request = layout::Request::decode(bytes);
+        let request = layout::SockRequest::decode(bytes);
         // The two counts of a close request are in the bytes of the address.
         let wide = |at: u64| {
             let at = (at - request::ADDRESS) as usize;

@@ -6,7 +6,7 @@ use super::arena::{self, Arena};
 use super::device_cache::ConnMemory;
 use super::kinds::Ring;
 use super::layout::{
-    ACTIVITY_FLAGS, HostState, Reply, Table, activity_shift, device_counters, device_state,
+    ACTIVITY_FLAGS, HostState, SockReply, Table, activity_shift, device_counters, device_state,
     heartbeat, host_state, reply, request, table,
 };
 use super::sys::RingParts;
@@ -274,8 +274,8 @@ impl SharedArea {
         self.kernel_area.host_bytes()?.load_u64(at)
     }
 
-    /// Takes the activity flags that kernels have set, of the first `used` sockets: bit n is flag n.
-    /// Counters that are read afterwards are at least as new.
+    /// Takes the activity flags that kernels have set, of the first `used` sockets: bit n is flag
+    /// n. Counters that are read afterwards are at least as new.
     #[inline]
     pub(super) fn take_activity(&self, used: u16) -> Result<u128> {
         let Some(last) = used.checked_sub(1) else { return Ok(0) };
@@ -394,7 +394,8 @@ impl SharedArea {
         address: &[u8; layout::ADDRESS_LEN],
     ) -> Result<()> {
         let at = self.offsets.replies + number % u64::from(self.slots) * reply::LEN;
-        let reply = Reply { number: number + 1, result, address: *address, ..Reply::default() };
+        let reply =
+            SockReply { number: number + 1, result, address: *address, ..SockReply::default() };
         let bytes = reply.encode();
         self.write_host(at + reply::RESULT, &bytes[reply::RESULT as usize..])?;
         self.store_host(at + reply::NUMBER, reply.number)
