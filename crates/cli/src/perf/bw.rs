@@ -116,7 +116,7 @@ pub(super) fn run(
 /// Number of operations that were sent as packets because the peer's memory was not mapped yet.
 fn while_mapping(endpoint: &Endpoint) -> u64 {
     let stats = endpoint.context.stats();
-    let count = |stats: HcaStats| stats.direct.not.get("key-asked-for").copied();
+    let count = |stats: HcaStats| stats.direct.not.get("mapping-requested").copied();
     stats.and_then(count).unwrap_or(0)
 }
 

@@ -66,14 +66,14 @@ pub enum IndirectReason {
 impl IndirectReason {
     /// All reasons with their names, in counting order.
     pub const ALL: [(Self, &'static str); 9] = [
-        (Self::NoExports, "nothing-offered"),
-        (Self::QpNotReady, "pair-not-open"),
-        (Self::KeyNotExported, "key-not-granted"),
-        (Self::MappingRequested, "key-asked-for"),
-        (Self::AccessDenied, "not-allowed"),
+        (Self::NoExports, "no-exports"),
+        (Self::QpNotReady, "qp-not-ready"),
+        (Self::KeyNotExported, "key-not-exported"),
+        (Self::MappingRequested, "mapping-requested"),
+        (Self::AccessDenied, "access-denied"),
         (Self::Outstanding, "outstanding"),
         (Self::LocalMemory, "local-memory"),
-        (Self::Revoked, "taken-back"),
+        (Self::Revoked, "revoked"),
         (Self::Small, "small"),
     ];
 }

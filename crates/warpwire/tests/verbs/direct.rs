@@ -450,7 +450,7 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
         }
     }
     let not = transfer.testbed.a.context.stats().unwrap().direct.not;
-    let counted = not.contains_key("key-not-granted") && not.contains_key("local-memory");
+    let counted = not.contains_key("key-not-exported") && not.contains_key("local-memory");
     assert_eq!(counted, fixture.test_link.is_direct(), "{not:?}");
     // Read-only memory can be read directly.
     let shut = fixture.memory(&transfer.testbed.b, Kind::Host, 4096, Access::REMOTE_READ);
