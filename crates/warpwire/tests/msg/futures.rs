@@ -291,9 +291,7 @@ fn an_event_loop(fixture: &Fixture) {
         let memory = comm.alloc(64).unwrap();
         if comm.rank() == 0 {
             let receive = comm.irecv(1, 100, &memory).unwrap();
-            let start = Instant::now();
             let rounds = event_loop(&comm, vec![receive]).unwrap();
-            assert!(start.elapsed() >= SHORT_WAIT);
             // Acknowledgements and credits of the barrier may come after it.
             assert!(rounds <= 8, "{rounds} rounds for one message");
         } else {
@@ -352,24 +350,9 @@ fn a_loss_ends_an_await(fixture: &Fixture) {
         let receive = comm.irecv(other, 0, &memory).unwrap();
         let send = comm.isend(other, 0, &memory).unwrap();
         assert_eq!(run(All::new([receive, send]), test_timeout()).0.unwrap().unwrap(), 2);
-        comm.barrier_of(&[0, 2]);
+        let unfinished = comm.finish(test_timeout()).unwrap_err();
+        assert!(unfinished.to_string().contains("rank 1"), "{unfinished}");
     });
-}
-
-/// For ranks that outlive another one.
-trait BarrierOf {
-    fn barrier_of(&self, ranks: &[usize]);
-}
-
-impl BarrierOf for Comm {
-    fn barrier_of(&self, ranks: &[usize]) {
-        for other in ranks.iter().filter(|other| **other != self.rank()) {
-            let memory = self.alloc(2).unwrap();
-            let mut receive = self.irecv(*other, 99, memory.slice(0, 1).unwrap()).unwrap();
-            self.send(*other, 99, memory.slice(1, 1).unwrap(), test_timeout()).unwrap();
-            receive.wait(test_timeout()).unwrap();
-        }
-    }
 }
 
 fn a_rank_that_leaves_ends_its_own(fixture: &Fixture) {
@@ -466,6 +449,8 @@ fn dropped_awaits_free_their_entries(fixture: &Fixture) {
             let (ended, polls) = run(All::new(receives), Duration::ZERO);
             assert!(ended.is_none() && polls == 1);
         }
+        // A rank that left earlier would end the other's receives.
+        comm.barrier(test_timeout()).unwrap();
         comm.finish(test_timeout()).unwrap();
     });
 }
