@@ -1,5 +1,6 @@
 """The Python code blocks of docs/python.md, each as a program of its own, and the examples."""
 
+import os
 import re
 import subprocess
 import sys
@@ -31,8 +32,10 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
+    # Without buffers, a line and its end are two writes, and those of two processes mix.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=120
+        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
     # The page shows what it prints; two processes print in any order.

@@ -23,15 +23,18 @@ pub fn bytes(count: u64) -> String {
     format!("{:.1} {name}", count as f64 / unit as f64)
 }
 
-/// Formats a rate in decimal gigabytes per second, as network and memory rates are quoted.
+/// Formats a rate in decimal gigabytes per second, as network and memory rates are quoted, with no
+/// more digits than mean something.
 ///
 /// ```
 /// use std::time::Duration;
 /// assert_eq!(warpwire::units::rate(2_000_000_000, Duration::from_secs(1)), "2.00 GB/s");
+/// assert_eq!(warpwire::units::rate(2_000_000_000, Duration::from_millis(1)), "2000 GB/s");
 /// ```
 pub fn rate(byte_count: u64, elapsed: Duration) -> String {
-    let seconds = elapsed.as_secs_f64().max(1e-9);
-    format!("{:.2} GB/s", byte_count as f64 / seconds / 1e9)
+    let rate = byte_count as f64 / elapsed.as_secs_f64().max(1e-9) / 1e9;
+    let digits = if rate < 99.995 { 2 } else { 0 };
+    format!("{rate:.digits$} GB/s")
 }
 
 /// Maximum length of [`printable`] text, in characters.

@@ -220,6 +220,6 @@ fn replays(end: &Endpoint) -> Result<Stage> {
     fill_bytes(&mut wanted, SEED, 0);
     let verified = found == wanted && count.load()? == 1;
     let label = end.device.label();
-    let stage = Stage::new("graph replay (fill, copy, word)", &label, &label, 4096);
+    let stage = Stage::new("graph replay: fill, copy, word", &label, &label, 4096);
     Ok(stage.took(took, REPLAYS).checked(verified))
 }
