@@ -252,10 +252,10 @@ fn demo_prints_json_and_takes_devices() {
     assert_eq!(outcome["verified"], true);
     assert_eq!(outcome["devices"], serde_json::json!(["sim:1", "sim:0"]));
     let stages = outcome["stages"].as_array().unwrap();
-    assert_eq!(stages.len(), 10);
-    let messages: Vec<_> = stages[8..].iter().map(|s| s["what"].as_str().unwrap()).collect();
+    assert_eq!(stages.len(), 11);
+    let messages: Vec<_> = stages[9..].iter().map(|s| s["what"].as_str().unwrap()).collect();
     assert_eq!(messages, ["message ordered by a stream", "message posted from a kernel"]);
-    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, peer"), "{stages:?}");
+    assert!(stages[9..].iter().all(|s| s["to"] == "sim:1, peer"), "{stages:?}");
     let window = outcome["stages"]
         .as_array()
         .unwrap()

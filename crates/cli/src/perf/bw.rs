@@ -22,7 +22,7 @@ const WARM_UP: u64 = 64 << 20;
 const WARM_UP_TIME: Duration = Duration::from_millis(10);
 /// Max warm-up time: memory of a peer on this machine is mapped after its first use, that of a GPU
 /// some hundred milliseconds after it; until then data travels in packets.
-const MAX_WARM_UP_TIME: Duration = Duration::from_secs(1);
+const MAX_WARM_UP_TIME: Duration = Duration::from_secs(5);
 /// Min window of a peak rate.
 const WINDOW: Duration = Duration::from_millis(1);
 
