@@ -235,6 +235,11 @@ fn only_sequence_naks_of_one_length_are_selective() {
     let parsed = Transport::new_checked(&bytes).unwrap();
     assert_eq!((parsed.headers(), parsed.payload().len()), (headers, 0));
     assert!(headers.to_string().ends_with("1 arrived behind it"), "{headers}");
+    // Padding that this length does not need is no data; without it, it is the same packet.
+    let mut padded = [&bytes[..], &[0]].concat();
+    padded[1] |= 0x10;
+    let parsed = Transport::new_checked(&padded).unwrap();
+    assert_eq!((parsed.headers(), parsed.payload().len()), (headers, 0));
     // A byte less or more, another syndrome, padding: data behind an AETH, as on any other ACK.
     let aeth = |bytes: &[u8]| {
         let parsed = Transport::new_checked(bytes).unwrap();

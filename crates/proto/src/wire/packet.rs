@@ -375,9 +375,8 @@ impl<'a> Transport<'a> {
     fn has_sack(&self) -> bool {
         const SEQUENCE: u8 = Syndrome::Nak(Nak::Sequence).byte();
         self.opcode() == Opcode::Acknowledge
-            && self.rest.len() == ExtKind::AethSack.len() + ICRC_LEN
+            && self.rest.len() == ExtKind::AethSack.len() + self.pad() + ICRC_LEN
             && self.rest.first() == Some(&SEQUENCE)
-            && self.pad() == 0
     }
 
     #[inline]
