@@ -147,6 +147,20 @@ fn tables_have_perftests_columns() {
 }
 
 #[test]
+fn operations_in_mapped_memory_are_counted() {
+    let write = ["write", "bw", "--link", "shm", "-s", "64K", "-n", "50"];
+    let report = json(&write);
+    assert!(report["direct"]["operations"].as_u64() >= Some(50), "{report}");
+    let text = perf(&[&write[..], &["--local"]].concat());
+    assert!(text.contains("\n# in mapped memory: "), "{text}");
+    // Where none was tried, nothing is said.
+    for packets in [&["--no-direct"][..], &["--link", "udp"]] {
+        let text = perf(&[&["write", "bw", "--local", "-n", "50"], packets].concat());
+        assert!(!text.contains("mapped memory"), "{text}");
+    }
+}
+
+#[test]
 fn all_that_is_known_fits_a_terminal() {
     for link in ["udp", "auto"] {
         let lat = ["write", "lat", "--local", "-v", "--cpu_util", "-n", "50", "--link", link];

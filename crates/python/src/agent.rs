@@ -321,11 +321,7 @@ impl Agent {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let taken = self.agent.write().ok().and_then(|mut held| held.take());
         py.detach(|| drop(taken));
-        let watches = self.watches.bind(py);
-        if !watches.is_empty() {
-            py.import("warpwire._asyncio")?.call_method1("wake", (watches,))?;
-        }
-        Ok(())
+        wait::wake(self.watches.bind(py))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

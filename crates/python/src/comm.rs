@@ -398,11 +398,7 @@ impl Comm {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let taken = self.comm.write().ok().and_then(|mut held| held.take());
         py.detach(|| drop(taken));
-        let watches = self.watches.bind(py);
-        if !watches.is_empty() {
-            py.import("warpwire._asyncio")?.call_method1("wake", (watches,))?;
-        }
-        Ok(())
+        wait::wake(self.watches.bind(py))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

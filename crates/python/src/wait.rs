@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use warpwire::Error;
 use warpwire::error::Kind;
 
@@ -24,6 +25,14 @@ pub(crate) fn timeout(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<D
                 .fix("use a number of seconds, 0 or more, or None for no limit"),
         )),
     }
+}
+
+/// Wakes those that wait in event loops for an agent or communicator that was closed.
+pub(crate) fn wake(watches: &Bound<'_, PyDict>) -> PyResult<()> {
+    if !watches.is_empty() {
+        watches.py().import("warpwire._asyncio")?.call_method1("wake", (watches,))?;
+    }
+    Ok(())
 }
 
 /// Calls `wait` with a part of the time left, without the GIL, until it returns a value. `None` if

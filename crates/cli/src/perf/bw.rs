@@ -4,7 +4,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, HcaStats, ReceiveRequest, WrOp};
+use warpwire::hca::{HcaStats, IndirectReason};
+use warpwire::verbs::{Atomic, Completion, ReceiveRequest, WrOp};
 
 use super::control::{Done, Watchdog, YIELD_INTERVAL};
 use super::endpoint::{Endpoint, POLL_BATCH, failed};
@@ -116,7 +117,8 @@ pub(super) fn run(
 /// Number of operations that were sent as packets because the peer's memory was not mapped yet.
 fn while_mapping(endpoint: &Endpoint) -> u64 {
     let stats = endpoint.context.stats();
-    let count = |stats: HcaStats| stats.direct.not.get("mapping-requested").copied();
+    let reason = IndirectReason::MappingRequested.name();
+    let count = |stats: HcaStats| stats.direct.not.get(reason).copied();
     stats.and_then(count).unwrap_or(0)
 }
 

@@ -76,6 +76,11 @@ impl IndirectReason {
         (Self::Revoked, "revoked"),
         (Self::Small, "small"),
     ];
+
+    /// Its name in [`DirectStats::not`].
+    pub fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
 }
 
 /// Direct access: operations without packets in memory of other processes on this machine.
@@ -180,9 +185,8 @@ impl Totals {
     }
 
     pub(super) fn direct(&self) -> DirectStats {
-        let named =
-            IndirectReason::ALL.into_iter().map(|(why, name)| (name, self.indirect[why as usize]));
-        let not = named.filter(|(_, count)| *count > 0);
+        let counts = IndirectReason::ALL.map(|(why, name)| (name, self.indirect[why as usize]));
+        let not = counts.into_iter().filter(|(_, count)| *count > 0);
         DirectStats {
             operations: self.direct_operations,
             bytes: self.direct_bytes,

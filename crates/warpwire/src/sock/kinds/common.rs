@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
@@ -10,6 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::sock::layout::{handle, state};
+use crate::sock::resources::Resources;
 
 /// A closed socket with unsent bytes is reset after this time without progress.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -203,6 +205,13 @@ impl Common {
             Err(Errno::INPROGRESS) => Ok(false),
             Err(errno) => Err(errno),
         }
+    }
+
+    /// It is connected, and may have something to read; counts it.
+    pub(super) fn set_connected(&mut self, resources: &Resources) {
+        self.flags = self.flags & !state::CONNECTING | state::CONNECTED;
+        (self.readable, self.writable) = (true, true);
+        resources.counters.connected.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The outcome of a connect in progress; `None` if it is not known yet.

@@ -31,9 +31,7 @@ impl TcpSocket {
         common.prepare_to_connect()?;
         resources.alloc_rings(&mut self.rings, &common.options)?;
         if common.connect_stream(address)? {
-            common.flags |= state::CONNECTED;
-            (common.readable, common.writable) = (true, true);
-            resources.counters.connected.fetch_add(1, Ordering::Relaxed);
+            common.set_connected(resources);
         } else {
             common.flags |= state::CONNECTING;
             common.writable = false;
@@ -192,9 +190,7 @@ fn finish_connecting(common: &mut Common, resources: &Resources) -> Result<()> {
     match common.poll_connect() {
         None => return Ok(()),
         Some(Ok(())) => {
-            common.flags = common.flags & !state::CONNECTING | state::CONNECTED;
-            (common.readable, common.writable) = (true, true);
-            resources.counters.connected.fetch_add(1, Ordering::Relaxed);
+            common.set_connected(resources);
         }
         Some(Err(errno)) => {
             common.fail(Some(errno), Some(errno));

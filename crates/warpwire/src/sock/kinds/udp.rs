@@ -44,9 +44,7 @@ impl UdpSocket {
     ) -> std::result::Result<(), Errno> {
         let (fd, address) = common.with_address(address)?;
         rustix::net::connect(fd, &address)?;
-        common.flags |= state::CONNECTED;
-        (common.readable, common.writable) = (true, true);
-        resources.counters.connected.fetch_add(1, Ordering::Relaxed);
+        common.set_connected(resources);
         Ok(())
     }
 
