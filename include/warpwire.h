@@ -90,7 +90,8 @@ typedef struct ww_transfer ww_transfer; /* a transfer that was posted */
 /* Start with WW_AGENT_OPTIONS_INIT: zero means the default. */
 typedef struct ww_agent_options {
     size_t size;                        /* sizeof(ww_agent_options) */
-    const char *link;                   /* "auto", "udp", "shm"; default: WARPWIRE_LINK, or auto */
+    const char *link;                   /* "auto", "udp", "shm", "device:NAME"; default:
+                                           WARPWIRE_LINK, or auto */
     const char *address;                /* this machine's; default: WARPWIRE_ADDRESS, or by route */
     uint32_t engines;                   /* threads that process packets, 1 to 64; default 1 */
     uint32_t queue_pairs;               /* per peer, 1 to 16; default 1 */

@@ -71,7 +71,7 @@ class Guest:
             "setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64",
             # Emulation, because guests hang under nested KVM. One CPU: with two, rxe can miss that
             # its packets have left, and then waits for ever (docs/interop.md).
-            "-accel", "tcg", "-cpu", "max", "-m", "384", "-smp", "1",
+            "-accel", "tcg", "-cpu", "max", "-m", "1024", "-smp", "1",
             "-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-serial", "stdio", "-no-reboot",
             "-kernel", str(kernel), "-initrd", str(with_files(initrd, files, logs / f"guest{number}.initramfs")),
             "-append", append, *self.nics(mtu, together),

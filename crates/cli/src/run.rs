@@ -41,8 +41,9 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
     grace: Duration,
 
-    /// Link between the ranks: auto, udp or shm [default: WARPWIRE_LINK, else auto]
-    #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
+    /// Link between the ranks: auto, udp, shm, or device:NAME for an RDMA device [default:
+    /// WARPWIRE_LINK, else auto]
+    #[arg(long, value_name = "LINK", value_parser = link)]
     link: Option<String>,
 
     /// Exec the program as a rank; the value is the launcher's process id
@@ -64,8 +65,17 @@ Environment of the ranks:
   WARPWIRE_MASTER  rendezvous: file with the address of rank 0
   WARPWIRE_TOKEN   secret by which the ranks of one run authenticate each other";
 
-fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| error.to_string())
+}
+
+/// A link by its name; the ranks open the device.
+pub(crate) fn link(text: &str) -> Result<String, String> {
+    match text {
+        "auto" | "udp" | "shm" => Ok(text.to_owned()),
+        _ if text.starts_with("device:") => Ok(text.to_owned()),
+        _ => Err("use auto, udp, shm, or device:NAME for an RDMA device".to_owned()),
+    }
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {

@@ -3,13 +3,13 @@
 //!
 //! | suite | subject: backends |
 //! |---|---|
-//! | `agent` | transfer agents: every link, threads and processes |
+//! | `agent` | transfer agents: every link, an RDMA device, threads and processes |
 //! | `allocations` | no allocation in post, packet and poll: handles, addresses, dma-bufs |
 //! | `conformance` | devices, memory, streams: the simulated GPU, CUDA |
 //! | `ibv` | RDMA devices through libibverbs: rxe in a virtual machine |
 //! | `kernels` | verbs inside kernels: simulated, CUDA, the header as C++ |
 //! | `mlx5` | streams and kernels on the queues of a ConnectX: a fake device |
-//! | `msg` | ranks and messages: every link, threads and processes |
+//! | `msg` | ranks and messages: every link, an RDMA device, threads and processes |
 //! | `registration` | registration of every kind of memory: host, simulated, CUDA |
 //! | `rxe` | interoperability with Linux's soft-RoCE (rxe): a virtual machine |
 //! | `sock` | sockets inside kernels: simulated, the header as C++, CUDA |
@@ -29,6 +29,7 @@ mod kernels;
 mod mlx5;
 mod msg;
 mod ptx;
+mod rdma_device;
 mod registration;
 mod rxe;
 mod sock;

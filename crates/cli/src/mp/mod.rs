@@ -17,7 +17,7 @@ use warpwire::units;
 use crate::machine::Machine;
 use crate::output::{self, Failure, Reporter};
 use crate::perf::memory::MemoryChoice;
-use crate::run::{self, Job};
+use crate::run::{self, Job, duration, link};
 use collective::Collective;
 use measure::Endpoint;
 use modes::TransferKind;
@@ -85,8 +85,9 @@ pub(crate) struct PointToPoint {
     #[arg(long, value_name = "TIME", value_parser = duration)]
     kernel: Option<Duration>,
 
-    /// Link between ranks on this machine: auto, udp or shm [default: WARPWIRE_LINK, else auto]
-    #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
+    /// Link between ranks on this machine: auto, udp, shm, or device:NAME for an RDMA device
+    /// [default: WARPWIRE_LINK, else auto]
+    #[arg(long, value_name = "LINK", value_parser = link)]
     link: Option<String>,
 
     /// Run both ranks as threads of this process: their kernels run concurrently, while processes
@@ -199,10 +200,6 @@ fn size(text: &str) -> Result<u64, String> {
         1..=0x4000_0000 => Ok(size),
         _ => Err("message sizes are 1 byte to 1 GiB".to_owned()),
     }
-}
-
-fn duration(text: &str) -> Result<Duration, String> {
-    units::parse_duration(text).map_err(|error| error.to_string())
 }
 
 /// Default of `--size`.

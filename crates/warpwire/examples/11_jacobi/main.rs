@@ -18,7 +18,8 @@ mod solver;
 use std::time::Duration;
 
 use warpwire::link::Hub;
-use warpwire::msg::{Comm, CommLink, CommOptions, Launcher, RankInfo};
+use warpwire::msg::{Comm, CommOptions, Launcher, RankInfo};
+use warpwire::verbs::LinkChoice;
 use warpwire::{Result, mem};
 
 use solver::{Mode, Solver};
@@ -45,7 +46,7 @@ fn main() -> Result<()> {
     if rank_info.launcher != Launcher::Standalone {
         return solve(&Comm::open(rank_info, options.with_env()?)?, &task);
     }
-    options.link = CommLink::Hub(Hub::new());
+    options.link = LinkChoice::Hub(Hub::new());
     let comms = Comm::local_with(2, &options)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> =

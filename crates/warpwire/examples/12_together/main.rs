@@ -18,9 +18,8 @@ use std::time::{Duration, Instant};
 use warpwire::error::Kind;
 use warpwire::link::Hub;
 use warpwire::mem::{Allocation, Stream};
-use warpwire::msg::{
-    Buffer, ChannelOptions, Comm, CommLink, CommOptions, DeviceChannel, Launcher, RankInfo,
-};
+use warpwire::msg::{Buffer, ChannelOptions, Comm, CommOptions, DeviceChannel, Launcher, RankInfo};
+use warpwire::verbs::LinkChoice;
 use warpwire::{Result, mem};
 
 use kernels::Kernels;
@@ -49,7 +48,7 @@ fn main() -> Result<()> {
         return all_rounds(&Comm::open(rank_info, options.with_env()?)?, &task);
     }
     let run_ranks = |run: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
-        let link = CommLink::Hub(Hub::new());
+        let link = LinkChoice::Hub(Hub::new());
         let comms = Comm::local_with(RANKS, &options.clone().with_link(link))?;
         std::thread::scope(|scope| {
             let start = |comm| scope.spawn(|| run(&{ comm }, &task));

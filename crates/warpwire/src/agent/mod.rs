@@ -89,7 +89,7 @@ pub use inbox::Notification;
 pub use memory::Memory;
 #[cfg(fuzzing)]
 pub use metadata::is_metadata;
-pub use options::{AgentLink, AgentOptions};
+pub use options::AgentOptions;
 pub use peer::{Peer, RemoteMemory};
 pub use prepared::{Descriptor, PreparedTransfer};
 pub use transfer::{Transfer, TransferOp, TransferOptions, TransferState};

@@ -1,59 +1,30 @@
 //! Options of an agent, and the devices that they ask for.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
-use crate::link::{Auto, Shm, ShmOptions, Udp, UdpOptions};
-use crate::verbs::{Context, HcaOptions};
-
-/// The link of an agent's software HCA.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum AgentLink {
-    /// Shared memory to peers on the same machine, UDP to others.
-    #[default]
-    Auto,
-    /// UDP.
-    Udp,
-    /// Shared memory: all peers are on this machine.
-    Shm,
-}
-
-impl FromStr for AgentLink {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "udp" => Ok(Self::Udp),
-            "shm" => Ok(Self::Shm),
-            _ => Err(Error::new(Kind::Malformed, format!("use link {text:?}"))
-                .why("unknown link")
-                .fix("use auto, udp or shm")),
-        }
-    }
-}
+use crate::verbs::{Context, HcaOptions, LinkChoice};
 
 /// Options of an [`Agent`](super::Agent).
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpwire::agent::{AgentLink, AgentOptions};
-/// let options = AgentOptions::default().with_link(AgentLink::Shm).with_queue_pairs(2);
+/// use warpwire::agent::AgentOptions;
+/// use warpwire::verbs::LinkChoice;
+/// let options = AgentOptions::default().with_link(LinkChoice::Shm).with_queue_pairs(2);
 /// assert_eq!((options.queue_pairs, options.connect_timeout), (2, Duration::from_secs(10)));
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AgentOptions {
     /// Devices to use, one rail each: a transfer's ranges are spread over all of them. Peers have
-    /// equally many, and the first is connected to the first. Empty (the default): one software
-    /// HCA, by `link`, `address` and `engines`.
+    /// equally many, and the first is connected to the first. Empty (the default): one device, by
+    /// `link`, `address` and `engines`.
     pub rails: Vec<Context>,
-    /// The link of the software HCA.
-    pub link: AgentLink,
-    /// Its address. Default: the one that the default route uses, or 127.0.0.1 without one.
+    /// The device: a software HCA and its link, or hardware.
+    pub link: LinkChoice,
+    /// The software HCA's address. Default: the one that the default route uses, or 127.0.0.1 without one.
     pub address: Option<IpAddr>,
     /// Its engines: threads that process packets, 1 (the default) to 64. More need UDP, and as many
     /// `queue_pairs`.
@@ -73,7 +44,7 @@ pub struct AgentOptions {
 setters! {
     AgentOptions {
         with_rails => rails: Vec<Context>,
-        with_link => link: AgentLink,
+        with_link => link: LinkChoice,
         with_engines => engines: u32,
         with_queue_pairs => queue_pairs: usize,
         with_send_depth => send_depth: u32,
@@ -88,7 +59,7 @@ impl Default for AgentOptions {
     fn default() -> Self {
         Self {
             rails: Vec::new(),
-            link: AgentLink::default(),
+            link: LinkChoice::default(),
             address: None,
             engines: 1,
             queue_pairs: 1,
@@ -105,11 +76,12 @@ pub(super) const MAX_RAILS: usize = 16;
 pub(super) const MAX_QUEUE_PAIRS: usize = 16;
 
 impl AgentOptions {
-    /// These options, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_ADDRESS` (an IP
+    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]) and `WARPWIRE_ADDRESS` (an IP
     /// address of this machine) where they are set.
     ///
     /// # Errors
-    /// [`Kind::Malformed`] if a variable cannot be parsed.
+    /// [`Kind::Malformed`] if a variable cannot be parsed; as for [`Context::open_device`] if it
+    /// names a device.
     pub fn with_env(mut self) -> Result<Self> {
         if let Ok(text) = std::env::var("WARPWIRE_LINK") {
             self.link = text.parse()?;
@@ -145,15 +117,7 @@ impl AgentOptions {
         }
         let at = SocketAddr::new(self.address.unwrap_or_else(default_address), 0);
         let hca = HcaOptions::default().with_engines(self.engines);
-        let context = match self.link {
-            AgentLink::Auto => {
-                let link = Auto::bind(at, UdpOptions::from_env()?, ShmOptions::from_env()?)?;
-                Context::open_with(link, hca)
-            }
-            AgentLink::Udp => Context::open_with(Udp::bind(at, UdpOptions::from_env()?)?, hca),
-            AgentLink::Shm => Context::open_with(Shm::bind(at, ShmOptions::from_env()?)?, hca),
-        };
-        Ok(vec![context?])
+        Ok(vec![self.link.open(at, hca)?])
     }
 }
 

@@ -14,7 +14,7 @@ use crate::verbs::{
 
 /// Receives for fragments of notifications.
 const RECEIVES: u32 = 512;
-/// Entries of a completion queue that cannot grow.
+/// Entries of a completion queue that cannot grow, where the device allows it.
 const FIXED_ENTRIES: u32 = 1 << 16;
 /// Completions that one poll takes.
 const POLL_BATCH: usize = 64;
@@ -23,6 +23,8 @@ pub(super) struct Rail {
     pub context: Context,
     pub pd: Pd,
     pub cq: Cq,
+    /// Its length, if it cannot grow: on hardware.
+    fixed_entries: Option<u32>,
     srq: Srq,
     fragments: HostMemory,
     mr: Mr,
@@ -40,9 +42,12 @@ pub(super) struct Polling {
 
 impl Rail {
     pub(super) fn open(context: Context) -> Result<Self> {
-        let (pd, is_soft) = (context.alloc_pd(), context.soft().is_some());
-        let entries = if is_soft { 2 * RECEIVES } else { FIXED_ENTRIES };
-        let cq = context.create_cq(entries)?;
+        let pd = context.alloc_pd();
+        let fixed_entries = match context.device() {
+            Some(device) => Some(device.attributes()?.max_cq_entries.min(FIXED_ENTRIES)),
+            None => None,
+        };
+        let cq = context.create_cq(fixed_entries.unwrap_or(2 * RECEIVES))?;
         let srq = context.create_srq(&pd, SrqOptions::default().with_depth(RECEIVES))?;
         let fragments = HostMemory::new(u64::from(RECEIVES) * FRAGMENT_LEN as u64)?;
         let mr = context.register(&pd, fragments.clone(), Access::LOCAL_WRITE)?;
@@ -51,7 +56,8 @@ impl Rail {
             withheld: Vec::new(),
         };
         let qps = Mutex::new(0);
-        let rail = Self { context, pd, cq, srq, fragments, mr, polling: Mutex::new(polling), qps };
+        let polling = Mutex::new(polling);
+        let rail = Self { context, pd, cq, fixed_entries, srq, fragments, mr, polling, qps };
         (0..u64::from(RECEIVES)).try_for_each(|slot| rail.post_receive(slot))?;
         Ok(rail)
     }
@@ -67,12 +73,14 @@ impl Rail {
     pub(super) fn create_qp(&self, options: &AgentOptions) -> Result<Qp> {
         let mut qps = self.qps.lock();
         let entries = RECEIVES + (*qps + 1) * options.send_depth;
-        if self.context.soft().is_some() {
-            self.cq.resize(entries)?;
-        } else if entries > FIXED_ENTRIES {
-            return Err(Error::new(Kind::OutOfMemory, "create a queue pair for a peer")
-                .why(format!("the completion queue has room for {qps} of them"))
-                .fix("remove peers, or reduce queue_pairs or send_depth"));
+        match self.fixed_entries {
+            None => self.cq.resize(entries)?,
+            Some(fixed) if entries > fixed => {
+                return Err(Error::new(Kind::OutOfMemory, "create a queue pair for a peer")
+                    .why(format!("the completion queue has room for {qps} of them"))
+                    .fix("remove peers, or reduce queue_pairs or send_depth"));
+            }
+            Some(_) => {}
         }
         *qps += 1;
         drop(qps);

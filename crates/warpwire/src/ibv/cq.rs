@@ -5,7 +5,6 @@ use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -96,12 +95,10 @@ pub(super) struct CqInner {
     pub(super) raw: Raw<sys::Cq>,
     poll: sys::PollCq,
     notify: sys::NotifyCq,
-    /// Held from polling completions until their ids are resolved: their slots must not be reused
-    /// in between.
-    reading: Mutex<()>,
-    /// Completions polled from the library but not yet returned, oldest first.
+    /// Completions polled from the library but not yet returned, oldest first. Locked from polling
+    /// completions until they are returned or here, and their ids resolved: threads must not
+    /// overtake each other, nor slots be reused in between.
     backlog: Mutex<VecDeque<Completion>>,
-    has_backlog: AtomicBool,
     /// Destroyed after the queue: fields drop in order.
     channel: Channel,
 }
@@ -125,11 +122,11 @@ impl Drop for CqInner {
 }
 
 impl CqInner {
-    /// Polls the library; completions of unknown work request ids are dropped.
+    /// Polls the library, with the backlog locked; completions of unknown work request ids are
+    /// dropped.
     #[inline]
     fn take(&self, into: &mut [Completion]) -> Result<usize> {
         let context = &*self.channel.context;
-        let _guard = self.reading.lock();
         let mut filled = 0;
         while filled < into.len() {
             let wanted = (into.len() - filled).min(CHUNK);
@@ -220,9 +217,7 @@ impl Context {
             }
             return Err(unsupported(&context, "completion queues"));
         };
-        let (reading, backlog) = (Mutex::default(), Mutex::default());
-        let has_backlog = AtomicBool::new(false);
-        Ok(Cq(Arc::new(CqInner { raw: cq, poll, notify, reading, backlog, has_backlog, channel })))
+        Ok(Cq(Arc::new(CqInner { raw: cq, poll, notify, backlog: Mutex::default(), channel })))
     }
 }
 
@@ -247,23 +242,17 @@ impl Cq {
     /// If the device has failed, or the queue has overrun.
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
-        if self.0.has_backlog.load(Ordering::Acquire) {
-            return self.poll_backlog(into);
-        }
-        self.0.take(into)
-    }
-
-    /// Returns the backlog first, then polls; holds the backlog's lock meanwhile.
-    #[cold]
-    fn poll_backlog(&self, into: &mut [Completion]) -> Result<usize> {
         let mut backlog = self.0.backlog.lock();
         let count = into.len().min(backlog.len());
         for (place, completion) in into.iter_mut().zip(backlog.drain(..count)) {
             *place = completion;
         }
-        let rest = self.0.take(&mut into[count..])?;
-        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
-        Ok(count + rest)
+        match self.0.take(&mut into[count..]) {
+            Ok(rest) => Ok(count + rest),
+            // The next call reports it.
+            Err(_) if count > 0 => Ok(count),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether a completion is available; polls the library into the backlog.
@@ -274,16 +263,13 @@ impl Cq {
             let count = self.0.take(&mut found)?;
             backlog.extend(&found[..count]);
         }
-        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
         Ok(!backlog.is_empty())
     }
 
     /// Adds completions of work that was never given to the device.
     #[cold]
     pub(super) fn push_backlog(&self, completions: impl IntoIterator<Item = Completion>) {
-        let mut backlog = self.0.backlog.lock();
-        backlog.extend(completions);
-        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
+        self.0.backlog.lock().extend(completions);
     }
 
     /// Polls the library and drops the completions of a queue pair that is being destroyed or
@@ -297,7 +283,6 @@ impl Cq {
             backlog.extend(&found[..count]);
         }
         backlog.retain(|completion| completion.qpn != qpn);
-        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
     }
 
     /// Requests a completion event (`ibv_req_notify_cq`) for the next completion or, if

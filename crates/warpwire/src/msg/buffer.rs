@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::entries::WordUpdate;
 use crate::error::{Error, Kind, Result};
 use crate::mem::WordWidth;
-use crate::mr::{Access, AccessDenied, Span};
+use crate::mr::{Access, AccessDenied, PdId, Registry, SoftMr, SoftPd, Span};
 use crate::units;
 use crate::verbs::{Context, MemorySource, Mr, Pd, Sge};
 
@@ -23,11 +23,81 @@ pub struct Buffer(Arc<Inner>);
 
 struct Inner {
     mr: Mr,
-    len: u64,
-    pd: Pd,
-    context: Context,
+    /// For the CPU's own accesses, where [`Domain::cpu`] is.
+    cpu_mr: Option<SoftMr>,
+    domain: Arc<Domain>,
     /// Keeps memory that is registered by address allocated. Dropped last.
     _owner: Option<Box<dyn Any + Send + Sync>>,
+}
+
+/// The device and the protection domain that the buffers of a communicator are registered with.
+pub(super) struct Domain {
+    pub context: Context,
+    pub pd: Pd,
+    /// Buffers registered with hardware are registered here too, so that the CPU accesses them as
+    /// it does those of a software HCA, in which the two are one.
+    cpu: Option<(Registry, SoftPd)>,
+}
+
+impl Domain {
+    pub fn new(context: Context) -> Arc<Self> {
+        let cpu = context.soft().is_none().then(|| {
+            let registry = Registry::with_name("cpu");
+            let pd = registry.pd();
+            (registry, pd)
+        });
+        Arc::new(Self { pd: context.alloc_pd(), context, cpu })
+    }
+
+    /// Registers memory with all rights.
+    pub fn register(self: &Arc<Self>, memory: impl Into<MemorySource>) -> Result<Buffer> {
+        let memory = memory.into();
+        let register_cpu = |(registry, pd): &(Registry, SoftPd)| {
+            registry.register(pd, memory.clone(), None, Access::ALL)
+        };
+        let cpu_mr = self.cpu.as_ref().map(register_cpu).transpose()?;
+        let mr = self.context.register(&self.pd, memory, Access::ALL)?;
+        Ok(self.buffer(mr, cpu_mr, None))
+    }
+
+    /// Registers memory by its address.
+    ///
+    /// # Safety
+    /// As for [`Comm::register_owned`](super::Comm::register_owned).
+    #[allow(unsafe_code)]
+    pub unsafe fn register_address(
+        self: &Arc<Self>,
+        address: u64,
+        len: u64,
+        access: Access,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Buffer> {
+        let register_cpu = |(registry, pd): &(Registry, SoftPd)| {
+            // SAFETY: guaranteed by the caller.
+            unsafe { registry.register_address(pd, address, len, None, access) }
+        };
+        let cpu_mr = self.cpu.as_ref().map(register_cpu).transpose()?;
+        // SAFETY: guaranteed by the caller.
+        let mr = unsafe { self.context.register_address(&self.pd, address, len, None, access) }?;
+        Ok(self.buffer(mr, cpu_mr, owner))
+    }
+
+    fn buffer(
+        self: &Arc<Self>,
+        mr: Mr,
+        cpu_mr: Option<SoftMr>,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Buffer {
+        Buffer(Arc::new(Inner { mr, cpu_mr, domain: self.clone(), _owner: owner }))
+    }
+
+    /// Where the CPU's accesses are resolved.
+    fn registry(&self) -> Result<(&Registry, PdId)> {
+        match &self.cpu {
+            Some((registry, pd)) => Ok((registry, pd.id())),
+            None => Ok((self.context.registry()?, self.pd.soft()?.id())),
+        }
+    }
 }
 
 impl fmt::Debug for Buffer {
@@ -37,28 +107,10 @@ impl fmt::Debug for Buffer {
 }
 
 impl Buffer {
-    pub(super) fn register(
-        context: &Context,
-        pd: &Pd,
-        memory: impl Into<MemorySource>,
-    ) -> Result<Self> {
-        Ok(Self::new(context, pd, context.register(pd, memory, Access::ALL)?, None))
-    }
-
-    pub(super) fn new(
-        context: &Context,
-        pd: &Pd,
-        mr: Mr,
-        owner: Option<Box<dyn Any + Send + Sync>>,
-    ) -> Self {
-        let (len, pd, context) = (mr.len(), pd.clone(), context.clone());
-        Self(Arc::new(Inner { mr, len, pd, context, _owner: owner }))
-    }
-
     /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // memory without bytes cannot be registered
     pub fn len(&self) -> u64 {
-        self.0.len
+        self.0.mr.len()
     }
 
     /// The registration: keys, path, and why that path.
@@ -103,9 +155,13 @@ impl Buffer {
 
     /// Waits until all writes to memory without a CPU mapping have arrived.
     pub(super) fn flush(&self) -> Result<()> {
-        let registry = self.0.context.registry()?;
+        let (registry, _) = self.0.domain.registry()?;
         registry.publish_all();
-        match self.0.mr.failure() {
+        let failure = match &self.0.cpu_mr {
+            Some(cpu_mr) => cpu_mr.failure(),
+            None => self.0.mr.failure(),
+        };
+        match failure {
             Some(error) => Err(error),
             None => Ok(()),
         }
@@ -170,9 +226,12 @@ impl Buffer {
     /// Resolves a range for access by the CPU.
     pub(super) fn span(&self, need: Access, offset: u64, len: u64) -> Result<Span<'_>> {
         let inner = &*self.0;
-        let address = inner.mr.iova().wrapping_add(offset);
-        let (registry, pd) = (inner.context.registry()?, inner.pd.soft()?.id());
-        let found = retry_transient(|| registry.resolve(inner.mr.lkey(), pd, need, address, len));
+        let (lkey, iova) = match &inner.cpu_mr {
+            Some(cpu_mr) => (cpu_mr.lkey(), cpu_mr.iova()),
+            None => (inner.mr.lkey(), inner.mr.iova()),
+        };
+        let (address, (registry, pd)) = (iova.wrapping_add(offset), inner.domain.registry()?);
+        let found = retry_transient(|| registry.resolve(lkey, pd, need, address, len));
         found.map_err(|why| self.denied(why))
     }
 
@@ -196,9 +255,9 @@ impl Buffer {
         self.0.mr.sge(offset, len)
     }
 
-    /// Whether it was registered with that protection domain.
-    pub(super) fn is_of(&self, pd: &Pd) -> bool {
-        self.0.pd == *pd
+    /// Whether it was registered with that communicator.
+    pub(super) fn is_of(&self, domain: &Domain) -> bool {
+        self.0.domain.pd == domain.pd
     }
 }
 

@@ -1,16 +1,16 @@
 //! Communicators: groups of ranks that exchange messages.
 
 use std::any::Any;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use warpwire_proto::wire::UDP_PORT;
 
-use super::buffer::{Buffer, BufferSlice};
+use super::buffer::{Buffer, BufferSlice, Domain};
 use super::entries::Match;
 use super::header::{Channel, MAX_SLICES};
 use super::peer::{Area, CONTROL_RECEIVES, CONTROL_WORK, Peer, USER_WORK};
@@ -23,57 +23,12 @@ use super::watch::Watcher;
 use crate::error::{Error, Kind, Result};
 use crate::hca::HcaOptions;
 use crate::host::runtime_folder;
-use crate::link::{Auto, Hub, Link, Shm, ShmOptions, Udp, UdpOptions};
+use crate::link::Hub;
 use crate::mr::HostMemory;
 use crate::units;
-use crate::verbs::{Access, Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
-
-/// The link that a communicator's packets use.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub enum CommLink {
-    /// Shared memory to peers on the same machine, UDP to others.
-    #[default]
-    Auto,
-    /// UDP.
-    Udp,
-    /// Shared memory: all ranks must be on one machine.
-    Shm,
-    /// A hub in this process's memory: all ranks must be in one process.
-    Hub(Hub),
-}
-
-impl FromStr for CommLink {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "udp" => Ok(Self::Udp),
-            "shm" => Ok(Self::Shm),
-            _ => Err(Error::new(Kind::Malformed, format!("use link {text:?}"))
-                .why("unknown link")
-                .fix("use auto, udp or shm")),
-        }
-    }
-}
-
-impl CommLink {
-    fn open(&self, address: IpAddr, rank: usize) -> Result<Box<dyn Link>> {
-        let any = SocketAddr::new(address, 0);
-        Ok(match self {
-            Self::Auto => {
-                Box::new(Auto::bind(any, UdpOptions::from_env()?, ShmOptions::from_env()?)?)
-            }
-            Self::Udp => Box::new(Udp::bind(any, UdpOptions::from_env()?)?),
-            Self::Shm => Box::new(Shm::bind(any, ShmOptions::from_env()?)?),
-            Self::Hub(hub) => {
-                let address = [10, 87, (rank >> 8) as u8, rank as u8];
-                Box::new(hub.endpoint(SocketAddr::from((address, 4791)))?)
-            }
-        })
-    }
-}
+use crate::verbs::{
+    Access, Context, Cq, EventFd, LinkChoice, MemorySource, ProgressMode, QpOptions,
+};
 
 /// Options of a communicator.
 #[derive(Clone, Debug)]
@@ -81,8 +36,8 @@ impl CommLink {
 pub struct CommOptions {
     /// How long to wait for all ranks to join, and for each internal collective. Default: 60 s.
     pub timeout: Duration,
-    /// The link that packets use.
-    pub link: CommLink,
+    /// The device: a software HCA and its link, or hardware.
+    pub link: LinkChoice,
     /// Eager limit in bytes, at most 1 MiB. Messages up to this length are sent without handshake
     /// and buffered by the receiver until a receive matches; for longer ones the receiver reads the
     /// data once a receive matches (rendezvous protocol). Default: 8 KiB.
@@ -102,7 +57,7 @@ pub struct CommOptions {
 setters! {
     CommOptions {
         with_timeout => timeout: Duration,
-        with_link => link: CommLink,
+        with_link => link: LinkChoice,
         with_eager_limit => eager_limit: u64,
         with_receive_credits => receive_credits: u32,
         with_max_requests => max_requests: u32,
@@ -115,7 +70,7 @@ impl Default for CommOptions {
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(60),
-            link: CommLink::default(),
+            link: LinkChoice::default(),
             eager_limit: 8 << 10,
             receive_credits: 64,
             max_requests: 4096,
@@ -138,11 +93,12 @@ impl CommOptions {
         Self::default().with_env()
     }
 
-    /// These options, modified by `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (such as
-    /// `30s`) where they are set.
+    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]) and `WARPWIRE_TIMEOUT` (such
+    /// as `30s`) where they are set.
     ///
     /// # Errors
-    /// [`Kind::Malformed`] or [`Kind::InvalidArgument`] if a variable cannot be parsed.
+    /// [`Kind::Malformed`] or [`Kind::InvalidArgument`] if a variable cannot be parsed; as for
+    /// [`Context::open_device`] if it names a device.
     pub fn with_env(mut self) -> Result<Self> {
         if let Ok(text) = std::env::var("WARPWIRE_LINK") {
             self.link = text.parse()?;
@@ -206,7 +162,7 @@ impl LeaveGuard {
         // would report our leaving as a loss.
         const LAST_STEPS: u32 = 8;
         for _ in 0..LAST_STEPS {
-            let _ = self.shared.context.soft().map(|hca| hca.poll());
+            let _ = self.shared.domain.context.soft().map(|hca| hca.poll());
         }
         let message = BootstrapMsg::Bye { why };
         for link in self.shared.links.iter().flatten() {
@@ -278,7 +234,7 @@ impl Comm {
 
     /// Creates all ranks of a communicator inside this process, for threads and tests.
     pub fn local(size: usize) -> Result<Vec<Self>> {
-        let link = CommLink::Hub(Hub::new());
+        let link = LinkChoice::Hub(Hub::new());
         Self::local_with(size, &CommOptions { link, ..CommOptions::default() })
     }
 
@@ -328,7 +284,7 @@ impl Comm {
 
     /// The underlying device.
     pub fn context(&self) -> &Context {
-        &self.shared.context
+        &self.shared.domain.context
     }
 
     /// Which path messages to a rank take, and why not a better one.
@@ -336,7 +292,7 @@ impl Comm {
         self.shared.check_rank(rank, "reach")?;
         match &self.shared.lock().peers[rank].qp {
             Some(qp) => qp.path(),
-            None => Ok(self.shared.context.path().clone()),
+            None => Ok(self.shared.domain.context.path().clone()),
         }
     }
 
@@ -352,7 +308,7 @@ impl Comm {
 
     /// Registers memory of the host or of a device.
     pub fn register(&self, memory: impl Into<MemorySource>) -> Result<Buffer> {
-        Buffer::register(&self.shared.context, &self.shared.pd, memory)
+        self.shared.domain.register(memory)
     }
 
     /// Registers `len` bytes at `address`: memory of this process, or of a GPU that this process
@@ -377,10 +333,8 @@ impl Comm {
         access: Access,
         owner: Option<Box<dyn Any + Send + Sync>>,
     ) -> Result<Buffer> {
-        let Shared { context, pd, .. } = &*self.shared;
         // SAFETY: guaranteed by the caller.
-        let mr = unsafe { context.register_address(pd, address, len, None, access) }?;
-        Ok(Buffer::new(context, pd, mr, owner))
+        unsafe { self.shared.domain.register_address(address, len, access, owner) }
     }
 
     /// Starts to send. The memory must not change until the request has completed.
@@ -541,19 +495,21 @@ fn connect(
 ) -> Result<Arc<Shared>> {
     let deadline = Instant::now() + options.timeout;
     let (rank, size) = (rank_info.rank, rank_info.size);
-    let link = options.link.open(rank_links.local_ip, rank)?;
-    let progress_mode =
-        HcaOptions { progress_mode: options.progress_mode, ..HcaOptions::default() };
-    let context = Context::open_with(link, progress_mode)?;
-    let pd = context.alloc_pd();
-    let area = Area::new(&context, &pd, size, options.eager_limit, options.receive_credits)?;
+    let at = match options.link {
+        LinkChoice::Hub(_) => ([10, 87, (rank >> 8) as u8, rank as u8], UDP_PORT).into(),
+        _ => SocketAddr::new(rank_links.local_ip, 0),
+    };
+    let hca_options = HcaOptions::default().with_progress_mode(options.progress_mode);
+    let domain = Domain::new(options.link.open(at, hca_options)?);
+    let Domain { context, pd, .. } = &*domain;
+    let area = Area::new(context, pd, size, options.eager_limit, options.receive_credits)?;
     let per_peer = USER_WORK + CONTROL_WORK + area.receives;
     let cq = context.create_cq(per_peer * size as u32)?;
-    let table = Buffer::register(&context, &pd, HostMemory::new(size as u64 * 8)?)?;
+    let table = domain.register(HostMemory::new(size as u64 * 8)?)?;
     let mut peers: Vec<Peer> =
         (0..size).map(|_| Peer::new(area.receives, options.queue_depth)).collect();
     for (other, peer) in peers.iter_mut().enumerate().filter(|(other, _)| *other != rank) {
-        create_peer_qp((&context, &pd, &cq), &options, (&area, &table), peer, rank_links, other)?;
+        create_peer_qp((&domain, &cq), &options, (&area, &table), peer, rank_links, other)?;
     }
     let (requests, queue) = (options.max_requests, options.queue_depth);
     let mut state = State::new(rank, peers, area, requests, queue);
@@ -583,8 +539,7 @@ fn connect(
     Ok(Arc::new(Shared {
         rank_info,
         options,
-        context,
-        pd,
+        domain,
         cq,
         state: Mutex::new(state),
         woken: Condvar::new(),
@@ -601,7 +556,7 @@ fn connect(
 
 /// Creates the queue pair to a rank and sends its endpoint.
 fn create_peer_qp(
-    (context, pd, cq): (&Context, &Pd, &Cq),
+    (domain, cq): (&Domain, &Cq),
     options: &CommOptions,
     (area, table): (&Area, &Buffer),
     peer: &mut Peer,
@@ -619,7 +574,7 @@ fn create_peer_qp(
         retry_count: 7,
         ..QpOptions::default()
     };
-    let qp = context.create_qp(pd, cq, cq, queues)?;
+    let qp = domain.context.create_qp(&domain.pd, cq, cq, queues)?;
     let (address, rkey) = table.remote(0);
     let hello = Hello {
         endpoint: qp.endpoint(),

@@ -3,7 +3,7 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Comm`], [`CommOptions`], [`CommLink`] | the communicator, and the link that it uses |
+//! | [`Comm`], [`CommOptions`] | the communicator; its link or device, limits and timeouts |
 //! | [`RankInfo`], [`Launcher`], [`Rendezvous`] | rank, size and meeting point of a process |
 //! | [`Buffer`], [`BufferSlice`] | registered memory of the host or a device |
 //! | [`Request`], [`Outcome`], [`wait_all`], [`wait_any`] | transfers in flight and their results |
@@ -77,7 +77,7 @@ mod words;
 
 pub use buffer::{Buffer, BufferSlice};
 pub use collective::{DataType, ReduceOp};
-pub use comm::{Comm, CommLink, CommOptions};
+pub use comm::{Comm, CommOptions};
 pub use device_channel::{
     ChannelBatch, ChannelOptions, ChannelRequest, DeviceChannel, PreparedWork,
 };

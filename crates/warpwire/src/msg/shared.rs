@@ -1,13 +1,14 @@
 //! The state shared by all handles of a communicator, and how threads block.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 
-use super::buffer::{Buffer, BufferSlice};
+use super::buffer::{Buffer, BufferSlice, Domain};
 use super::comm::CommOptions;
 use super::entries::RequestKind;
 use super::guard::StateGuard;
@@ -17,7 +18,7 @@ use super::request::Request;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
 use crate::verbs::bootstrap::Bootstrap;
-use crate::verbs::{Context, Cq, EventFd, Pd};
+use crate::verbs::{Cq, EventFd};
 
 /// How long a waiter polls before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
@@ -27,8 +28,7 @@ const MAX_SLEEP: Duration = Duration::from_micros(500);
 pub(super) struct Shared {
     pub rank_info: RankInfo,
     pub options: CommOptions,
-    pub context: Context,
-    pub pd: Pd,
+    pub domain: Arc<Domain>,
     pub cq: Cq,
     /// Locked by [`lock`](Self::lock).
     pub state: Mutex<State>,
@@ -309,7 +309,7 @@ impl Shared {
             let why = format!("it has {} slices", slices.len());
             return wrong(why, "use at most 15 slices");
         }
-        if slices.iter().any(|slice| !slice.buffer.is_of(&self.pd)) {
+        if slices.iter().any(|slice| !slice.buffer.is_of(&self.domain)) {
             let why = "the buffer was registered with another communicator".to_owned();
             return wrong(why, "register it with this one");
         }
@@ -318,7 +318,7 @@ impl Shared {
 
     /// Allocates an entry for a request and lets `begin` start it.
     pub fn start(
-        self: &std::sync::Arc<Self>,
+        self: &Arc<Self>,
         kind: RequestKind,
         rank: usize,
         slices: &[BufferSlice],
@@ -363,7 +363,7 @@ impl Shared {
 
     /// Starts a send on a channel.
     pub fn start_send(
-        self: &std::sync::Arc<Self>,
+        self: &Arc<Self>,
         channel: Channel,
         to: usize,
         tag: u32,
@@ -378,7 +378,7 @@ impl Shared {
 
     /// Starts a receive on a channel.
     pub fn start_receive(
-        self: &std::sync::Arc<Self>,
+        self: &Arc<Self>,
         channel: Channel,
         from: usize,
         wants: super::entries::Match,

@@ -7,6 +7,7 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Context`], [`devices`] | an open device (`ibv_context`); the RDMA devices of this machine |
+//! | [`LinkChoice`] | which device communicators and agents use |
 //! | [`Pd`], [`Mr`], [`Access`] | protection domains, memory regions and their access flags |
 //! | [`Cq`], [`Completion`] | completion queues and work completions (`ibv_wc`) |
 //! | [`Qp`], [`Batch`], [`SendRequest`] | queue pairs and work requests |
@@ -49,6 +50,7 @@
 //! ```
 
 pub mod bootstrap;
+mod choice;
 mod completion;
 mod cq;
 mod datagram;
@@ -82,6 +84,7 @@ pub use crate::work::{
     Remote, Sge, WrOp,
 };
 pub use bootstrap::QpEndpoint;
+pub use choice::LinkChoice;
 pub use cq::{Cq, CqOptions};
 pub use datagram::{AddressHandle, Destination, GRH_LEN, Grh};
 pub use hardware::DeviceOptions;

@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use testkit::Rng;
 pub use testkit::assert_same as same;
-use warpwire::agent::{Agent, AgentLink, AgentOptions, Descriptor, Memory, Peer, RemoteMemory};
+use warpwire::agent::{Agent, AgentOptions, Descriptor, Memory, Peer, RemoteMemory};
 use warpwire::link::{Auto, Hub, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mem::Allocation;
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::Context;
+use warpwire::verbs::{Context, LinkChoice};
+
+use crate::rdma_device;
 
 /// Longer than any operation takes that works.
 pub fn limit() -> Duration {
@@ -24,10 +26,12 @@ pub enum TestLink {
     Udp,
     Shm,
     Auto,
+    /// Not a link: an RDMA device, opened through libibverbs.
+    Device,
 }
 
 impl TestLink {
-    pub const ALL: [(Self, &'static str); 4] =
+    pub const LINKS: [(Self, &'static str); 4] =
         [(Self::Hub, "hub"), (Self::Udp, "udp"), (Self::Shm, "shm"), (Self::Auto, "auto")];
 }
 
@@ -76,9 +80,10 @@ impl Fixture {
             return options.with_rails((0..rails).map(endpoint).collect());
         }
         let link = match self.test_link {
-            TestLink::Udp => AgentLink::Udp,
-            TestLink::Shm => AgentLink::Shm,
-            _ => AgentLink::Auto,
+            TestLink::Udp => LinkChoice::Udp,
+            TestLink::Shm => LinkChoice::Shm,
+            TestLink::Device => rdma_device::link().parse().unwrap(),
+            _ => LinkChoice::Auto,
         };
         match rails {
             1 => options.with_link(link),
@@ -92,6 +97,10 @@ impl Fixture {
         match self.test_link {
             TestLink::Udp => Context::open(Udp::bind(at, UdpOptions::default()).unwrap()),
             TestLink::Shm => Context::open(Shm::bind(at, shm).unwrap()),
+            TestLink::Device => match rdma_device::link().parse() {
+                Ok(LinkChoice::Device(context)) => Ok(context),
+                other => panic!("{other:?}"),
+            },
             _ => Context::open(Auto::bind(at, UdpOptions::default(), shm).unwrap()),
         }
         .unwrap()

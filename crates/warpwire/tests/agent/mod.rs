@@ -1,4 +1,4 @@
-//! Transfer agents over every link: in one process, and between processes that die or stop.
+//! Transfer agents over every link and on an RDMA device: in one process, and between processes that die or stop.
 mod failures;
 mod fixture;
 mod lists;
@@ -9,6 +9,7 @@ mod transfers;
 
 use testkit::{Case, Collector, Effort, Suite};
 
+use crate::rdma_device;
 use fixture::{Fixture, TestLink};
 
 pub const SUITE: Suite = Suite { name: "agent", env: &[], collect, role: processes::run_role };
@@ -20,8 +21,8 @@ const EVERYWHERE: &[&[Case<Fixture>]] =
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 
 fn collect(suite: &mut Collector) {
-    for (test_link, name) in TestLink::ALL {
-        let quick = matches!(test_link, TestLink::Hub | TestLink::Auto);
+    for (test_link, name) in rdma_device::with_links(suite, &TestLink::LINKS, TestLink::Device) {
+        let quick = matches!(test_link, TestLink::Hub | TestLink::Auto) || rdma_device::is_named();
         if suite.effort() == Effort::Quick && !quick {
             continue;
         }

@@ -34,11 +34,13 @@ struct Other {
 
 impl Other {
     fn start(fixture: &Fixture, task: &str) -> Self {
+        let device_link = crate::rdma_device::link();
         let link = match fixture.test_link {
             TestLink::Hub => unreachable!("processes need a link between them"),
             TestLink::Udp => "udp",
             TestLink::Shm => "shm",
             TestLink::Auto => "auto",
+            TestLink::Device => &device_link,
         };
         let mut command = Role::new("agent", task).command();
         command.env("WARPWIRE_LINK", link).env("WARPWIRE_ADDRESS", "127.0.0.1");

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use crate::rdma_device;
 pub use testkit::assert_same as same;
 use warpwire::link::Hub;
 use warpwire::mem::Device;
 use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::msg::{Buffer, Comm, CommLink, CommOptions};
+use warpwire::msg::{Buffer, Comm, CommOptions};
+use warpwire::verbs::LinkChoice;
 
 /// Longer than any operation takes that works.
 pub fn test_timeout() -> Duration {
@@ -22,10 +24,12 @@ pub enum TestLink {
     Udp,
     Shm,
     Auto,
+    /// Not a link: an RDMA device, opened through libibverbs.
+    Device,
 }
 
 impl TestLink {
-    pub const ALL: [(Self, &'static str); 4] =
+    pub const LINKS: [(Self, &'static str); 4] =
         [(Self::Hub, "hub"), (Self::Udp, "udp"), (Self::Shm, "shm"), (Self::Auto, "auto")];
 }
 
@@ -49,10 +53,11 @@ impl Fixture {
 
     pub fn options(&self) -> CommOptions {
         let link = match self.test_link {
-            TestLink::Hub => CommLink::Hub(Hub::new()),
-            TestLink::Udp => CommLink::Udp,
-            TestLink::Shm => CommLink::Shm,
-            TestLink::Auto => CommLink::Auto,
+            TestLink::Hub => LinkChoice::Hub(Hub::new()),
+            TestLink::Udp => LinkChoice::Udp,
+            TestLink::Shm => LinkChoice::Shm,
+            TestLink::Auto => LinkChoice::Auto,
+            TestLink::Device => rdma_device::link().parse().unwrap(),
         };
         CommOptions::default().with_link(link).with_timeout(test_timeout())
     }

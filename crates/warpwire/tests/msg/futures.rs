@@ -110,7 +110,8 @@ fn several_requests_at_once(fixture: &Fixture) {
             let (mut requests, mut targets) = (Vec::new(), Vec::new());
             for (tag, size) in SIZES.into_iter().enumerate() {
                 let kind = [MemoryKind::Host, MemoryKind::Device][round % 2];
-                let (out, into) = (buffer(&comm, kind, 9 << 20), buffer(&comm, kind, 9 << 20));
+                let [out, into] =
+                    [0, 64].map(|more| buffer(&comm, kind, size.max(1) as u64 + more));
                 out.write(0, &pattern(seed(comm.rank(), tag), size)).unwrap();
                 requests.push(comm.irecv(other, tag as u32, &into).unwrap());
                 let slice = out.slice(0, size as u64).unwrap();

@@ -58,11 +58,13 @@ impl Drop for Job {
 impl Job {
     fn start(fixture: &Fixture, size: usize, task: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        let device_link = crate::rdma_device::link();
         let link = match fixture.test_link {
             TestLink::Hub => unreachable!("processes need a link between them"),
             TestLink::Udp => "udp",
             TestLink::Shm => "shm",
             TestLink::Auto => "auto",
+            TestLink::Device => &device_link,
         };
         let start = |rank: usize| {
             Role::new("msg", task)
@@ -134,7 +136,7 @@ pub fn run_role(task: &str) {
     // The environment takes precedence, whatever the options were made for.
     let options = CommOptions::for_streams().with_env().unwrap();
     let link = std::env::var("WARPWIRE_LINK").unwrap();
-    assert_eq!(format!("{:?}", options.link).to_lowercase(), link);
+    assert_eq!(options.link.to_string(), link);
     let comm = Comm::from_env_with(CommOptions::default()).unwrap();
     match task {
         "exchange" => exchange(&comm),

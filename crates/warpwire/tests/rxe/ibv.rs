@@ -8,8 +8,10 @@ cases!(Bench; CASES:
     two_queue_pairs_of_one_device,
     devices_are_listed,
     the_suite_of_verbs_between_us_and_rxe,
-    perf_between_devices;
+    perf_between_devices,
+    messages_and_agents_on_rxe;
     full:
+    the_suites_of_messages_and_agents_on_rxe,
     the_suite_of_verbs_on_rxe,
     the_suite_of_verbs_between_rxe_and_us,
     between_us_and_rxe_by_ipv6,
@@ -47,6 +49,24 @@ pub fn both_ways() -> Vec<&'static Case<Bench>> {
 /// All of `tests/ibv`: every operation, events, datagrams, failures.
 fn two_queue_pairs_of_one_device(bench: &Bench) {
     suite(bench, "WARPWIRE_IBV_DEVICE=rxe0 WARPWIRE_TEST_SUITE=ibv /job/suites");
+}
+
+/// Some cases of `tests/msg` and `tests/agent` on the device.
+fn messages_and_agents_on_rxe(bench: &Bench) {
+    suite_on_device(bench, "msg", "order_is_kept");
+    suite_on_device(bench, "msg", "signals_come_after");
+    suite_on_device(bench, "agent", "notifications_after_reads");
+}
+
+fn the_suites_of_messages_and_agents_on_rxe(bench: &Bench) {
+    suite_on_device(bench, "msg", "");
+    suite_on_device(bench, "agent", "");
+}
+
+fn suite_on_device(bench: &Bench, name: &str, filter: &str) {
+    // Each buffer has a descriptor, and the cases have many.
+    let env = format!("WARPWIRE_TEST_DEVICE=rxe0 WARPWIRE_TEST_SUITE={name}");
+    suite(bench, &format!("ulimit -n 8192; {env} /job/suites {filter}"));
 }
 
 /// `tests/verbs` on the device: both ends are contexts of it.

@@ -54,7 +54,7 @@ pub use batch::ChannelBatch;
 pub use on::PreparedWork;
 pub use tracker::ChannelRequest;
 
-use super::buffer::{Buffer, BufferSlice};
+use super::buffer::{Buffer, BufferSlice, Domain};
 use super::comm::Comm;
 use super::header::MAX_SLICES;
 use super::shared::Shared;
@@ -99,10 +99,11 @@ impl Default for ChannelOptions {
 /// use std::time::Duration;
 /// use warpwire::link::Hub;
 /// use warpwire::mem::sim::{Sim, SimConfig};
-/// use warpwire::msg::{Comm, CommOptions, ChannelOptions, CommLink};
+/// use warpwire::msg::{Comm, CommOptions, ChannelOptions};
+/// use warpwire::verbs::LinkChoice;
 ///
 /// const SOON: Duration = Duration::from_secs(20);
-/// let options = CommOptions::for_streams().with_link(CommLink::Hub(Hub::new()));
+/// let options = CommOptions::for_streams().with_link(LinkChoice::Hub(Hub::new()));
 /// std::thread::scope(|scope| {
 ///     for comm in Comm::local_with(2, &options)? {
 ///         scope.spawn(move || -> warpwire::Result<()> {
@@ -264,7 +265,7 @@ impl Comm {
     ) -> Result<ChannelPeer> {
         // As for the CPU's messages: TCP connections detect death.
         let connection = QpOptions { timeout: 18, retry_count: 7, ..QpOptions::default() };
-        let (context, pd) = (&self.shared.context, &self.shared.pd);
+        let Domain { context, pd, .. } = &*self.shared.domain;
         let queues = StreamQpOptions {
             qp: QpOptions {
                 send_depth: options.depth,
@@ -398,7 +399,7 @@ impl Inner {
         if slices.len() > MAX_SLICES {
             return wrong(format!("it has {} slices, and may have {MAX_SLICES}", slices.len()));
         }
-        if slices.iter().any(|slice| !slice.buffer.is_of(&self.shared.pd)) {
+        if slices.iter().any(|slice| !slice.buffer.is_of(&self.shared.domain)) {
             return wrong("the buffer was registered with another communicator".to_owned());
         }
         let total: u64 = slices.iter().map(|slice| slice.len).sum();
