@@ -1,6 +1,6 @@
-/* What the test programs that play NCCL have in common: NCCL's codes and properties, written for the
- * tests, so that a mistake in the library's own declarations does not repeat itself here; checks,
- * NCCL's log, randomness, time. */
+/* What the test programs that play NCCL have in common: NCCL's codes and properties, written for
+ * the tests, so that a mistake in the library's own declarations does not repeat itself here;
+ * checks, NCCL's log, randomness, time. */
 #ifndef COMMON_H
 #define COMMON_H
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use warpwire::mem::{self, DeviceAddr};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Completion, Mr};
+use warpwire::verbs::{Access, Completion, Mr, Remote};
 
 use super::abi::{Id, PTR_CUDA};
 use super::mesh::{self, Mesh};
@@ -21,7 +21,6 @@ use crate::lanes::{POLL_BATCH, failed};
 use crate::listen::Listener;
 use crate::log;
 use crate::result::{Failure, INTERNAL, INVALID_ARGUMENT, REMOTE, Result};
-use warpwire::verbs::Remote;
 
 /// Calls without progress between two looks at the clock.
 const CALLS_PER_CHECK: u32 = 64;
@@ -330,5 +329,93 @@ impl Drop for Coll {
             // A peer that was stopped may still access it; nothing more can be done here.
             let _ = region.mr.deregister();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gin::abi::{SIGNAL_ADD, SIGNAL_INC};
+    use crate::gin::put::{Direction, Range, Signal, Transfer};
+    use warpwire::mem::Allocation;
+
+    const LEN: u64 = 256 << 10;
+    const ROUNDS: u64 = 60;
+
+    fn register(coll: &Coll, memory: &Allocation) -> Result<Id> {
+        let base = std::ptr::without_provenance_mut(memory.address().raw() as usize);
+        let buffer = Buffer { base, len: memory.len() as usize, kind: PTR_CUDA };
+        #[allow(unsafe_code)]
+        // SAFETY: it outlives the communicator, and peers' writes are awaited by signals.
+        unsafe {
+            coll.register(&buffer)
+        }
+    }
+
+    fn wait(coll: &Coll, word: &Allocation, value: u64) {
+        testkit::until("the signal arrives", || {
+            coll.progress_all().unwrap();
+            let mut bytes = [0; 8];
+            word.read(8, &mut bytes).unwrap();
+            u64::from_ne_bytes(bytes) >= value
+        });
+    }
+
+    fn run_rank(listener: &Listener, handles: &[ConnectHandle], rank: u32) {
+        let coll = Handle::connect(listener, handles, rank).unwrap().0;
+        let gpu = mem::open("sim:0").unwrap();
+        let memory: [Allocation; 3] = [LEN, LEN, 4096].map(|len| gpu.alloc(len).unwrap());
+        memory[2].write(0, &[0; 4096]).unwrap();
+        let [source, target, signals] = [0, 1, 2].map(|at| register(&coll, &memory[at]).unwrap());
+        let peer = 1 - rank;
+        for round in 1..=ROUNDS {
+            let len = (round * 997) % LEN;
+            let bytes: Vec<u8> = (0..len).map(|i| (i * round) as u8 ^ rank as u8).collect();
+            memory[0].write(0, &bytes).unwrap();
+            let signal = Signal {
+                at: Range { memory: signals, offset: 8 },
+                value: 1,
+                op: if round % 2 == 0 { SIGNAL_INC } else { SIGNAL_ADD },
+            };
+            let transfer = Transfer {
+                direction: Direction::Put,
+                rank: peer,
+                own: Range { memory: source, offset: 0 },
+                theirs: Range { memory: target, offset: LEN - len },
+                len,
+                signal: Some(signal),
+            };
+            // Both put, then both answer: a signal for the data, one for having compared it.
+            let answer = Transfer { len: 0, ..transfer };
+            for (step, transfer) in [(1, transfer), (2, answer)] {
+                let request = coll.post(&transfer).unwrap();
+                testkit::until("the put completes", || coll.test(request).unwrap());
+                wait(&coll, &memory[2], 2 * (round - 1) + step);
+                if step == 1 {
+                    let mut got = vec![0; len as usize];
+                    memory[1].read(LEN - len, &mut got).unwrap();
+                    let is_right =
+                        |(i, byte): (usize, &u8)| *byte == (i as u64 * round) as u8 ^ peer as u8;
+                    assert!(got.iter().enumerate().all(is_right), "round {round}");
+                }
+            }
+        }
+        for id in [source, target, signals] {
+            coll.deregister(id).unwrap();
+        }
+        drop(coll);
+    }
+
+    #[test]
+    fn puts_and_signals_in_device_memory() {
+        let device = devices::get(0).unwrap();
+        let (listeners, handles): (Vec<Listener>, Vec<ConnectHandle>) =
+            (0..2).map(|_| Listener::new(device).unwrap()).unzip();
+        std::thread::scope(|scope| {
+            for (rank, listener) in listeners.iter().enumerate() {
+                let handles = &handles;
+                scope.spawn(move || run_rank(listener, handles, rank as u32));
+            }
+        });
     }
 }

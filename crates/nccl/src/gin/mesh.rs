@@ -325,7 +325,7 @@ impl Setup<'_> {
 pub(super) fn next_engine(device: &devices::Device) -> Result<&Context> {
     use std::sync::atomic::{AtomicUsize, Ordering};
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let engines = device.engines()?;
+    let engines = device.gin_engines()?;
     let at = NEXT.fetch_add(1, Ordering::Relaxed) % engines.len().max(1);
     let none = || Failure::new(crate::result::INTERNAL, "the device has no engine");
     engines.get(at).ok_or_else(none)
