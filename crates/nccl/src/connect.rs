@@ -19,9 +19,9 @@ use crate::result::{Failure, REMOTE, Result, SYSTEM};
 use crate::send::Prepared;
 
 /// The whole of a connection, with the time until the peer accepts.
-const LIMIT: Duration = Duration::from_secs(300);
+pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 /// The pause before a connection that the peer closed is made again.
-const RETRY_PAUSE: Duration = Duration::from_millis(20);
+pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// What is under way: the number of the device, the secret, the connection.
 static PENDING: Mutex<Vec<(i32, Cookie, Connecting)>> = Mutex::new(Vec::new());
@@ -165,7 +165,7 @@ fn finish(
 }
 
 /// Begins a connection, without waiting for it.
-fn start(address: SocketAddr) -> Result<OwnedFd> {
+pub(crate) fn start(address: SocketAddr) -> Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
@@ -175,7 +175,11 @@ fn start(address: SocketAddr) -> Result<OwnedFd> {
     }
 }
 
-fn is_connected(socket: &OwnedFd, address: SocketAddr) -> Result<bool> {
+/// Whether a connection that was begun is there.
+///
+/// # Errors
+/// [`REMOTE`] if nothing listens there.
+pub(crate) fn is_connected(socket: &OwnedFd, address: SocketAddr) -> Result<bool> {
     let mut fds = [PollFd::new(socket, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     match poll(&mut fds, Some(&now)) {

@@ -30,7 +30,15 @@ pub(crate) struct Device {
     speed: u32,
     pub ip: IpAddr,
     /// Opened with the first connection.
-    engines: OnceLock<Vec<Context>>,
+    engines: Engines,
+    /// For device-initiated networking, where it cannot share them.
+    gin_engines: Engines,
+}
+
+/// Engines that are opened when they are needed.
+#[derive(Default)]
+struct Engines {
+    contexts: OnceLock<Vec<Context>>,
     opening: Mutex<()>,
 }
 
@@ -75,7 +83,8 @@ pub(crate) fn get(number: i32) -> Result<&'static Device> {
 pub(crate) fn open_engines() -> impl Iterator<Item = &'static Context> {
     let list = DEVICES.get().and_then(|made| made.as_ref().ok());
     let list = list.into_iter().flat_map(|known| &known.list);
-    list.filter_map(|device| device.engines.get()).flatten()
+    let sets = list.flat_map(|device| [&device.engines, &device.gin_engines]);
+    sets.filter_map(|engines| engines.contexts.get()).flatten()
 }
 
 impl Device {
@@ -89,43 +98,62 @@ impl Device {
             guid: guid(&at.name, at.ip),
             speed: settings.speed(known),
             ip: at.ip,
-            engines: OnceLock::new(),
-            opening: Mutex::new(()),
+            engines: Engines::default(),
+            gin_engines: Engines::default(),
         }
     }
 
     /// Its engines, opened if they were not.
     pub(crate) fn engines(&self) -> Result<&[Context]> {
-        if let Some(engines) = self.engines.get() {
-            return Ok(engines);
-        }
-        let _only = self.opening.lock();
-        if let Some(engines) = self.engines.get() {
-            return Ok(engines);
-        }
         let (settings, _) = all()?;
-        let engines = (0..settings.engines).map(|_| self.open(settings));
-        let engines = engines.collect::<warpwire::Result<Vec<Context>>>()?;
-        let path = engines.first().map(|context| context.path().to_string()).unwrap_or_default();
+        // Direct access runs the engine in the thread that posts. Engines with threads of their own
+        // would contend with it.
+        self.opened(&self.engines, settings, !settings.is_threaded())
+    }
+
+    /// The engines for device-initiated networking. They do not access memory directly: GPU memory
+    /// is then copied by kernels, which may wait for the very kernels that wait for the data.
+    pub(crate) fn gin_engines(&self) -> Result<&[Context]> {
+        let (settings, _) = all()?;
+        match settings.is_threaded() {
+            true => self.engines(),
+            false => self.opened(&self.gin_engines, settings, false),
+        }
+    }
+
+    fn opened<'a>(
+        &self,
+        engines: &'a Engines,
+        settings: &Settings,
+        is_direct: bool,
+    ) -> Result<&'a [Context]> {
+        if let Some(contexts) = engines.contexts.get() {
+            return Ok(contexts);
+        }
+        let _only = engines.opening.lock();
+        if let Some(contexts) = engines.contexts.get() {
+            return Ok(contexts);
+        }
+        let contexts = (0..settings.engines).map(|_| self.open(settings, is_direct));
+        let contexts = contexts.collect::<warpwire::Result<Vec<Context>>>()?;
+        let path = contexts.first().map(|context| context.path().to_string()).unwrap_or_default();
         let mode = match settings.is_threaded() {
             true => "a thread each",
             false => "run by NCCL's threads",
         };
-        let (name, count) = (self.name.to_string_lossy(), engines.len());
+        let (name, count) = (self.name.to_string_lossy(), contexts.len());
         log::info(format_args!("{name}: {count} engines, {mode}, on {path}"));
-        Ok(self.engines.get_or_init(|| engines))
+        Ok(engines.contexts.get_or_init(|| contexts))
     }
 
-    fn open(&self, settings: &Settings) -> warpwire::Result<Context> {
+    fn open(&self, settings: &Settings, is_direct: bool) -> warpwire::Result<Context> {
         let at = SocketAddr::new(self.ip, 0);
         // A receiver sees its data before the step that received it ends, and may close the
         // connection then: its acknowledgement must not wait for the next step.
         let options = HcaOptions::default()
             .with_progress_mode(settings.progress_mode)
             .with_immediate_acks(true)
-            // Direct access runs the engine in the thread that posts. Engines with threads of their
-            // own would contend with it.
-            .with_direct(!settings.is_threaded());
+            .with_direct(is_direct);
         let (udp, shm) = (UdpOptions::from_env()?, ShmOptions::from_env()?);
         match settings.link {
             LinkChoice::Auto => Context::open_with(Auto::bind(at, udp, shm)?, options),

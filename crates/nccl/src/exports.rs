@@ -115,7 +115,7 @@ extern "C" fn init_v10(logger: Option<Logger>, _profiler: Opaque) -> Code {
     init(logger)
 }
 
-extern "C" fn init_v11(
+pub(crate) extern "C" fn init_v11(
     context: Out<'_, c_void>,
     _communicator: u64,
     _config: Opaque,
@@ -130,12 +130,12 @@ extern "C" fn init_v11(
     init(logger)
 }
 
-extern "C" fn finalize(_context: Opaque) -> Code {
+pub(crate) extern "C" fn finalize(_context: Opaque) -> Code {
     // Engines stay: the next communicator uses them.
     call("finalize", || Ok(()))
 }
 
-extern "C" fn count_devices(count: Option<&mut c_int>) -> Code {
+pub(crate) extern "C" fn count_devices(count: Option<&mut c_int>) -> Code {
     call("devices", || {
         *some(count)? = devices::all()?.1.len() as c_int;
         Ok(())
@@ -156,7 +156,7 @@ extern "C" fn properties_v9(number: c_int, into: Option<&mut PropertiesV9<4>>) -
     })
 }
 
-extern "C" fn properties_v11(number: c_int, into: Option<&mut PropertiesV11>) -> Code {
+pub(crate) extern "C" fn properties_v11(number: c_int, into: Option<&mut PropertiesV11>) -> Code {
     call("getProperties", || {
         let v9 = devices::get(number)?.properties(number);
         *some(into)? = PropertiesV11 { v9, max_multi_request_size: 1 };
@@ -164,7 +164,7 @@ extern "C" fn properties_v11(number: c_int, into: Option<&mut PropertiesV11>) ->
     })
 }
 
-extern "C" fn properties_v12(number: c_int, into: Option<&mut PropertiesV12>) -> Code {
+pub(crate) extern "C" fn properties_v12(number: c_int, into: Option<&mut PropertiesV12>) -> Code {
     call("getProperties", || {
         let v9 = devices::get(number)?.properties(number);
         *some(into)? = PropertiesV12 { v9, max_multi_request_size: 1, rail: -1, plane: -1 };
@@ -186,7 +186,7 @@ extern "C" fn listen_v8(
     })
 }
 
-extern "C" fn listen_v11(
+pub(crate) extern "C" fn listen_v11(
     _context: Opaque,
     number: c_int,
     handle: Option<&mut HandleBytes>,
@@ -448,7 +448,7 @@ extern "C" fn close_comm(comm: Option<Box<Handle>>) -> Code {
     })
 }
 
-extern "C" fn close_listener(listener: Option<Box<Listener>>) -> Code {
+pub(crate) extern "C" fn close_listener(listener: Option<Box<Listener>>) -> Code {
     call("closeListen", || {
         drop(listener);
         Ok(())

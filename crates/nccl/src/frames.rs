@@ -68,9 +68,18 @@ impl Frames {
         Ok(Self { stream, input: Vec::new(), output: Vec::new() })
     }
 
+    pub(crate) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
     /// The stream, once set-up is over: no byte behind the last message has been read.
     pub(crate) fn into_stream(self) -> TcpStream {
         self.stream
+    }
+
+    /// Whether all that was queued is written.
+    pub(crate) fn is_flushed(&self) -> bool {
+        self.output.is_empty()
     }
 
     pub(crate) fn queue_preamble(&mut self, cookie: &Cookie) {

@@ -122,17 +122,21 @@ impl Lanes {
 impl Lane {
     fn create(context: &Context, depth: u32) -> Result<Self> {
         let (pd, cq) = (context.alloc_pd(), context.create_cq(depth)?);
-        let options = QpOptions::default()
-            .with_send_depth(depth)
-            .with_receive_depth(1)
-            .with_max_send_sge(1)
-            .with_max_inline_data(8)
-            .with_signal_all(false)
-            .with_timeout(TIMEOUT)
-            .with_access(Access::REMOTE_WRITE);
-        let qp = context.create_qp(&pd, &cq, &cq, options)?;
+        let qp = context.create_qp(&pd, &cq, &cq, qp_options(depth, Access::REMOTE_WRITE))?;
         Ok(Self { qp, cq, pd, context: context.clone() })
     }
+}
+
+/// A queue pair for one-sided operations of one scatter-gather entry each.
+pub(crate) fn qp_options(depth: u32, access: Access) -> QpOptions {
+    QpOptions::default()
+        .with_send_depth(depth)
+        .with_receive_depth(1)
+        .with_max_send_sge(1)
+        .with_max_inline_data(8)
+        .with_signal_all(false)
+        .with_timeout(TIMEOUT)
+        .with_access(access)
 }
 
 /// The text for a completion that failed.

@@ -12,6 +12,7 @@
 //! | `handle`, `frames`, `listen`, `connect` | connection set-up over TCP |
 //! | `lanes`, `memory`, `ring`, `stripes` | queue pairs, memory, its layout, parts of messages |
 //! | `comm`, `send`, `recv`, `control` | the two ends of a connection, and whether the peer lives |
+//! | `gin` | device-initiated networking: one-sided operations of kernels |
 //!
 //! # Invariants
 //! 1. A group of receives has a sequence number. Its descriptors lie in slot `sequence mod SLOTS`
@@ -33,6 +34,7 @@ mod control;
 mod devices;
 mod exports;
 mod frames;
+mod gin;
 mod handle;
 mod lanes;
 mod listen;

@@ -21,12 +21,13 @@ const READY_LIMIT: Duration = Duration::from_secs(60);
 /// Connections that are being set up. If there are more, the oldest that has not shown the secret
 /// is closed; a peer whose connection is closed tries again.
 const MAX_PENDING: usize = 64;
+const TOO_LONG: &str = "it took too long";
 /// Connections accepted in one call.
 const MAX_ACCEPTED: usize = 16;
 
 /// What NCCL holds of a listener.
 pub(crate) struct Listener {
-    device: &'static Device,
+    pub device: &'static Device,
     socket: TcpListener,
     cookie: Cookie,
     pending: Mutex<Vec<Pending>>,
@@ -90,6 +91,29 @@ impl Listener {
         Ok(None)
     }
 
+    /// A connection that has shown the secret, and its peer for people, if there is one. Its next
+    /// message says what it is.
+    pub(crate) fn accept_greeted(&self) -> Option<(Frames, String)> {
+        let mut pending = self.pending.lock();
+        self.take_connections(&mut pending);
+        let now = Instant::now();
+        pending.retain_mut(|connection| {
+            let outcome = match now > connection.deadline {
+                true => Err(TOO_LONG.to_owned()),
+                false if matches!(connection.stage, Stage::Unknown) => self.show_secret(connection),
+                false => Ok(()),
+            };
+            let dropped = outcome.as_ref().err();
+            if let Some(why) = dropped {
+                log::info(format_args!("a connection from {} is dropped: {why}", connection.peer));
+            }
+            dropped.is_none()
+        });
+        let greeted = pending.iter().position(|known| matches!(known.stage, Stage::Hello))?;
+        let Pending { frames, peer, .. } = pending.remove(greeted);
+        Some((frames, peer))
+    }
+
     fn take_connections(&self, pending: &mut Vec<Pending>) {
         for _ in 0..MAX_ACCEPTED {
             let stream = match self.socket.accept() {
@@ -131,7 +155,7 @@ impl Listener {
 
     fn advance(&self, connection: &mut Pending, now: Instant) -> Result<Step> {
         if now > connection.deadline {
-            return Ok(Step::Drop("it took too long".to_owned()));
+            return Ok(Step::Drop(TOO_LONG.to_owned()));
         }
         if matches!(connection.stage, Stage::Unknown)
             && let Err(why) = self.show_secret(connection)
@@ -184,7 +208,7 @@ impl Pending {
     }
 }
 
-fn reason(why: ReadError) -> String {
+pub(crate) fn reason(why: ReadError) -> String {
     match why {
         ReadError::Closed => "its peer closed it".to_owned(),
         ReadError::Malformed(why) => why,

@@ -19,12 +19,19 @@ pub(crate) const REMOTE: Code = 6;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub code: Code,
+    /// Empty if it was reported before.
     pub text: String,
 }
 
 pub(crate) type Result<T = ()> = std::result::Result<T, Failure>;
 
 impl Failure {
+    /// A failure that was reported before: NCCL polls, and its log is to have one line.
+    #[cold]
+    pub(crate) fn repeated(code: Code) -> Self {
+        Self { code, text: String::new() }
+    }
+
     #[cold]
     pub(crate) fn new(code: Code, text: impl Display) -> Self {
         Self { code, text: text.to_string() }
@@ -71,6 +78,8 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> Code {
         }
         None => Failure::new(INTERNAL, "internal error (a panic); please report it"),
     };
-    log::warn(format_args!("{name}: {text}"));
+    if !text.is_empty() {
+        log::warn(format_args!("{name}: {text}"));
+    }
     code
 }

@@ -4,69 +4,7 @@
 #ifndef PLUGIN_H
 #define PLUGIN_H
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
-#include <dlfcn.h>
-#include <sched.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
-
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5,
-       REMOTE_ERROR = 6 };
-enum { HANDLE_LEN = 128, MAX_GROUP = 8, HOST = 1, CUDA = 2 };
-
-typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line,
-                         const char *format, ...);
-
-struct props_v8 {
-  char *name, *pci_path;
-  uint64_t guid;
-  int ptr_support, reg_is_global, speed, port;
-  float latency;
-  int max_comms, max_recvs, device_type, device_version;
-};
-
-struct props_v9 {
-  char *name, *pci_path;
-  uint64_t guid;
-  int ptr_support, reg_is_global, force_flush, speed, port;
-  float latency;
-  int max_comms, max_recvs, device_type, device_version;
-  int ndevs, devs[4];
-  size_t max_p2p_bytes, max_coll_bytes;
-};
-
-struct props_v11 {
-  struct props_v9 v9;
-  int max_multi_request_size;
-};
-
-struct props_v12 {
-  char *name, *pci_path;
-  uint64_t guid;
-  int ptr_support, reg_is_global, force_flush, speed, port;
-  float latency;
-  int max_comms, max_recvs, device_type, device_version;
-  int ndevs, devs[8];
-  size_t max_p2p_bytes, max_coll_bytes;
-  int max_multi_request_size;
-  int16_t rail, plane;
-};
-
-_Static_assert(sizeof(struct props_v8) == 64, "v8");
-_Static_assert(sizeof(struct props_v9) == 104, "v9");
-_Static_assert(sizeof(struct props_v11) == 112, "v11");
-_Static_assert(sizeof(struct props_v12) == 128, "v12");
+#include "common.h"
 
 /* One table for all versions: `any` is called through a cast to the version's type. */
 typedef void (*any)(void);
@@ -97,33 +35,11 @@ _Static_assert(offsetof(struct net, make_vdevice) == 152, "v8");
 _Static_assert(offsetof(struct net, finalize) == 160, "v9 and v10");
 _Static_assert(sizeof(struct net) == 176, "v11 and v12");
 
-#define FAIL(...) (fprintf(stderr, "%s:%d: ", __FILE__, __LINE__), fprintf(stderr, __VA_ARGS__), \
-                   fputc('\n', stderr), _exit(1))
-#define CHECK(condition) do { if (!(condition)) FAIL("%s", #condition); } while (0)
-#define OK(call) do { int code_ = (call); if (code_) FAIL("%s: %d", #call, code_); } while (0)
-#define EXPECT(code, call) do { int code_ = (call); \
-  if (code_ != (code)) FAIL("%s: %d instead of %s", #call, code_, #code); } while (0)
-
 /* --- the plugin, loaded by its symbol; one function for all versions of a call ---------------- */
 
-static const char *library;
 static struct net *net;
 static int version = 11;
 static void *context;
-static char last_warning[512];
-static int show_log;
-
-static void log_line(int level, unsigned long flags, const char *file, int line,
-                     const char *format, ...) {
-  (void)flags, (void)file, (void)line;
-  va_list values;
-  va_start(values, format);
-  char text[512];
-  vsnprintf(text, sizeof text, format, values);
-  va_end(values);
-  if (level == 2) memcpy(last_warning, text, sizeof text);
-  if (show_log) fprintf(stderr, "%d: %s\n", level, text);
-}
 
 static void find(void) {
   void *loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
@@ -208,22 +124,7 @@ static int net_irecv(void *comm, int n, void **data, size_t *sizes, int *tags, v
       comm, n, data, sizes, tags, memory, profile, request);
 }
 
-/* --- randomness, time, processes -------------------------------------------------------------- */
-
-static uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-static uint64_t next_random(uint64_t *state) { return mix((*state)++); }
-
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
-}
+/* --- processes -------------------------------------------------------------- */
 
 static int is_child;
 static pid_t child;
@@ -329,12 +230,6 @@ static void *must_send(void *comm, void *data, size_t size, int tag, void *memor
   void *request = NULL;
   for (; !request; sched_yield()) OK(net_isend(comm, data, size, tag, memory, &request));
   return request;
-}
-
-static void *region(size_t size) {
-  void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(at != MAP_FAILED);
-  return at;
 }
 
 #endif

@@ -16,17 +16,34 @@ fn library() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnccl_net_warpwire.so")
 }
 
-/// `plugin.c`, compiled once.
-fn program() -> &'static Path {
-    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("nccl-plugin");
-        let mut cc = Command::new("cc");
-        // Its `malloc` counts allocations of the library, so its symbols are exported.
-        cc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]);
-        ok(cc.arg(root().join("crates/nccl/tests/plugin.c")).arg("-o").arg(&program).arg("-ldl"));
-        program
-    })
+/// A program that plays NCCL.
+#[derive(Clone, Copy)]
+enum Program {
+    /// `plugin.c`: sends and receives.
+    Net,
+    /// `gin.c`: device-initiated networking.
+    Gin,
+}
+
+impl Program {
+    /// Compiled once.
+    fn path(self) -> &'static Path {
+        static NET: OnceLock<PathBuf> = OnceLock::new();
+        static GIN: OnceLock<PathBuf> = OnceLock::new();
+        let (program, name) = match self {
+            Self::Net => (&NET, "plugin"),
+            Self::Gin => (&GIN, "gin"),
+        };
+        program.get_or_init(|| {
+            let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{name}"));
+            let source = root().join(format!("crates/nccl/tests/{name}.c"));
+            let mut cc = Command::new("cc");
+            // Its `malloc` counts allocations of the library, so its symbols are exported.
+            cc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]);
+            ok(cc.arg(source).arg("-o").arg(&program).arg("-ldl"));
+            program
+        })
+    }
 }
 
 /// Settings of the plugin: link, engines, who runs them.
@@ -55,8 +72,12 @@ fn setups() -> &'static [Setup] {
 }
 
 fn run(mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
+    run_program(Program::Net, mode, version, seed, setup)
+}
+
+fn run_program(program: Program, mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
     let limit = testkit::deadline(Duration::from_secs(60)).as_secs();
-    let mut command = Command::new(program());
+    let mut command = Command::new(program.path());
     command.arg(library()).args([mode, &version.to_string(), &seed.to_string()]);
     command
         .env("WARPWIRE_NCCL_DEVICES", "lo")
@@ -68,7 +89,11 @@ fn run(mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
 }
 
 fn passes(mode: &str, version: u32, seed: u64, setup: Setup) {
-    let printed = ok(&mut run(mode, version, seed, setup));
+    passes_program(Program::Net, mode, version, seed, setup);
+}
+
+fn passes_program(program: Program, mode: &str, version: u32, seed: u64, setup: Setup) {
+    let printed = ok(&mut run_program(program, mode, version, seed, setup));
     assert_eq!(printed.lines().last(), Some(format!("{mode}: all good").as_str()));
 }
 
@@ -200,6 +225,65 @@ fn wrong_settings_are_refused_with_the_reason() {
     }
 }
 
+/// Versions of the tables for device-initiated networking: GIN and RMA.
+const GIN: [u32; 2] = [11, 14];
+
+/// Both versions with the first two setups; then, with more effort, one version for each.
+fn gin_with_setups(mode: &str, seed: u64) {
+    for (at, setup) in setups().iter().enumerate() {
+        passes_program(Program::Gin, mode, GIN[at % 2], seed, *setup);
+    }
+    passes_program(Program::Gin, mode, GIN[1], seed, SETUPS[0]);
+}
+
+#[test]
+fn ranks_put_random_ranges_and_count_signals() {
+    let seeds = Effort::pick("WARPWIRE_SEEDS", [3, 6, 200]);
+    for seed in 0..seeds {
+        gin_with_setups("random", seed);
+    }
+}
+
+#[test]
+fn data_is_there_before_its_signal() {
+    gin_with_setups("visible", 1);
+}
+
+#[test]
+fn signals_of_several_ranks_are_counted_exactly() {
+    gin_with_setups("signals", 1);
+}
+
+#[test]
+fn more_operations_than_announced_are_refused_and_none_allocates() {
+    gin_with_setups("full", 1);
+}
+
+#[test]
+fn mistakes_of_device_initiated_networking_write_nothing() {
+    gin_with_setups("mistakes", 1);
+}
+
+#[test]
+fn reads_and_flushes_of_rma() {
+    for setup in setups() {
+        passes_program(Program::Gin, "gets", GIN[1], 3, *setup);
+    }
+}
+
+#[test]
+fn ranks_close_in_every_order() {
+    gin_with_setups("closing", 1);
+}
+
+/// While it is used, before it connects, and during a registration.
+#[test]
+fn a_killed_rank_is_an_error_in_the_others() {
+    for seed in 0..3 {
+        gin_with_setups("killed", seed);
+    }
+}
+
 #[test]
 fn exactly_the_tables_are_exported() {
     let printed = ok(Command::new("nm").args(["-D", "--defined-only"]).arg(library()));
@@ -208,6 +292,7 @@ fn exactly_the_tables_are_exported() {
     symbols.sort_unstable();
     let mut expected: Vec<_> =
         VERSIONS.map(|version| format!("ncclNetPlugin_v{version}")).collect();
+    expected.extend(["ncclGinPlugin_v11", "ncclRmaPlugin_v14"].map(str::to_owned));
     expected.sort_unstable();
     assert_eq!(symbols, expected);
     let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));

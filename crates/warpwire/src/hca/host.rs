@@ -81,6 +81,9 @@ impl Host for HostView<'_> {
     fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus> {
         let (pd, need) = (self.qp_memory.pd, Access::REMOTE_ATOMIC);
         let len = u64::from(atomic.width().bytes());
+        // A program that polls this word must see the writes before it: they may lie in
+        // write-combining buffers, or be staged for other memory than this.
+        self.registry.publish_all();
         let outcome = self
             .registry
             .resolve(at.rkey, pd, need, at.address, len)

@@ -1,6 +1,11 @@
 //! Every operation, with odd sizes and alignments, on every kind of memory.
 
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use warpwire::mem::Allocation;
 use warpwire::mlx5::AtomicWidth;
+use warpwire::mr::{AccessDenied, CustomMemory, MemorySource};
 use warpwire::verbs::{
     Atomic, Completion, CompletionKind, Fence, QpOptions, ReceiveRequest, SendRequest, Sge, WrOp,
 };
@@ -25,6 +30,7 @@ cases!(Fixture; CASES:
     wqes_wrap_in_the_ring,
     fences_keep_order,
     atomics_under_contention,
+    writes_are_there_before_a_later_atomic,
 );
 
 const SIZES: [usize; 18] =
@@ -498,5 +504,66 @@ fn atomics_under_contention(fixture: &Fixture) {
         let mut seen: Vec<_> = (0..8 * EACH).map(|n| near.word(n * 8)).collect();
         seen.sort_unstable();
         assert!(seen.into_iter().eq(0..8 * EACH), "each previous value is returned once");
+    }
+}
+
+/// A word that notes, when it is changed, what the first bytes of other memory are.
+struct Watcher {
+    data: Allocation,
+    seen: Mutex<Vec<Vec<u8>>>,
+    len: usize,
+}
+
+impl CustomMemory for Watcher {
+    fn check(&self, _: u64, _: u64, _: bool) -> Result<(), AccessDenied> {
+        Ok(())
+    }
+
+    fn read(&self, _: u64, into: &mut [u8]) -> Result<(), AccessDenied> {
+        into.fill(0);
+        Ok(())
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), AccessDenied> {
+        Ok(())
+    }
+
+    fn atomic(&self, _: u64, _: &Atomic) -> Result<u64, AccessDenied> {
+        let mut bytes = vec![0; self.len];
+        self.data.read(0, &mut bytes).map_err(|_| AccessDenied::Failed)?;
+        self.seen.lock().push(bytes);
+        Ok(7)
+    }
+}
+
+/// Who polls a word that an atomic changes relies on the writes before it, also where these went to
+/// other memory, in which writes are staged.
+fn writes_are_there_before_a_later_atomic(fixture: &Fixture) {
+    if fixture.test_link.has_device() {
+        testkit::skip("the memory of callbacks is the software HCA's");
+    }
+    for (kind, len) in [(Kind::Staged, 5000), (Kind::Engine, 300_000), (Kind::Window, 70_000)] {
+        let test = TransferTest::new(fixture, kind, 1 << 20, QpOptions::default());
+        let data = test.far.allocation().clone();
+        let watcher = Arc::new(Watcher { data, seen: Mutex::default(), len });
+        let far = &test.testbed.b;
+        let word = MemorySource::custom(watcher.clone(), 1 << 40, 8);
+        let word = far.context.register(&far.pd, word, crate::verbs::fixture::ALL).unwrap();
+        let wanted = test.near.pattern(0, len, len as u64);
+        let (from, into) = ([test.near.mr.sge(0, len as u32)], [test.near.mr.sge(1 << 19, 8)]);
+        let write = SendRequest::new(1, WrOp::Write(test.far.mr.remote(0))).with(&from);
+        let add = WrOp::Atomic(word.remote(0), Atomic::FetchAdd { add: 1 });
+        let posted = [write.unsignaled(), SendRequest::new(2, add).with(&into)];
+        test.conn.a.qp.post_send(&posted).unwrap();
+        loop {
+            // Both complete if all sends do.
+            if test.testbed.next(&test.conn.a.sends).id == 2 {
+                break;
+            }
+        }
+        assert_eq!(test.near.word(1 << 19), 7);
+        let seen = watcher.seen.lock();
+        assert_eq!(seen.len(), 1);
+        same(&seen[0], &wanted, "what the word's reader sees");
     }
 }
