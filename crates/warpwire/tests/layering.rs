@@ -27,6 +27,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mem/device.rs",
     "mem/stream.rs",
     "mem/window.rs",
+    "msg/buffer.rs",
     "msg/comm.rs",
     "mr/revocable_slot.rs",
     "mr/host.rs",
@@ -58,7 +59,10 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("cabi", &["interfaces.rs", "process.rs"]),
     ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
     ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs"]),
-    ("nccl", &["exports.rs", "log.rs", "memory.rs", "process.rs"]),
+    (
+        "nccl",
+        &["exports.rs", "gin/coll.rs", "gin/exports.rs", "log.rs", "memory.rs", "process.rs"],
+    ),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
     (

@@ -24,7 +24,8 @@ pub struct AgentOptions {
     pub rails: Vec<Context>,
     /// The device: a software HCA and its link, or hardware.
     pub link: LinkChoice,
-    /// The software HCA's address. Default: the one that the default route uses, or 127.0.0.1 without one.
+    /// The software HCA's address. Default: the one that the default route uses, or 127.0.0.1
+    /// without one.
     pub address: Option<IpAddr>,
     /// Its engines: threads that process packets, 1 (the default) to 64. More need UDP, and as many
     /// `queue_pairs`.
@@ -76,8 +77,8 @@ pub(super) const MAX_RAILS: usize = 16;
 pub(super) const MAX_QUEUE_PAIRS: usize = 16;
 
 impl AgentOptions {
-    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]) and `WARPWIRE_ADDRESS` (an IP
-    /// address of this machine) where they are set.
+    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]) and `WARPWIRE_ADDRESS` (an
+    /// IP address of this machine) where they are set.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if a variable cannot be parsed; as for [`Context::open_device`] if it

@@ -1,4 +1,5 @@
-//! Transfer agents over every link and on an RDMA device: in one process, and between processes that die or stop.
+//! Transfer agents over every link and on an RDMA device: in one process, and between processes
+//! that die or stop.
 mod failures;
 mod fixture;
 mod lists;
