@@ -1,8 +1,10 @@
 //! Suites: lists of cases, run on every backend that is present.
 
 use std::fmt::Display;
+use std::io::{Read, Seek, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, ExitStatus};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -143,7 +145,8 @@ fn run_one(name: &str, run: impl FnOnce()) {
 }
 
 /// The `main` of a test binary: runs each suite in a process of its own, so that its side effects
-/// (environment, descriptors, hooks, a crash) do not affect others.
+/// (environment, descriptors, hooks, a crash) do not affect others. They run beside each other, the
+/// first ones first, because most cases wait more than they compute.
 pub fn run(suites: &[Suite]) -> ExitCode {
     let find = |name: &str| {
         let found = suites.iter().find(|suite| suite.name == name);
@@ -157,22 +160,56 @@ pub fn run(suites: &[Suite]) -> ExitCode {
     if let Ok(name) = std::env::var(ENV_VAR) {
         return run_suite(find(&name), arguments);
     }
-    let mut failed = Vec::new();
-    for suite in suites.iter().filter(|suite| may_match(&arguments, suites, suite.name)) {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        let (slowdown, value) = clock::inherit();
-        command.args(std::env::args_os().skip(1)).env(ENV_VAR, suite.name).env(slowdown, value);
-        let unset = suite.env.iter().filter(|(variable, _)| std::env::var_os(variable).is_none());
-        let status = command.envs(unset.copied()).status().unwrap();
-        if !status.success() {
-            failed.push(format!("{} ({status})", suite.name));
+    let wanted = suites.iter().filter(|suite| may_match(&arguments, suites, suite.name));
+    let wanted: Vec<&Suite> = wanted.collect();
+    let jobs = jobs(&arguments).min(wanted.len());
+    let (queue, failed) = (Mutex::new(wanted.into_iter()), Mutex::new(Vec::new()));
+    let work = || {
+        loop {
+            let Some(suite) = queue.lock().unwrap().next() else { break };
+            let status = run_process(suite, jobs > 1);
+            if !status.success() {
+                failed.lock().unwrap().push(format!("{} ({status})", suite.name));
+            }
         }
-    }
+    };
+    std::thread::scope(|scope| (0..jobs).for_each(|_| drop(scope.spawn(work))));
+    let failed = failed.into_inner().unwrap();
     if failed.is_empty() {
         return ExitCode::SUCCESS;
     }
     eprintln!("failed suites: {}", failed.join(", "));
     ExitCode::FAILURE
+}
+
+/// How many suites run beside each other. One where cases share a GPU, and where the output is read
+/// by a program.
+fn jobs(arguments: &Arguments) -> usize {
+    let has_gpu = std::path::Path::new("/dev/nvidiactl").exists();
+    match arguments.list || has_gpu {
+        true => 1,
+        false => std::thread::available_parallelism().map_or(1, usize::from).min(4),
+    }
+}
+
+/// Runs a suite in a process of its own. Beside others its output is printed when it has ended.
+fn run_process(suite: &Suite, is_beside_others: bool) -> ExitStatus {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let (slowdown, value) = clock::inherit();
+    command.args(std::env::args_os().skip(1)).env(ENV_VAR, suite.name).env(slowdown, value);
+    let unset = suite.env.iter().filter(|(variable, _)| std::env::var_os(variable).is_none());
+    command.envs(unset.copied());
+    if !is_beside_others {
+        return command.status().unwrap();
+    }
+    let mut output = tempfile::tempfile().unwrap();
+    let clone = || output.try_clone().unwrap();
+    let status = command.stdout(clone()).stderr(clone()).status().unwrap();
+    let mut bytes = Vec::new();
+    output.rewind().unwrap();
+    output.read_to_end(&mut bytes).unwrap();
+    std::io::stdout().lock().write_all(&bytes).unwrap();
+    status
 }
 
 fn run_suite(suite: &Suite, mut arguments: Arguments) -> ExitCode {

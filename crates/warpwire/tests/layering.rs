@@ -59,10 +59,7 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("cabi", &["interfaces.rs", "process.rs"]),
     ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
     ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs"]),
-    (
-        "nccl",
-        &["exports.rs", "gin/coll.rs", "gin/exports.rs", "log.rs", "memory.rs", "process.rs"],
-    ),
+    ("nccl", &["exports.rs", "gin/coll.rs", "gin/exports.rs", "log.rs", "memory.rs", "process.rs"]),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
     (

@@ -43,19 +43,20 @@ use std::process::ExitCode;
 static ALLOCATOR: testkit::CountingAllocator = testkit::CountingAllocator;
 
 fn main() -> ExitCode {
+    // The longest first: they run beside each other.
     testkit::run(&[
-        agent::SUITE,
-        allocations::SUITE,
-        conformance::SUITE,
-        ibv::SUITE,
-        kernels::SUITE,
-        mlx5::SUITE,
-        msg::SUITE,
-        registration::SUITE,
-        rxe::SUITE,
-        sock::SUITE,
-        stream::SUITE,
         verbs::SUITE,
+        msg::SUITE,
+        sock::SUITE,
+        agent::SUITE,
         warp::SUITE,
+        stream::SUITE,
+        kernels::SUITE,
+        registration::SUITE,
+        conformance::SUITE,
+        allocations::SUITE,
+        ibv::SUITE,
+        mlx5::SUITE,
+        rxe::SUITE,
     ])
 }
