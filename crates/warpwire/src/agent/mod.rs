@@ -77,6 +77,7 @@ mod peer;
 mod prepared;
 mod progress;
 mod rail;
+mod stream_order;
 mod transfer;
 
 use std::any::Any;
@@ -96,6 +97,7 @@ pub use transfer::{Transfer, TransferOp, TransferOptions, TransferState};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::LinkKind;
+use crate::mem::Stream;
 use crate::mr::MemorySource;
 use crate::verbs::Access;
 use crate::verbs::bootstrap::BootstrapListener;
@@ -330,6 +332,52 @@ impl Agent {
         options: TransferOptions,
     ) -> Result<Transfer> {
         transfer::post(self.shared(), op, prepared, options)
+    }
+
+    /// Posts a transfer in the order of a device's stream: it starts when the stream gets to this
+    /// point, and the work behind it does not wait. What the stream did before is in the data. A
+    /// deadline counts from this call.
+    ///
+    /// To let the stream wait, use [`Transfer::wait_on_stream`].
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use warpwire::agent::{Agent, AgentOptions, TransferOp, TransferOptions};
+    /// use warpwire::mem::sim::{Sim, SimConfig};
+    /// # let options = || AgentOptions::default().with_address(std::net::Ipv4Addr::LOCALHOST.into());
+    /// # let (alice, bob) = (Agent::open("alice", options())?, Agent::open("bob", options())?);
+    /// # let bytes = warpwire::mr::HostMemory::new(4096)?;
+    /// # let theirs = bob.register(bytes.clone())?;
+    /// # let peer = alice.add_peer(&bob.metadata()?)?;
+    /// let gpu = Sim::start(SimConfig::default())?.device(0)?;
+    /// let (memory, stream) = (gpu.alloc(4096)?, gpu.stream()?);
+    /// let mine = alice.register(memory.whole()?)?;
+    /// let prepared = alice.prepare(&peer, &[mine.range(0, 4096)?], &[theirs.range(0, 4096)?])?;
+    ///
+    /// stream.fill(&memory.whole()?, 7)?; // a kernel would do
+    /// let options = TransferOptions::default();
+    /// let write = alice.post_on_stream(&stream, TransferOp::Write, &prepared, options)?;
+    /// write.wait_on_stream(&stream)?;
+    /// stream.fill(&memory.whole()?, 8)?; // the next step, when the data has been sent
+    /// stream.synchronize(Duration::from_secs(20))?;
+    /// write.wait(Duration::ZERO)?; // whether it succeeded
+    /// # let mut byte = [0];
+    /// # bytes.bytes().read(4095, &mut byte)?;
+    /// # assert_eq!(byte, [7]);
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`post_with`](Self::post_with); [`Kind::Unsupported`] if the stream is being captured
+    /// into a graph.
+    pub fn post_on_stream(
+        &self,
+        stream: &Stream,
+        op: TransferOp,
+        prepared: &PreparedTransfer,
+        options: TransferOptions,
+    ) -> Result<Transfer> {
+        transfer::post_on_stream(self.shared(), stream, op, prepared, options)
     }
 
     /// Sends a notification alone.

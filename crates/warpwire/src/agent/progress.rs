@@ -3,9 +3,9 @@
 //! Whoever asks for a state polls the completion queues. While nothing asks, the agent's thread
 //! sleeps on the queues' descriptors, the listener and the control connections.
 //!
-//! Locks, in the order in which they are taken: a rail's `polling`, `peers` and a peer's link, a
-//! connection's state, a transfer's progress; `connections`, `incoming` and `inbox` are held for a
-//! look-up only. Outcomes are told without a lock.
+//! Locks, in the order in which they are taken: a rail's `polling`, transfers that streams have not
+//! reached, `peers` and a peer's link, a connection's state, a transfer's progress; `connections`,
+//! `incoming` and `inbox` are held for a look-up only. Outcomes are told without a lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -25,6 +25,7 @@ use super::metadata::Metadata;
 use super::options::AgentOptions;
 use super::peer::Peer;
 use super::rail::{Polling, Rail};
+use super::stream_order::{self, StreamOrder};
 use super::transfer::Active;
 use crate::error::{Error, Kind, Result};
 use crate::sync::random_u64;
@@ -56,6 +57,7 @@ pub(super) struct Shared {
     pub connections: Mutex<HashMap<u32, Arc<Connection>>>,
     pub incoming: Mutex<IncomingTable>,
     inbox: Mutex<Inbox>,
+    pub stream_order: StreamOrder,
     /// Transfers with a deadline.
     deadlines: Mutex<BTreeMap<(Instant, u64), Weak<Active>>>,
     numbers: AtomicU64,
@@ -94,6 +96,7 @@ impl Shared {
             connections: Mutex::default(),
             incoming: Mutex::default(),
             inbox: Mutex::default(),
+            stream_order: StreamOrder::default(),
             deadlines: Mutex::default(),
             numbers: AtomicU64::new(0),
             slots: AtomicU32::new(0),
@@ -337,6 +340,9 @@ impl Shared {
     }
 
     pub(super) fn cancel(&self, transfer: &Arc<Active>, why: Error) {
+        if let Some(parked) = self.stream_order.take(transfer.number) {
+            return self.end(vec![(parked, Err(why))]);
+        }
         let connection = transfer.connection.lock().clone();
         if let Some(connection) = connection {
             let ended = connection.cancel(transfer, why);
@@ -351,6 +357,8 @@ impl Shared {
         self.wake.raise();
         let error = Error::new(Kind::Freed, "transfer").why("the agent was closed");
         self.peers.lock().clear();
+        let parked = self.stream_order.take_all().into_iter();
+        self.end(parked.map(|transfer| (transfer, Err(error.clone()))).collect());
         let connections: Vec<_> = self.connections.lock().values().cloned().collect();
         for connection in connections {
             let ended = connection.abandon(self, &error);
@@ -423,6 +431,7 @@ fn step(agent: &Arc<Shared>, listener: &mut BootstrapListener) -> Result<()> {
     }
     wait_for_events(agent, listener, sleep, is_polled)?;
     agent.wake.take();
+    stream_order::post_reached(agent);
     if !is_polled {
         agent.rails.iter().for_each(|rail| {
             rail.cq.take_event();

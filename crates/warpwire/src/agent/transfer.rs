@@ -12,7 +12,9 @@ use super::MAX_NOTIFICATION_LEN;
 use super::connection::Connection;
 use super::prepared::{Lists, PreparedTransfer};
 use super::progress::Shared;
+use super::stream_order;
 use crate::error::{Error, Kind, Result};
+use crate::mem::{Stream, Word};
 
 /// Connections that are tried for a transfer which finds each of them failed.
 const MAX_CONNECTIONS: usize = 8;
@@ -82,11 +84,24 @@ impl std::fmt::Debug for Transfer {
 pub(super) struct End {
     outcome: OnceLock<Result<()>>,
     waker: Mutex<Option<Waker>>,
+    /// Words that streams wait for.
+    words: Mutex<Vec<Word>>,
 }
 
 impl End {
     pub(super) fn set(&self, outcome: Result<()>) {
         let _ = self.outcome.set(outcome);
+        // Words that come later find the outcome.
+        self.words.lock().drain(..).for_each(|word| stream_order::release(&word));
+    }
+
+    /// Releases the word when it has ended, which may be now.
+    fn release_at_end(&self, word: Word) {
+        let mut words = self.words.lock();
+        match self.outcome.get() {
+            None => words.push(word),
+            Some(_) => stream_order::release(&word),
+        }
     }
 
     /// Wakes the task that waits for it.
@@ -142,6 +157,29 @@ pub(super) fn post(
     prepared: &PreparedTransfer,
     options: TransferOptions,
 ) -> Result<Transfer> {
+    let (transfer, active) = create(agent, op, prepared, options)?;
+    start(agent, active)?;
+    Ok(transfer)
+}
+
+pub(super) fn post_on_stream(
+    agent: &Arc<Shared>,
+    stream: &Stream,
+    op: TransferOp,
+    prepared: &PreparedTransfer,
+    options: TransferOptions,
+) -> Result<Transfer> {
+    let (transfer, active) = create(agent, op, prepared, options)?;
+    stream_order::post(agent, stream, active)?;
+    Ok(transfer)
+}
+
+fn create(
+    agent: &Arc<Shared>,
+    op: TransferOp,
+    prepared: &PreparedTransfer,
+    options: TransferOptions,
+) -> Result<(Transfer, Arc<Active>)> {
     let lists = &prepared.0;
     let wrong = |why: String| Error::new(Kind::InvalidArgument, "post a transfer").why(why);
     if !lists.peer.belongs_to(agent) {
@@ -168,8 +206,7 @@ pub(super) fn post(
     });
     let (bytes, weak) = (lists.bytes, Arc::downgrade(&active));
     agent.add_deadline(&active);
-    start(agent, active)?;
-    Ok(Transfer { agent: agent.clone(), op, bytes, end, active: weak })
+    Ok((Transfer { agent: agent.clone(), op, bytes, end, active: weak }, active))
 }
 
 /// Gives a transfer to the connection to its peer.
@@ -219,6 +256,21 @@ impl Transfer {
                 .why(format!("it is still in progress after {} s", timeout.as_secs_f64()))
                 .fix("wait longer, or cancel it")),
         }
+    }
+
+    /// Makes a stream wait: the work behind this point starts when the transfer has ended, with
+    /// success or not. Does not wait here; look at the [`state`](Self::state) when the stream has
+    /// passed.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] if the stream is being captured into a graph, or its device cannot wait
+    /// for words.
+    pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
+        let word = stream_order::wait(&self.agent, stream)?;
+        self.end.release_at_end(word);
+        // Nothing else may ask for completions.
+        self.agent.wake_for_sleeper();
+        Ok(())
     }
 
     /// Cancels it: nothing more of it is posted, and it ends as [`Kind::Cancelled`] once what was

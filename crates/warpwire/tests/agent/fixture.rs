@@ -7,8 +7,8 @@ use testkit::Rng;
 pub use testkit::assert_same as same;
 use warpwire::agent::{Agent, AgentOptions, Descriptor, Memory, Peer, RemoteMemory};
 use warpwire::link::{Auto, Hub, Shm, ShmOptions, Udp, UdpOptions};
-use warpwire::mem::Allocation;
 use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mem::{Allocation, Device};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Context, LinkChoice};
 
@@ -113,6 +113,14 @@ impl Fixture {
     /// Two agents, and the second as the first one's peer, without memory yet.
     pub fn pair(&self) -> (Agent, Agent) {
         (self.agent("alice"), self.agent("bob"))
+    }
+
+    /// The GPU that the environment names, such as `cuda:0`, or another simulated one.
+    pub fn gpu(&self) -> Device {
+        match std::env::var("WARPWIRE_TEST_GPU") {
+            Ok(label) => warpwire::mem::open(&label).unwrap(),
+            Err(_) => Sim::start(SimConfig::default()).unwrap().device(0).unwrap(),
+        }
     }
 
     pub fn block(&self, agent: &Agent, place: Place, len: u64) -> Block {

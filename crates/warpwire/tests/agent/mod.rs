@@ -6,6 +6,7 @@ mod lists;
 mod notifications;
 mod peers;
 mod processes;
+mod streams;
 mod transfers;
 
 use testkit::{Case, Collector, Effort, Suite};
@@ -16,8 +17,14 @@ use fixture::{Fixture, TestLink};
 pub const SUITE: Suite = Suite { name: "agent", env: &[], collect, role: processes::run_role };
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case<Fixture>]] =
-    &[transfers::CASES, lists::CASES, notifications::CASES, peers::CASES, failures::CASES];
+const EVERYWHERE: &[&[Case<Fixture>]] = &[
+    transfers::CASES,
+    lists::CASES,
+    notifications::CASES,
+    peers::CASES,
+    streams::CASES,
+    failures::CASES,
+];
 /// Cases between processes.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 

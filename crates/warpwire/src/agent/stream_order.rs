@@ -1,0 +1,128 @@
+//! Transfers in the order of a device's stream: posted when a stream gets there, and waited for by
+//! a stream.
+//!
+//! 1. A transfer that a stream posts is *parked* until the stream calls the host, which only takes
+//!    note of it: such a call may not use the device, and posting may. The agent's thread posts.
+//! 2. A stream waits for a word of pinned memory: `ARMED` until the transfer has ended, then
+//!    `ENDED`; the stream itself makes it `FREE` behind its wait, so a word is used again only when
+//!    no stream looks at it any more.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::progress::Shared;
+use super::transfer::{self, Active};
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, Condition, Device, MemOp, Stream, Word};
+
+/// Values of a word.
+const FREE: u64 = 0;
+const ARMED: u64 = 1;
+const ENDED: u64 = 2;
+/// Words that are allocated at a time.
+const WORDS: u64 = 64;
+
+/// Transfers that streams have not reached, and words that streams wait for.
+#[derive(Default)]
+pub(super) struct StreamOrder {
+    /// By number.
+    parked: Mutex<BTreeMap<u64, Arc<Active>>>,
+    /// Numbers of those that streams have reached.
+    reached: Mutex<Vec<u64>>,
+    words: Mutex<Vec<(Device, Allocation)>>,
+}
+
+impl StreamOrder {
+    /// Takes a transfer that no stream has reached; `None` if it is not parked.
+    pub(super) fn take(&self, number: u64) -> Option<Arc<Active>> {
+        self.parked.lock().remove(&number)
+    }
+
+    /// Takes all of them.
+    pub(super) fn take_all(&self) -> Vec<Arc<Active>> {
+        std::mem::take(&mut *self.parked.lock()).into_values().collect()
+    }
+
+    /// A word that nothing uses, armed.
+    fn arm_word(&self, device: &Device) -> Result<Word> {
+        let mut blocks = self.words.lock();
+        for (_, block) in blocks.iter().filter(|(owner, _)| owner == device) {
+            for index in 0..WORDS {
+                let word = block.word32(index * 4)?;
+                if word.load()? == FREE {
+                    word.store(ARMED)?;
+                    return Ok(word);
+                }
+            }
+        }
+        let block = device.alloc_pinned(WORDS * 4)?;
+        block.host_bytes()?.fill(0, block.len(), &[FREE as u8])?;
+        let word = block.word32(0)?;
+        word.store(ARMED)?;
+        blocks.push((device.clone(), block));
+        Ok(word)
+    }
+}
+
+/// Lets a stream post a transfer when it gets to this point.
+pub(super) fn post(agent: &Arc<Shared>, stream: &Stream, transfer: Arc<Active>) -> Result<()> {
+    check_capture(stream, "post a transfer on a stream")?;
+    // The connection is made while the stream is busy with other work.
+    transfer.lists.peer.connection(agent)?;
+    let number = transfer.number;
+    agent.stream_order.parked.lock().insert(number, transfer);
+    let reached = Arc::downgrade(agent);
+    let called = stream.call_host(move || {
+        if let Some(agent) = reached.upgrade() {
+            agent.stream_order.reached.lock().push(number);
+            agent.wake.raise();
+        }
+    });
+    called.inspect_err(|_| drop(agent.stream_order.take(number)))
+}
+
+/// Posts what streams have reached, in the agent's thread.
+pub(super) fn post_reached(agent: &Arc<Shared>) {
+    let reached = std::mem::take(&mut *agent.stream_order.reached.lock());
+    for number in reached {
+        // Locked until a connection has it: a call that cancels it looks here, then there.
+        let mut parked = agent.stream_order.parked.lock();
+        let Some(transfer) = parked.remove(&number) else { continue };
+        let started = transfer::start(agent, transfer.clone());
+        drop(parked);
+        if let Err(error) = started {
+            agent.end(vec![(transfer, Err(error))]);
+        }
+    }
+}
+
+/// Makes a stream wait for a word; returns the word, to be [released](release) at the end.
+pub(super) fn wait(agent: &Shared, stream: &Stream) -> Result<Word> {
+    check_capture(stream, "wait for a transfer on a stream")?;
+    let word = agent.stream_order.arm_word(stream.device())?;
+    let ops = [
+        MemOp::Wait { word: word.clone(), condition: Condition::AtLeast, value: ENDED },
+        MemOp::Write { word: word.clone(), value: FREE },
+    ];
+    stream.batch(&ops).inspect_err(|_| drop(word.store(FREE)))?;
+    Ok(word)
+}
+
+/// Lets the stream that waits for this word go on.
+pub(super) fn release(word: &Word) {
+    if let Err(error) = word.store(ENDED) {
+        tracing::warn!(%error, "a stream keeps waiting for a transfer that has ended");
+    }
+}
+
+fn check_capture(stream: &Stream, what: &'static str) -> Result<()> {
+    match stream.is_capturing() {
+        false => Ok(()),
+        true => Err(Error::new(Kind::Unsupported, what)
+            .on(stream.label())
+            .why("it is captured into a graph, which would be replayed")
+            .fix("end the capture first, or use a device channel of warpwire::msg")),
+    }
+}
