@@ -239,6 +239,17 @@ int ww_transfer_state(const ww_transfer *transfer);
 /* Waits for the end: as ww_transfer_state, WW_IN_PROGRESS after `timeout_ms`. Negative: forever. */
 int ww_transfer_wait(const ww_transfer *transfer, int64_t timeout_ms);
 
+/* Posts a transfer in the order of a CUDA stream (cudaStream_t or CUstream; NULL is the default
+ * stream) of `device`, such as "cuda:0": it starts when the stream gets to this point, and what
+ * follows does not wait. A deadline counts from this call. */
+int ww_agent_post_on_stream(ww_agent *agent, int op, const ww_prepared *prepared,
+                            const ww_transfer_options *options, const char *device, void *stream,
+                            ww_transfer **transfer);
+
+/* Makes a CUDA stream wait: what follows starts when the transfer has ended, with success or not;
+ * ww_transfer_state says which. Does not wait here. */
+int ww_transfer_wait_on_stream(const ww_transfer *transfer, const char *device, void *stream);
+
 /* Cancels it. It ends with WW_CANCELLED once what is in flight has ended, unless that completes it.
  * Does not wait. */
 int ww_transfer_cancel(ww_transfer *transfer);

@@ -1,7 +1,7 @@
 //! Transfers and notifications.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::time::Duration;
 
 use warpwire::Error;
@@ -9,6 +9,7 @@ use warpwire::agent::{
     Descriptor, PreparedTransfer, Transfer, TransferOp, TransferOptions, TransferState,
 };
 use warpwire::error::{Kind, Result};
+use warpwire::mem::{self, ForeignStream};
 
 use crate::abi::{self, Handle};
 use crate::agent::{AGENTS, PEERS};
@@ -76,33 +77,100 @@ pub unsafe extern "C" fn ww_agent_post(
     guard(|| {
         let out = pointer::out(transfer, "transfer")?;
         let (agent, prepared) = (AGENTS.get(agent)?, PREPARED.get(prepared)?);
-        let op = match op {
-            0 => TransferOp::Write,
-            1 => TransferOp::Read,
-            _ => {
-                return Err(Error::new(Kind::InvalidArgument, format!("post operation {op}"))
-                    .why("there is none of that number")
-                    .fix("use WW_WRITE or WW_READ"));
-            }
-        };
-        let mut with = TransferOptions::default();
         // SAFETY: guaranteed by the caller.
-        if let Some(given) = unsafe { pointer::options(options, "options") }? {
-            let (bytes, len) = (given.notification.cast::<u8>(), given.notification_len);
-            if !bytes.is_null() || len > 0 {
-                // SAFETY: guaranteed by the caller.
-                let bytes = unsafe { pointer::array(bytes, len, "options.notification") }?;
-                with = with.with_notification(bytes.to_vec());
-            }
-            if given.timeout_ms > 0 {
-                with = with.with_timeout(Duration::from_millis(given.timeout_ms));
-            }
-        }
-        let posted = agent.post_with(op, &prepared, with)?;
+        let options = unsafe { transfer_options(options) }?;
+        let posted = agent.post_with(operation(op)?, &prepared, options)?;
         // SAFETY: guaranteed by the caller.
         unsafe { out.set(TRANSFERS.insert(posted)) };
         Ok(OK)
     })
+}
+
+/// Posts a transfer in the order of a CUDA stream.
+///
+/// # Safety
+/// As the header says of its pointers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ww_agent_post_on_stream(
+    agent: Handle,
+    op: c_int,
+    prepared: Handle,
+    options: *const abi::TransferOptions,
+    device: *const c_char,
+    stream: *mut c_void,
+    transfer: *mut Handle,
+) -> c_int {
+    guard(|| {
+        let out = pointer::out(transfer, "transfer")?;
+        let (agent, prepared) = (AGENTS.get(agent)?, PREPARED.get(prepared)?);
+        // SAFETY: guaranteed by the caller.
+        let options = unsafe { transfer_options(options) }?;
+        let op = operation(op)?;
+        // SAFETY: guaranteed by the caller.
+        let stream = unsafe { cuda_stream(device, stream) }?;
+        let posted = agent.post_on_stream(&stream, op, &prepared, options)?;
+        // SAFETY: guaranteed by the caller.
+        unsafe { out.set(TRANSFERS.insert(posted)) };
+        Ok(OK)
+    })
+}
+
+/// Makes a CUDA stream wait for a transfer.
+///
+/// # Safety
+/// As the header says of its pointers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ww_transfer_wait_on_stream(
+    transfer: Handle,
+    device: *const c_char,
+    stream: *mut c_void,
+) -> c_int {
+    guard(|| {
+        let transfer = TRANSFERS.get(transfer)?;
+        // SAFETY: guaranteed by the caller.
+        let stream = unsafe { cuda_stream(device, stream) }?;
+        transfer.wait_on_stream(&stream)?;
+        Ok(OK)
+    })
+}
+
+fn operation(op: c_int) -> Result<TransferOp> {
+    match op {
+        0 => Ok(TransferOp::Write),
+        1 => Ok(TransferOp::Read),
+        _ => Err(Error::new(Kind::InvalidArgument, format!("post operation {op}"))
+            .why("there is none of that number")
+            .fix("use WW_WRITE or WW_READ")),
+    }
+}
+
+/// # Safety
+/// As the header says of its pointers.
+unsafe fn transfer_options(options: *const abi::TransferOptions) -> Result<TransferOptions> {
+    let mut with = TransferOptions::default();
+    // SAFETY: guaranteed by the caller.
+    if let Some(given) = unsafe { pointer::options(options, "options") }? {
+        let (bytes, len) = (given.notification.cast::<u8>(), given.notification_len);
+        if !bytes.is_null() || len > 0 {
+            // SAFETY: guaranteed by the caller.
+            let bytes = unsafe { pointer::array(bytes, len, "options.notification") }?;
+            with = with.with_notification(bytes.to_vec());
+        }
+        if given.timeout_ms > 0 {
+            with = with.with_timeout(Duration::from_millis(given.timeout_ms));
+        }
+    }
+    Ok(with)
+}
+
+/// # Safety
+/// `device` is null or a string, and `stream` a stream of that device or null.
+unsafe fn cuda_stream(device: *const c_char, stream: *mut c_void) -> Result<ForeignStream> {
+    // SAFETY: guaranteed by the caller.
+    let label = unsafe { pointer::text(device, "device") }?;
+    let device = mem::open(label)?;
+    // SAFETY: guaranteed by the caller.
+    unsafe { ForeignStream::new(&device, stream as u64) }
 }
 
 fn state(transfer: &Transfer) -> Result<c_int> {

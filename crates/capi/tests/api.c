@@ -680,6 +680,13 @@ static void bad_transfers(ww_agent *alice, ww_agent *bob, buffer *from, buffer *
     options.notification_len = MIB + 1;
     FAILS(WW_INVALID_ARGUMENT, "1048576",
           ww_agent_post(alice, WW_WRITE, prepared, &options, &transfer));
+    FAILS(WW_INVALID_ARGUMENT, "device",
+          ww_agent_post_on_stream(alice, WW_WRITE, prepared, NULL, NULL, NULL, &transfer));
+    FAILS(WW_INVALID_ARGUMENT, "operation 7",
+          ww_agent_post_on_stream(alice, 7, prepared, NULL, "sim:0", NULL, &transfer));
+    FAILS(WW_UNSUPPORTED, "no streams of CUDA",
+          ww_agent_post_on_stream(alice, WW_WRITE, prepared, NULL, "sim:0", NULL, &transfer));
+    FAILS(WW_INVALID_ARGUMENT, "ww_transfer", ww_transfer_wait_on_stream(NULL, "sim:0", NULL));
     /* The peer has deregistered its memory since. */
     OK(ww_memory_deregister(to->memory));
     OK(ww_agent_post(alice, WW_WRITE, prepared, NULL, &transfer));

@@ -18,7 +18,7 @@ use crate::memory::Memory;
 use crate::object::{Object, memory_of};
 use crate::peer::Peer;
 use crate::transfer::{Prepared, Transfer};
-use crate::{ranges, wait};
+use crate::{ranges, stream, wait};
 
 /// A transfer agent: registers memory, knows peers, and writes to and reads from their memory.
 #[pyclass(frozen, weakref, module = "warpwire")]
@@ -80,7 +80,7 @@ impl Agent {
         op: TransferOp,
         lists: Lists<'_, '_>,
         notify: Option<&[u8]>,
-        timeout: Option<f64>,
+        (timeout, stream): (Option<f64>, Option<&Bound<'_, PyAny>>),
     ) -> PyResult<Transfer> {
         let (py, agent) = (slf.py(), slf.get().open(slf.py())?);
         let prepared = match lists {
@@ -100,7 +100,11 @@ impl Agent {
         let options = TransferOptions::default()
             .with_notification(notify.map(<[u8]>::to_vec))
             .with_timeout(wait::timeout(py, timeout)?);
-        let posted = py.detach(|| agent.post_with(op, &prepared, options));
+        let stream = stream.map(stream::stream).transpose()?;
+        let posted = py.detach(|| match &stream {
+            None => agent.post_with(op, &prepared, options),
+            Some(stream) => agent.post_on_stream(stream, op, &prepared, options),
+        });
         let transfer = posted.map_err(|why| raise(py, &why))?;
         Ok(Transfer::new(transfer, slf.clone().unbind()))
     }
@@ -243,8 +247,11 @@ impl Agent {
     }
 
     /// Writes local memory to a peer's: `write(prepared)` or `write(peer, local, remote)`. `notify`
-    /// arrives at the peer after all data; after `timeout` seconds the transfer fails.
-    #[pyo3(signature = (prepared, local = None, remote = None, *, notify = None, timeout = None))]
+    /// arrives at the peer after all data; after `timeout` seconds the transfer fails. With a
+    /// `stream` it starts when that CUDA stream gets to this point.
+    #[pyo3(signature = (
+        prepared, local = None, remote = None, *, notify = None, timeout = None, stream = None,
+    ))]
     fn write(
         slf: &Bound<'_, Self>,
         prepared: &Bound<'_, PyAny>,
@@ -252,12 +259,16 @@ impl Agent {
         remote: Option<&Bound<'_, PyAny>>,
         notify: Option<&[u8]>,
         timeout: Option<f64>,
+        stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
-        Self::post(slf, TransferOp::Write, (prepared, local, remote), notify, timeout)
+        let lists = (prepared, local, remote);
+        Self::post(slf, TransferOp::Write, lists, notify, (timeout, stream))
     }
 
     /// Reads a peer's memory into local memory: `read(prepared)` or `read(peer, local, remote)`.
-    #[pyo3(signature = (prepared, local = None, remote = None, *, notify = None, timeout = None))]
+    #[pyo3(signature = (
+        prepared, local = None, remote = None, *, notify = None, timeout = None, stream = None,
+    ))]
     fn read(
         slf: &Bound<'_, Self>,
         prepared: &Bound<'_, PyAny>,
@@ -265,8 +276,10 @@ impl Agent {
         remote: Option<&Bound<'_, PyAny>>,
         notify: Option<&[u8]>,
         timeout: Option<f64>,
+        stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
-        Self::post(slf, TransferOp::Read, (prepared, local, remote), notify, timeout)
+        let lists = (prepared, local, remote);
+        Self::post(slf, TransferOp::Read, lists, notify, (timeout, stream))
     }
 
     /// Sends a notification alone.

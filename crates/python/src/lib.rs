@@ -29,6 +29,7 @@ mod object;
 mod peer;
 mod ranges;
 mod request;
+mod stream;
 mod transfer;
 mod wait;
 

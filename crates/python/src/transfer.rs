@@ -14,7 +14,7 @@ use warpwire::error::{Kind, Result};
 use crate::agent::Agent;
 use crate::error::{make, raise};
 use crate::peer::Peer;
-use crate::wait;
+use crate::{stream, wait};
 
 /// Two lists of ranges that were checked and looked up, to be posted any number of times. Keeps the
 /// local memory registered.
@@ -144,6 +144,18 @@ impl Transfer {
             let error = Error::new(Kind::Timeout, "wait for a transfer").why(why);
             raise(py, &error.fix("wait longer, or cancel it"))
         })
+    }
+
+    /// Makes a CUDA stream wait: the work behind this point starts when the transfer has ended, with
+    /// success or not. Does not wait here.
+    fn wait_on_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, stream) = (stream.py(), stream::stream(stream)?);
+        match self.active() {
+            Some(active) => {
+                py.detach(|| active.wait_on_stream(&stream)).map_err(|why| raise(py, &why))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Cancels it: it fails with Cancelled once what was posted of it has ended, unless that

@@ -82,6 +82,46 @@ def test_lists_of_ranges_in_all_forms(agents, process):
         memory[5]
 
 
+def test_streams_that_are_none(agents, process):
+    other, alice = process("bob"), agents("alice")
+    memory = alice.register(numpy.ones(4096, "u1"))
+    peer = alice.add_peer(other.metadata)
+    prepared = alice.prepare(peer, memory, peer.memory[0][:4096])
+
+    class Protocol:
+        def __cuda_stream__(self):
+            return 0, 5
+
+    class Torch:
+        cuda_stream, device_index = 5, 0
+
+    # There is no GPU behind these.
+    for stream in [(5, "sim:0"), (0, "sim:0")]:
+        with pytest.raises(warpwire.Unsupported, match="no streams of CUDA"):
+            alice.write(prepared, stream=stream)
+    with pytest.raises(warpwire.InvalidArgument, match="tpu:0"):
+        alice.write(prepared, stream=(5, "tpu:0"))
+    if not warpwire_has_cuda():
+        for stream in [5, Protocol(), Torch()]:
+            with pytest.raises(warpwire.Error, match="CUDA|cuda"):
+                alice.write(prepared, stream=stream)
+    for stream in ["text", object(), -1, (5, 0)]:
+        with pytest.raises(TypeError, match="is no stream"):
+            alice.write(prepared, stream=stream)
+    transfer = alice.write(prepared)
+    with pytest.raises(TypeError, match="is no stream"):
+        transfer.wait_on_stream("text")
+    transfer.wait(PATIENCE)
+
+
+def warpwire_has_cuda():
+    try:
+        warpwire.alloc(4096, "cuda:0")
+    except warpwire.Error:
+        return False
+    return True
+
+
 def test_a_hundred_thousand_ranges(agents, process):
     count, each = 100_000, 8
     other, alice = process("bob", "host", "auto", str(count * each)), agents("alice")

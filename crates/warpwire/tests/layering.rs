@@ -20,6 +20,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mem/copy/mod.rs",
     "mem/cuda/mod.rs",
     "mem/share.rs",
+    "mem/foreign.rs",
     "mem/sim/memory.rs",
     "mem/agent/mod.rs",
     "mem/copy_list/mod.rs",

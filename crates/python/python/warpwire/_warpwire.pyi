@@ -19,6 +19,17 @@ class _Tensor(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
+class _TorchStream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+
+class _CudaStream(Protocol):
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+class _CupyStream(Protocol):
+    ptr: int
+
+_Stream: TypeAlias = _TorchStream | _CudaStream | _CupyStream | int | tuple[int, str]
 _Object: TypeAlias = (
     Buffer | _CudaArray | _Tensor | _BufferProtocol | tuple[int, int] | tuple[int, int, str]
 )
@@ -30,7 +41,7 @@ class Agent:
     def __new__(
         cls,
         name: str,
-        link: Literal["auto", "udp", "shm"] | None = None,
+        link: str | None = None,
         address: str | None = None,
         queue_pairs: int = 1,
         engines: int = 1,
@@ -63,6 +74,7 @@ class Agent:
         *,
         notify: bytes | None = None,
         timeout: float | None = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     @overload
     def write(
@@ -73,6 +85,7 @@ class Agent:
         *,
         notify: bytes | None = None,
         timeout: float | None = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     @overload
     def read(
@@ -83,6 +96,7 @@ class Agent:
         *,
         notify: bytes | None = None,
         timeout: float | None = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     @overload
     def read(
@@ -93,6 +107,7 @@ class Agent:
         *,
         notify: bytes | None = None,
         timeout: float | None = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     def notify(self, peer: Peer, data: bytes) -> Transfer: ...
     def notifications(self) -> list[Notification]: ...
@@ -191,6 +206,7 @@ class Transfer:
     @property
     def _agent(self) -> Agent: ...
     def wait(self, timeout: float | None = None) -> None: ...
+    def wait_on_stream(self, stream: _Stream) -> None: ...
     def cancel(self) -> None: ...
     def _poll(self) -> bool: ...
     def __await__(self) -> Generator[Any, None, None]: ...
@@ -204,12 +220,12 @@ class Comm:
         address: str | None = None,
         *,
         token: str = "",
-        link: Literal["auto", "udp", "shm"] | None = None,
+        link: str | None = None,
         timeout: float | None = None,
     ) -> Self: ...
     @staticmethod
     def from_env(
-        *, link: Literal["auto", "udp", "shm"] | None = None, timeout: float | None = None
+        *, link: str | None = None, timeout: float | None = None
     ) -> Comm: ...
     @property
     def rank(self) -> int: ...

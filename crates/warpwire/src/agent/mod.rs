@@ -97,7 +97,7 @@ pub use transfer::{Transfer, TransferOp, TransferOptions, TransferState};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::LinkKind;
-use crate::mem::Stream;
+use crate::mem::StreamRef;
 use crate::mr::MemorySource;
 use crate::verbs::Access;
 use crate::verbs::bootstrap::BootstrapListener;
@@ -338,7 +338,8 @@ impl Agent {
     /// point, and the work behind it does not wait. What the stream did before is in the data. A
     /// deadline counts from this call.
     ///
-    /// To let the stream wait, use [`Transfer::wait_on_stream`].
+    /// To let the stream wait, use [`Transfer::wait_on_stream`]. Streams of other libraries are
+    /// [`ForeignStream`](crate::mem::ForeignStream)s.
     ///
     /// ```
     /// use std::time::Duration;
@@ -370,14 +371,14 @@ impl Agent {
     /// # Errors
     /// As for [`post_with`](Self::post_with); [`Kind::Unsupported`] if the stream is being captured
     /// into a graph.
-    pub fn post_on_stream(
+    pub fn post_on_stream<'a>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'a>>,
         op: TransferOp,
         prepared: &PreparedTransfer,
         options: TransferOptions,
     ) -> Result<Transfer> {
-        transfer::post_on_stream(self.shared(), stream, op, prepared, options)
+        transfer::post_on_stream(self.shared(), stream.into(), op, prepared, options)
     }
 
     /// Sends a notification alone.

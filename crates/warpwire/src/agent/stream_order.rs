@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::progress::Shared;
 use super::transfer::{self, Active};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, Condition, Device, MemOp, Stream, Word};
+use crate::mem::{Allocation, Condition, Device, MemOp, StreamRef, Word};
 
 /// Values of a word.
 const FREE: u64 = 0;
@@ -32,6 +32,19 @@ pub(super) struct StreamOrder {
     /// Numbers of those that streams have reached.
     reached: Mutex<Vec<u64>>,
     words: Mutex<Vec<(Device, Allocation)>>,
+}
+
+impl Drop for StreamOrder {
+    /// Words that a stream of another library may still look at stay allocated for ever: unlike
+    /// this library's streams, those keep nothing alive.
+    fn drop(&mut self) {
+        for (_, block) in self.words.get_mut().drain(..) {
+            let is_free = |index| block.word32(index * 4).and_then(|word| word.load());
+            if !(0..WORDS).all(|index| matches!(is_free(index), Ok(FREE))) {
+                std::mem::forget(block);
+            }
+        }
+    }
 }
 
 impl StreamOrder {
@@ -67,7 +80,11 @@ impl StreamOrder {
 }
 
 /// Lets a stream post a transfer when it gets to this point.
-pub(super) fn post(agent: &Arc<Shared>, stream: &Stream, transfer: Arc<Active>) -> Result<()> {
+pub(super) fn post(
+    agent: &Arc<Shared>,
+    stream: StreamRef<'_>,
+    transfer: Arc<Active>,
+) -> Result<()> {
     check_capture(stream, "post a transfer on a stream")?;
     // The connection is made while the stream is busy with other work.
     transfer.lists.peer.connection(agent)?;
@@ -99,7 +116,7 @@ pub(super) fn post_reached(agent: &Arc<Shared>) {
 }
 
 /// Makes a stream wait for a word; returns the word, to be [released](release) at the end.
-pub(super) fn wait(agent: &Shared, stream: &Stream) -> Result<Word> {
+pub(super) fn wait(agent: &Shared, stream: StreamRef<'_>) -> Result<Word> {
     check_capture(stream, "wait for a transfer on a stream")?;
     let word = agent.stream_order.arm_word(stream.device())?;
     let ops = [
@@ -117,8 +134,8 @@ pub(super) fn release(word: &Word) {
     }
 }
 
-fn check_capture(stream: &Stream, what: &'static str) -> Result<()> {
-    match stream.is_capturing() {
+fn check_capture(stream: StreamRef<'_>, what: &'static str) -> Result<()> {
+    match stream.is_capturing()? {
         false => Ok(()),
         true => Err(Error::new(Kind::Unsupported, what)
             .on(stream.label())

@@ -14,7 +14,7 @@ use super::prepared::{Lists, PreparedTransfer};
 use super::progress::Shared;
 use super::stream_order;
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Stream, Word};
+use crate::mem::{StreamRef, Word};
 
 /// Connections that are tried for a transfer which finds each of them failed.
 const MAX_CONNECTIONS: usize = 8;
@@ -164,7 +164,7 @@ pub(super) fn post(
 
 pub(super) fn post_on_stream(
     agent: &Arc<Shared>,
-    stream: &Stream,
+    stream: StreamRef<'_>,
     op: TransferOp,
     prepared: &PreparedTransfer,
     options: TransferOptions,
@@ -265,8 +265,8 @@ impl Transfer {
     /// # Errors
     /// [`Kind::Unsupported`] if the stream is being captured into a graph, or its device cannot wait
     /// for words.
-    pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
-        let word = stream_order::wait(&self.agent, stream)?;
+    pub fn wait_on_stream<'a>(&self, stream: impl Into<StreamRef<'a>>) -> Result<()> {
+        let word = stream_order::wait(&self.agent, stream.into())?;
         self.end.release_at_end(word);
         // Nothing else may ask for completions.
         self.agent.wake_for_sleeper();

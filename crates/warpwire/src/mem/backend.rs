@@ -13,7 +13,7 @@ use super::address::DeviceAddr;
 use super::allocation::{MemoryKind, MemoryListener, PinGuard, WatchGuard};
 use super::bytes::SharedBytes;
 use super::device::{Capabilities, DeviceInfo, MemoryUsage};
-use super::op::{PendingWait, StreamOp};
+use super::op::{HostCall, MemOp, PendingWait, StreamOp};
 use super::program::Program;
 use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::window::{CpuMapping, WindowPath};
@@ -57,6 +57,13 @@ pub trait DeviceBackend: Send + Sync + 'static {
     ) -> Result<Arc<dyn MemoryBackend>>;
     /// Creates a stream.
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>>;
+    /// The stream of another library with this handle.
+    fn foreign_stream(self: Arc<Self>, _handle: u64) -> Result<Arc<dyn ForeignStreamBackend>> {
+        Err(Error::new(Kind::Unsupported, "use a stream of another library")
+            .on(self.info().label())
+            .why("the device has no streams of CUDA")
+            .fix("use a stream of this device (Device::stream)"))
+    }
     /// Creates an event.
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>>;
     /// Releases resources held by finished operations, if the backend does not do so as they
@@ -64,6 +71,16 @@ pub trait DeviceBackend: Send + Sync + 'static {
     fn reclaim(&self) {}
     /// Loads a program's kernels.
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>>;
+}
+
+/// A stream of another library.
+pub trait ForeignStreamBackend: Send + Sync {
+    /// Whether its operations are captured into a graph now.
+    fn is_capturing(&self) -> Result<bool>;
+    /// Queues word operations, in order. Their memory is kept allocated by the caller.
+    fn batch(&self, ops: &[MemOp]) -> Result<()>;
+    /// Calls the host when the stream gets there.
+    fn call_host(&self, host: HostCall) -> Result<()>;
 }
 
 /// Memory. All ranges passed in have been checked to be inside it.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::address::DeviceAddr;
 use super::allocation::{Allocation, MemoryKind};
-use super::backend::{DeviceBackend, HostOwner};
+use super::backend::{DeviceBackend, ForeignStreamBackend, HostOwner};
 use super::program::{Module, Program};
 use super::share::IpcHandle;
 use super::stream::{Event, Stream};
@@ -293,6 +293,10 @@ impl Device {
     pub fn stream(&self) -> Result<Stream> {
         let backend = self.backend.clone().create_stream()?;
         Ok(Stream::new(self.clone(), backend))
+    }
+
+    pub(super) fn foreign_backend(&self, handle: u64) -> Result<Arc<dyn ForeignStreamBackend>> {
+        self.backend.clone().foreign_stream(handle)
     }
 
     /// Creates an event, to mark a point in a stream.

@@ -35,6 +35,7 @@ mod copy_list;
 pub mod cuda;
 mod device;
 mod exports;
+mod foreign;
 mod op;
 mod program;
 mod share;
@@ -58,6 +59,7 @@ pub(crate) use copy_list::{
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;
+pub use foreign::{ForeignStream, StreamRef};
 pub use op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};

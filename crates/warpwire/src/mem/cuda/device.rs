@@ -12,13 +12,15 @@ use parking_lot::Mutex;
 use super::super::address::DeviceAddr;
 use super::super::allocation::MemoryKind;
 use super::super::backend::{
-    DeviceBackend, EventBackend, HostOwner, MemoryBackend, ModuleBackend, StreamBackend,
+    DeviceBackend, EventBackend, ForeignStreamBackend, HostOwner, MemoryBackend, ModuleBackend,
+    StreamBackend,
 };
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::Program;
 use super::super::share::IpcHandle;
 use super::deferred_free::DeferredFree;
 use super::driver::{Driver, call, get, version_text};
+use super::foreign::CudaForeignStream;
 use super::memory::{self, CudaMemory};
 use super::module::CudaModule;
 use super::share;
@@ -227,6 +229,10 @@ impl DeviceBackend for CudaDevice {
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {
         let number = self.next_stream.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(CudaStream::create(self, number)?))
+    }
+
+    fn foreign_stream(self: Arc<Self>, handle: u64) -> Result<Arc<dyn ForeignStreamBackend>> {
+        Ok(Arc::new(CudaForeignStream::new(self, handle)))
     }
 
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>> {

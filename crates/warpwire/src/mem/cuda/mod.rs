@@ -9,6 +9,7 @@
 mod deferred_free;
 mod device;
 mod driver;
+mod foreign;
 mod gdrdrv;
 mod hook;
 mod memory;

@@ -153,7 +153,7 @@ impl Core {
     /// the other stream would then wait for ever (seen in 5 of 100 pairs; never if each had work
     /// before). Events do not count as work here.
     fn assign_hardware_queue(&self) {
-        if let Err(error) = self.issue_batch(&[MemOp::Barrier]) {
+        if let Err(error) = issue_batch(&self.device, self.entry.handle, &[MemOp::Barrier]) {
             tracing::debug!(%error, "a new stream has no hardware queue yet");
         }
     }
@@ -175,7 +175,9 @@ impl Core {
                     _ => call!(driver, fill_u32_async(at, *pattern, count, stream)),
                 }
             }
-            StreamOp::Mem(_) | StreamOp::Batch(_) => self.issue_batch(op.mem_ops()),
+            StreamOp::Mem(_) | StreamOp::Batch(_) => {
+                issue_batch(&self.device, stream, op.mem_ops())
+            }
             StreamOp::Record(event) => {
                 call!(driver, event_record(handle_of(event)?, stream, external))
             }
@@ -195,39 +197,6 @@ impl Core {
                 call!(driver, graph_launch(*exec, stream))
             }
         }
-    }
-
-    fn issue_batch(&self, ops: &[MemOp]) -> Result<()> {
-        let (driver, stream) = (self.device.driver, self.entry.handle);
-        let mut params = [BatchOp::default(); MAX_BATCH_OPS];
-        let mut count = 0;
-        for op in ops {
-            let param = batch_op(op);
-            if count == MAX_BATCH_OPS || param.is_none() {
-                self.issue_words(&mut params[..count])?;
-                count = 0;
-            }
-            match (param, op) {
-                (Some(param), _) => {
-                    params[count] = param;
-                    count += 1;
-                }
-                (None, MemOp::Copy { to, from }) => {
-                    let (to_address, from_address) = (to.address().raw(), from.address().raw());
-                    call!(driver, copy_async(to_address, from_address, to.len() as usize, stream))?;
-                }
-                (None, _) => {}
-            }
-        }
-        self.issue_words(&mut params[..count])
-    }
-
-    fn issue_words(&self, params: &mut [BatchOp]) -> Result<()> {
-        if params.is_empty() {
-            return Ok(());
-        }
-        let (driver, stream, count) = (self.device.driver, self.entry.handle, params.len() as u32);
-        call!(driver, stream_batch(stream, count, params.as_mut_ptr(), 0))
     }
 
     fn issue_launch(&self, launch: &Launch) -> Result<()> {
@@ -288,6 +257,36 @@ impl Core {
         drop(state);
         self.retire(finished);
     }
+}
+
+/// Queues word operations and copies on a stream. The context must be current.
+pub(super) fn issue_batch(device: &CudaDevice, stream: StreamHandle, ops: &[MemOp]) -> Result<()> {
+    let driver = device.driver;
+    let issue_words = |params: &mut [BatchOp]| match params.len() as u32 {
+        0 => Ok(()),
+        count => call!(driver, stream_batch(stream, count, params.as_mut_ptr(), 0)),
+    };
+    let mut params = [BatchOp::default(); MAX_BATCH_OPS];
+    let mut count = 0;
+    for op in ops {
+        let param = batch_op(op);
+        if count == MAX_BATCH_OPS || param.is_none() {
+            issue_words(&mut params[..count])?;
+            count = 0;
+        }
+        match (param, op) {
+            (Some(param), _) => {
+                params[count] = param;
+                count += 1;
+            }
+            (None, MemOp::Copy { to, from }) => {
+                let (to_address, from_address) = (to.address().raw(), from.address().raw());
+                call!(driver, copy_async(to_address, from_address, to.len() as usize, stream))?;
+            }
+            (None, _) => {}
+        }
+    }
+    issue_words(&mut params[..count])
 }
 
 fn has_panicked(op: &StreamOp) -> bool {

@@ -297,6 +297,7 @@ functions! {
     stream_batch = "cuStreamBatchMemOp_v2"(StreamHandle, c_uint, *mut BatchOp, c_uint);
     stream_call_host = "cuLaunchHostFunc"(StreamHandle, HostFn, *mut c_void);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
+    stream_is_capturing = "cuStreamIsCapturing"(StreamHandle, *mut c_int);
     stream_begin_capture = "cuStreamBeginCapture_v2"(StreamHandle, c_int);
     stream_end_capture = "cuStreamEndCapture"(StreamHandle, *mut GraphHandle);
     event_create = "cuEventCreate"(*mut EventHandle, c_uint);
