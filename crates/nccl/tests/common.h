@@ -128,8 +128,9 @@ static void enter_namespace(void) {
 
 /* A mistake that a sanitizer must find. */
 static void mode_overrun(void) {
-  volatile char *bytes = malloc(8);
-  bytes[8] = 1;
+  volatile size_t size = 8;
+  volatile char *bytes = malloc(size);
+  bytes[size] = 1;
 }
 
 static void *region(size_t size) {
