@@ -127,7 +127,7 @@ fn memory_accessed_through_a_window_only_needs_no_driver() {
     let mrs = [whole().window_only(), whole().without_window()]
         .map(|memory| registry.register(&pd, memory, Some(0), Access::ALL).unwrap());
     sim.control(0).unwrap().kill();
-    let data: Vec<u8> = (0..LEN).map(|at| (at * 31 >> 7) as u8).collect();
+    let data: Vec<u8> = (0..LEN).map(|at| ((at * 31) >> 7) as u8).collect();
     let copy = |mr: &SoftMr| {
         let span =
             registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_WRITE, 0, LEN as u64).unwrap();
