@@ -22,8 +22,9 @@ pub(crate) type Opaque = *mut c_void;
 /// Where a call stores a pointer.
 pub(crate) type Out<'a, T> = Option<&'a mut *const T>;
 
-/// `NCCL_PTR_HOST`.
+/// `NCCL_PTR_HOST` and `NCCL_PTR_CUDA`.
 pub(crate) const PTR_HOST: c_int = 1;
+pub(crate) const PTR_CUDA: c_int = 2;
 /// Receives of a group, at most.
 pub(crate) const MAX_RECVS: usize = 8;
 
@@ -107,7 +108,7 @@ pub(crate) type IFlush = extern "C" fn(
     c_int,
     *const Opaque,
     *const c_int,
-    *const Opaque,
+    *const Option<&MemoryHandle>,
     Out<'_, Request>,
 ) -> Code;
 pub(crate) type Test = extern "C" fn(Option<&Request>, Option<&mut c_int>, *mut c_int) -> Code;

@@ -12,7 +12,7 @@ use warpwire::link::{Auto, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::verbs::{Context, HcaOptions};
 use warpwire_cabi::interfaces::{self, Choice};
 
-use crate::abi::{MAX_RECVS, PTR_HOST, PropertiesV8, PropertiesV9, VirtualDevices};
+use crate::abi::{MAX_RECVS, PTR_CUDA, PTR_HOST, PropertiesV8, PropertiesV9, VirtualDevices};
 use crate::log;
 use crate::result::{Failure, INVALID_ARGUMENT, Result, SYSTEM};
 use crate::settings::{LinkChoice, Settings};
@@ -28,6 +28,8 @@ pub(crate) struct Device {
     pci_path: Option<CString>,
     guid: u64,
     speed: u32,
+    /// GPU memory is announced.
+    gdr: bool,
     pub ip: IpAddr,
     /// Opened with the first connection.
     engines: Engines,
@@ -94,9 +96,11 @@ impl Device {
         let known = read.ok().and_then(|text| text.trim().parse().ok());
         Self {
             name: CString::new(name.as_str()).unwrap_or_default(),
-            pci_path: pci_path(&at.name),
+            // Close to a GPU, NCCL would choose the protocol LL128: see `gdr`.
+            pci_path: if settings.gdr { None } else { pci_path(&at.name) },
             guid: guid(&at.name, at.ip),
             speed: settings.speed(known),
+            gdr: settings.gdr,
             ip: at.ip,
             engines: Engines::default(),
             gin_engines: Engines::default(),
@@ -107,15 +111,15 @@ impl Device {
     pub(crate) fn engines(&self) -> Result<&[Context]> {
         let (settings, _) = all()?;
         // Direct access runs the engine in the thread that posts. Engines with threads of their own
-        // would contend with it.
-        self.opened(&self.engines, settings, !settings.is_threaded())
+        // would contend with it; and GPU memory: see `gin_engines`.
+        self.opened(&self.engines, settings, !settings.is_threaded() && !settings.gdr)
     }
 
     /// The engines for device-initiated networking. They do not access memory directly: GPU memory
     /// is then copied by kernels, which may wait for the very kernels that wait for the data.
     pub(crate) fn gin_engines(&self) -> Result<&[Context]> {
         let (settings, _) = all()?;
-        match settings.is_threaded() {
+        match settings.is_threaded() || settings.gdr {
             true => self.engines(),
             false => self.opened(&self.gin_engines, settings, false),
         }
@@ -171,6 +175,7 @@ impl Device {
         self.pci_path.as_ref().map_or(std::ptr::null(), |path| path.as_ptr())
     }
 
+    /// Of host memory only: this version cannot ask for flushes, which GPU memory needs.
     pub(crate) fn properties_v8(&self) -> PropertiesV8 {
         PropertiesV8 {
             name: self.name.as_ptr(),
@@ -197,9 +202,9 @@ impl Device {
             name: v8.name,
             pci_path: v8.pci_path,
             guid: v8.guid,
-            ptr_support: v8.ptr_support,
+            ptr_support: if self.gdr { PTR_HOST | PTR_CUDA } else { PTR_HOST },
             reg_is_global: v8.reg_is_global,
-            force_flush: 0,
+            force_flush: i32::from(self.gdr),
             speed: v8.speed,
             port: v8.port,
             latency: v8.latency,

@@ -9,19 +9,21 @@ use warpwire::host::ElfNote;
 use warpwire::verbs::Access;
 
 use crate::abi::{
-    Code, Completion, Context, HandleBytes, Logger, MAX_RECVS, Memory, Net, Opaque, Out, PTR_HOST,
-    PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12, V8, V9, V10, V11, V12, Version,
+    Code, Completion, Context, HandleBytes, Logger, MAX_RECVS, Memory, Net, Opaque, Out, PTR_CUDA,
+    PTR_HOST, PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12, V8, V9, V10, V11, V12,
+    Version,
 };
 use crate::comm::{Handle, Request};
 use crate::connect;
 use crate::devices;
+use crate::gdr;
 use crate::handle::ConnectHandle;
 use crate::listen::Listener;
 use crate::log;
 use crate::memory::MemoryHandle;
 use crate::process;
 use crate::recv::Buffer;
-use crate::result::{Failure, INVALID_ARGUMENT, INVALID_USAGE, Result, call, some};
+use crate::result::{Failure, INVALID_ARGUMENT, Result, call, some};
 use crate::send::Message;
 
 /// By this note `warpwire doctor` recognizes the library; `readelf -n` prints it.
@@ -100,7 +102,10 @@ fn init(logger: Option<Logger>) -> Code {
     log::set(logger);
     call("init", || {
         process::watch();
-        let (_, devices) = devices::all()?;
+        let (settings, devices) = devices::all()?;
+        if settings.gdr {
+            gdr::prepare();
+        }
         let list: Vec<String> = devices.iter().map(devices::Device::describe).collect();
         log::info(format_args!("version {}: {}", env!("CARGO_PKG_VERSION"), list.join(", ")));
         Ok(())
@@ -249,29 +254,31 @@ extern "C" fn register(
     call("regMr", || {
         let (comm, into) = (some(comm)?, some(memory)?);
         *into = null();
-        if kind != PTR_HOST {
-            let text = format!("memory of type {kind}; only host memory (1) is announced");
-            return Err(Failure::new(INVALID_USAGE, text));
-        }
         let remote = if comm.is_recv() { Access::REMOTE_WRITE } else { Access::NONE };
-        let access = Access::LOCAL_WRITE | remote;
-        // SAFETY: NCCL keeps the memory mapped until it deregisters it.
-        let made = unsafe { MemoryHandle::register(comm.lanes(), base, len, access) }?;
+        let (lanes, access) = (comm.lanes(), Access::LOCAL_WRITE | remote);
+        let made = match (kind, devices::all()?.0.gdr) {
+            // SAFETY: NCCL keeps the memory mapped until it deregisters it.
+            (PTR_HOST, _) => unsafe { MemoryHandle::register(lanes, base, len, access) }?,
+            // SAFETY: NCCL keeps the memory allocated until it deregisters it.
+            (PTR_CUDA, true) => unsafe { MemoryHandle::register_device(lanes, base, len, access) }?,
+            (_, gdr) => return Err(gdr::wrong_type(kind, gdr)),
+        };
         *into = Box::into_raw(Box::new(made));
         Ok(())
     })
 }
 
 extern "C" fn register_dma_buf(
-    _comm: Option<&Handle>,
-    _base: *mut u8,
-    _len: usize,
-    _kind: c_int,
+    comm: Option<&Handle>,
+    base: *mut u8,
+    len: usize,
+    kind: c_int,
     _offset: u64,
     _fd: c_int,
-    _memory: Out<'_, MemoryHandle>,
+    memory: Out<'_, MemoryHandle>,
 ) -> Code {
-    call("regMrDmaBuf", || Err(Failure::new(INVALID_USAGE, "dma-bufs are not announced")))
+    // The memory is this process's own, so its address does as well.
+    register(comm, base, len, kind, memory)
 }
 
 extern "C" fn deregister(_comm: Opaque, memory: Option<Box<MemoryHandle>>) -> Code {
@@ -411,16 +418,28 @@ extern "C" fn irecv_v10(
 }
 
 extern "C" fn flush(
-    _comm: Option<&Handle>,
-    _count: c_int,
+    comm: Option<&Handle>,
+    count: c_int,
     _data: *const Opaque,
     _sizes: *const c_int,
-    _memory: *const Opaque,
+    memory: *const Option<&MemoryHandle>,
     request: Out<'_, Request>,
 ) -> Code {
-    // Host memory is written by this machine's CPU: there is nothing to wait for.
     call("iflush", || {
         *some(request)? = null();
+        some(comm)?.recv()?;
+        let count = usize::try_from(count).unwrap_or(0);
+        if !(1..=MAX_RECVS).contains(&count) || memory.is_null() {
+            let text = format!("a flush of {count} receives, or without their memory");
+            return Err(Failure::new(INVALID_ARGUMENT, text));
+        }
+        for at in 0..count {
+            // SAFETY: NCCL's array has `count` entries.
+            if let Some(memory) = unsafe { *memory.add(at) } {
+                memory.flush();
+            }
+        }
+        // It is done when this returns: NCCL takes no request for that.
         Ok(())
     })
 }

@@ -12,6 +12,7 @@
 //! | `handle`, `frames`, `listen`, `connect` | connection set-up over TCP |
 //! | `lanes`, `memory`, `ring`, `stripes` | queue pairs, memory, its layout, parts of messages |
 //! | `comm`, `send`, `recv`, `control` | the two ends of a connection, and whether the peer lives |
+//! | `gdr` | GPU memory in sends and receives |
 //! | `gin` | device-initiated networking: one-sided operations of kernels |
 //!
 //! # Invariants
@@ -34,6 +35,7 @@ mod control;
 mod devices;
 mod exports;
 mod frames;
+mod gdr;
 mod gin;
 mod handle;
 mod lanes;

@@ -3,15 +3,19 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use warpwire::mem::{self, DeviceAddr};
 use warpwire::verbs::{Access, MemorySource, Mr, Remote};
 
 use crate::lanes::{Lanes, remotes};
+use crate::log;
 use crate::result::{Failure, INVALID_ARGUMENT, Result};
 use crate::ring::{WORDS, word_at};
 
 /// A buffer of NCCL's, registered on every lane of a connection: `mhandle`.
 pub(crate) struct MemoryHandle {
     regions: Vec<Mr>,
+    /// It is a GPU's.
+    is_device: bool,
 }
 
 impl MemoryHandle {
@@ -31,7 +35,55 @@ impl MemoryHandle {
     ) -> Result<Self> {
         // SAFETY: guaranteed by the caller.
         let regions = unsafe { register(lanes, base, len, access) };
-        Ok(Self { regions: regions? })
+        Ok(Self { regions: regions?, is_device: false })
+    }
+
+    /// Registers `len` bytes of a GPU. They are accessed through a CPU window only: NCCL's kernels
+    /// wait for the data, and a driver call may wait for them (while another thread is in
+    /// `cudaFree`, for example).
+    ///
+    /// # Errors
+    /// If no GPU of this process has all of the memory, or there is no window onto it.
+    ///
+    /// # Safety
+    /// The bytes stay allocated until the handle is dropped. NCCL and its kernels order their own
+    /// accesses by the completion of requests.
+    pub(crate) unsafe fn register_device(
+        lanes: &Lanes,
+        base: *mut u8,
+        len: usize,
+        access: Access,
+    ) -> Result<Self> {
+        let address = base.addr() as u64;
+        let invalid = |why: warpwire::Error| {
+            let text = format!("{len} bytes at {address:#x} of type CUDA (2): {why}");
+            Failure::new(INVALID_ARGUMENT, text)
+        };
+        let address = DeviceAddr::new(address);
+        let device = mem::owner_of(address).map_err(invalid)?;
+        // SAFETY: guaranteed by the caller.
+        let memory = unsafe { device.borrow(address, len as u64) }.map_err(invalid)?;
+        let regions = lanes.iter().map(|lane| {
+            let memory = MemorySource::from(memory.whole()?).window_only();
+            lane.context.register(&lane.pd, memory, access)
+        });
+        let regions = regions.collect::<warpwire::Result<Vec<Mr>>>().map_err(invalid)?;
+        if let Some(mr) = regions.first() {
+            log::info(format_args!("{len} bytes of {} by {}", device.label(), mr.path()));
+        }
+        Ok(Self { regions, is_device: true })
+    }
+
+    /// Waits until what arrived is visible to the GPU. The engines have written it, with a store
+    /// fence behind each packet; a load over the same bus does not pass their stores, whichever
+    /// thread or mapping made them.
+    #[inline]
+    pub(crate) fn flush(&self) {
+        if self.is_device
+            && let Some(region) = self.regions.first()
+        {
+            region.flush();
+        }
     }
 
     /// Its region on a lane.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use warpwire::verbs::ProgressMode;
 
+use crate::gdr::demands_ll128;
 use crate::lanes::MAX_LANES;
 
 /// How long an engine's thread spins after its last work. A collective's steps follow each other
@@ -33,6 +34,8 @@ pub(crate) struct Settings {
     pub progress_mode: ProgressMode,
     /// Minimum bytes of a part of a message.
     pub stripe: u64,
+    /// GPU memory in sends and receives.
+    pub gdr: bool,
     /// Port speed in Mbit/s; `None`: the kernel's, or [`SPEED`].
     pub speed: Option<u32>,
 }
@@ -51,6 +54,18 @@ impl Settings {
             "udp" => LinkChoice::Udp,
             other => return Err(wrong("WARPWIRE_NCCL_LINK", other, "auto, shm or udp")),
         };
+        let gdr = match value("WARPWIRE_NCCL_GDR").as_str() {
+            "" | "0" => false,
+            "1" => true,
+            other => return Err(wrong("WARPWIRE_NCCL_GDR", other, "0 or 1")),
+        };
+        let protocols = value("NCCL_PROTO");
+        if gdr && demands_ll128(&protocols) {
+            return Err(format!(
+                "WARPWIRE_NCCL_GDR is 1 and NCCL_PROTO is {protocols:?}: CPUs do not write the 128 \
+                 bytes of LL128 in order; set NCCL_PROTO=LL,Simple, or unset one of the two"
+            ));
+        }
         let text = value("WARPWIRE_NCCL_PROGRESS");
         let Some(progress_mode) = ProgressMode::from_setting(&text, SPIN) else {
             let known = "auto, thread or microseconds to spin";
@@ -73,6 +88,7 @@ impl Settings {
             link,
             engines: engines.map_or((cores / 4).clamp(1, 4), |engines| engines as usize),
             progress_mode,
+            gdr,
             stripe: number("WARPWIRE_NCCL_STRIPE", 4096..=1 << 30)?.unwrap_or(STRIPE),
             speed: speed.map(|speed| speed as u32),
         })
@@ -107,7 +123,7 @@ mod tests {
     fn defaults_and_values() {
         let plain = read(&[]).unwrap();
         assert_eq!((plain.link, plain.stripe), (LinkChoice::Auto, STRIPE));
-        assert!((1..=4).contains(&plain.engines));
+        assert!((1..=4).contains(&plain.engines) && !plain.gdr);
         assert_eq!((plain.speed(None), plain.speed(Some(25_000))), (SPEED, 25_000));
         let set = read(&[
             ("WARPWIRE_NCCL_LINK", "udp"),
@@ -116,12 +132,27 @@ mod tests {
             ("WARPWIRE_NCCL_STRIPE", "4096"),
             ("WARPWIRE_NCCL_SPEED", "400000"),
             ("WARPWIRE_NCCL_DEVICES", " lo "),
+            ("WARPWIRE_NCCL_GDR", "1"),
         ]);
         let set = set.unwrap();
+        assert!(set.gdr);
         assert_eq!((set.link, set.engines, set.stripe), (LinkChoice::Udp, 8, 4096));
         assert_eq!((set.devices.as_str(), set.speed(Some(1))), ("lo", 400_000));
         let spin = Duration::from_micros(50);
         assert_eq!(set.progress_mode, ProgressMode::Thread { spin, core: None });
+    }
+
+    #[test]
+    fn gpu_memory_excludes_ll128() {
+        let gdr = ("WARPWIRE_NCCL_GDR", "1");
+        for fine in ["", "Simple", "LL,Simple", "^LL128", "^LL,LL128", "allreduce:LL;^ll128"] {
+            assert!(read(&[gdr, ("NCCL_PROTO", fine)]).is_ok(), "{fine}");
+        }
+        for wrong in ["LL128", "Simple, ll128", "^LL", "^LL,Simple", "LL;allgather:LL128"] {
+            let why = read(&[gdr, ("NCCL_PROTO", wrong)]).unwrap_err();
+            assert!(why.contains("WARPWIRE_NCCL_GDR") && why.contains(wrong), "{why}");
+            assert!(read(&[("NCCL_PROTO", wrong)]).is_ok(), "only with GPU memory");
+        }
     }
 
     #[test]
@@ -133,6 +164,7 @@ mod tests {
             ("WARPWIRE_NCCL_PROGRESS", "never"),
             ("WARPWIRE_NCCL_STRIPE", "1"),
             ("WARPWIRE_NCCL_SPEED", "fast"),
+            ("WARPWIRE_NCCL_GDR", "yes"),
         ] {
             let why = read(&[(name, value)]).unwrap_err();
             assert!(why.contains(name) && why.contains(value) && why.contains("set "), "{why}");

@@ -9,11 +9,13 @@
 #endif
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -104,6 +106,31 @@ static double now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+/* Counts the allocations of a thread, also those of the library. A sanitizer has its own malloc. */
+static __thread long allocations;
+#ifndef __SANITIZE_ADDRESS__
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
+void *malloc(size_t n) { allocations++; return __libc_malloc(n); }
+void *calloc(size_t n, size_t m) { allocations++; return __libc_calloc(n, m); }
+void *realloc(void *p, size_t n) { allocations++; return __libc_realloc(p, n); }
+#endif
+
+/* The other machine: a child moves to the network namespace PLUGIN_NETNS, if that is set. */
+static void enter_namespace(void) {
+  const char *path = getenv("PLUGIN_NETNS");
+  if (!path) return;
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0 || setns(file, CLONE_NEWNET)) FAIL("%s cannot be entered", path);
+  close(file);
+}
+
+/* A mistake that a sanitizer must find. */
+static void mode_overrun(void) {
+  volatile size_t size = 8;
+  volatile char *bytes = malloc(size);
+  bytes[size] = 1;
 }
 
 static void *region(size_t size) {

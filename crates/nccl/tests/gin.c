@@ -8,12 +8,6 @@
 
 #include <dirent.h>
 
-extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
-static __thread long allocations;
-void *malloc(size_t n) { allocations++; return __libc_malloc(n); }
-void *calloc(size_t n, size_t m) { allocations++; return __libc_calloc(n, m); }
-void *realloc(void *p, size_t n) { allocations++; return __libc_realloc(p, n); }
-
 static uint64_t effort(uint64_t plain) {
   const char *text = getenv("PLUGIN_EFFORT");
   return plain * (text ? strtoull(text, NULL, 10) : 1);
@@ -536,6 +530,7 @@ int main(int count, char **arguments) {
   else if (!strcmp(mode, "closing")) mode_closing();
   else if (!strcmp(mode, "killed")) mode_killed(number);
   else if (!strcmp(mode, "latency")) mode_latency(number);
+  else if (!strcmp(mode, "overrun")) mode_overrun();
   else FAIL("there is no mode %s", mode);
   printf("%s: all good\n", mode);
   return 0;

@@ -164,6 +164,7 @@ static void become_ranks(int count) {
     CHECK(pids[rank] >= 0);
     if (!pids[rank]) {
       prctl(PR_SET_PDEATHSIG, SIGKILL); /* if rank 0 fails */
+      if (rank % 2) enter_namespace();
       return;
     }
   }

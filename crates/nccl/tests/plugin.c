@@ -19,14 +19,6 @@
 #include <time.h>
 #include <unistd.h>
 
-/* --- allocations of this thread --------------------------------------------------------------- */
-
-extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
-static __thread long allocations;
-void *malloc(size_t n) { allocations++; return __libc_malloc(n); }
-void *calloc(size_t n, size_t m) { allocations++; return __libc_calloc(n, m); }
-void *realloc(void *p, size_t n) { allocations++; return __libc_realloc(p, n); }
-
 /* --- random schedules ------------------------------------------------------------------------- */
 
 enum { WINDOW = 24, ROOM = 300000 };
@@ -559,7 +551,9 @@ static void mode_mistakes(void) {
   EXPECT(INVALID_ARGUMENT, net->reg_mr(end.recv, NULL, size, HOST, &memory));
   EXPECT(INVALID_ARGUMENT, net->reg_mr(end.recv, buffer, 0, HOST, &memory));
   EXPECT(INVALID_USAGE, net->reg_mr(end.recv, buffer, size, CUDA, &memory));
-  CHECK(!memory && strstr(last_warning, "host memory"));
+  CHECK(!memory && strstr(last_warning, "only host memory is announced"));
+  CHECK(strstr(last_warning, "Set WARPWIRE_NCCL_GDR=1"));
+  EXPECT(INVALID_USAGE, net->reg_mr(end.recv, buffer, size, 4, &memory));
   EXPECT(INVALID_USAGE, net->reg_mr_dma_buf(end.recv, buffer, size, CUDA, 0, 0, &memory));
   EXPECT(INVALID_ARGUMENT, net->test(NULL, &done, NULL));
   EXPECT(INVALID_USAGE, net_isend(end.recv, buffer, 1, 5, NULL, &request));
@@ -595,6 +589,37 @@ static void mode_mistakes(void) {
   OK(net->dereg_mr(NULL, memory));
   OK(net->dereg_mr(NULL, memories[0]));
   OK(net->dereg_mr(NULL, NULL));
+}
+
+/* GPU memory is announced (WARPWIRE_NCCL_GDR=1); this process has none. */
+static void mode_gdr(void) {
+  load();
+  const char *level = getenv("PLUGIN_LEVEL");
+  CHECK(!strcmp(getenv("NCCL_NET_GDR_LEVEL"), level ? level : "SYS"));
+  CHECK(!strcmp(getenv("NCCL_NET_GDR_READ"), "0"));
+  union { struct props_v8 v8; struct props_v9 v9; struct props_v12 v12; } props;
+  OK(net->get_properties(0, &props));
+  /* Version 8 cannot ask for flushes. */
+  CHECK(props.v8.ptr_support == (version == 8 ? HOST : HOST | CUDA) && !props.v8.pci_path);
+  if (version > 8) CHECK(props.v9.force_flush == 1);
+  char handle[HANDLE_LEN];
+  struct end end = {0};
+  void *listener, *memory = NULL;
+  OK(net_listen(0, handle, &listener));
+  while (!end.send || !end.recv) {
+    sched_yield();
+    if (!end.send) OK(net_connect(0, handle, &end.send));
+    if (!end.recv) OK(net->accept(listener, &end.recv, NULL));
+  }
+  static char buffer[4096];
+  EXPECT(INVALID_ARGUMENT, net->reg_mr(end.recv, buffer, sizeof buffer, CUDA, &memory));
+  CHECK(!memory && strstr(last_warning, "type CUDA (2)"));
+  EXPECT(INVALID_ARGUMENT,
+         net->reg_mr_dma_buf(end.send, buffer, sizeof buffer, CUDA, 0, -1, &memory));
+  EXPECT(INVALID_USAGE, net->reg_mr(end.recv, buffer, sizeof buffer, 4, &memory));
+  CHECK(!memory && strstr(last_warning, "host (1) and CUDA memory (2)"));
+  OK(net->close_listen(listener));
+  close_end(&end);
 }
 
 /* Settings that cannot be met: init fails, and says why. */
@@ -725,6 +750,8 @@ int main(int count, char **arguments) {
   else if (!strcmp(mode, "strangers")) mode_strangers();
   else if (!strcmp(mode, "mistakes")) mode_mistakes();
   else if (!strcmp(mode, "settings")) mode_settings();
+  else if (!strcmp(mode, "gdr")) mode_gdr();
+  else if (!strcmp(mode, "overrun")) mode_overrun();
   else if (!strcmp(mode, "forks")) mode_forks();
   else if (!strcmp(mode, "bandwidth")) mode_bandwidth(number);
   else if (!strcmp(mode, "latency")) mode_latency(number);

@@ -137,6 +137,7 @@ static void split(void) {
   child = fork();
   CHECK(child >= 0);
   is_child = child == 0;
+  if (is_child) enter_namespace();
   channel = pair[is_child];
   close(pair[!is_child]);
 }

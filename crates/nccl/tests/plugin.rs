@@ -26,25 +26,56 @@ enum Program {
 }
 
 impl Program {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Net => "plugin",
+            Self::Gin => "gin",
+        }
+    }
+
     /// Compiled once.
     fn path(self) -> &'static Path {
         static NET: OnceLock<PathBuf> = OnceLock::new();
         static GIN: OnceLock<PathBuf> = OnceLock::new();
-        let (program, name) = match self {
-            Self::Net => (&NET, "plugin"),
-            Self::Gin => (&GIN, "gin"),
+        let program = match self {
+            Self::Net => &NET,
+            Self::Gin => &GIN,
         };
         program.get_or_init(|| {
-            let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{name}"));
-            let source = root().join(format!("crates/nccl/tests/{name}.c"));
-            let mut cc = Command::new("cc");
-            // Its `malloc` counts allocations of the library, so its symbols are exported.
-            cc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]);
-            ok(cc.arg(source).arg("-o").arg(&program).arg("-ldl"));
+            let (mut compiler, program) = self.compiler("", &["-O1"]);
+            ok(&mut compiler);
             program
         })
     }
+
+    /// The compiler's command, and the program that it makes.
+    fn compiler(self, kind: &str, flags: &[&str]) -> (Command, PathBuf) {
+        let name = self.name();
+        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{name}{kind}"));
+        let source = root().join(format!("crates/nccl/tests/{name}.c"));
+        let mut cc = Command::new("cc");
+        // Its `malloc` counts allocations of the library, so its symbols are exported.
+        cc.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]);
+        cc.args(flags).arg(source).arg("-o").arg(&program).arg("-ldl");
+        (cc, program)
+    }
+
+    /// Compiled with sanitizers; `None` if they are not there, or do not start.
+    fn sanitized(self) -> Option<PathBuf> {
+        let flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"];
+        let (mut compiler, program) = self.compiler("-sanitized", &flags);
+        let made = compiler.output().is_ok_and(|output| output.status.success());
+        // A mistake must be found, or nothing below says anything.
+        let mut command = Command::new(&program);
+        let output = command.args(["-", "overrun"]).env("ASAN_OPTIONS", ASAN).output();
+        let is_found = made && output.is_ok_and(|output| output.status.code() == Some(FOUND));
+        is_found.then_some(program)
+    }
 }
+
+/// The library's Rust code is not instrumented, and its statics live until the end.
+const ASAN: &str = "detect_leaks=0:exitcode=66";
+const FOUND: i32 = 66;
 
 /// Settings of the plugin: link, engines, who runs them.
 #[derive(Clone, Copy, Debug)]
@@ -76,8 +107,12 @@ fn run(mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
 }
 
 fn run_program(program: Program, mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
+    run_path(program.path(), mode, version, seed, setup)
+}
+
+fn run_path(program: &Path, mode: &str, version: u32, seed: u64, setup: Setup) -> Command {
     let limit = testkit::deadline(Duration::from_secs(60)).as_secs();
-    let mut command = Command::new(program.path());
+    let mut command = Command::new(program);
     command.arg(library()).args([mode, &version.to_string(), &seed.to_string()]);
     command
         .env("WARPWIRE_NCCL_DEVICES", "lo")
@@ -85,6 +120,9 @@ fn run_program(program: Program, mode: &str, version: u32, seed: u64, setup: Set
         .env("WARPWIRE_NCCL_ENGINES", setup.engines)
         .env("WARPWIRE_NCCL_PROGRESS", setup.progress)
         .env("PLUGIN_LIMIT", limit.to_string());
+    for name in ["NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ", "NCCL_PROTO", "WARPWIRE_NCCL_GDR"] {
+        command.env_remove(name);
+    }
     command
 }
 
@@ -154,6 +192,103 @@ fn lost_packets_are_sent_again() {
     assert!(dropped > 0, "{printed}");
 }
 
+/// Two network namespaces, joined by interfaces that are slow and drop what they cannot queue. Runs
+/// its arguments in the first; `PLUGIN_NETNS` is the second.
+const TWO_NAMESPACES: &str = r#"
+    unshare --net sleep 1000 & other=$!
+    trap 'kill $other' EXIT
+    while [ "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/self/ns/net)" ]; do
+        kill -0 $other || exit 1
+    done
+    export PLUGIN_NETNS=/proc/$other/ns/net
+    tbf="tc qdisc add dev ww0 root tbf rate 200mbit burst 64kb limit 100kb"
+    ip link add ww0 mtu 4200 type veth peer name ww0 mtu 4200 netns $other &&
+    ip link set lo up && nsenter -t $other -n ip link set lo up &&
+    ip address add 10.99.0.1/24 dev ww0 && ip link set ww0 up && $tbf &&
+    nsenter -t $other -n ip address add 10.99.0.2/24 dev ww0 &&
+    nsenter -t $other -n ip link set ww0 up && nsenter -t $other -n $tbf || exit 1
+    for in in "" "nsenter -t $other -n"; do
+        until $in ip link show ww0 | grep -q "state UP"; do sleep 0.05; done
+    done
+    "$@" && tc -s qdisc show dev ww0 && nsenter -t $other -n tc -s qdisc show dev ww0
+"#;
+
+/// Also with the link `auto`, which finds no shared memory there.
+#[test]
+fn two_machines_with_loss() {
+    let namespaces = |command: &Command| {
+        let mut outer = Command::new("unshare");
+        outer.args(["--net", "sh", "-c", TWO_NAMESPACES, "sh"]);
+        outer.arg(command.get_program()).args(command.get_args());
+        outer.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        outer
+    };
+    if !namespaces(&Command::new("true")).output().is_ok_and(|output| output.status.success()) {
+        let why = "no two network namespaces with veth and tbf (needs root, ip and tc)";
+        missing("net-lab", why);
+        return;
+    }
+    let count = Effort::choose([1, 2, 2]);
+    for setup in &[setup("auto", "2", "auto"), setup("udp", "3", "50")][..count] {
+        let net = run_program(Program::Net, "random", 11, 7, *setup);
+        let gin = run_program(Program::Gin, "random", GIN[0], 2, *setup);
+        for mut inside in [net, gin] {
+            inside.env("WARPWIRE_NCCL_DEVICES", "ww0");
+            let printed = ok(&mut namespaces(&inside));
+            assert!(printed.contains("random: all good"), "{printed}");
+            let dropped = printed.split("dropped ").skip(1).filter_map(|rest| {
+                rest.split(',').next().and_then(|count| count.parse::<u32>().ok())
+            });
+            let dropped: Vec<u32> = dropped.collect();
+            assert!(dropped.len() == 2 && dropped.iter().sum::<u32>() > 0, "{printed}");
+        }
+    }
+}
+
+/// The C programs, with what they pass to the library and get from it.
+#[test]
+fn nothing_is_found_by_sanitizers() {
+    if Effort::current() == Effort::Quick {
+        return;
+    }
+    let (Some(net), Some(gin)) = (Program::Net.sanitized(), Program::Gin.sanitized()) else {
+        missing("sanitizers", "cc has no ASan and UBSan that find a mistake here");
+        return;
+    };
+    let passes = |program: &Path, mode: &str, version: u32, seed: u64| {
+        let mut command = run_path(program, mode, version, seed, SETUPS[version as usize % 2]);
+        let printed = ok(command.env("ASAN_OPTIONS", ASAN));
+        assert_eq!(printed.lines().last(), Some(format!("{mode}: all good").as_str()));
+    };
+    for seed in 50..50 + Effort::pick("WARPWIRE_SEEDS", [1, 1, 20]) {
+        VERSIONS.for_each(|version| passes(&net, "random", version, seed));
+        GIN.iter().for_each(|version| passes(&gin, "random", *version, seed));
+    }
+    let net_modes = ["sizes", "mistakes", "closing", "threads", "full", "killed", "strangers"];
+    for (mode, version) in
+        net_modes[..Effort::choose([0, 3, 7])].iter().zip([8, 11, 9, 10].iter().cycle())
+    {
+        passes(&net, mode, *version, 1);
+    }
+    let gin_modes = ["mistakes", "closing", "gets", "visible", "signals", "full", "killed"];
+    for mode in &gin_modes[..Effort::choose([0, 3, 7])] {
+        passes(&gin, mode, GIN[1], 1);
+    }
+}
+
+#[test]
+fn gpu_memory_is_announced_if_told_so() {
+    for version in VERSIONS {
+        let mut command = run("gdr", version, 1, SETUPS[version as usize % 2]);
+        ok(command.env("WARPWIRE_NCCL_GDR", "1"));
+    }
+    let mut command = run("gdr", 11, 1, SETUPS[0]);
+    command.env("WARPWIRE_NCCL_GDR", "1").env("NCCL_NET_GDR_LEVEL", "PHB");
+    ok(command.env("PLUGIN_LEVEL", "PHB"));
+    // Host memory, as before.
+    ok(run("random", 11, 3, SETUPS[0]).env("WARPWIRE_NCCL_GDR", "1"));
+}
+
 #[test]
 fn sizes_from_nothing_to_many_stripes() {
     with_setups("sizes");
@@ -219,10 +354,13 @@ fn wrong_settings_are_refused_with_the_reason() {
         ("WARPWIRE_NCCL_LINK", "tcp"),
         ("WARPWIRE_NCCL_ENGINES", "99"),
         ("WARPWIRE_NCCL_PROGRESS", "never"),
+        ("WARPWIRE_NCCL_GDR", "yes"),
     ] {
         let mut command = run("settings", 11, 1, SETUPS[0]);
         ok(command.env(name, value));
     }
+    let mut command = run("settings", 11, 1, SETUPS[0]);
+    ok(command.env("WARPWIRE_NCCL_GDR", "1").env("NCCL_PROTO", "LL128"));
 }
 
 /// Versions of the tables for device-initiated networking: GIN and RMA.

@@ -10,8 +10,6 @@ use super::context::RmaContext;
 use crate::abi::{Code, HandleBytes, Logger, Opaque, Out, PropertiesV11, PropertiesV12};
 use crate::listen::Listener;
 
-/// `NCCL_PTR_CUDA`.
-pub(crate) const PTR_CUDA: c_int = 2;
 /// `NCCL_NET_DEVICE_GIN_PROXY`: a thread of NCCL's calls the plugin for the kernels.
 pub(crate) const GIN_PROXY: c_int = 2;
 /// `NCCL_NET_SIGNAL_OP_INC` and `NCCL_NET_SIGNAL_OP_ADD`.

@@ -9,12 +9,12 @@ use warpwire::mem::{self, DeviceAddr};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, Completion, Mr, Remote};
 
-use super::abi::{Id, PTR_CUDA};
+use super::abi::Id;
 use super::mesh::{self, Mesh};
 use super::peers::{Message, Peers, RankState};
 use super::regions::{RankRegion, Region, Regions};
 use super::requests::{RequestId, Requests, Slot};
-use crate::abi::PTR_HOST;
+use crate::abi::{PTR_CUDA, PTR_HOST};
 use crate::devices;
 use crate::handle::ConnectHandle;
 use crate::lanes::{POLL_BATCH, failed};

@@ -5,11 +5,13 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{null, null_mut};
 
-use super::abi::{GIN_PROXY, GinV11, Id, PTR_CUDA, RmaConfigV14, RmaV14};
+use super::abi::{GIN_PROXY, GinV11, Id, RmaConfigV14, RmaV14};
 use super::coll::{Buffer, Coll, Handle};
 use super::context::RmaContext;
 use super::put::{Direction, Range, Signal, Transfer};
-use crate::abi::{Code, HandleBytes, Logger, Opaque, Out, PTR_HOST, PropertiesV11, PropertiesV12};
+use crate::abi::{
+    Code, HandleBytes, Logger, Opaque, Out, PTR_CUDA, PTR_HOST, PropertiesV11, PropertiesV12,
+};
 use crate::exports::{
     close_listener, count_devices, finalize, init_v11, listen_v11, properties_v11, properties_v12,
 };

@@ -149,7 +149,10 @@ impl DeviceMemory {
         device_access: &DeviceAccess,
         pending_writes: &Arc<PendingWrites>,
     ) -> Result<Arc<Self>> {
-        let backing_allocations = allocation.backing_allocations()?.into();
+        let backing_allocations = match device_access.window_only {
+            true => Box::default(),
+            false => allocation.backing_allocations()?.into(),
+        };
         let staging = match device_access.staging {
             Some(staging) => staging.check().map(|()| staging),
             None => StagingOptions::from_env(),
@@ -298,8 +301,10 @@ impl DeviceMemory {
 
     /// Whether a GPU's copies may access it where it is: it is neither staged nor paged.
     pub(super) fn is_in_place(&self) -> bool {
-        let DeviceAccess { no_window, staged, on_demand, agent, .. } = &self.device_access;
-        !no_window && !staged && !on_demand && agent.is_none() && !self.is_staged()
+        let DeviceAccess { no_window, staged, window_only, on_demand, agent, .. } =
+            &self.device_access;
+        let is_plain = !no_window && !staged && !window_only && !on_demand && agent.is_none();
+        is_plain && !self.is_staged()
     }
 
     /// The files with which a peer maps it: one with its handle, then the handle's descriptors.
@@ -430,6 +435,9 @@ impl DeviceMemory {
 
     fn copier(&self) -> Result<Copier> {
         let plan = match self.device_access.no_window {
+            _ if self.device_access.window_only => {
+                Arc::new(CopyPlan::with_thresholds(u64::MAX, u64::MAX))
+            }
             true if self.device_access.staged => {
                 Arc::new(CopyPlan::with_thresholds(0, 0).with_min_staged_read(self.staging.reads))
             }
@@ -437,6 +445,9 @@ impl DeviceMemory {
             false => CopyPlan::for_device(self.allocation.device())?,
         };
         let copier = Copier::with(&self.allocation, plan, self.device_access.agent.clone())?;
+        if let (true, Err(error)) = (self.device_access.window_only, copier.window()) {
+            return Err(error.clone().during("register memory for access through a window only"));
+        }
         Ok(copier.with_staging(self.staging))
     }
 
@@ -649,6 +660,21 @@ impl DeviceMemory {
             None => atomics::rmw_copied(&copier, at, op),
         };
         done.map_err(|error| self.record_failure(error))
+    }
+
+    /// Whether each copy has a high fixed cost: a driver call.
+    #[inline]
+    pub(super) fn has_costly_copies(&self) -> bool {
+        !self.device_access.window_only
+    }
+
+    /// Waits until everything written before has reached the device.
+    pub(super) fn flush(&self) {
+        let _ = self.flush_staged(&|| false);
+        let Ok(copier) = self.revocable_slot.enter(|_| true) else { return };
+        if let Some(window) = self.window(&copier) {
+            window.flush();
+        }
     }
 
     /// Orders earlier writes through the window before this thread's later stores.

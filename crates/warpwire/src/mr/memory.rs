@@ -76,6 +76,8 @@ pub(super) struct DeviceAccess {
     pub(super) no_window: bool,
     /// Copies go through pinned memory. Memory for which no window can be opened does so anyway.
     pub(super) staged: bool,
+    /// No driver call on the data path; needs a window.
+    pub(super) window_only: bool,
     /// The memory is mapped at first use, and again after each move.
     pub(super) on_demand: bool,
     pub(super) agent: Option<Arc<CopyAgent>>,
@@ -93,6 +95,7 @@ impl DeviceAccess {
             (
                 device_access.no_window,
                 device_access.staged,
+                device_access.window_only,
                 device_access.on_demand,
                 device_access.staging,
             )
@@ -187,7 +190,32 @@ impl MemorySource {
     #[must_use]
     pub fn without_window(mut self) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
-            device_access.no_window = true;
+            (device_access.no_window, device_access.window_only) = (true, false);
+        }
+        self
+    }
+
+    /// The same memory, accessed through a CPU window only, whatever the size: no access makes a
+    /// driver call or waits for the device, so a thread that a kernel waits for may make it.
+    /// Registration fails if there is no window. Where frees are not reported, the owner must
+    /// deregister the memory before it frees it: they are not looked for, which is a driver call.
+    /// Loads through a window are slow (on an H200 0.9 GB/s by one thread); stores are not. No effect
+    /// on host memory or on RDMA devices.
+    ///
+    /// ```
+    /// use warpwire::mem::sim::{Sim, SimConfig};
+    /// use warpwire::mr::{Access, AccessPath, MemorySource, Registry};
+    /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+    /// let memory = MemorySource::from(gpu.alloc(1 << 20).unwrap().whole().unwrap());
+    /// let registry = Registry::new();
+    /// let mr = registry.register(&registry.pd(), memory.window_only(), None, Access::ALL).unwrap();
+    /// assert!(matches!(mr.path(), AccessPath::Window(_)));
+    /// ```
+    #[must_use]
+    pub fn window_only(mut self) -> Self {
+        if let SourceKind::Device { device_access, .. } = &mut self.what {
+            (device_access.no_window, device_access.staged) = (false, false);
+            (device_access.window_only, device_access.agent) = (true, None);
         }
         self
     }
@@ -198,6 +226,7 @@ impl MemorySource {
     pub fn staged(mut self) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
             (device_access.no_window, device_access.staged) = (true, true);
+            device_access.window_only = false;
         }
         self
     }
@@ -216,7 +245,7 @@ impl MemorySource {
     #[must_use]
     pub fn with_agent(mut self, agent: Arc<CopyAgent>) -> Self {
         if let SourceKind::Device { device_access, .. } = &mut self.what {
-            device_access.agent = Some(agent);
+            (device_access.agent, device_access.window_only) = (Some(agent), false);
         }
         self
     }

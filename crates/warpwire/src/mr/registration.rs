@@ -233,6 +233,14 @@ impl SoftMr {
         why
     }
 
+    /// Waits until everything that was written to the memory has reached its device: a PCIe round
+    /// trip where there is a window. Returns at once for host memory.
+    pub fn flush(&self) {
+        if let PathSource::Device(memory) = &self.reached {
+            memory.flush();
+        }
+    }
+
     /// The device's last error, after an [`AccessDenied::Failed`](super::AccessDenied::Failed).
     pub fn failure(&self) -> Option<Error> {
         match &self.reached {

@@ -57,11 +57,11 @@ impl<'a> Span<'a> {
         self.len == 0
     }
 
-    /// Whether each copy has a high fixed cost, as on device memory, so that few large copies are
-    /// cheaper than many small ones.
+    /// Whether each copy has a high fixed cost, as on device memory that is not accessed through a
+    /// window only, so that few large copies are cheaper than many small ones.
     pub fn is_device(&self) -> bool {
         match self.guard.as_deref().map(|registration| &registration.target) {
-            Some(Target::Device { .. }) => true,
+            Some(Target::Device { memory, .. }) => memory.has_costly_copies(),
             Some(Target::Custom { custom_memory, .. }) => custom_memory.is_slow(),
             Some(Target::Host(_) | Target::Window(_)) | None => false,
         }

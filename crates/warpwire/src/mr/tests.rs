@@ -60,6 +60,7 @@ fn every_kind(len: u64) -> Vec<(&'static str, Registry, SoftPd, SoftMr)> {
         ("window", device()),
         ("engine", device().without_window()),
         ("staged", device().staged()),
+        ("window only", device().window_only()),
     ];
     let register = |(name, memory)| {
         let registry = Registry::new();
@@ -76,7 +77,14 @@ fn every_kind_reports_its_path() {
     let window = AccessPath::Window(crate::mem::WindowPath::Memfd);
     assert_eq!(
         paths,
-        [AccessPath::Host, AccessPath::Host, window, AccessPath::Engine, AccessPath::Staged]
+        [
+            AccessPath::Host,
+            AccessPath::Host,
+            window,
+            AccessPath::Engine,
+            AccessPath::Staged,
+            window
+        ]
     );
     for (name, _, _, mr) in every_kind(4096) {
         let direct = !["engine", "staged"].contains(&name);
@@ -106,6 +114,31 @@ fn copies_work_at_any_offset_and_length() {
             }
         }
     }
+}
+
+/// A device that is lost answers no driver call any more; its memory is still mapped.
+#[test]
+fn memory_accessed_through_a_window_only_needs_no_driver() {
+    const LEN: usize = 16 << 20;
+    let (sim, gpu) = gpu();
+    let (registry, memory) = (Registry::new(), gpu.alloc(LEN as u64).unwrap());
+    let pd = registry.pd();
+    let whole = || MemorySource::from(memory.whole().unwrap());
+    let mrs = [whole().window_only(), whole().without_window()]
+        .map(|memory| registry.register(&pd, memory, Some(0), Access::ALL).unwrap());
+    sim.control(0).unwrap().kill();
+    let data: Vec<u8> = (0..LEN).map(|at| ((at * 31) >> 7) as u8).collect();
+    let copy = |mr: &SoftMr| {
+        let span =
+            registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_WRITE, 0, LEN as u64).unwrap();
+        let mut back = vec![0; LEN];
+        span.scatter(0, &data)?;
+        mr.flush();
+        span.gather(0, &mut back)?;
+        assert!(!span.is_device() && back == data);
+        Ok(())
+    };
+    assert_eq!(mrs.each_ref().map(copy), [Ok(()), Err(AccessDenied::Failed)]);
 }
 
 #[test]

@@ -223,6 +223,14 @@ impl Mr {
         }
     }
 
+    /// Waits until everything that the software HCA wrote to the memory has reached its device: a
+    /// PCIe round trip where there is a window. Returns at once for host memory and on hardware.
+    pub fn flush(&self) {
+        if let Backend::Soft(mr) = &self.0 {
+            mr.flush();
+        }
+    }
+
     /// The device's last failure, after an [`AccessDenied::Failed`](mr::AccessDenied::Failed).
     /// Always `None` on hardware.
     pub fn failure(&self) -> Option<Error> {
