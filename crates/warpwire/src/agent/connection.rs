@@ -573,7 +573,6 @@ fn post_some(lanes: &mut [Lane], transfer: &Arc<Active>) -> Result<Posted, PostE
     Ok(if next == bytes.len() { Posted::All } else { Posted::NoRoom })
 }
 
-/// Whether the peer refused this work, and nothing else is wrong with the connection.
 /// Why queue pairs were not connected after the peer had answered.
 #[cold]
 fn connect_failure(error: Error, peer: &str) -> Error {
@@ -585,6 +584,7 @@ fn connect_failure(error: Error, peer: &str) -> Error {
     }
 }
 
+/// Whether the peer refused this work, and nothing else is wrong with the connection.
 fn is_refusal(status: Status) -> bool {
     matches!(status, Status::RemoteAccess | Status::LocalProtection)
 }

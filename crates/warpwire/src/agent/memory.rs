@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use super::metadata::MemoryMetadata;
 use super::prepared::Descriptor;
 use super::progress::Shared;
+use super::stream_order;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{self, DeviceAddr};
 use crate::mr::{AccessPath, MemorySource};
@@ -93,6 +94,7 @@ impl Memory {
         kind: String,
         owner: Option<Owner>,
     ) -> Self {
+        stream_order::load_kernels(agent, &kind);
         let number = agent.next_number();
         let agent_ref = Arc::downgrade(agent);
         let (address, len) = (mrs[0].iova(), mrs[0].len());

@@ -6,21 +6,28 @@
 //! 2. A stream waits for a word of pinned memory: `ARMED` until the transfer has ended, then
 //!    `ENDED`; the stream itself makes it `FREE` behind its wait, so a word is used again only when
 //!    no stream looks at it any more.
+//! 3. A stream that waits for a transfer keeps its device from becoming idle, and CUDA loads code
+//!    only on an idle one. So the kernels that copy are loaded when memory of a device is
+//!    registered, and no stream waits before they are.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::progress::Shared;
 use super::transfer::{self, Active};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, Condition, Device, MemOp, StreamRef, Word};
+use crate::mem::{self, Allocation, Condition, Device, MemOp, Module, StreamRef, Word};
+use crate::mr::run_on_pager;
 
 /// Values of a word.
 const FREE: u64 = 0;
 const ARMED: u64 = 1;
 const ENDED: u64 = 2;
+/// How long a call waits for kernels to be loaded.
+const LOAD_LIMIT: Duration = Duration::from_secs(10);
 /// Words that are allocated at a time.
 const WORDS: u64 = 64;
 
@@ -32,6 +39,14 @@ pub(super) struct StreamOrder {
     /// Numbers of those that streams have reached.
     reached: Mutex<Vec<u64>>,
     words: Mutex<Vec<(Device, Allocation)>>,
+    modules: Mutex<BTreeMap<String, LoadState>>,
+    loaded: Condvar,
+}
+
+/// The kernels that copy, on one device.
+enum LoadState {
+    Loading,
+    Loaded { _module: Option<Module> },
 }
 
 impl Drop for StreamOrder {
@@ -58,6 +73,20 @@ impl StreamOrder {
         std::mem::take(&mut *self.parked.lock()).into_values().collect()
     }
 
+    /// Waits until the kernels of all devices are loaded.
+    fn await_modules(&self) -> Result<()> {
+        let deadline = Instant::now() + LOAD_LIMIT;
+        let mut modules = self.modules.lock();
+        while modules.values().any(|module| matches!(module, LoadState::Loading)) {
+            if self.loaded.wait_until(&mut modules, deadline).timed_out() {
+                return Err(Error::new(Kind::Busy, "use a stream for transfers")
+                    .why("the kernels that copy are not loaded: the device has not been idle")
+                    .fix("register memory before work that does not end"));
+            }
+        }
+        Ok(())
+    }
+
     /// A word that nothing uses, armed.
     fn arm_word(&self, device: &Device) -> Result<Word> {
         let mut blocks = self.words.lock();
@@ -79,6 +108,27 @@ impl StreamOrder {
     }
 }
 
+/// Loads the kernels that copy memory of this kind, once, on another thread: the device may be busy.
+pub(super) fn load_kernels(agent: &Arc<Shared>, kind: &str) {
+    let mut modules = agent.stream_order.modules.lock();
+    if !kind.starts_with("cuda:") || modules.contains_key(kind) {
+        return;
+    }
+    modules.insert(kind.to_owned(), LoadState::Loading);
+    let (agent, kind) = (Arc::downgrade(agent), kind.to_owned());
+    run_on_pager(move || {
+        let module = mem::open(&kind).and_then(|device| mem::load_program(&device));
+        if let Err(error) = &module {
+            tracing::warn!(%error, "copies between GPU memory of processes may be slow");
+        }
+        if let Some(agent) = agent.upgrade() {
+            let loaded = LoadState::Loaded { _module: module.ok() };
+            agent.stream_order.modules.lock().insert(kind, loaded);
+            agent.stream_order.loaded.notify_all();
+        }
+    });
+}
+
 /// Lets a stream post a transfer when it gets to this point.
 pub(super) fn post(
     agent: &Arc<Shared>,
@@ -86,6 +136,7 @@ pub(super) fn post(
     transfer: Arc<Active>,
 ) -> Result<()> {
     check_capture(stream, "post a transfer on a stream")?;
+    agent.stream_order.await_modules()?;
     // The connection is made while the stream is busy with other work.
     transfer.lists.peer.connection(agent)?;
     let number = transfer.number;
@@ -118,6 +169,7 @@ pub(super) fn post_reached(agent: &Arc<Shared>) {
 /// Makes a stream wait for a word; returns the word, to be [released](release) at the end.
 pub(super) fn wait(agent: &Shared, stream: StreamRef<'_>) -> Result<Word> {
     check_capture(stream, "wait for a transfer on a stream")?;
+    agent.stream_order.await_modules()?;
     let word = agent.stream_order.arm_word(stream.device())?;
     let ops = [
         MemOp::Wait { word: word.clone(), condition: Condition::AtLeast, value: ENDED },

@@ -262,6 +262,9 @@ impl Transfer {
     /// success or not. Does not wait here; look at the [`state`](Self::state) when the stream has
     /// passed.
     ///
+    /// While the stream waits, calls of CUDA that wait for the device may never return: `cudaFree`,
+    /// or the first launch of a kernel, which loads it.
+    ///
     /// # Errors
     /// [`Kind::Unsupported`] if the stream is being captured into a graph, or its device cannot wait
     /// for words.

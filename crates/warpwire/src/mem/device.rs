@@ -3,7 +3,7 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use serde::Serialize;
 
@@ -293,6 +293,15 @@ impl Device {
     pub fn stream(&self) -> Result<Stream> {
         let backend = self.backend.clone().create_stream()?;
         Ok(Stream::new(self.clone(), backend))
+    }
+
+    pub(super) fn downgrade(&self) -> Weak<dyn DeviceBackend> {
+        Arc::downgrade(&self.backend)
+    }
+
+    /// Whether it is a handle of that device.
+    pub(super) fn is_backend(&self, device: &Weak<dyn DeviceBackend>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.backend), device.as_ptr())
     }
 
     pub(super) fn foreign_backend(&self, handle: u64) -> Result<Arc<dyn ForeignStreamBackend>> {

@@ -54,7 +54,7 @@ pub use allocation::{
 pub use bytes::SharedBytes;
 pub use copy_list::{CopyList, CopyRange, ScatterGather};
 pub(crate) use copy_list::{
-    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST,
+    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST, load_program,
 };
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;

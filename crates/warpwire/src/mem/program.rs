@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::allocation::Region;
-use super::backend::{KernelBackend, ModuleBackend};
+use super::backend::{DeviceBackend, KernelBackend, ModuleBackend};
 use super::device::Device;
 use super::sim::{Block, KernelFault};
 use crate::error::{Error, Kind, Result};
@@ -106,6 +106,11 @@ impl Module {
         Self { device, program, backend }
     }
 
+    pub(super) fn downgrade(&self) -> WeakModule {
+        let (device, program) = (self.device.clone(), self.program.clone());
+        WeakModule { device: device.downgrade(), program, backend: Arc::downgrade(&self.backend) }
+    }
+
     /// Looks up a kernel by name. Fails with `InvalidArgument` if the program has none.
     pub fn kernel(&self, name: &str) -> Result<Kernel> {
         let backend = self.backend.clone().kernel(name)?;
@@ -117,6 +122,29 @@ impl Module {
     /// variables: `Unsupported`.
     pub fn set(&self, variable: &str, bytes: &[u8]) -> Result<()> {
         self.backend.set(variable, bytes)
+    }
+}
+
+/// A module that others may unload.
+pub(super) struct WeakModule {
+    device: Weak<dyn DeviceBackend>,
+    program: String,
+    backend: Weak<dyn ModuleBackend>,
+}
+
+impl WeakModule {
+    pub(super) fn is_loaded(&self) -> bool {
+        self.backend.strong_count() > 0
+    }
+
+    /// The module, if it is loaded on that device.
+    pub(super) fn upgrade(&self, device: &Device) -> Option<Module> {
+        let backend = self.backend.upgrade()?;
+        device.is_backend(&self.device).then(|| Module {
+            device: device.clone(),
+            program: self.program.clone(),
+            backend,
+        })
     }
 }
 

@@ -7,10 +7,12 @@ mod queue;
 
 use std::ops::Range;
 
+use parking_lot::Mutex;
+
 use super::address::{DeviceAddr, is_inside};
 use super::allocation::{Allocation, MemoryKind, Region};
 use super::device::{Backend, Device};
-use super::program::{Kernel, Launch, Module, Program};
+use super::program::{Kernel, Launch, Module, Program, WeakModule};
 use super::sim::{Block, KernelFault};
 use super::stream::Stream;
 use crate::error::{Error, Kind, Result};
@@ -157,7 +159,23 @@ fn alloc_scratch(device: &Device, len: u64) -> Result<Allocation> {
     device.alloc_kind(len, if vmm { MemoryKind::Vmm } else { MemoryKind::Plain })
 }
 
-fn load_program(device: &Device) -> Result<Module> {
+/// Loads the kernels, or finds them: they are loaded once while a module of them exists, because
+/// CUDA loads code only while the device is idle.
+pub(crate) fn load_program(device: &Device) -> Result<Module> {
+    static LOADED: Mutex<Vec<WeakModule>> = Mutex::new(Vec::new());
+    let found = LOADED.lock().iter().find_map(|weak| weak.upgrade(device));
+    if let Some(module) = found {
+        return Ok(module);
+    }
+    // Not locked: it may take seconds, and two modules do no harm.
+    let module = load_anew(device)?;
+    let mut loaded = LOADED.lock();
+    loaded.retain(WeakModule::is_loaded);
+    loaded.push(module.downgrade());
+    Ok(module)
+}
+
+fn load_anew(device: &Device) -> Result<Module> {
     let program = Program::new("copy list")
         .ptx(include_str!("copy_list.ptx"))
         .block(KERNEL, list_block)
