@@ -173,6 +173,16 @@ impl Connection {
         state.lanes.iter().filter(|_| self.is_ready()).map(path).collect()
     }
 
+    /// Whether it is being made, or the peer's memory of a transfer is being mapped; asks for that.
+    pub(super) fn is_preparing(&self, transfer: &Active) -> bool {
+        if !self.is_ready() {
+            return self.is_usable();
+        }
+        let state = self.state.lock();
+        let lists = transfer.lists.all_range_lists(transfer.op);
+        state.lanes.first().is_some_and(|lane| lists.iter().any(|list| lane.qp.is_mapping(list)))
+    }
+
     fn set_phase(&self, phase: u8) {
         self.phase.store(phase, Ordering::Release);
     }

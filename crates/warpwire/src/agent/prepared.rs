@@ -161,9 +161,14 @@ impl Lists {
 
     /// The pieces as lists that a GPU may execute, in order; empty if that gains nothing.
     pub(super) fn range_lists(&self, op: TransferOp) -> &[Arc<RangeList>] {
-        if self.pieces.len() < MIN_LIST {
-            return &[];
+        match self.pieces.len() < MIN_LIST {
+            true => &[],
+            false => self.all_range_lists(op),
         }
+    }
+
+    /// The same, however few they are.
+    pub(super) fn all_range_lists(&self, op: TransferOp) -> &[Arc<RangeList>] {
         let (at, writes) = match op {
             TransferOp::Write => (0, true),
             TransferOp::Read => (1, false),

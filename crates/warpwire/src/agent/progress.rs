@@ -339,6 +339,15 @@ impl Shared {
         }
     }
 
+    /// Gives a transfer without a deadline this one.
+    pub(super) fn limit_wait(&self, transfer: &Arc<Active>, deadline: Instant) {
+        if transfer.deadline.is_none() {
+            let key = (deadline, transfer.number);
+            self.deadlines.lock().insert(key, Arc::downgrade(transfer));
+            self.wake.raise();
+        }
+    }
+
     pub(super) fn cancel(&self, transfer: &Arc<Active>, why: Error) {
         if let Some(parked) = self.stream_order.take(transfer.number) {
             return self.end(vec![(parked, Err(why))]);

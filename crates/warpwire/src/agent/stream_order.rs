@@ -6,9 +6,10 @@
 //! 2. A stream waits for a word of pinned memory: `ARMED` until the transfer has ended, then
 //!    `ENDED`; the stream itself makes it `FREE` behind its wait, so a word is used again only when
 //!    no stream looks at it any more.
-//! 3. A stream that waits for a transfer keeps its device from becoming idle, and CUDA loads code
-//!    only on an idle one. So the kernels that copy are loaded when memory of a device is
-//!    registered, and no stream waits before they are.
+//! 3. A stream that waits for a transfer keeps its device from becoming idle, and calls of the
+//!    driver that load code or map memory may wait for that. So the kernels that copy are loaded
+//!    when memory of a device is registered, and no stream waits before they are, and before the
+//!    peer's memory is mapped or is known not to be.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +27,9 @@ use crate::mr::run_on_pager;
 const FREE: u64 = 0;
 const ARMED: u64 = 1;
 const ENDED: u64 = 2;
-/// How long a call waits for kernels to be loaded.
+/// How long a stream may wait for a transfer without a deadline of its own.
+const WAIT_LIMIT: Duration = Duration::from_secs(30);
+/// How long a call waits for kernels to be loaded, and for memory to be mapped.
 const LOAD_LIMIT: Duration = Duration::from_secs(10);
 /// Words that are allocated at a time.
 const WORDS: u64 = 64;
@@ -129,6 +132,22 @@ pub(super) fn load_kernels(agent: &Arc<Shared>, kind: &str) {
     });
 }
 
+/// Waits until all that the driver has to do for a transfer before it copies is done.
+fn await_mapping(agent: &Arc<Shared>, transfer: &Active) -> Result<()> {
+    agent.stream_order.await_modules()?;
+    let deadline = Instant::now() + LOAD_LIMIT;
+    let is_preparing = || {
+        let connection = transfer.lists.peer.connection(agent);
+        connection.is_ok_and(|connection| connection.is_preparing(transfer))
+    };
+    // A transfer whose memory cannot be mapped in time is sent by packets.
+    while is_preparing() && Instant::now() < deadline {
+        agent.poll();
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    Ok(())
+}
+
 /// Lets a stream post a transfer when it gets to this point.
 pub(super) fn post(
     agent: &Arc<Shared>,
@@ -136,9 +155,8 @@ pub(super) fn post(
     transfer: Arc<Active>,
 ) -> Result<()> {
     check_capture(stream, "post a transfer on a stream")?;
-    agent.stream_order.await_modules()?;
-    // The connection is made while the stream is busy with other work.
     transfer.lists.peer.connection(agent)?;
+    await_mapping(agent, &transfer)?;
     let number = transfer.number;
     agent.stream_order.parked.lock().insert(number, transfer);
     let reached = Arc::downgrade(agent);
@@ -167,9 +185,16 @@ pub(super) fn post_reached(agent: &Arc<Shared>) {
 }
 
 /// Makes a stream wait for a word; returns the word, to be [released](release) at the end.
-pub(super) fn wait(agent: &Shared, stream: StreamRef<'_>) -> Result<Word> {
+pub(super) fn wait(
+    agent: &Arc<Shared>,
+    stream: StreamRef<'_>,
+    transfer: Option<Arc<Active>>,
+) -> Result<Word> {
     check_capture(stream, "wait for a transfer on a stream")?;
-    agent.stream_order.await_modules()?;
+    if let Some(transfer) = transfer {
+        await_mapping(agent, &transfer)?;
+        agent.limit_wait(&transfer, Instant::now() + WAIT_LIMIT);
+    }
     let word = agent.stream_order.arm_word(stream.device())?;
     let ops = [
         MemOp::Wait { word: word.clone(), condition: Condition::AtLeast, value: ENDED },

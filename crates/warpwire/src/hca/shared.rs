@@ -187,6 +187,11 @@ impl EngineRef {
         list.descriptors(&self.0.list_regions(qpn, list)?).ok_or(ListPost::Refused)
     }
 
+    /// Whether the peer's memory of a list is being mapped; asks for it.
+    pub(crate) fn is_mapping(&self, qpn: u32, list: &RangeList) -> bool {
+        matches!(self.0.list_regions(qpn, list), Err(ListPost::Mapping))
+    }
+
     /// Attaches a list to a NOP that is about to be posted at this index.
     pub(crate) fn attach_list(
         &self,

@@ -637,6 +637,14 @@ impl Qp {
         }
     }
 
+    /// Whether the peer's memory of a list is being mapped; asks for it.
+    pub(crate) fn is_mapping(&self, list: &RangeList) -> bool {
+        match &self.0.backend {
+            Backend::Soft(soft) => soft.core.engine.is_mapping(soft.core.number, list),
+            Backend::Hard(_) => false,
+        }
+    }
+
     /// Posts all requests, or none (`ibv_post_send`), with one doorbell. They execute in this
     /// order.
     ///
