@@ -2,9 +2,9 @@
 //!
 //! # Invariants
 //! 1. **No driver call on the data path.** A driver call may wait for a thread that is in
-//!    `cudaFree`, which waits for NCCL's kernel, which waits for the data. So GPU memory is accessed
-//!    through CPU windows only; without one it is not registered. Engines have no direct access,
-//!    which would copy with kernels.
+//!    `cudaFree`, which waits for NCCL's kernel, which waits for the data. So GPU memory is
+//!    accessed through CPU windows only; without one it is not registered. Engines have no direct
+//!    access, which would copy with kernels.
 //! 2. **Data precedes its word.** Engines drain their write-combining buffers behind each packet,
 //!    before the word that reports it. `iflush` waits until it has arrived on the other side of the
 //!    bus; NCCL is asked for that on all GPUs (`forceFlush`), because completions of a GPU's reads

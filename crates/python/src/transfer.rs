@@ -146,8 +146,8 @@ impl Transfer {
         })
     }
 
-    /// Makes a CUDA stream wait: the work behind this point starts when the transfer has ended, with
-    /// success or not. Does not wait here.
+    /// Makes a CUDA stream wait: the work behind this point starts when the transfer has ended,
+    /// with success or not. Does not wait here.
     fn wait_on_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, stream) = (stream.py(), stream::stream(stream)?);
         match self.active() {

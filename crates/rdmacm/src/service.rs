@@ -1,7 +1,7 @@
 //! The connections of this process, and the thread that serves their sockets.
 //!
 //! 1. No lock is held while something waits; the thread waits in `epoll` only.
-//! 2. A peer that connects is unknown: it has [`GREETING_DEADLINE`] for a whole request, and what
+//! 2. A peer that connects is unknown: it has [`REQUEST_DEADLINE`] for a whole request, and what
 //!    it says is compared with what is known about it.
 //! 3. Every wait for a peer has a deadline, but for the end of an established connection.
 
@@ -24,7 +24,7 @@ use crate::sockets;
 use crate::{devices, log, process};
 
 /// For the request of a TCP connection that a listener has accepted.
-const GREETING_DEADLINE: Duration = Duration::from_secs(5);
+const REQUEST_DEADLINE: Duration = Duration::from_secs(5);
 /// For a TCP connection to be made.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 /// For the program at the other end to accept or to complete: about what InfiniBand's retries take.
@@ -36,7 +36,7 @@ const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 /// How long a listener pauses when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// TCP connections without request, at most.
-const MAX_GREETING: usize = 1024;
+const MAX_AWAITING_REQUEST: usize = 1024;
 /// The number of the descriptor that wakes the thread.
 const WAKE: u64 = 0;
 
@@ -246,7 +246,8 @@ impl Service {
     }
 
     fn accept(&self, state: &mut State, number: u64) {
-        let greeting = state.conns.values().filter(|conn| conn.phase == Phase::Greeting).count();
+        let awaiting =
+            state.conns.values().filter(|conn| conn.phase == Phase::AwaitingRequest).count();
         let Some(conn) = state.conns.get_mut(&number) else { return };
         let accepted = conn.socket.as_ref().map(sockets::accept);
         let (socket, peer) = match accepted {
@@ -258,15 +259,15 @@ impl Service {
             }
             _ => return,
         };
-        if greeting >= MAX_GREETING {
+        if awaiting >= MAX_AWAITING_REQUEST {
             log::line(|| format!("{peer}: too many connections without request"));
             return;
         }
         let mut stranger = Conn::new(conn.space, conn.queue.clone());
-        stranger.phase = Phase::Greeting;
+        stranger.phase = Phase::AwaitingRequest;
         stranger.remote = Some(peer);
         stranger.listener = Some(number);
-        stranger.deadline = Some(Instant::now() + GREETING_DEADLINE);
+        stranger.deadline = Some(Instant::now() + REQUEST_DEADLINE);
         stranger.socket = Some(socket);
         let child = state.add(stranger);
         if let Some(conn) = state.conns.get(&child) {

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! active:   Connecting -> Requesting -> Replied -> Connected -> Ended
-//! passive:  Greeting -> Requested -> Accepted -> Connected -> Ended
+//! passive:  AwaitingRequest -> Requested -> Accepted -> Connected -> Ended
 //! ```
 //!
 //! 1. Messages that the state does not expect end the connection.
@@ -29,7 +29,7 @@ pub(crate) enum Phase {
     /// A reply has come, which the program has to complete.
     Replied,
     /// A TCP connection to a listener, without request so far.
-    Greeting,
+    AwaitingRequest,
     /// A request has come, which the program has to accept or to reject.
     Requested,
     /// The reply is sent.
@@ -64,7 +64,7 @@ const GONE: Told = Told::Rejected { reason: REASON_CONSUMER, data: PrivateData::
 /// A message has come.
 pub(crate) fn received(phase: Phase, message: Message) -> Step {
     match (phase, message) {
-        (Phase::Greeting, Message::Request(request)) => {
+        (Phase::AwaitingRequest, Message::Request(request)) => {
             (Phase::Requested, Some(Told::Request(request)))
         }
         (Phase::Requesting, Message::Reply(reply)) => (Phase::Replied, Some(Told::Reply(reply))),
@@ -82,9 +82,11 @@ pub(crate) fn closed(phase: Phase) -> Step {
         Phase::Requesting | Phase::Accepted => (Phase::Ended, Some(GONE)),
         Phase::Replied | Phase::Connected => (Phase::Ended, Some(Told::Disconnected)),
         Phase::Connecting => (Phase::Ended, Some(Told::Unreachable(libc::ECONNRESET))),
-        Phase::Idle | Phase::Listening | Phase::Greeting | Phase::Requested | Phase::Ended => {
-            (Phase::Ended, None)
-        }
+        Phase::Idle
+        | Phase::Listening
+        | Phase::AwaitingRequest
+        | Phase::Requested
+        | Phase::Ended => (Phase::Ended, None),
     }
 }
 
@@ -109,7 +111,7 @@ mod tests {
         Phase::Connecting,
         Phase::Requesting,
         Phase::Replied,
-        Phase::Greeting,
+        Phase::AwaitingRequest,
         Phase::Requested,
         Phase::Accepted,
         Phase::Connected,
@@ -133,7 +135,7 @@ mod tests {
     #[test]
     fn both_sides_of_a_connection() {
         let [request, reply, reject, ready, disconnect] = messages();
-        let (phase, told) = received(Phase::Greeting, request);
+        let (phase, told) = received(Phase::AwaitingRequest, request);
         assert!(phase == Phase::Requested && matches!(told, Some(Told::Request(_))));
         let (phase, told) = received(Phase::Requesting, reply);
         assert!(phase == Phase::Replied && matches!(told, Some(Told::Reply(_))));
@@ -149,7 +151,7 @@ mod tests {
     #[test]
     fn unexpected_messages_end_the_connection() {
         let expected = [
-            (Phase::Greeting, 0),
+            (Phase::AwaitingRequest, 0),
             (Phase::Requesting, 1),
             (Phase::Requesting, 2),
             (Phase::Accepted, 2),

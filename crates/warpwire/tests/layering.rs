@@ -59,8 +59,19 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     ("ibverbs", &["context.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
     ("cabi", &["interfaces.rs", "process.rs"]),
     ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
-    ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs"]),
-    ("nccl", &["exports.rs", "gin/coll.rs", "gin/exports.rs", "log.rs", "memory.rs", "process.rs"]),
+    ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs", "stream.rs"]),
+    (
+        "nccl",
+        &[
+            "exports.rs",
+            "gdr.rs",
+            "gin/coll.rs",
+            "gin/exports.rs",
+            "log.rs",
+            "memory.rs",
+            "process.rs",
+        ],
+    ),
     ("rdmacm", &["addrinfo.rs", "boundary.rs", "lib.rs", "process.rs", "verbs.rs"]),
     // Each of these launches its own kernels.
     (

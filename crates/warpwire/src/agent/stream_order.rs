@@ -111,7 +111,8 @@ impl StreamOrder {
     }
 }
 
-/// Loads the kernels that copy memory of this kind, once, on another thread: the device may be busy.
+/// Loads the kernels that copy memory of this kind, once, on another thread: the device may be
+/// busy.
 pub(super) fn load_kernels(agent: &Arc<Shared>, kind: &str) {
     let mut modules = agent.stream_order.modules.lock();
     if !kind.starts_with("cuda:") || modules.contains_key(kind) {
@@ -164,6 +165,8 @@ pub(super) fn post(
         if let Some(agent) = reached.upgrade() {
             agent.stream_order.reached.lock().push(number);
             agent.wake.raise();
+            // Not here: the last owner frees memory of the device, which such a call may not.
+            run_on_pager(move || drop(agent));
         }
     });
     called.inspect_err(|_| drop(agent.stream_order.take(number)))

@@ -262,15 +262,16 @@ impl Transfer {
     /// success or not. Does not wait here; look at the [`state`](Self::state) when the stream has
     /// passed.
     ///
-    /// The transfer fails with [`Kind::Timeout`] if it has no deadline and takes 30 s from now. This
-    /// call maps the peer's memory, if need be: that may take some milliseconds the first time.
+    /// The transfer fails with [`Kind::Timeout`] if it has no deadline and takes 30 s from now.
+    /// This call maps the peer's memory, if need be: that may take some milliseconds the first
+    /// time.
     ///
     /// While the stream waits, calls of CUDA that wait for the device may never return: `cudaFree`,
     /// or the first launch of a kernel, which loads it.
     ///
     /// # Errors
-    /// [`Kind::Unsupported`] if the stream is being captured into a graph, or its device cannot wait
-    /// for words.
+    /// [`Kind::Unsupported`] if the stream is being captured into a graph, or its device cannot
+    /// wait for words.
     pub fn wait_on_stream<'a>(&self, stream: impl Into<StreamRef<'a>>) -> Result<()> {
         let word = stream_order::wait(&self.agent, stream.into(), self.active.upgrade())?;
         self.end.release_at_end(word);

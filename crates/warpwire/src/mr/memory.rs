@@ -199,8 +199,8 @@ impl MemorySource {
     /// driver call or waits for the device, so a thread that a kernel waits for may make it.
     /// Registration fails if there is no window. Where frees are not reported, the owner must
     /// deregister the memory before it frees it: they are not looked for, which is a driver call.
-    /// Loads through a window are slow (on an H200 0.9 GB/s by one thread); stores are not. No effect
-    /// on host memory or on RDMA devices.
+    /// Loads through a window are slow (on an H200 0.9 GB/s by one thread); stores are not. No
+    /// effect on host memory or on RDMA devices.
     ///
     /// ```
     /// use warpwire::mem::sim::{Sim, SimConfig};
@@ -208,7 +208,8 @@ impl MemorySource {
     /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
     /// let memory = MemorySource::from(gpu.alloc(1 << 20).unwrap().whole().unwrap());
     /// let registry = Registry::new();
-    /// let mr = registry.register(&registry.pd(), memory.window_only(), None, Access::ALL).unwrap();
+    /// let (pd, memory) = (registry.pd(), memory.window_only());
+    /// let mr = registry.register(&pd, memory, None, Access::ALL).unwrap();
     /// assert!(matches!(mr.path(), AccessPath::Window(_)));
     /// ```
     #[must_use]
