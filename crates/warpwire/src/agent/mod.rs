@@ -345,7 +345,7 @@ impl Agent {
     /// use std::time::Duration;
     /// use warpwire::agent::{Agent, AgentOptions, TransferOp, TransferOptions};
     /// use warpwire::mem::sim::{Sim, SimConfig};
-    /// # let loopback = std::net::Ipv4Addr::LOCALHOST.into();
+    /// # let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
     /// # let options = || AgentOptions::default().with_address(loopback);
     /// # let (alice, bob) = (Agent::open("alice", options())?, Agent::open("bob", options())?);
     /// # let bytes = warpwire::mr::HostMemory::new(4096)?;
