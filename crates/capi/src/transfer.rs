@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use warpwire::Error;
 use warpwire::agent::{
-    Descriptor, PreparedTransfer, Transfer, TransferOp, TransferOptions, TransferState,
+    Agent, Descriptor, PreparedTransfer, Transfer, TransferOp, TransferOptions, TransferState,
 };
 use warpwire::error::{Kind, Result};
 use warpwire::mem::{self, ForeignStream};
@@ -74,12 +74,27 @@ pub unsafe extern "C" fn ww_agent_post(
     options: *const abi::TransferOptions,
     transfer: *mut Handle,
 ) -> c_int {
+    let post = |agent: &Agent, prepared: &PreparedTransfer, with| {
+        agent.post_with(operation(op)?, prepared, with)
+    };
+    // SAFETY: guaranteed by the caller.
+    unsafe { post_by(agent, prepared, options, transfer, post) }
+}
+
+/// # Safety
+/// As the header says of its pointers.
+unsafe fn post_by(
+    agent: Handle,
+    prepared: Handle,
+    options: *const abi::TransferOptions,
+    transfer: *mut Handle,
+    post: impl FnOnce(&Agent, &PreparedTransfer, TransferOptions) -> Result<Transfer>,
+) -> c_int {
     guard(|| {
         let out = pointer::out(transfer, "transfer")?;
         let (agent, prepared) = (AGENTS.get(agent)?, PREPARED.get(prepared)?);
         // SAFETY: guaranteed by the caller.
-        let options = unsafe { transfer_options(options) }?;
-        let posted = agent.post_with(operation(op)?, &prepared, options)?;
+        let posted = post(&agent, &prepared, unsafe { transfer_options(options) }?)?;
         // SAFETY: guaranteed by the caller.
         unsafe { out.set(TRANSFERS.insert(posted)) };
         Ok(OK)
@@ -100,19 +115,14 @@ pub unsafe extern "C" fn ww_agent_post_on_stream(
     stream: *mut c_void,
     transfer: *mut Handle,
 ) -> c_int {
-    guard(|| {
-        let out = pointer::out(transfer, "transfer")?;
-        let (agent, prepared) = (AGENTS.get(agent)?, PREPARED.get(prepared)?);
-        // SAFETY: guaranteed by the caller.
-        let options = unsafe { transfer_options(options) }?;
+    let post = |agent: &Agent, prepared: &PreparedTransfer, with| {
         let op = operation(op)?;
         // SAFETY: guaranteed by the caller.
         let stream = unsafe { cuda_stream(device, stream) }?;
-        let posted = agent.post_on_stream(&stream, op, &prepared, options)?;
-        // SAFETY: guaranteed by the caller.
-        unsafe { out.set(TRANSFERS.insert(posted)) };
-        Ok(OK)
-    })
+        agent.post_on_stream(&stream, op, prepared, with)
+    };
+    // SAFETY: guaranteed by the caller.
+    unsafe { post_by(agent, prepared, options, transfer, post) }
 }
 
 /// Makes a CUDA stream wait for a transfer.

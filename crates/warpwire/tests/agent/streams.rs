@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use testkit::cases;
-use warpwire::agent::{TransferOp, TransferOptions, TransferState};
+use warpwire::agent::{Agent, PreparedTransfer, TransferOp, TransferOptions, TransferState};
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
 
-use crate::agent::fixture::{Fixture, Place, limit, same};
+use crate::agent::fixture::{Block, Fixture, Place, limit, same};
 
 cases!(Fixture; CASES:
     writes_follow_the_stream,
@@ -19,6 +19,14 @@ cases!(Fixture; CASES:
 );
 
 const LEN: u64 = 100_000;
+
+/// Host memory of both agents, and its transfer from the first to the second.
+fn blocks(fixture: &Fixture, alice: &Agent, bob: &Agent) -> (Block, Block, PreparedTransfer) {
+    let [near, far] = [alice, bob].map(|agent| fixture.block(agent, Place::Host, LEN));
+    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
+    let prepared = alice.prepare(&peer, &[near.range(0, LEN)], &[far.range(0, LEN)]).unwrap();
+    (near, far, prepared)
+}
 
 /// The stream changes the memory before and after each write, and no write sees what comes after.
 fn writes_follow_the_stream(fixture: &Fixture) {
@@ -77,10 +85,7 @@ fn reads_are_there_for_the_stream(fixture: &Fixture) {
 /// More waits than words are allocated at a time, on several devices, before and after the end.
 fn many_streams_wait_for_one_transfer(fixture: &Fixture) {
     let (alice, bob) = fixture.pair();
-    let near = fixture.block(&alice, Place::Host, LEN);
-    let far = fixture.block(&bob, Place::Host, LEN);
-    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
-    let prepared = alice.prepare(&peer, &[near.range(0, LEN)], &[far.range(0, LEN)]).unwrap();
+    let (_near, _far, prepared) = blocks(fixture, &alice, &bob);
     let streams = [fixture.gpu(), fixture.gpu()].map(|gpu| gpu.stream().unwrap());
     for _ in 0..3 {
         let write = alice.post(TransferOp::Write, &prepared, None).unwrap();
@@ -99,11 +104,8 @@ fn transfers_that_no_stream_reaches(fixture: &Fixture) {
     let (gate, stream) = (gpu.alloc_pinned(8).unwrap(), gpu.stream().unwrap());
     let gate = gate.word64(0).unwrap();
     gate.store(0).unwrap();
-    let near = fixture.block(&alice, Place::Host, LEN);
-    let far = fixture.block(&bob, Place::Host, LEN);
+    let (near, far, prepared) = blocks(fixture, &alice, &bob);
     near.write(0, &vec![9; LEN as usize]);
-    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
-    let prepared = alice.prepare(&peer, &[near.range(0, LEN)], &[far.range(0, LEN)]).unwrap();
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let post = |options: TransferOptions| {
         alice.post_on_stream(&stream, TransferOp::Write, &prepared, options).unwrap()
@@ -127,10 +129,7 @@ fn transfers_that_no_stream_reaches(fixture: &Fixture) {
 fn failed_transfers_release_streams(fixture: &Fixture) {
     let (alice, bob) = fixture.pair();
     let stream = fixture.gpu().stream().unwrap();
-    let near = fixture.block(&alice, Place::Host, LEN);
-    let far = fixture.block(&bob, Place::Host, LEN);
-    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
-    let prepared = alice.prepare(&peer, &[near.range(0, LEN)], &[far.range(0, LEN)]).unwrap();
+    let (_near, far, prepared) = blocks(fixture, &alice, &bob);
     far.memory.deregister().unwrap();
     let options = TransferOptions::default();
     let write = alice.post_on_stream(&stream, TransferOp::Write, &prepared, options).unwrap();
@@ -142,10 +141,7 @@ fn failed_transfers_release_streams(fixture: &Fixture) {
 fn graphs_are_refused(fixture: &Fixture) {
     let (alice, bob) = fixture.pair();
     let stream = fixture.gpu().stream().unwrap();
-    let near = fixture.block(&alice, Place::Host, LEN);
-    let far = fixture.block(&bob, Place::Host, LEN);
-    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
-    let prepared = alice.prepare(&peer, &[near.range(0, LEN)], &[far.range(0, LEN)]).unwrap();
+    let (_near, _far, prepared) = blocks(fixture, &alice, &bob);
     let done = alice.post(TransferOp::Write, &prepared, None).unwrap();
     done.wait(limit()).unwrap();
     let captured = stream.capture(|stream| {
