@@ -10,12 +10,14 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::{Auto, ShmOptions, UdpOptions};
 use warpwire::mr::HostMemory;
 use warpwire::sock::device::SockOption;
+use warpwire::sock::layout::events;
 use warpwire::sock::warp::{FIN, Handshake, Hello, READ_CLOSED, RemoteAddr};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::verbs::{
     Access, Context, Cq, Mr, ProgressMode, Qp, QpOptions, Remote, SendRequest, WrOp,
 };
 
+use crate::sock::polling::poll;
 use crate::sock::scripted::{KernelOp, ScriptedKernel};
 use crate::sock::testbed::{Harness, Testbed, WARP_STREAM, errno, loopbacks, until};
 use testkit::cases;
@@ -211,7 +213,7 @@ fn a_reset_between_kernels(testbed: &Testbed) {
     // Bytes that arrived before the reset are received.
     let (socket, accepted) = hosts.connected(loopbacks()[0]);
     assert_eq!(client.send(socket, b"last bytes before reset"), 23);
-    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(poll(server, &[(accepted, events::IN)], u64::MAX).0, 1, "they are in the ring");
     client.expect(KernelOp::Set, &[socket, SockOption::Linger as u64, 0], None);
     client.expect(KernelOp::Close, &[socket], None);
     assert_eq!(server.recv(accepted, 100).unwrap(), b"last bytes before reset");
