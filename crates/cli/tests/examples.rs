@@ -177,6 +177,12 @@ pub const TABLE: &[(&str, How)] = &[
         "warpwire mp all_reduce -n 3 -d double -o max --mem sim:0 --json",
         Run(&[], "-e 64 --iters 5"),
     ),
+    ("warpwire mp all_gather -n 4 -b 64 -e 1M -f 4", Run(&[("1M", "1K")], "--iters 5")),
+    (
+        "warpwire mp reduce_scatter -n 4 -b 64 -e 1M -f 4 -d int64",
+        Run(&[("1M", "1K")], "--iters 5"),
+    ),
+    ("warpwire mp all_to_all -n 4 -b 64 -e 1M -f 4 --mem sim:0", Run(&[("1M", "1K")], "--iters 5")),
     ("warpwire mp broadcast -n 4 -r 1 --link udp", Run(&[], "-e 64 --iters 5")),
     ("warpwire mp pingpong", Run(&[], "-n 5 -s 8")),
     ("warpwire mp sendrecv --mem cuda:0 -s 1MiB", GPU),

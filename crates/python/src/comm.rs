@@ -66,6 +66,19 @@ fn rank_info(rank: usize, size: usize, address: &str, token: &str) -> Result<Ran
     Ok(RankInfo { rank, size, local_rank: rank, rendezvous, token, launcher })
 }
 
+/// The operation of this name.
+fn reduce_op(py: Python<'_>, name: &str) -> PyResult<ReduceOp> {
+    match name {
+        "sum" => Ok(ReduceOp::Sum),
+        "min" => Ok(ReduceOp::Min),
+        "max" => Ok(ReduceOp::Max),
+        _ => {
+            let error = Error::new(Kind::InvalidArgument, format!("reduce with {name:?}"));
+            Err(raise(py, &error.why("it is no operation").fix("use sum, min or max")))
+        }
+    }
+}
+
 /// The type of elements, from its name or from the object's `dtype`.
 fn data_type(object: &Bound<'_, PyAny>, name: Option<&str>) -> PyResult<DataType> {
     let of_object = || Some(object.getattr("dtype").ok()?.to_string());
@@ -350,21 +363,56 @@ impl Comm {
         dtype: Option<&str>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let reduce = match op {
-            "sum" => ReduceOp::Sum,
-            "min" => ReduceOp::Min,
-            "max" => ReduceOp::Max,
-            _ => {
-                let error = Error::new(Kind::InvalidArgument, format!("reduce with {op:?}"));
-                let error = error.why("it is no operation").fix("use sum, min or max");
-                return Err(raise(py, &error));
-            }
-        };
-        let element = data_type(object, dtype)?;
+        let (reduce, element) = (reduce_op(py, op)?, data_type(object, dtype)?);
         let slice = self.one(py, object, Use::Receive)?;
         self.collective(py, timeout, move |comm, limit| {
             comm.all_reduce(slice, element, reduce, limit)
         })
+    }
+
+    /// As `all_reduce`, but each rank gets its block of the result only: the object has one block
+    /// per rank, all of one length, and the others keep this rank's values.
+    #[pyo3(signature = (object, op = "sum", *, dtype = None, timeout = None))]
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        object: &Bound<'_, PyAny>,
+        op: &str,
+        dtype: Option<&str>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let (reduce, element) = (reduce_op(py, op)?, data_type(object, dtype)?);
+        let slice = self.one(py, object, Use::Receive)?;
+        self.collective(py, timeout, move |comm, limit| {
+            comm.reduce_scatter(slice, element, reduce, limit)
+        })
+    }
+
+    /// Gathers a block of every rank on all ranks: the object has one block per rank, all of one
+    /// length, and that of this rank is its input.
+    #[pyo3(signature = (object, timeout = None))]
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        object: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let slice = self.one(py, object, Use::Receive)?;
+        self.collective(py, timeout, move |comm, limit| comm.all_gather(slice, limit))
+    }
+
+    /// Sends a block to every rank: block `j` of `send` becomes block `rank` of `recv` at rank `j`.
+    /// Both have one block per rank, all of one length.
+    #[pyo3(signature = (send, recv, timeout = None))]
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        send: &Bound<'_, PyAny>,
+        recv: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let (send, recv) = (self.one(py, send, Use::Send)?, self.one(py, recv, Use::Receive)?);
+        self.collective(py, timeout, move |comm, limit| comm.all_to_all(send, recv, limit))
     }
 
     /// Leaves together with all ranks: returns when each has called it, and closes.

@@ -192,6 +192,12 @@ def test_wrong_arguments(alone, tmp_path):
     assert isinstance(request.error, warpwire.OutOfRange)
     with pytest.raises(warpwire.InvalidArgument, match="no operation"):
         alone.all_reduce(numpy.zeros(1, "f4"), "product")
+    with pytest.raises(warpwire.InvalidArgument, match="no operation"):
+        alone.reduce_scatter(numpy.zeros(1, "f4"), "mean")
+    with pytest.raises(warpwire.InvalidArgument, match="8 bytes to send, 4 to receive"):
+        alone.all_to_all(bytearray(8), bytearray(4))
+    with pytest.raises(warpwire.Error, match="read-only"):
+        alone.all_gather(b"constant")
     with pytest.raises(warpwire.InvalidArgument, match="float16"):
         alone.all_reduce(numpy.zeros(1, "f2"))
     with pytest.raises(warpwire.InvalidArgument, match="no dtype"):

@@ -215,8 +215,9 @@ fn the_data_path_does_not_allocate() {
         }
     }
     let options = ShmOptions::default().with_control_poll_interval(8);
-    let bind =
-        |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
+    let bind = |at: &str| -> Box<dyn Link> {
+        Box::new(Shm::bind(at.parse().unwrap(), options.clone()).unwrap())
+    };
     rounds(
         &Pair::new(MemKind::Handle, ["127.0.0.1:0", "127.0.0.1:0"].map(bind)),
         MemKind::Handle,

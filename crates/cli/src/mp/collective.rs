@@ -72,6 +72,9 @@ pub(crate) struct Arguments {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Collective {
     AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
     Broadcast,
 }
 
@@ -79,15 +82,32 @@ impl Collective {
     fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
             Self::Broadcast => "broadcast",
+        }
+    }
+
+    fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter)
+    }
+
+    /// Blocks that the memory of a rank consists of.
+    fn blocks(self, ranks: usize) -> u64 {
+        match self {
+            Self::AllReduce | Self::Broadcast => 1,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => ranks.max(1) as u64,
         }
     }
 
     /// Bandwidth of the bus by that of the algorithm, as nccl-tests define it: what a link carries
     /// at least.
     fn bus_factor(self, ranks: usize) -> f64 {
+        let others = (ranks as f64 - 1.0) / ranks as f64;
         match self {
-            Self::AllReduce => 2.0 * (ranks as f64 - 1.0) / ranks as f64,
+            Self::AllReduce => 2.0 * others,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => others,
             Self::Broadcast => 1.0,
         }
     }
@@ -191,24 +211,26 @@ struct Report {
     ranks: usize,
     #[serde(rename = "type")]
     datatype: &'static str,
-    /// `None` for a broadcast.
+    /// `None` if nothing is reduced.
     op: Option<&'static str>,
-    /// `None` for a reduction.
+    /// `None` unless it is a broadcast.
     root: Option<usize>,
     memory: String,
     /// Link to the next rank; empty if there is one rank only.
     path: String,
+    #[serde(rename = "in_place")]
+    is_in_place: bool,
     rows: Vec<Row>,
     average_busbw_gb_s: f64,
 }
 
 impl Arguments {
-    /// The sizes, in whole elements.
-    fn sizes(&self) -> Result<Vec<u64>, Failure> {
+    /// The sizes, in whole elements, of each of so many blocks.
+    fn sizes(&self, blocks: u64) -> Result<Vec<u64>, Failure> {
         if self.min > self.max {
             return Err(Failure::Usage("-b is larger than -e: exchange them".to_owned()));
         }
-        let element = self.datatype.data_type().bytes();
+        let element = self.datatype.data_type().bytes() * blocks;
         let sizes = std::iter::successors(Some(self.min), |size| size.checked_mul(self.factor));
         let whole = |size: u64| size / element * element;
         let mut sizes: Vec<u64> = sizes
@@ -219,7 +241,9 @@ impl Arguments {
         sizes.dedup();
         if sizes.is_empty() {
             let name = self.datatype.name();
-            let why = format!("a {name} has {element} bytes: make -e larger, or choose another -d");
+            let why = format!(
+                "{blocks} of {name} have {element} bytes: make -e larger, or choose another -d"
+            );
             return Err(Failure::Usage(why));
         }
         Ok(sizes)
@@ -242,8 +266,8 @@ impl Arguments {
 
 pub(super) fn run(what: Collective, arguments: &Arguments) -> Result<ExitCode, Failure> {
     let rank_info = RankInfo::from_env()?;
-    arguments.sizes()?;
     if rank_info.launcher == Launcher::Standalone {
+        arguments.sizes(what.blocks(arguments.ranks.into()))?;
         arguments.check_root(arguments.ranks.into())?;
         device(&arguments.mem)?;
         return run::launch(&Job {
@@ -269,12 +293,16 @@ pub(super) fn run(what: Collective, arguments: &Arguments) -> Result<ExitCode, F
 }
 
 fn measure_all(what: Collective, arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
-    let sizes = arguments.sizes()?;
+    let sizes = arguments.sizes(what.blocks(comm.size()))?;
     let max = sizes.iter().copied().max().unwrap_or(8);
-    let buffer = match device(&arguments.mem)? {
-        None => comm.alloc(max)?,
-        Some(device) => comm.register(device.alloc(max)?.whole()?)?,
+    let alloc = || -> Result<Buffer, Failure> {
+        Ok(match device(&arguments.mem)? {
+            None => comm.alloc(max)?,
+            Some(device) => comm.register(device.alloc(max)?.whole()?)?,
+        })
     };
+    let buffer = alloc()?;
+    let second = if what == Collective::AllToAll { Some(alloc()?) } else { None };
     let is_reporter = comm.rank() == 0;
     let reporter = Reporter::new(arguments.json || !is_reporter);
     let mut report = Report {
@@ -282,18 +310,19 @@ fn measure_all(what: Collective, arguments: &Arguments, comm: &Comm) -> Result<E
         test: what.name(),
         ranks: comm.size(),
         datatype: arguments.datatype.name(),
-        op: (what == Collective::AllReduce).then(|| arguments.op.name()),
+        op: what.reduces().then(|| arguments.op.name()),
         root: (what == Collective::Broadcast).then_some(arguments.root),
         memory: buffer.registration().path().to_string(),
         path: match comm.size() {
             1 => String::new(),
             size => comm.path((comm.rank() + 1) % size)?.to_string(),
         },
+        is_in_place: second.is_none(),
         rows: Vec::new(),
         average_busbw_gb_s: 0.0,
     };
     reporter.print(&report.head())?;
-    let test = Measurement { what, arguments, comm, buffer };
+    let test = Measurement { what, arguments, comm, buffer, second };
     for size in sizes {
         reporter.set_status(format!("{}: {size} bytes", what.name()));
         let row = test.row(size)?;
@@ -319,6 +348,8 @@ struct Measurement<'a> {
     arguments: &'a Arguments,
     comm: &'a Comm,
     buffer: Buffer,
+    /// What is received, if not in place.
+    second: Option<Buffer>,
 }
 
 /// Element `index` of a rank's input.
@@ -334,9 +365,21 @@ impl Measurement<'_> {
             Collective::AllReduce => {
                 self.comm.all_reduce(slice, datatype.data_type(), op.reduce_op(), *timeout)?;
             }
+            Collective::ReduceScatter => {
+                self.comm.reduce_scatter(slice, datatype.data_type(), op.reduce_op(), *timeout)?;
+            }
+            Collective::AllGather => self.comm.all_gather(slice, *timeout)?,
+            Collective::AllToAll => {
+                self.comm.all_to_all(slice, self.result().slice(0, size)?, *timeout)?;
+            }
             Collective::Broadcast => self.comm.broadcast(*root, slice, *timeout)?,
         }
         Ok(())
+    }
+
+    /// The memory that has the result of a call.
+    fn result(&self) -> &Buffer {
+        self.second.as_ref().unwrap_or(&self.buffer)
     }
 
     /// A call with known data; returns how many elements of this rank are wrong.
@@ -351,15 +394,25 @@ impl Measurement<'_> {
         let rank = self.comm.rank();
         self.buffer.write(0, &bytes(&|index| element(rank, index)))?;
         self.call(size)?;
+        let ranks = self.comm.size();
+        let block = count / self.what.blocks(ranks);
+        let reduced = |index| op.apply((0..ranks).map(|rank| element(rank, index)));
+        // The rank whose block an element is in; there are no elements without a block.
+        let owner = |index: u64| (index / block.max(1)) as usize;
         let wanted = match self.what {
-            Collective::AllReduce => {
-                let ranks = self.comm.size();
-                bytes(&|index| op.apply((0..ranks).map(|rank| element(rank, index))))
+            Collective::AllReduce => bytes(&reduced),
+            Collective::AllGather => bytes(&|index| element(owner(index), index)),
+            Collective::ReduceScatter => bytes(&|index| match owner(index) == rank {
+                true => reduced(index),
+                false => element(rank, index),
+            }),
+            Collective::AllToAll => {
+                bytes(&|index| element(owner(index), rank as u64 * block + index % block.max(1)))
             }
             Collective::Broadcast => bytes(&|index| element(*root, index)),
         };
         let mut found = vec![0; size as usize];
-        self.buffer.read(0, &mut found)?;
+        self.result().read(0, &mut found)?;
         let width = datatype.data_type().bytes() as usize;
         let pairs = found.chunks_exact(width).zip(wanted.chunks_exact(width));
         Ok(pairs.filter(|(found, wanted)| found != wanted).count() as u64)
@@ -383,7 +436,9 @@ impl Measurement<'_> {
         let algbw_gb_s = size as f64 / (time_us * 1e3).max(1e-9);
         Ok(Row {
             size,
-            count: size / self.arguments.datatype.data_type().bytes(),
+            count: size
+                / self.arguments.datatype.data_type().bytes()
+                / self.what.blocks(comm.size()),
             iterations,
             time_us,
             algbw_gb_s,
@@ -409,8 +464,11 @@ impl Report {
         let link = self.path.split_once(": ").map_or("", |(link, _)| link);
         let link = if link.is_empty() { String::new() } else { format!("; {link}") };
         let head = format!(
-            "# mp {}: {} ranks, in place, verified; {}{link}",
-            self.test, self.ranks, self.memory
+            "# mp {}: {} ranks, {}, verified; {}{link}",
+            self.test,
+            self.ranks,
+            if self.is_in_place { "in place" } else { "out of place" },
+            self.memory
         );
         output::fit(&head)
             + &format!(
@@ -483,17 +541,20 @@ mod tests {
 
     #[test]
     fn sizes_are_whole_elements() {
-        assert_eq!(arguments("-b 8 -e 64 -f 2").sizes().unwrap(), [8, 16, 32, 64]);
-        assert_eq!(arguments("-b 1 -e 20 -f 3").sizes().unwrap(), [8]);
-        assert_eq!(arguments("-b 5 -e 5").sizes().unwrap(), [4]);
-        assert!(arguments("-b 8 -e 4").sizes().is_err());
-        assert!(arguments("-b 1 -e 7 -d double").sizes().is_err());
+        assert_eq!(arguments("-b 8 -e 64 -f 2").sizes(1).unwrap(), [8, 16, 32, 64]);
+        assert_eq!(arguments("-b 1 -e 20 -f 3").sizes(1).unwrap(), [8]);
+        assert_eq!(arguments("-b 5 -e 5").sizes(1).unwrap(), [4]);
+        assert_eq!(arguments("-b 8 -e 64 -f 2").sizes(3).unwrap(), [12, 24, 60], "3 blocks");
+        assert!(arguments("-b 8 -e 64 -d double").sizes(9).is_err());
+        assert!(arguments("-b 8 -e 4").sizes(1).is_err());
+        assert!(arguments("-b 1 -e 7 -d double").sizes(1).is_err());
     }
 
     #[test]
     fn bus_bandwidth_is_that_of_nccl_tests() {
         assert_eq!(Collective::AllReduce.bus_factor(4), 1.5);
         assert_eq!(Collective::AllReduce.bus_factor(1), 0.0);
+        assert_eq!(Collective::AllGather.bus_factor(4), 0.75);
         assert_eq!(Collective::Broadcast.bus_factor(8), 1.0);
     }
 

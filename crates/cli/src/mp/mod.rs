@@ -53,6 +53,18 @@ enum Command {
     #[command(name = "all_reduce", aliases = ["allreduce", "all-reduce"],
         after_help = ALL_REDUCE_EXAMPLES)]
     AllReduce(collective::Arguments),
+    /// Blocks of N ranks on every rank, in the shape of nccl-tests
+    #[command(name = "all_gather", aliases = ["allgather", "all-gather"],
+        after_help = ALL_GATHER_EXAMPLES)]
+    AllGather(collective::Arguments),
+    /// Reductions of which every rank gets a block, in the shape of nccl-tests
+    #[command(name = "reduce_scatter", aliases = ["reducescatter", "reduce-scatter"],
+        after_help = REDUCE_SCATTER_EXAMPLES)]
+    ReduceScatter(collective::Arguments),
+    /// A block from every rank to every rank, in the shape of nccl-tests
+    #[command(name = "all_to_all", aliases = ["alltoall", "all-to-all"],
+        after_help = ALL_TO_ALL_EXAMPLES)]
+    AllToAll(collective::Arguments),
     /// Copies from one of N ranks to all, in the shape of nccl-tests
     #[command(aliases = ["bcast"], after_help = BROADCAST_EXAMPLES)]
     Broadcast(collective::Arguments),
@@ -134,6 +146,18 @@ const ALL_REDUCE_EXAMPLES: &str = "\
 Examples:
   warpwire mp all_reduce -n 4 -b 8 -e 1M -f 2
   warpwire mp all_reduce -n 3 -d double -o max --mem sim:0 --json";
+
+const ALL_GATHER_EXAMPLES: &str = "\
+Examples:
+  warpwire mp all_gather -n 4 -b 64 -e 1M -f 4";
+
+const REDUCE_SCATTER_EXAMPLES: &str = "\
+Examples:
+  warpwire mp reduce_scatter -n 4 -b 64 -e 1M -f 4 -d int64";
+
+const ALL_TO_ALL_EXAMPLES: &str = "\
+Examples:
+  warpwire mp all_to_all -n 4 -b 64 -e 1M -f 4 --mem sim:0";
 
 const BROADCAST_EXAMPLES: &str = "\
 Examples:
@@ -247,6 +271,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         Command::Putget(two) => of(Test::Putget, two),
         Command::Sendrecv(two) => of(Test::Sendrecv, two),
         Command::AllReduce(all) => collective::run(Collective::AllReduce, all),
+        Command::AllGather(all) => collective::run(Collective::AllGather, all),
+        Command::ReduceScatter(all) => collective::run(Collective::ReduceScatter, all),
+        Command::AllToAll(all) => collective::run(Collective::AllToAll, all),
         Command::Broadcast(all) => collective::run(Collective::Broadcast, all),
     })
 }

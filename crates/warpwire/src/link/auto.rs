@@ -1,7 +1,8 @@
 //! Shared memory for peers on this machine, UDP for all others, under one address.
 //!
-//! A flow uses shared memory if the peer's address belongs to this machine, a process listens on
-//! shared memory under that address, and that process runs as this user. A peer that also has UDP
+//! A flow uses shared memory if the peer's address belongs to this machine, or is listed in a
+//! directory that containers share, a process listens on shared memory under that address, and that
+//! process runs as this user. A peer that also has UDP
 //! is preferred over a shared-memory-only link of the same name, because the port of one is not the
 //! port of the other. Otherwise the flow uses UDP, and
 //! [`flow_path`](crate::link::Link::flow_path) reports why. Each direction is chosen by its sender.
@@ -81,8 +82,9 @@ impl Auto {
     /// all flows use UDP, and the path reports why.
     ///
     /// # Errors
-    /// If the UDP socket cannot be bound.
+    /// If the UDP socket cannot be bound, or the shared directory does not exist.
     pub fn bind(address: SocketAddr, udp: UdpOptions, shm: ShmOptions) -> Result<Self> {
+        shm.check()?;
         let udp = Udp::bind(address, udp)?;
         let shm = Shm::bind_with_udp(udp.local(), shm).map_err(|source| source.to_string());
         let make_epoll = || -> rustix::io::Result<OwnedFd> {
@@ -144,7 +146,7 @@ impl Auto {
     /// Opens a flow through shared memory, or returns the reason why not.
     fn open_shm(&mut self, peer: SocketAddr, label: u32) -> std::result::Result<FlowId, String> {
         let shm = self.shm.as_mut().map_err(|why| why.clone())?;
-        if !udp::is_local_address(peer.ip()) {
+        if !udp::is_local_address(peer.ip()) && !shm.is_in_directory(peer) {
             return Err("its address does not belong to this machine".to_owned());
         }
         shm.open(peer, label).map_err(|source| source.reason().to_owned())

@@ -40,6 +40,22 @@ pub enum ReduceOp {
 
 /// Reductions process this many bytes at a time, which bounds the scratch memory.
 const CHUNK: u64 = 4 << 20;
+/// Reductions of fewer bytes are done by a tree, which has fewer steps.
+const TREE_BELOW: u64 = 16 << 10;
+
+/// Memory with a block for every rank.
+struct Blocks {
+    slice: BufferSlice,
+    /// Offsets at which the blocks begin, and the end.
+    bounds: Vec<u64>,
+}
+
+impl Blocks {
+    fn get(&self, rank: usize) -> Result<BufferSlice> {
+        let (from, to) = (self.bounds[rank], self.bounds[rank + 1]);
+        self.slice.buffer.slice(self.slice.offset + from, to - from)
+    }
+}
 
 impl DataType {
     /// Size in bytes.
@@ -114,6 +130,96 @@ impl Comm {
         wait_all(&mut sends, left())
     }
 
+    /// Gathers a block of every rank on all ranks, in place: `slice` has one block per rank, all of
+    /// one length, and that of this rank is its input. The length must be the same on every rank.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use warpwire::msg::Comm;
+    /// # let second = Duration::from_secs(10);
+    /// # std::thread::scope(|scope| {
+    /// #     for comm in Comm::local(2)? {
+    /// #         scope.spawn(move || -> warpwire::Result<()> {
+    /// let all = comm.alloc(2)?;
+    /// all.write(comm.rank() as u64, &[10 + comm.rank() as u8])?;
+    /// comm.all_gather(&all, second)?;
+    /// let mut bytes = [0; 2];
+    /// all.read(0, &mut bytes)?;
+    /// assert_eq!(bytes, [10, 11]);
+    /// # comm.finish(second)
+    /// #         });
+    /// #     }
+    /// #     Ok::<(), warpwire::Error>(())
+    /// # })?;
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn all_gather(&self, slice: impl Into<BufferSlice>, timeout: Duration) -> Result<()> {
+        let slice = slice.into();
+        let block = self.block_len(&slice, "gather from all")?;
+        let bounds = (0..=self.size() as u64).map(|index| index * block).collect();
+        self.gather_blocks(&Blocks { slice, bounds }, timeout)
+    }
+
+    /// Reduces the memory of all ranks element by element, and leaves each rank with its block of
+    /// the result, in place: `slice` has one block per rank, all of one length; the others keep
+    /// this rank's input. The length must be the same on every rank.
+    pub fn reduce_scatter(
+        &self,
+        slice: impl Into<BufferSlice>,
+        element: DataType,
+        reduce: ReduceOp,
+        timeout: Duration,
+    ) -> Result<()> {
+        let (slice, start) = (slice.into(), Instant::now());
+        let block = self.block_len(&slice, "reduce")?;
+        check_elements(block, element)?;
+        // Pieces of every block, so that the scratch memory is bounded.
+        let piece = (CHUNK / self.size() as u64).max(element.bytes()) & !(element.bytes() - 1);
+        let mut at = 0;
+        while at < block {
+            let len = piece.min(block - at);
+            let part = |rank: u64| slice.buffer.slice(slice.offset + rank * block + at, len);
+            let parts = (0..self.size() as u64).map(part).collect::<Result<Vec<_>>>()?;
+            let left = timeout.saturating_sub(start.elapsed());
+            self.reduce_parts(&parts, (element, reduce), left)?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// Sends a block to every rank: block `j` of `send` becomes block `rank` of `recv` at rank `j`.
+    /// Both have one block per rank, all of one length, which must be the same on every rank; they
+    /// must not overlap.
+    pub fn all_to_all(
+        &self,
+        send: impl Into<BufferSlice>,
+        recv: impl Into<BufferSlice>,
+        timeout: Duration,
+    ) -> Result<()> {
+        let (send, recv, start) = (send.into(), recv.into(), Instant::now());
+        let block = self.block_len(&send, "exchange with all")?;
+        if recv.len != send.len {
+            let why = format!("{} bytes to send, {} to receive", send.len, recv.len);
+            return Err(Error::new(Kind::InvalidArgument, "exchange with all").why(why));
+        }
+        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
+        let part = |slice: &BufferSlice, rank: usize| {
+            slice.buffer.slice(slice.offset + rank as u64 * block, block)
+        };
+        // Also from this rank to itself: the memory may be a GPU's.
+        let mut receives = Vec::with_capacity(size);
+        let mut sends = Vec::with_capacity(size);
+        for (to, from) in std::iter::once((rank, rank)).chain(self.partners()) {
+            receives.push((from, self.internal_receive(from, tag, &[part(&recv, from)?])?));
+            sends.push(self.internal_send(to, tag, &[part(&send, to)?])?);
+        }
+        let left = || timeout.saturating_sub(start.elapsed());
+        for (from, receive) in &mut receives {
+            check_length(*from, receive.wait(left())?.len, block)?;
+        }
+        wait_all(&mut sends, left())
+    }
+
     /// Reduces the memory of all ranks element by element; the result replaces the input on every
     /// rank. The length must be the same on every rank. The order of operations is fixed, so that
     /// all ranks get the same bits.
@@ -124,50 +230,122 @@ impl Comm {
         reduce: ReduceOp,
         timeout: Duration,
     ) -> Result<()> {
-        let slice = slice.into();
-        if slice.len % element.bytes() != 0 {
-            let error = Error::new(Kind::InvalidArgument, "reduce");
-            let why = format!("{} bytes are not a multiple of {element:?}", slice.len);
-            return Err(error.why(why));
-        }
-        if self.size() == 1 || slice.len == 0 {
-            return Ok(());
-        }
-        let start = Instant::now();
-        let scratch = self.alloc(slice.len.min(CHUNK))?;
+        let (slice, start) = (slice.into(), Instant::now());
+        check_elements(slice.len, element)?;
         let mut at = 0;
-        while at < slice.len {
+        while at < slice.len && self.size() > 1 {
             let len = (slice.len - at).min(CHUNK);
             let chunk = slice.buffer.slice(slice.offset + at, len)?;
             let left = || timeout.saturating_sub(start.elapsed());
-            self.reduce_chunk(&chunk, &scratch, (element, reduce), left())?;
-            self.broadcast_slice(0, &chunk, left())?;
+            if len < TREE_BELOW {
+                self.reduce_to_first(&chunk, (element, reduce), left())?;
+                self.broadcast_slice(0, &chunk, left())?;
+            } else {
+                // Every rank reduces a block, so that all links and processors work.
+                let count = len / element.bytes();
+                let size = self.size() as u64;
+                let bounds = (0..=size).map(|rank| rank * count / size * element.bytes());
+                let blocks = Blocks { slice: chunk, bounds: bounds.collect() };
+                let parts = (0..self.size()).map(|rank| blocks.get(rank));
+                let parts = parts.collect::<Result<Vec<_>>>()?;
+                self.reduce_parts(&parts, (element, reduce), left())?;
+                self.gather_blocks(&blocks, left())?;
+            }
             at += len;
         }
         Ok(())
     }
 
-    /// Reduces to rank 0.
-    fn reduce_chunk(
-        &self,
-        chunk: &BufferSlice,
-        scratch: &Buffer,
-        (element, reduce): (DataType, ReduceOp),
-        timeout: Duration,
-    ) -> Result<()> {
+    /// The length of a rank's block of this memory.
+    fn block_len(&self, slice: &BufferSlice, what: &'static str) -> Result<u64> {
+        let size = self.size() as u64;
+        if slice.len.is_multiple_of(size) {
+            return Ok(slice.len / size);
+        }
+        let why = format!("{} bytes are not a multiple of the {size} ranks", slice.len);
+        Err(Error::new(Kind::InvalidArgument, what).why(why).fix("use blocks of one length"))
+    }
+
+    /// Sends this rank's block to every other rank. A ring would have as many bytes on every link
+    /// and more steps, and a rank that fails would be noticed by its neighbours only.
+    fn gather_blocks(&self, blocks: &Blocks, timeout: Duration) -> Result<()> {
         let (rank, size, tag, start) =
             (self.rank(), self.size(), self.next_round(), Instant::now());
         let left = || timeout.saturating_sub(start.elapsed());
+        let own = blocks.get(rank)?;
+        let mut receives = Vec::with_capacity(size);
+        let mut sends = Vec::with_capacity(size);
+        for (to, from) in self.partners() {
+            let into = blocks.get(from)?;
+            let receive = self.internal_receive(from, tag, std::slice::from_ref(&into))?;
+            receives.push((from, into.len, receive));
+            sends.push(self.internal_send(to, tag, std::slice::from_ref(&own))?);
+        }
+        for (from, len, receive) in &mut receives {
+            check_length(*from, receive.wait(left())?.len, *len)?;
+        }
+        wait_all(&mut sends, left())
+    }
+
+    /// The other ranks in two orders, to send to and to receive from: at any time every rank has
+    /// one sender and one receiver.
+    fn partners(&self) -> impl Iterator<Item = (usize, usize)> {
+        let (rank, size) = (self.rank(), self.size());
+        (1..size).map(move |step| ((rank + step) % size, (rank + size - step) % size))
+    }
+
+    /// Reduces part `j` of all ranks on rank `j`.
+    fn reduce_parts(
+        &self,
+        parts: &[BufferSlice],
+        (element, reduce): (DataType, ReduceOp),
+        timeout: Duration,
+    ) -> Result<()> {
+        let (size, tag, start) = (self.size(), self.next_round(), Instant::now());
+        let left = || timeout.saturating_sub(start.elapsed());
+        let own = &parts[self.rank()];
+        let scratch = self.take_scratch(own.len * size as u64)?;
+        let mut receives = Vec::with_capacity(size);
+        let mut sends = Vec::with_capacity(size);
+        for (index, (to, from)) in self.partners().enumerate() {
+            let room = scratch.slice(index as u64 * own.len, own.len)?;
+            receives.push((from, self.internal_receive(from, tag, std::slice::from_ref(&room))?));
+            sends.push(self.internal_send(to, tag, std::slice::from_ref(&parts[to]))?);
+        }
+        let mut result = vec![0; own.len as usize];
+        let mut theirs = vec![0; own.len as usize];
+        own.buffer.read(own.offset, &mut result)?;
+        for (index, (from, receive)) in receives.iter_mut().enumerate() {
+            check_length(*from, receive.wait(left())?.len, own.len)?;
+            scratch.read(index as u64 * own.len, &mut theirs)?;
+            combine(&mut result, &theirs, element, reduce);
+        }
+        own.buffer.write(own.offset, &result)?;
+        wait_all(&mut sends, left())?;
+        self.keep_scratch(scratch);
+        Ok(())
+    }
+
+    /// Reduces to rank 0, by a binomial tree.
+    fn reduce_to_first(
+        &self,
+        chunk: &BufferSlice,
+        (element, reduce): (DataType, ReduceOp),
+        timeout: Duration,
+    ) -> Result<()> {
+        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
+        let start = Instant::now();
+        let left = || timeout.saturating_sub(start.elapsed());
+        let scratch = self.take_scratch(chunk.len)?;
         let room = scratch.slice(0, chunk.len)?;
         let mut mine = vec![0; chunk.len as usize];
         let mut theirs = vec![0; chunk.len as usize];
         let mut step = 1;
         while step < size {
             if rank & step != 0 {
-                return self
-                    .internal_send(rank - step, tag, std::slice::from_ref(chunk))?
-                    .wait(left())
-                    .map(drop);
+                let to = rank - step;
+                self.internal_send(to, tag, std::slice::from_ref(chunk))?.wait(left())?;
+                break;
             }
             let from = rank + step;
             if from < size {
@@ -181,40 +359,42 @@ impl Comm {
             }
             step *= 2;
         }
+        self.keep_scratch(scratch);
         Ok(())
     }
 
-    /// Gathers `len` bytes of every rank, in the order of ranks.
-    pub(super) fn all_gather(&self, mine: &[u8], len: usize) -> Result<Vec<u8>> {
-        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
-        let buffer = self.alloc((size * len) as u64)?;
-        buffer.write((rank * len) as u64, mine)?;
-        let slice = |rank: usize| buffer.slice((rank * len) as u64, len as u64);
-        let mut requests = Vec::new();
-        for other in (0..size).filter(|other| *other != rank) {
-            requests.push(self.internal_receive(other, tag, &[slice(other)?])?);
-            requests.push(self.internal_send(other, tag, &[slice(rank)?])?);
+    /// At least `len` bytes to receive into. Those of a call that failed are not kept: a late
+    /// message may still be written to them.
+    fn take_scratch(&self, len: u64) -> Result<Buffer> {
+        let kept = self.shared.scratch.lock().take();
+        match kept.filter(|kept| kept.len() >= len) {
+            Some(scratch) => Ok(scratch),
+            None => self.alloc(len.next_power_of_two().max(TREE_BELOW)),
         }
-        wait_all(&mut requests, self.shared.options.timeout)?;
-        let mut all = vec![0; size * len];
+    }
+
+    fn keep_scratch(&self, scratch: Buffer) {
+        *self.shared.scratch.lock() = Some(scratch);
+    }
+
+    /// Gathers `len` bytes of every rank, in the order of ranks.
+    pub(super) fn all_gather_bytes(&self, mine: &[u8], len: usize) -> Result<Vec<u8>> {
+        let buffer = self.alloc((self.size() * len) as u64)?;
+        buffer.write((self.rank() * len) as u64, mine)?;
+        self.all_gather(&buffer, self.shared.options.timeout)?;
+        let mut all = vec![0; self.size() * len];
         buffer.read(0, &mut all)?;
         Ok(all)
     }
 
     /// Sends `len` bytes to every rank, different for each, and returns those received, in the
     /// order of ranks.
-    pub(super) fn all_to_all(&self, send_buf: &[u8], len: usize) -> Result<Vec<u8>> {
-        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
-        let (out, into) = (self.alloc((size * len) as u64)?, self.alloc((size * len) as u64)?);
+    pub(super) fn all_to_all_bytes(&self, send_buf: &[u8], len: usize) -> Result<Vec<u8>> {
+        let total = (self.size() * len) as u64;
+        let (out, into) = (self.alloc(total)?, self.alloc(total)?);
         out.write(0, send_buf)?;
-        let slice = |buffer: &Buffer, rank: usize| buffer.slice((rank * len) as u64, len as u64);
-        let mut requests = Vec::new();
-        for other in (0..size).filter(|other| *other != rank) {
-            requests.push(self.internal_receive(other, tag, &[slice(&into, other)?])?);
-            requests.push(self.internal_send(other, tag, &[slice(&out, other)?])?);
-        }
-        wait_all(&mut requests, self.shared.options.timeout)?;
-        let mut recv_buf = vec![0; size * len];
+        self.all_to_all(&out, &into, self.shared.options.timeout)?;
+        let mut recv_buf = vec![0; self.size() * len];
         into.read(0, &mut recv_buf)?;
         Ok(recv_buf)
     }
@@ -232,6 +412,14 @@ impl Comm {
     fn internal_receive(&self, from: usize, tag: u32, slices: &[BufferSlice]) -> Result<Request> {
         self.shared.start_receive(Channel::Internal, from, Match::Tag(tag), slices)
     }
+}
+
+fn check_elements(len: u64, element: DataType) -> Result<()> {
+    if len.is_multiple_of(element.bytes()) {
+        return Ok(());
+    }
+    let why = format!("{len} bytes are not a multiple of {element:?}");
+    Err(Error::new(Kind::InvalidArgument, "reduce").why(why))
 }
 
 fn check_length(from: usize, received: u64, wanted: u64) -> Result<()> {

@@ -551,6 +551,7 @@ fn connect(
         consumed: Mutex::new(vec![0; size]),
         ready_sent: Mutex::new(vec![0; size]),
         round: Mutex::new(0),
+        scratch: Mutex::new(None),
     }))
 }
 

@@ -50,6 +50,8 @@ pub(super) struct Shared {
     pub ready_sent: Mutex<Vec<u64>>,
     /// Sequence number of collectives, so that messages of different calls are not mixed up.
     pub round: Mutex<u32>,
+    /// Memory into which reductions receive, kept between calls.
+    pub scratch: Mutex<Option<Buffer>>,
 }
 
 /// What an event loop watches.

@@ -67,7 +67,7 @@ impl Comm {
         let own = slice.into();
         let (address, rkey) = own.buffer.remote(own.offset);
         let mine = RemoteRange { address, len: own.len, rkey };
-        let gathered = self.all_gather(&mine.encode(), RANGE_LEN)?;
+        let gathered = self.all_gather_bytes(&mine.encode(), RANGE_LEN)?;
         let range = |bytes: &[u8]| RemoteRange::parse(&std::array::from_fn(|index| bytes[index]));
         let members = gathered.chunks_exact(RANGE_LEN).map(range).collect();
         Ok(RmaWindow { comm: self.clone(), own, members })

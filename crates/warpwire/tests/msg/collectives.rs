@@ -1,4 +1,4 @@
-//! Collective operations: barrier, broadcast, all-reduce.
+//! Collective operations.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,7 +10,15 @@ use crate::msg::fixture::{
 };
 use testkit::cases;
 
-cases!(Fixture; CASES: barriers_hold_every_rank, broadcasts, reductions, invalid_use_is_refused);
+cases!(Fixture; CASES:
+    barriers_hold_every_rank,
+    broadcasts,
+    blocks_are_gathered,
+    blocks_are_exchanged,
+    blocks_are_reduced,
+    reductions,
+    invalid_use_is_refused,
+);
 
 fn barriers_hold_every_rank(fixture: &Fixture) {
     for size in [1, 2, 3, 8] {
@@ -43,6 +51,85 @@ fn broadcasts(fixture: &Fixture) {
                         .unwrap();
                     same(&read(&memory, 1, len), &pattern(len as u64, len), "a broadcast");
                 }
+            }
+            comm.finish(test_timeout()).unwrap();
+        });
+    }
+}
+
+/// What the block of one rank for another contains.
+fn block_of(from: usize, to: usize, len: usize) -> Vec<u8> {
+    pattern((from * 100 + to) as u64, len)
+}
+
+fn blocks_are_gathered(fixture: &Fixture) {
+    for size in [1, 2, 3, 8] {
+        fixture.ranks(size, |comm| {
+            for (memory_kind, len) in MEMORY_KINDS
+                .into_iter()
+                .flat_map(|kind| [0, 1, 9000, 100_000].map(|len| (kind, len)))
+            {
+                let memory = buffer(&comm, memory_kind, (size * len + 1) as u64);
+                let own = comm.rank() * len + 1;
+                memory.write(own as u64, &block_of(comm.rank(), 0, len)).unwrap();
+                let slice = memory.slice(1, (size * len) as u64).unwrap();
+                comm.all_gather(slice, test_timeout()).unwrap();
+                for rank in 0..size {
+                    let found = read(&memory, (rank * len + 1) as u64, len);
+                    same(&found, &block_of(rank, 0, len), "a gathered block");
+                }
+            }
+            comm.finish(test_timeout()).unwrap();
+        });
+    }
+}
+
+fn blocks_are_exchanged(fixture: &Fixture) {
+    for size in [1, 2, 3, 8] {
+        fixture.ranks(size, |comm| {
+            for (memory_kind, len) in MEMORY_KINDS
+                .into_iter()
+                .flat_map(|kind| [0, 1, 9000, 100_000].map(|len| (kind, len)))
+            {
+                let send = buffer(&comm, memory_kind, (size * len) as u64 + 1);
+                let recv = buffer(&comm, memory_kind, (size * len) as u64 + 1);
+                for to in 0..size {
+                    send.write((to * len) as u64, &block_of(comm.rank(), to, len)).unwrap();
+                }
+                let total = (size * len) as u64;
+                let slices = (send.slice(0, total).unwrap(), recv.slice(1, total).unwrap());
+                comm.all_to_all(slices.0, slices.1, test_timeout()).unwrap();
+                for from in 0..size {
+                    let found = read(&recv, (from * len + 1) as u64, len);
+                    same(&found, &block_of(from, comm.rank(), len), "an exchanged block");
+                }
+            }
+            comm.finish(test_timeout()).unwrap();
+        });
+    }
+}
+
+fn blocks_are_reduced(fixture: &Fixture) {
+    for size in [1, 2, 3, 7] {
+        fixture.ranks(size, |comm| {
+            // The last is more than one piece.
+            for count in [0, 1, 1000, (5 << 20) / 8 / size] {
+                let memory = comm.alloc((size * count * 8 + 8) as u64).unwrap();
+                let value = |rank: usize, index: usize| (rank + 1) as u64 * (index + 7) as u64;
+                let input: Vec<u8> = (0..size * count)
+                    .flat_map(|index| value(comm.rank(), index).to_le_bytes())
+                    .collect();
+                memory.write(0, &input).unwrap();
+                let slice = memory.slice(0, input.len() as u64).unwrap();
+                let (element, sum) = (DataType::U64, ReduceOp::Sum);
+                comm.reduce_scatter(slice, element, sum, test_timeout()).unwrap();
+                let first = comm.rank() * count;
+                let mut wanted = input;
+                for index in first..first + count {
+                    let sum: u64 = (0..size).map(|rank| value(rank, index)).sum();
+                    wanted[index * 8..index * 8 + 8].copy_from_slice(&sum.to_le_bytes());
+                }
+                same(&read(&memory, 0, wanted.len()), &wanted, "its block, and no other");
             }
             comm.finish(test_timeout()).unwrap();
         });
@@ -101,6 +188,24 @@ fn invalid_use_is_refused(fixture: &Fixture) {
         );
         assert_eq!(odd.unwrap_err().kind(), &Kind::InvalidArgument);
         assert!(comm.broadcast(2, &memory, test_timeout()).is_err());
+        // 99 bytes are no two blocks, and blocks of 50 bytes no whole numbers.
+        let uneven = memory.slice(0, 99).unwrap();
+        for (refused, why) in [
+            (comm.all_gather(uneven.clone(), test_timeout()), "99 bytes"),
+            (comm.all_to_all(uneven.clone(), uneven, test_timeout()), "99 bytes"),
+            (
+                comm.all_to_all(&memory, memory.slice(0, 98).unwrap(), test_timeout()),
+                "98 to receive",
+            ),
+            (
+                comm.reduce_scatter(&memory, DataType::F32, ReduceOp::Sum, test_timeout()),
+                "50 bytes",
+            ),
+        ] {
+            let error = refused.unwrap_err();
+            assert_eq!(error.kind(), &Kind::InvalidArgument);
+            assert!(error.to_string().contains(why), "{error}");
+        }
         comm.barrier(test_timeout()).unwrap();
         // A barrier that the other rank does not enter times out.
         if comm.rank() == 0 {

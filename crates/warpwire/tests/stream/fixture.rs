@@ -72,7 +72,7 @@ impl Fixture {
     pub fn links(&self) -> [Box<dyn Link>; 2] {
         if self.variant.shm {
             let options = ShmOptions::default().with_control_poll_interval(1);
-            let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
+            let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options.clone()).unwrap();
             return [Box::new(shm()), Box::new(shm())];
         }
         let hub = Hub::new();

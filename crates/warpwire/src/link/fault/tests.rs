@@ -67,7 +67,13 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         from.flush().unwrap();
         to.receive(&mut take).unwrap();
     }
-    assert_eq!((from.poll_delay(), to.poll_delay()), (None, None), "packets are still held back");
+    assert_eq!(from.poll_delay(), None, "packets are still held back");
+    // A UDP socket holds a corrupt packet whose ICRC may be right with another identification, by
+    // its own clock.
+    testkit::until("no packet is held", || {
+        to.receive(&mut take).unwrap();
+        to.poll_delay().is_none()
+    });
     Run { arrived, sender: from.counters(), receiver: to.counters() }
 }
 

@@ -1,9 +1,5 @@
-//! Connection setup between two processes: a unix socket named after the link's address, and one
-//! message on it.
-//!
-//! The name is in the abstract namespace, which belongs to the network namespace, as the address
-//! does: processes that share one share the other, nothing is left behind in a file system, and a
-//! name is free as soon as its owner exits.
+//! Connection setup between two processes: a unix socket named after the link's address (`names`),
+//! and one message on it.
 //!
 //! The sender connects, sends a [`RingHello`] with the files of a new ring, and may write
 //! immediately. The receiver says that it has accepted the ring, or closes the connection without
@@ -12,13 +8,13 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags,
 };
 
 use super::super::{address_bytes, address_from};
@@ -31,89 +27,6 @@ use crate::host::is_own_user;
 pub(super) const VERSION: u32 = 4;
 const MAGIC: [u8; 8] = *b"warpshm\0";
 const HELLO_LEN: usize = 72;
-const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
-/// Maximum number of connections that wait to be accepted; the kernel may allow fewer.
-const BACKLOG: i32 = 1024;
-
-/// The namespace of a link's name. A UDP socket may have the same address as a shared-memory-only
-/// link of another process: the two are unrelated. So a link that belongs to a UDP socket has a
-/// name in a separate namespace, which only the owner of the UDP port binds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Namespace {
-    Shm,
-    Auto,
-}
-
-impl Namespace {
-    fn name(self, address: SocketAddr) -> io::Result<SocketAddrUnix> {
-        let prefix = match self {
-            Self::Shm => "shm",
-            Self::Auto => "auto",
-        };
-        let text = format!("warpwire {prefix} {VERSION} {}", without_flowinfo(address));
-        Ok(SocketAddrUnix::new_abstract_name(text.as_bytes())?)
-    }
-
-    /// The order in which namespaces are searched: the link's own first.
-    pub(super) fn search_order(self) -> [Self; 2] {
-        match self {
-            Self::Shm => [Self::Shm, Self::Auto],
-            Self::Auto => [Self::Auto, Self::Shm],
-        }
-    }
-}
-
-/// Clears the flow label, which is not part of an address.
-fn without_flowinfo(address: SocketAddr) -> SocketAddr {
-    match address {
-        SocketAddr::V4(_) => address,
-        SocketAddr::V6(v6) => SocketAddrV6::new(*v6.ip(), v6.port(), 0, v6.scope_id()).into(),
-    }
-}
-
-/// A socket that peers connect to under this address.
-pub(super) fn listen(address: SocketAddr, namespace: Namespace) -> io::Result<OwnedFd> {
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
-    rustix::net::bind(&socket, &namespace.name(address)?)?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket)
-}
-
-/// Binds a free UDP port of the address, so that no UDP socket gets the same name; `None` if the
-/// address does not belong to this machine. The socket is never read, and its receive buffer is
-/// minimal.
-pub(super) fn reserve_port(ip: IpAddr) -> Option<(OwnedFd, SocketAddr)> {
-    let family = if ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = rustix::net::socket_with(family, SocketType::DGRAM, FLAGS, None).ok()?;
-    if ip.is_ipv6() {
-        rustix::net::sockopt::set_ipv6_v6only(&socket, true).ok()?;
-    }
-    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 0).ok()?;
-    rustix::net::bind(&socket, &SocketAddr::new(ip, 0)).ok()?;
-    let address = SocketAddr::try_from(rustix::net::getsockname(&socket).ok()?).ok()?;
-    Some((socket, without_flowinfo(address)))
-}
-
-/// Connects to the link with this address, or with the unspecified address and the same port, in
-/// one of these namespaces; returns which.
-pub(super) fn connect(peer: SocketAddr, names: &[Namespace]) -> io::Result<(OwnedFd, Namespace)> {
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
-    let every: IpAddr = match peer {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    for namespace in names {
-        for address in [peer, SocketAddr::new(every, peer.port())] {
-            match rustix::net::connect(&socket, &namespace.name(address)?) {
-                Ok(()) => return Ok((socket, *namespace)),
-                Err(Errno::CONNREFUSED) => {}
-                Err(code) => return Err(code.into()),
-            }
-        }
-    }
-    Err(Errno::CONNREFUSED.into())
-}
-
 /// Whether the process at the other end may share memory with us: it runs as the same user.
 ///
 /// Any process on the machine can bind any name and connect to any; hence both sides check. The
@@ -233,7 +146,7 @@ fn address_at(hello: &[u8], at: usize) -> Option<SocketAddr> {
 
 /// Accepts the next pending connection.
 pub(super) fn accept(listener: &OwnedFd) -> Result<OwnedFd, Errno> {
-    rustix::net::accept_with(listener, FLAGS)
+    rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
 }
 
 /// Wakes the receiver; `false` if it has exited. A full socket already holds wake-ups.
@@ -313,6 +226,8 @@ fn received_files(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::net::{AddressFamily, SocketType};
+
     use super::*;
 
     #[test]

@@ -13,6 +13,7 @@ use warpwire_proto::wire::packet::ICRC_LEN;
 
 use super::exports::{self, ExportTable, ImporterSlot};
 use super::handshake::{self, HelloResult, RingHello};
+use super::names::Listener;
 use super::ring::{Reader, RingItem};
 use super::sys::{ControlPage, ReadOnlyMapping};
 use super::{RejectCounters, ShmOptions};
@@ -49,7 +50,7 @@ pub(super) struct Incoming {
     local: SocketAddr,
     /// A duplicate of the link's epoll descriptor.
     poll: OwnedFd,
-    listener: OwnedFd,
+    listener: Listener,
     /// Reserved for a connection that arrives when the process has no descriptors left.
     spare_fd: Option<OwnedFd>,
     /// An eventfd, written if there are packets already when the caller arms a wait.
@@ -98,12 +99,12 @@ pub(super) fn epoll_token(socket: &OwnedFd) -> u64 {
 impl Incoming {
     pub(super) fn new(
         poll: &OwnedFd,
-        listener: OwnedFd,
+        listener: Listener,
         local: SocketAddr,
         options: &ShmOptions,
     ) -> rustix::io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll_add(poll, &listener, EventFlags::IN)?;
+        epoll_add(poll, &listener.socket, EventFlags::IN)?;
         epoll_add(poll, &event, EventFlags::IN)?;
         Ok(Self {
             local,
@@ -176,7 +177,7 @@ impl Incoming {
     }
 
     fn handle_event(&mut self, poll: &OwnedFd, which: u64, gone: &mut dyn FnMut(u64)) {
-        if which == epoll_token(&self.listener) {
+        if which == epoll_token(&self.listener.socket) {
             self.accept(poll);
         } else if let Some(at) =
             self.pending.iter().position(|connection| epoll_token(connection) == which)
@@ -196,7 +197,7 @@ impl Incoming {
 
     fn accept(&mut self, poll: &OwnedFd) {
         for _ in 0..MAX_EVENTS {
-            let connection = match handshake::accept(&self.listener) {
+            let connection = match handshake::accept(&self.listener.socket) {
                 Ok(connection) => connection,
                 Err(Errno::MFILE | Errno::NFILE) => return self.reject_without_fd(),
                 Err(_) => return,
@@ -219,7 +220,7 @@ impl Incoming {
     #[cold]
     pub(super) fn reject_without_fd(&mut self) {
         self.spare_fd = None;
-        if handshake::accept(&self.listener).is_ok() {
+        if handshake::accept(&self.listener.socket).is_ok() {
             self.rejects.too_many += 1;
         }
         self.spare_fd = rustix::io::fcntl_dupfd_cloexec(&self.poll, 0).ok();

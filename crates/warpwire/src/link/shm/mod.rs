@@ -28,6 +28,7 @@ mod access_tag;
 pub mod exports;
 mod handshake;
 mod incoming;
+mod names;
 mod options;
 mod ring;
 mod sys;
@@ -58,8 +59,9 @@ use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::sync::asymmetric_fence;
 use crate::units;
 use exports::{ExportTable, ShmPeer};
-use handshake::{Namespace, RingHello};
+use handshake::RingHello;
 use incoming::{Incoming, epoll_add, epoll_token};
+use names::{Listener, Names, Namespace};
 use ring::{NoRoom, Writer};
 use sys::{ControlPage, SealedMapping};
 
@@ -99,7 +101,7 @@ const MAX_ICRC_PACKET: usize = 65_507;
 /// ```
 pub struct Shm {
     local: SocketAddr,
-    namespace: Namespace,
+    names: Names,
     /// The UDP port of the same number, bound as long as the link exists, if the link chose the
     /// number.
     _port: Option<OwnedFd>,
@@ -205,23 +207,25 @@ impl Shm {
     /// # Errors
     /// `Busy` if another link has the address.
     pub fn bind(address: SocketAddr, options: ShmOptions) -> Result<Self> {
+        options.check()?;
+        let names = Names::new(Namespace::Shm, options.directory.as_deref());
         let failed = |source: io::Error| bind_error(address, &source);
-        let (listener, local, port) = listen(address).map_err(failed)?;
-        Self::listening(listener, local, options, Namespace::Shm, port)
+        let (listener, local, port) = listen(&names, address).map_err(failed)?;
+        Self::listening(listener, local, options, names, port)
     }
 
     /// Listens under the address of a UDP socket that the caller owns.
     pub(super) fn bind_with_udp(address: SocketAddr, options: ShmOptions) -> Result<Self> {
-        let listener = handshake::listen(address, Namespace::Auto)
-            .map_err(|source| bind_error(address, &source))?;
-        Self::listening(listener, address, options, Namespace::Auto, None)
+        let names = Names::new(Namespace::Auto, options.directory.as_deref());
+        let listener = names.listen(address).map_err(|source| bind_error(address, &source))?;
+        Self::listening(listener, address, options, names, None)
     }
 
     fn listening(
-        listener: OwnedFd,
+        listener: Listener,
         local: SocketAddr,
         options: ShmOptions,
-        namespace: Namespace,
+        names: Names,
         port: Option<OwnedFd>,
     ) -> Result<Self> {
         let options = options.rounded();
@@ -234,15 +238,15 @@ impl Shm {
             Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
-            namespace,
+            names,
             _port: port,
-            options,
             poll,
             flows: Flows::new(),
             outgoing: Vec::new(),
             dirty: Vec::new(),
             reserved: None,
             sink: vec![0; options.max_packet].into_boxed_slice(),
+            options,
             peer_lost: Cell::new(false),
             ring_full: false,
             incoming: RefCell::new(incoming),
@@ -270,6 +274,11 @@ impl Shm {
         ring.is_some_and(Outgoing::is_refused)
     }
 
+    /// Whether the shared directory names this peer, which may be in another network namespace.
+    pub(super) fn is_in_directory(&self, peer: SocketAddr) -> bool {
+        self.names.has_file(self.local, peer)
+    }
+
     /// Whether the peer of some ring has exited or refused the connection.
     #[inline]
     pub(super) fn has_lost_peers(&self) -> bool {
@@ -290,9 +299,8 @@ impl Shm {
             return Ok(at);
         }
         let from = self.source(peer);
-        let (namespace, shm_peer, writer) = self
-            .handshake(from, peer, &self.namespace.search_order())
-            .map_err(|source| self.open_error(peer, &source))?;
+        let (namespace, shm_peer, writer) =
+            self.handshake(from, peer, None).map_err(|source| self.open_error(peer, &source))?;
         let made = Outgoing {
             peer,
             from,
@@ -328,9 +336,9 @@ impl Shm {
         &self,
         from: SocketAddr,
         peer: SocketAddr,
-        names: &[Namespace],
+        only: Option<Namespace>,
     ) -> io::Result<(Namespace, Arc<ShmPeer>, Writer)> {
-        let (socket, namespace) = handshake::connect(peer, names)?;
+        let (socket, namespace) = self.names.connect(self.local, peer, only)?;
         if !handshake::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
@@ -378,7 +386,7 @@ impl Shm {
                 peer_lost = true;
                 continue;
             }
-            let made = self.handshake(known.from, known.peer, &[known.namespace]);
+            let made = self.handshake(known.from, known.peer, Some(known.namespace));
             let Some(known) = &mut self.outgoing[at] else { continue };
             match made {
                 Ok((_, shm_peer, writer)) => {
@@ -653,13 +661,16 @@ impl Link for Shm {
 }
 
 /// Listens under the address; with port 0, under a free port, which is then bound for UDP as well.
-fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedFd>)> {
+fn listen(
+    names: &Names,
+    address: SocketAddr,
+) -> io::Result<(Listener, SocketAddr, Option<OwnedFd>)> {
     if address.port() != 0 {
-        return Ok((handshake::listen(address, Namespace::Shm)?, address, None));
+        return Ok((names.listen(address)?, address, None));
     }
     for _ in 0..MAX_PORT_ATTEMPTS {
-        let Some((port, address)) = handshake::reserve_port(address.ip()) else { break };
-        match handshake::listen(address, Namespace::Shm) {
+        let Some((port, address)) = names::reserve_port(address.ip()) else { break };
+        match names.listen(address) {
             Ok(listener) => return Ok((listener, address, Some(port))),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),
@@ -671,7 +682,7 @@ fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedF
     for step in 0..count {
         let port = first + ((start + step) % count) as u16;
         let address = SocketAddr::new(address.ip(), port);
-        match handshake::listen(address, Namespace::Shm) {
+        match names.listen(address) {
             Ok(listener) => return Ok((listener, address, None)),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),

@@ -557,8 +557,7 @@ fn bind_auto() -> Auto {
 fn a_flow_that_is_refused_moves_to_udp() {
     let (mut one, mut kept) = (bind_auto(), bind_auto());
     let mut peer = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
-    let listener = handshake::listen(peer.local(), Namespace::Auto);
-    let listener = listener.unwrap();
+    let listener = Names::new(Namespace::Auto, None).listen(peer.local()).unwrap();
     let flows = [one.open(peer.local(), 7).unwrap(), one.open(peer.local(), 8).unwrap()];
     let to_kept = one.open(kept.local(), 0).unwrap();
     for flow in [flows[0], flows[1], to_kept] {
@@ -568,7 +567,7 @@ fn a_flow_that_is_refused_moves_to_udp() {
     one.flush().unwrap();
     assert_eq!(receive(&mut kept, 1).len(), 1);
     // As a listener does that has no descriptor left.
-    drop(handshake::accept(&listener).unwrap());
+    drop(handshake::accept(&listener.socket).unwrap());
     let start = std::time::Instant::now();
     while flows.iter().any(|flow| one.flow_path(*flow).kind == LinkKind::Shm) {
         one.receive(&mut |_| ()).unwrap();
@@ -593,4 +592,82 @@ fn a_flow_that_is_refused_moves_to_udp() {
         assert!(start.elapsed() < Duration::from_secs(20));
     }
     assert_eq!(one.flow_path(to_kept).kind, LinkKind::Shm);
+}
+
+fn in_directory(directory: &std::path::Path) -> ShmOptions {
+    ShmOptions::default().with_directory(Some(directory.to_owned()))
+}
+
+/// Links of other network namespaces have addresses that do not belong to this one.
+#[test]
+fn links_find_each_other_in_a_directory() {
+    let shared = tempfile::tempdir().unwrap();
+    let bind = |address: &str| Shm::bind(address.parse().unwrap(), in_directory(shared.path()));
+    for (here, there) in [("10.1.2.3:5000", "10.1.2.4:5000"), ("[fd00::1]:7", "[fd00::2]:7")] {
+        let (mut one, mut other) = (bind(here).unwrap(), bind(there).unwrap());
+        let flow = one.open(other.local(), 0).unwrap();
+        send(&mut one, flow, 64, 1);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut other, 1).len(), 1);
+        let files = std::fs::read_dir(shared.path()).unwrap().count();
+        assert_eq!(files, 2, "{here}");
+        assert_eq!(bind(here).err().unwrap().kind(), &ErrorKind::Busy);
+        // One that listens elsewhere is not found, nor finds.
+        let mut stranger = Shm::bind("10.1.2.5:5000".parse().unwrap(), ShmOptions::default());
+        assert!(stranger.as_mut().unwrap().open(other.local(), 0).is_err());
+        drop((one, other));
+        assert_eq!(std::fs::read_dir(shared.path()).unwrap().count(), 0, "{here}");
+    }
+}
+
+/// Every network namespace has its own loopback: the same address would be two processes.
+#[test]
+fn a_directory_has_no_loopback_addresses() {
+    let shared = tempfile::tempdir().unwrap();
+    for address in ["127.0.0.1:0", "[::1]:0", "0.0.0.0:0", "169.254.1.1:9", "[fe80::1]:9"] {
+        let options = in_directory(shared.path());
+        let link = Shm::bind(address.parse().unwrap(), options).unwrap();
+        assert_eq!(std::fs::read_dir(shared.path()).unwrap().count(), 0, "{}", link.local());
+    }
+    // A file with such a name leads nowhere.
+    let mut one = Shm::bind("127.0.0.1:0".parse().unwrap(), in_directory(shared.path())).unwrap();
+    let _trap = std::os::unix::net::UnixListener::bind(
+        shared.path().join(format!("shm-{}-127.0.0.1:9", handshake::VERSION)),
+    );
+    let refused = one.open("127.0.0.1:9".parse().unwrap(), 0).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Unavailable);
+}
+
+#[test]
+fn a_file_of_a_killed_process_is_replaced() {
+    let shared = tempfile::tempdir().unwrap();
+    let at = "10.1.2.3:5000".parse().unwrap();
+    let link = Shm::bind(at, in_directory(shared.path())).unwrap();
+    let file = std::fs::read_dir(shared.path()).unwrap().next().unwrap().unwrap().path();
+    let kept = shared.path().join("kept");
+    std::fs::rename(&file, &kept).unwrap(); // so that the drop does not remove it
+    drop(link);
+    std::fs::rename(&kept, &file).unwrap();
+    let other = "10.1.2.4:5000".parse().unwrap();
+    let mut caller = Shm::bind(other, in_directory(shared.path())).unwrap();
+    let refused = caller.open(at, 0).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Unavailable, "{refused}");
+    let again = Shm::bind(at, in_directory(shared.path())).unwrap();
+    caller.open(again.local(), 0).unwrap();
+}
+
+#[test]
+fn a_directory_that_cannot_be_used_is_an_error() {
+    let shared = tempfile::tempdir().unwrap();
+    let file = shared.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let long = format!("/{}", "x".repeat(60));
+    let any = "127.0.0.1:0".parse().unwrap();
+    for directory in [shared.path().join("absent"), file, long.into()] {
+        let options = in_directory(&directory);
+        let error = Auto::bind(any, UdpOptions::default(), options.clone()).err().unwrap();
+        assert_eq!(error.kind(), &ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains(&*directory.to_string_lossy()), "{error}");
+        assert!(Shm::bind(any, options).is_err());
+    }
 }

@@ -225,7 +225,7 @@ impl Comm {
             slot[..text.len()].copy_from_slice(&text);
             peers.push(Some(peer));
         }
-        let recv_buf = self.all_to_all(&send_buf, CHANNEL_INFO_LEN)?;
+        let recv_buf = self.all_to_all_bytes(&send_buf, CHANNEL_INFO_LEN)?;
         for (rank, peer) in peers.iter_mut().enumerate() {
             let Some(peer) = peer else { continue };
             connect_peer(
