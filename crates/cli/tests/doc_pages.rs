@@ -97,6 +97,7 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("S=$(python3 -c", "tools/nixl-test installs it"),
     ("NIXL_PLUGIN_DIR=", "tools/nixl-test runs the program; servers need a GPU"),
     ("sudo apt-get install ./packages", "tools/stranger installs them in a clean root"),
+    ("tar xzf dist/warpwire", "tools/stranger unpacks it in a clean root"),
     ("warpwire doctor --brief --require gpudirect", "fails without a GPU; the tests of doctor do"),
     ("docker", "no container engine; tools/containerfile runs the steps"),
     ("redis-cli", "tools/sock-clients runs it"),
