@@ -1,4 +1,5 @@
-/* Warpwire for C and C++: transfer agents, device memory, CPU windows and diagnosis.
+/* Warpwire for C and C++: transfer agents, device memory, CPU windows, queue pairs and sockets for
+ * kernels, and diagnosis.
  *
  * Works with C99 and C++11 and later. docs/c.md has examples, and says how to link.
  *
@@ -11,7 +12,7 @@
  *  - Any thread may call any function, on the same handle too. The library calls nothing of yours.
  *  - Blocks that a function returns through `**` are freed with ww_free, each with one call: also
  *    a struct whose members point to texts. Bytes and texts end with a NUL that is not counted.
- *  - Handles of an agent may be released in any order, also after the agent was closed.
+ *  - Handles may be released in any order, also after the agent or context was closed.
  *  - After fork, the child cannot use the library: all calls are WW_UNSUPPORTED.
  */
 #ifndef WARPWIRE_H
@@ -130,6 +131,7 @@ int ww_agent_path(const ww_agent *agent, char **text);
 #define WW_LOCAL_WRITE 1u  /* reads that are posted here write to it; needed for the others */
 #define WW_REMOTE_READ 2u
 #define WW_REMOTE_WRITE 4u
+#define WW_REMOTE_ATOMIC 8u /* for ww_context_register alone: signals and atomics of kernels */
 #define WW_ACCESS_ALL (WW_LOCAL_WRITE | WW_REMOTE_READ | WW_REMOTE_WRITE)
 
 /* Registers `len` bytes at `address`: memory of this process, or of a GPU that this process uses,
@@ -305,6 +307,105 @@ int ww_window_read(const ww_window *window, uint64_t offset, void *to, size_t le
 
 /* Unmaps it, when calls of other threads on it have returned. */
 int ww_window_close(ww_window *window);
+
+/* ---- Queue pairs for kernels: <warpwire/verbs.cuh> ------------------------------------------ */
+
+typedef struct ww_context ww_context;       /* an RDMA device, and a protection domain */
+typedef struct ww_mr ww_mr;                 /* memory that is registered with it */
+typedef struct ww_kernel_qp ww_kernel_qp;   /* a queue pair that kernels post to */
+
+/* Zero is the default of every member. */
+typedef struct ww_context_options {
+    size_t size;
+    const char *link;       /* "auto", "udp", "shm", or "device:mlx5_0" for an RDMA device */
+    const char *address;    /* IP address of this machine */
+} ww_context_options;
+#define WW_CONTEXT_OPTIONS_INIT {sizeof(ww_context_options), NULL, NULL}
+
+/* Opens an RDMA device: a software one, with a thread that looks for the work of kernels, or
+ * hardware. `options` may be NULL. */
+int ww_context_open(const ww_context_options *options, ww_context **context);
+
+/* Closes it when everything that was made with it is released. */
+int ww_context_close(ww_context *context);
+
+/* Registers `len` bytes at `address`: memory of this process, or of a GPU that this process uses,
+ * whoever allocated it. It must stay allocated until ww_mr_deregister. */
+int ww_context_register(ww_context *context, uint64_t address, uint64_t len, unsigned access,
+                        ww_mr **mr);
+
+typedef struct ww_mr_info {
+    uint64_t address;   /* what kernels and peers use as its address */
+    uint64_t len;
+    uint32_t lkey;      /* for warpwire::Local */
+    uint32_t rkey;      /* for warpwire::Remote, at the peer */
+    const char *path;   /* how the device reaches it */
+    const char *why;    /* why not in a better way: one line per way that was tried */
+} ww_mr_info;
+
+int ww_mr_describe(const ww_mr *mr, ww_mr_info **info);
+
+/* Ends the registration: nothing accesses the memory any more. */
+int ww_mr_deregister(ww_mr *mr);
+
+/* Zero is the default of every member. */
+typedef struct ww_kernel_qp_options {
+    size_t size;
+    uint32_t send_depth;        /* a power of two, 2 to 32768 */
+    uint32_t receive_depth;     /* a power of two, 1 to 32768 */
+    int is_single_poster;       /* one thread or group posts at a time, which is faster */
+} ww_kernel_qp_options;
+#define WW_KERNEL_QP_OPTIONS_INIT {sizeof(ww_kernel_qp_options), 0, 0, 0}
+
+/* Creates a queue pair for kernels of a device ("cuda:0"), in the primary context, as the CUDA
+ * runtime uses it; or, if `device` is NULL, for CPU threads of this process that compile verbs.cuh
+ * as C++. `options` may be NULL. */
+int ww_kernel_qp_create(ww_context *context, const char *device,
+                        const ww_kernel_qp_options *options, ww_kernel_qp **qp);
+
+/* What the peer needs to connect: bytes that any store or socket may carry. */
+int ww_kernel_qp_endpoint(const ww_kernel_qp *qp, void **bytes, size_t *len);
+
+/* Connects it to the peer with this endpoint. What kernels posted before is sent then. */
+int ww_kernel_qp_connect(ww_kernel_qp *qp, const void *endpoint, size_t len);
+
+/* Its handle, the argument of kernels: a `warpwire::Qp *`. */
+int ww_kernel_qp_handle(const ww_kernel_qp *qp, uint64_t *address);
+
+/* The first failure that a kernel has noticed, with its cause; WW_OK if there was none. */
+int ww_kernel_qp_check(const ww_kernel_qp *qp);
+
+/* Ends all current and future waits of kernels, with kClosed. */
+int ww_kernel_qp_close(ww_kernel_qp *qp);
+
+/* Destroys it. Kernels that use it must have ended. */
+int ww_kernel_qp_release(ww_kernel_qp *qp);
+
+/* ---- Sockets for kernels: <warpwire/sock.cuh> ----------------------------------------------- */
+
+typedef struct ww_sock_host ww_sock_host; /* the sockets of a device, with their thread */
+
+/* Zero is the default of every member. */
+typedef struct ww_sock_options {
+    size_t size;
+    uint64_t ring;      /* bytes of a socket's ring, per direction */
+    uint64_t arena;     /* bytes of all rings, per direction; default: a ring for every socket */
+    uint32_t sockets;   /* at most so many are open */
+} ww_sock_options;
+#define WW_SOCK_OPTIONS_INIT {sizeof(ww_sock_options), 0, 0, 0}
+
+/* Starts sockets for the kernels of a device ("cuda:0"); or, if `device` is NULL, for CPU threads
+ * of this process that compile sock.cuh as C++. `options` may be NULL. */
+int ww_sock_host_start(const char *device, const ww_sock_options *options, ww_sock_host **host);
+
+/* The argument of kernels: a `const warpwire::sock::Table *`. */
+int ww_sock_host_table(const ww_sock_host *host, uint64_t *address);
+
+/* Closes all sockets: calls of kernels fail with ECONNABORTED. */
+int ww_sock_host_stop(ww_sock_host *host);
+
+/* Frees their memory. Kernels that use them must have ended. */
+int ww_sock_host_release(ww_sock_host *host);
 
 /* ---- Diagnosis ------------------------------------------------------------------------------ */
 

@@ -108,6 +108,51 @@ pub struct WindowInfo {
     pub why: *const c_char,
 }
 
+/// `ww_context_options`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct ContextOptions {
+    pub size: usize,
+    pub link: *const c_char,
+    pub address: *const c_char,
+}
+
+/// `ww_mr_info`.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct MrInfo {
+    pub address: u64,
+    pub len: u64,
+    pub lkey: u32,
+    pub rkey: u32,
+    pub path: *const c_char,
+    pub why: *const c_char,
+}
+
+/// `ww_kernel_qp_options`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct KernelQpOptions {
+    pub size: usize,
+    pub send_depth: u32,
+    pub receive_depth: u32,
+    pub is_single_poster: c_int,
+}
+
+/// `ww_sock_options`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct SockOptions {
+    pub size: usize,
+    pub ring: u64,
+    pub arena: u64,
+    pub sockets: u32,
+}
+
 warpwire_cabi::layouts! { pub,
     "ww_error" ErrorInfo, 40, { status 0, code 4, message 8, what 16, why 24, fix 32 }
     "ww_agent_options" AgentOptions, 48, {
@@ -122,5 +167,11 @@ warpwire_cabi::layouts! { pub,
     "ww_peer_info" PeerInfo, 24, { name 0, is_connected 8, path 16 }
     "ww_remote_memory" RemoteMemory, 24, { address 0, len 8, kind 16 }
     "ww_notification" Notification, 24, { from 0, bytes 8, len 16 }
+    "ww_context_options" ContextOptions, 24, { size 0, link 8, address 16 }
+    "ww_mr_info" MrInfo, 40, { address 0, len 8, lkey 16, rkey 20, path 24, why 32 }
+    "ww_kernel_qp_options" KernelQpOptions, 24, {
+        size 0, send_depth 8, receive_depth 12, is_single_poster 16
+    }
+    "ww_sock_options" SockOptions, 32, { size 0, ring 8, arena 16, sockets 24 }
     "ww_window_info" WindowInfo, 48, { pointer 0, address 8, len 16, path 24, mapping 32, why 40 }
 }

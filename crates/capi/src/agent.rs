@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
@@ -58,12 +59,7 @@ unsafe fn agent_options(given: Option<abi::AgentOptions>) -> Result<AgentOptions
         options.link = link.parse()?;
     }
     if let Some(text) = address {
-        let address = text.parse().map_err(|_| {
-            Error::new(Kind::Malformed, format!("use address {text:?}"))
-                .why("it is no IP address")
-                .fix("give an IP address of this machine, such as 127.0.0.1")
-        })?;
-        options.address = Some(address);
+        options.address = Some(ip_address(text)?);
     }
     if given.engines > 0 {
         options.engines = given.engines;
@@ -81,6 +77,15 @@ unsafe fn agent_options(given: Option<abi::AgentOptions>) -> Result<AgentOptions
         options.max_pending_notifications = given.max_pending_notifications;
     }
     Ok(options)
+}
+
+/// An address of this machine.
+pub(crate) fn ip_address(text: &str) -> Result<IpAddr> {
+    text.parse().map_err(|_| {
+        Error::new(Kind::Malformed, format!("use address {text:?}"))
+            .why("it is no IP address")
+            .fix("give an IP address of this machine, such as 127.0.0.1")
+    })
 }
 
 /// Closes an agent.

@@ -24,21 +24,38 @@ static WINDOWS: Table<Arc<Window>> = Table::new("ww_window");
 /// Memory that was allocated here, by address.
 static ALLOCATED: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
 
-const ACCESS: [(u32, Access); 3] =
-    [(1, Access::LOCAL_WRITE), (2, Access::REMOTE_READ), (4, Access::REMOTE_WRITE)];
+const ACCESS: [(u32, Access); 4] = [
+    (1, Access::LOCAL_WRITE),
+    (2, Access::REMOTE_READ),
+    (4, Access::REMOTE_WRITE),
+    (REMOTE_ATOMIC, Access::REMOTE_ATOMIC),
+];
+const REMOTE_ATOMIC: u32 = 8;
 
-fn access(bits: u32) -> Result<Access> {
+/// The access of these bits.
+pub(crate) fn access_of(bits: u32) -> Result<Access> {
+    let refused =
+        |why| Error::new(Kind::InvalidArgument, format!("register memory for {bits:#x}")).why(why);
     if bits >> ACCESS.len() != 0 {
-        return Err(Error::new(Kind::InvalidArgument, format!("register memory for {bits:#x}"))
-            .why("a kind of access is unknown")
+        return Err(refused("a kind of access is unknown")
             .fix("use a sum of WW_LOCAL_WRITE, WW_REMOTE_READ and WW_REMOTE_WRITE"));
     }
     let wanted = ACCESS.iter().filter(|(bit, _)| bits & bit != 0);
     Ok(wanted.fold(Access::NONE, |all, (_, access)| all | *access))
 }
 
+/// The same for an agent.
+fn agent_access(bits: u32) -> Result<Access> {
+    if bits & REMOTE_ATOMIC != 0 {
+        return Err(Error::new(Kind::InvalidArgument, "register memory for remote atomics")
+            .why("agents have none")
+            .fix("leave WW_REMOTE_ATOMIC out, or register with ww_context_register"));
+    }
+    access_of(bits)
+}
+
 /// The allocation of ours that contains a range.
-fn allocation_of(address: u64, len: u64) -> Option<Allocation> {
+pub(crate) fn allocation_of(address: u64, len: u64) -> Option<Allocation> {
     let allocated = ALLOCATED.lock();
     let (start, memory) = allocated.range(..=address).next_back()?;
     let offset = address - start;
@@ -59,7 +76,7 @@ pub unsafe extern "C" fn ww_agent_register(
 ) -> c_int {
     guard(|| {
         let out = pointer::out(memory, "memory")?;
-        let (agent, access) = (AGENTS.get(agent)?, access(access_bits)?);
+        let (agent, access) = (AGENTS.get(agent)?, agent_access(access_bits)?);
         // A region of ours is held by the registration, so that it is not freed meanwhile.
         let registered = match allocation_of(address, len) {
             Some(memory) => {

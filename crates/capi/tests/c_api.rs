@@ -48,18 +48,20 @@ fn options() -> Vec<String> {
     }
 }
 
-/// `api.c`, compiled against the installed library.
+/// A program of this folder, compiled against the installed library.
+fn compiled(name: &str) -> PathBuf {
+    let program = prefix().join(name);
+    let mut cc = Command::new("cc");
+    cc.args(["-std=c99", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]);
+    cc.arg(root().join(format!("crates/capi/tests/{name}.c"))).args(options());
+    cc.arg(format!("-Wl,-rpath,{}/lib", prefix().display()));
+    ok(cc.arg("-o").arg(&program));
+    program
+}
+
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let program = prefix().join("api");
-        let mut cc = Command::new("cc");
-        cc.args(["-std=c99", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]);
-        cc.arg(root().join("crates/capi/tests/api.c")).args(options());
-        cc.arg(format!("-Wl,-rpath,{}/lib", prefix().display()));
-        ok(cc.arg("-o").arg(&program));
-        program
-    })
+    PROGRAM.get_or_init(|| compiled("api"))
 }
 
 fn run(args: &[&str]) -> String {
@@ -113,6 +115,30 @@ fn bad_input_is_refused_with_a_status_and_a_reason() {
 }
 
 #[test]
+fn bad_input_for_what_kernels_are_given() {
+    let printed = ok(&mut Command::new(compiled("kernels")));
+    assert!(printed.contains("kernels: all good"), "{printed}");
+}
+
+/// The example, with CPU threads in place of kernels.
+#[test]
+fn cpp_threads_use_what_kernels_are_given() {
+    if let Err(why) = Command::new("c++").arg("--version").output() {
+        missing("g++", &format!("no C++ compiler ({why})"));
+        return;
+    }
+    let program = prefix().join("kernels-on-threads");
+    let mut cc = Command::new("c++");
+    cc.args(["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-x", "c++"]);
+    cc.arg(root().join("crates/capi/examples/kernels.cu")).args(["-x", "none"]).args(options());
+    cc.arg(format!("-Wl,-rpath,{}/lib", prefix().display()));
+    ok(cc.arg("-o").arg(&program));
+    let printed = ok(&mut Command::new(&program));
+    assert!(printed.contains("1 MiB from kernel to kernel: correct\n"), "{printed}");
+    assert!(printed.ends_with("by TCP: hello from a kernel\n"), "{printed}");
+}
+
+#[test]
 fn forked_children_are_refused() {
     run(&["fork"]);
 }
@@ -149,6 +175,9 @@ fn the_header_is_plain_c_and_cpp() {
     let text = "#include <warpwire.h>\n\
         ww_agent_options agent_options = WW_AGENT_OPTIONS_INIT;\n\
         ww_transfer_options transfer_options = WW_TRANSFER_OPTIONS_INIT;\n\
+        ww_context_options context_options = WW_CONTEXT_OPTIONS_INIT;\n\
+        ww_kernel_qp_options kernel_qp_options = WW_KERNEL_QP_OPTIONS_INIT;\n\
+        ww_sock_options sock_options = WW_SOCK_OPTIONS_INIT;\n\
         int ask(ww_agent *agent, char *byte, ww_memory **memory);\n\
         int ask(ww_agent *agent, char *byte, ww_memory **memory) {\n\
             return ww_agent_register(agent, WW_ADDRESS(byte), 1, WW_ACCESS_ALL, memory);\n\

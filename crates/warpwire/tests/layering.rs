@@ -58,7 +58,10 @@ const UNSAFE_FILES_OF_CRATES: &[(&str, &[&str])] = &[
     // Pointers of C, and calls of libc without a typed wrapper.
     ("ibverbs", &["context.rs", "lib.rs", "memory.rs", "post.rs", "process.rs"]),
     ("cabi", &["interfaces.rs", "process.rs"]),
-    ("capi", &["agent.rs", "block.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"]),
+    (
+        "capi",
+        &["agent.rs", "block.rs", "kernel.rs", "memory.rs", "pointer.rs", "transfer.rs", "util.rs"],
+    ),
     ("python", &["agent.rs", "buffer.rs", "comm.rs", "dlpack.rs", "stream.rs"]),
     (
         "nccl",

@@ -1,6 +1,6 @@
 //! Options of an agent, and the devices that they ask for.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
@@ -116,19 +116,7 @@ impl AgentOptions {
         if !self.rails.is_empty() {
             return Ok(self.rails.clone());
         }
-        let at = SocketAddr::new(self.address.unwrap_or_else(default_address), 0);
         let hca = HcaOptions::default().with_engines(self.engines);
-        Ok(vec![self.link.open(at, hca)?])
+        Ok(vec![self.link.open_context(self.address, hca)?])
     }
-}
-
-/// The address that packets to other networks leave from; the loopback address without a route.
-fn default_address() -> IpAddr {
-    let route = || {
-        // Connecting a UDP socket sends nothing. The address is one kept for documentation.
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
-        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
-        socket.local_addr().ok().map(|address| address.ip())
-    };
-    route().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }

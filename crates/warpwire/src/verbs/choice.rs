@@ -1,7 +1,7 @@
 //! Which device the ranks of a communicator or an agent use.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::str::FromStr;
 
 use super::{Context, DeviceOptions, HcaOptions};
@@ -84,6 +84,12 @@ fn unknown(text: &str, why: &'static str) -> Error {
 }
 
 impl LinkChoice {
+    /// The device; a software HCA is opened with these options at a free port of this address, by
+    /// default that of the default route, or 127.0.0.1 without one.
+    pub fn open_context(&self, address: Option<IpAddr>, options: HcaOptions) -> Result<Context> {
+        self.open(SocketAddr::new(address.unwrap_or_else(default_address), 0), options)
+    }
+
     /// The device; a software HCA is opened with these options, at this address.
     pub(crate) fn open(&self, at: SocketAddr, options: HcaOptions) -> Result<Context> {
         match self {
@@ -97,4 +103,15 @@ impl LinkChoice {
             Self::Device(context) => Ok(context.clone()),
         }
     }
+}
+
+/// The address that packets to other networks leave from; the loopback address without a route.
+fn default_address() -> IpAddr {
+    let route = || {
+        // Connecting a UDP socket sends nothing. The address is one kept for documentation.
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
+        socket.local_addr().ok().map(|address| address.ip())
+    };
+    route().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
