@@ -141,9 +141,11 @@ impl Creator {
     }
 }
 
-/// Tells the sender of a ring that its packets are read from now on; `false` if it has gone.
+/// Tells the sender of a ring that its packets are read from now on; `false` if they must not be:
+/// it does not know. One that has exited need not know: it sends them in no other way.
 pub(super) fn accept(socket: &OwnedFd) -> bool {
-    ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.send(socket, &[])
+    let told = ControlMsg { kind: MSG_ACCEPTED, key: 0, word: 0 }.try_send(socket, &[]);
+    matches!(told, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET))
 }
 
 impl std::fmt::Debug for ExportTable {

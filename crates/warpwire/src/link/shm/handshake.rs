@@ -170,6 +170,15 @@ pub(super) const MAX_FILES: usize = 253;
 impl ControlMsg {
     /// Sends the message with these files, at most [`MAX_FILES`]; `false` if it cannot be sent now.
     pub(super) fn send(&self, socket: &OwnedFd, files: &[BorrowedFd<'_>]) -> bool {
+        self.try_send(socket, files).is_ok()
+    }
+
+    /// As [`send`](Self::send), with the reason.
+    pub(super) fn try_send(
+        &self,
+        socket: &OwnedFd,
+        files: &[BorrowedFd<'_>],
+    ) -> rustix::io::Result<()> {
         let mut bytes = [0; CONTROL_MSG_LEN];
         bytes[0] = self.kind;
         bytes[4..8].copy_from_slice(&self.key.to_le_bytes());
@@ -177,10 +186,10 @@ impl ControlMsg {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
-            return false;
+            return Err(Errno::TOOMANYREFS);
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags).is_ok()
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags).map(drop)
     }
 
     fn parse(bytes: &[u8]) -> Option<Self> {

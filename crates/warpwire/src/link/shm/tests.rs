@@ -551,6 +551,23 @@ fn bind_auto() -> Auto {
     Auto::bind(any, UdpOptions::default(), ShmOptions::default()).unwrap()
 }
 
+/// What a sender sent before it exited arrives, also if the receiver accepts its connection later.
+#[test]
+fn packets_of_a_sender_that_has_exited_are_received() {
+    let mut receiver = bind();
+    let mut sender = bind();
+    let flow = sender.open(receiver.local(), 0).unwrap();
+    send(&mut sender, flow, 64, 1);
+    sender.flush().unwrap();
+    drop(sender);
+    assert_eq!(receive(&mut receiver, 1).len(), 1);
+    // Then its ring is gone.
+    testkit::until("the ring is dropped", || {
+        receiver.poll_sockets_now();
+        receiver.senders() == 0
+    });
+}
+
 /// A peer that refuses shared memory is reached by UDP, from the first packet that it gets on;
 /// one that accepts is not.
 #[test]
