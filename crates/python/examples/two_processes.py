@@ -13,6 +13,7 @@ def receiver(pipe):
         pipe.send(bob.metadata)  # bytes: any store, socket or file carries them
         sender, what = bob.wait_notification(timeout=30)
         print(f"bob: {sender} wrote {what.decode()}: {numpy.count_nonzero(target == 7)} bytes")
+        pipe.recv()  # alice needs this process no more
         memory.deregister()
 
 
@@ -25,6 +26,7 @@ def main():
         peer = alice.add_peer(here.recv())
         alice.write(peer, source, peer.memory[0], notify=b"block 7").wait(timeout=30)
         print(f"alice: done, by {peer.path[0].split()[0]}")  # path says more
+        here.send("done")
         process.join()
     raise SystemExit(process.exitcode)
 

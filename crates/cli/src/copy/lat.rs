@@ -195,7 +195,7 @@ fn sizes(max_size: u64) -> Vec<u64> {
 fn heading(columns: &[Column]) -> String {
     let mut text = format!("# us: median and min\n{:<20} {:>9}", "Test", "Size(B)");
     for column in columns {
-        text += &format!(" {:>10} {:>10}", column.name(), "min");
+        text += &format!(" {:>8} {:>8}", column.name(), "min");
     }
     text + &format!("  {:<6} {:>6}\n", "method", "ratio")
 }
@@ -203,7 +203,7 @@ fn heading(columns: &[Column]) -> String {
 fn line(row: &Row) -> String {
     let mut text = format!("{:<20} {:>9}", row.test, row.size);
     for Cell { times, .. } in &row.cells {
-        text += &format!(" {:>10} {:>10}", figure(times.median_us), figure(times.min_us));
+        text += &format!(" {:>8} {:>8}", figure(times.median_us), figure(times.min_us));
     }
     text + &format!("  {:<6} {:>6}\n", row.method, figure(row.ratio))
 }
