@@ -149,8 +149,10 @@ fn tables_have_perftests_columns() {
 #[test]
 fn operations_in_mapped_memory_are_counted() {
     let write = ["write", "bw", "--link", "shm", "-s", "64K", "-n", "50"];
-    let report = json(&write);
-    assert!(report["direct"]["operations"].as_u64() >= Some(50), "{report}");
+    // On a busy machine all 50 may be sent before the peer has exported its memory.
+    testkit::until("operations are executed in mapped memory", || {
+        json(&write)["direct"]["operations"].as_u64() >= Some(50)
+    });
     let text = perf(&[&write[..], &["--local"]].concat());
     assert!(text.contains("\n# in mapped memory: "), "{text}");
     // Where none was tried, nothing is said.
