@@ -34,11 +34,10 @@ const REMOTE_ATOMIC: u32 = 8;
 
 /// The access of these bits.
 pub(crate) fn access_of(bits: u32) -> Result<Access> {
-    let refused =
-        |why| Error::new(Kind::InvalidArgument, format!("register memory for {bits:#x}")).why(why);
     if bits >> ACCESS.len() != 0 {
-        return Err(refused("a kind of access is unknown")
-            .fix("use a sum of WW_LOCAL_WRITE, WW_REMOTE_READ and WW_REMOTE_WRITE"));
+        return Err(Error::new(Kind::InvalidArgument, format!("register memory for {bits:#x}"))
+            .why("a kind of access is unknown")
+            .fix("use a sum of WW_LOCAL_WRITE and the constants beside it in warpwire.h"));
     }
     let wanted = ACCESS.iter().filter(|(bit, _)| bits & bit != 0);
     Ok(wanted.fold(Access::NONE, |all, (_, access)| all | *access))

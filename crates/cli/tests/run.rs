@@ -300,7 +300,7 @@ fn collectives_that_are_not_possible() {
         (&["broadcast", "-n", "2", "-r", "2"], "--root is 0 to 1"),
         (&["all_reduce", "-n", "0"], "1..=256"),
         (&["all_reduce", "-e", "2", "-b", "1"], "make -e larger"),
-        (&["all_gather", "-n", "3", "-e", "8"], "3 of float have 12 bytes"),
+        (&["all_gather", "-n", "3", "-e", "8"], "the least is 12 bytes, 3 x float"),
         (&["pingpong", "-m", "stream"], "--mem sim:0"),
     ] {
         let output = warpwire(&[&["mp"], wrong].concat()).output().unwrap();

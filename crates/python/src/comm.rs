@@ -168,6 +168,20 @@ impl Comm {
         Ok(Request::new(started, slf.clone().unbind()))
     }
 
+    /// Runs a reduction of an object: `all_reduce` or `reduce_scatter`.
+    fn reduce(
+        &self,
+        py: Python<'_>,
+        object: &Bound<'_, PyAny>,
+        (op, dtype): (&str, Option<&str>),
+        timeout: Option<f64>,
+        run: fn(&msg::Comm, BufferSlice, DataType, ReduceOp, Duration) -> Result<()>,
+    ) -> PyResult<()> {
+        let (reduce, element) = (reduce_op(py, op)?, data_type(object, dtype)?);
+        let slice = self.one(py, object, Use::Receive)?;
+        self.collective(py, timeout, move |comm, limit| run(&comm, slice, element, reduce, limit))
+    }
+
     /// Runs a collective without the GIL, on a thread of its own: it cannot be interrupted, and
     /// signals are looked at meanwhile.
     fn collective(
@@ -363,11 +377,7 @@ impl Comm {
         dtype: Option<&str>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let (reduce, element) = (reduce_op(py, op)?, data_type(object, dtype)?);
-        let slice = self.one(py, object, Use::Receive)?;
-        self.collective(py, timeout, move |comm, limit| {
-            comm.all_reduce(slice, element, reduce, limit)
-        })
+        self.reduce(py, object, (op, dtype), timeout, msg::Comm::all_reduce)
     }
 
     /// As `all_reduce`, but each rank gets its block of the result only: the object has one block
@@ -381,11 +391,7 @@ impl Comm {
         dtype: Option<&str>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let (reduce, element) = (reduce_op(py, op)?, data_type(object, dtype)?);
-        let slice = self.one(py, object, Use::Receive)?;
-        self.collective(py, timeout, move |comm, limit| {
-            comm.reduce_scatter(slice, element, reduce, limit)
-        })
+        self.reduce(py, object, (op, dtype), timeout, msg::Comm::reduce_scatter)
     }
 
     /// Gathers a block of every rank on all ranks: the object has one block per rank, all of one

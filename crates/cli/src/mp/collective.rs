@@ -242,7 +242,8 @@ impl Arguments {
         if sizes.is_empty() {
             let name = self.datatype.name();
             let why = format!(
-                "{blocks} of {name} have {element} bytes: make -e larger, or choose another -d"
+                "the least is {element} bytes, {blocks} x {name}: make -e larger, or choose another \
+                 -d"
             );
             return Err(Failure::Usage(why));
         }

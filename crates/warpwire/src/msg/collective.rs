@@ -43,6 +43,14 @@ const CHUNK: u64 = 4 << 20;
 /// Reductions of fewer bytes are done by a tree, which has fewer steps.
 const TREE_BELOW: u64 = 16 << 10;
 
+/// A message to one rank, and one from another.
+struct Exchange {
+    to: usize,
+    send: BufferSlice,
+    from: usize,
+    recv: BufferSlice,
+}
+
 /// Memory with a block for every rank.
 struct Blocks {
     slice: BufferSlice,
@@ -137,9 +145,8 @@ impl Comm {
     /// # use std::time::Duration;
     /// # use warpwire::msg::Comm;
     /// # let second = Duration::from_secs(10);
-    /// # std::thread::scope(|scope| {
-    /// #     for comm in Comm::local(2)? {
-    /// #         scope.spawn(move || -> warpwire::Result<()> {
+    /// # let ranks = Comm::local(2)?.into_iter().map(|comm| {
+    /// #     std::thread::spawn(move || -> warpwire::Result<()> {
     /// let all = comm.alloc(2)?;
     /// all.write(comm.rank() as u64, &[10 + comm.rank() as u8])?;
     /// comm.all_gather(&all, second)?;
@@ -147,10 +154,9 @@ impl Comm {
     /// all.read(0, &mut bytes)?;
     /// assert_eq!(bytes, [10, 11]);
     /// # comm.finish(second)
-    /// #         });
-    /// #     }
-    /// #     Ok::<(), warpwire::Error>(())
-    /// # })?;
+    /// #     })
+    /// # });
+    /// # ranks.collect::<Vec<_>>().into_iter().try_for_each(|rank| rank.join().unwrap())?;
     /// # Ok::<(), warpwire::Error>(())
     /// ```
     pub fn all_gather(&self, slice: impl Into<BufferSlice>, timeout: Duration) -> Result<()> {
@@ -196,28 +202,21 @@ impl Comm {
         recv: impl Into<BufferSlice>,
         timeout: Duration,
     ) -> Result<()> {
-        let (send, recv, start) = (send.into(), recv.into(), Instant::now());
+        let (send, recv) = (send.into(), recv.into());
         let block = self.block_len(&send, "exchange with all")?;
         if recv.len != send.len {
             let why = format!("{} bytes to send, {} to receive", send.len, recv.len);
             return Err(Error::new(Kind::InvalidArgument, "exchange with all").why(why));
         }
-        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let part = |slice: &BufferSlice, rank: usize| {
             slice.buffer.slice(slice.offset + rank as u64 * block, block)
         };
         // Also from this rank to itself: the memory may be a GPU's.
-        let mut receives = Vec::with_capacity(size);
-        let mut sends = Vec::with_capacity(size);
-        for (to, from) in std::iter::once((rank, rank)).chain(self.partners()) {
-            receives.push((from, self.internal_receive(from, tag, &[part(&recv, from)?])?));
-            sends.push(self.internal_send(to, tag, &[part(&send, to)?])?);
-        }
-        let left = || timeout.saturating_sub(start.elapsed());
-        for (from, receive) in &mut receives {
-            check_length(*from, receive.wait(left())?.len, block)?;
-        }
-        wait_all(&mut sends, left())
+        let own = std::iter::once((self.rank(), self.rank()));
+        let messages = own.chain(self.partners()).map(|(to, from)| {
+            Ok(Exchange { to, send: part(&send, to)?, from, recv: part(&recv, from)? })
+        });
+        self.exchange(&messages.collect::<Result<Vec<_>>>()?, timeout, |_| Ok(()))
     }
 
     /// Reduces the memory of all ranks element by element; the result replaces the input on every
@@ -269,20 +268,33 @@ impl Comm {
     /// Sends this rank's block to every other rank. A ring would have as many bytes on every link
     /// and more steps, and a rank that fails would be noticed by its neighbours only.
     fn gather_blocks(&self, blocks: &Blocks, timeout: Duration) -> Result<()> {
-        let (rank, size, tag, start) =
-            (self.rank(), self.size(), self.next_round(), Instant::now());
+        let own = blocks.get(self.rank())?;
+        let messages = self.partners().map(|(to, from)| {
+            Ok(Exchange { to, send: own.clone(), from, recv: blocks.get(from)? })
+        });
+        self.exchange(&messages.collect::<Result<Vec<_>>>()?, timeout, |_| Ok(()))
+    }
+
+    /// Sends and receives all messages at the same time. Calls `received` with the index of each,
+    /// in order, when it has arrived.
+    fn exchange(
+        &self,
+        messages: &[Exchange],
+        timeout: Duration,
+        mut received: impl FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        let (tag, start) = (self.next_round(), Instant::now());
         let left = || timeout.saturating_sub(start.elapsed());
-        let own = blocks.get(rank)?;
-        let mut receives = Vec::with_capacity(size);
-        let mut sends = Vec::with_capacity(size);
-        for (to, from) in self.partners() {
-            let into = blocks.get(from)?;
-            let receive = self.internal_receive(from, tag, std::slice::from_ref(&into))?;
-            receives.push((from, into.len, receive));
-            sends.push(self.internal_send(to, tag, std::slice::from_ref(&own))?);
+        let mut receives = Vec::with_capacity(messages.len());
+        let mut sends = Vec::with_capacity(messages.len());
+        for Exchange { to, send, from, recv } in messages {
+            receives.push(self.internal_receive(*from, tag, std::slice::from_ref(recv))?);
+            sends.push(self.internal_send(*to, tag, std::slice::from_ref(send))?);
         }
-        for (from, len, receive) in &mut receives {
-            check_length(*from, receive.wait(left())?.len, *len)?;
+        for (index, receive) in receives.iter_mut().enumerate() {
+            let Exchange { from, recv, .. } = &messages[index];
+            check_length(*from, receive.wait(left())?.len, recv.len)?;
+            received(index)?;
         }
         wait_all(&mut sends, left())
     }
@@ -301,27 +313,21 @@ impl Comm {
         (element, reduce): (DataType, ReduceOp),
         timeout: Duration,
     ) -> Result<()> {
-        let (size, tag, start) = (self.size(), self.next_round(), Instant::now());
-        let left = || timeout.saturating_sub(start.elapsed());
         let own = &parts[self.rank()];
-        let scratch = self.take_scratch(own.len * size as u64)?;
-        let mut receives = Vec::with_capacity(size);
-        let mut sends = Vec::with_capacity(size);
-        for (index, (to, from)) in self.partners().enumerate() {
-            let room = scratch.slice(index as u64 * own.len, own.len)?;
-            receives.push((from, self.internal_receive(from, tag, std::slice::from_ref(&room))?));
-            sends.push(self.internal_send(to, tag, std::slice::from_ref(&parts[to]))?);
-        }
+        let scratch = self.take_scratch(own.len * self.size() as u64)?;
+        let messages = self.partners().enumerate().map(|(index, (to, from))| {
+            let recv = scratch.slice(index as u64 * own.len, own.len)?;
+            Ok(Exchange { to, send: parts[to].clone(), from, recv })
+        });
         let mut result = vec![0; own.len as usize];
         let mut theirs = vec![0; own.len as usize];
         own.buffer.read(own.offset, &mut result)?;
-        for (index, (from, receive)) in receives.iter_mut().enumerate() {
-            check_length(*from, receive.wait(left())?.len, own.len)?;
+        self.exchange(&messages.collect::<Result<Vec<_>>>()?, timeout, |index| {
             scratch.read(index as u64 * own.len, &mut theirs)?;
             combine(&mut result, &theirs, element, reduce);
-        }
+            Ok(())
+        })?;
         own.buffer.write(own.offset, &result)?;
-        wait_all(&mut sends, left())?;
         self.keep_scratch(scratch);
         Ok(())
     }

@@ -99,7 +99,7 @@ impl Names {
             None => rustix::net::bind(&socket, &self.namespace.abstract_name(address)?)?,
             Some(file) => bind_file(&socket, file)?,
         }
-        // Until it listens, peers find the socket of a process that has exited: they retry.
+        // A peer that connects before this is refused, as if nobody had the address.
         let listener = Listener { socket, file };
         rustix::net::listen(&listener.socket, BACKLOG)?;
         Ok(listener)
@@ -114,9 +114,10 @@ impl Names {
         only: Option<Namespace>,
     ) -> io::Result<(OwnedFd, Namespace)> {
         let socket = unix_socket()?;
-        let namespaces = only.map_or(self.namespace.search_order().to_vec(), |only| vec![only]);
-        let files = self.files(local, peer);
-        for (namespace, file) in files.iter().filter(|(found, _)| namespaces.contains(found)) {
+        let order = self.namespace.search_order();
+        let namespaces = only.as_ref().map_or(&order[..], std::slice::from_ref);
+        let files = self.files(local, peer, namespaces);
+        for (namespace, file) in &files {
             match rustix::net::connect(&socket, &SocketAddrUnix::new(file)?) {
                 Ok(()) => return Ok((socket, *namespace)),
                 Err(Errno::CONNREFUSED | Errno::NOENT) => {}
@@ -133,7 +134,7 @@ impl Names {
         for namespace in namespaces {
             for address in [peer, SocketAddr::new(every, peer.port())] {
                 match rustix::net::connect(&socket, &namespace.abstract_name(address)?) {
-                    Ok(()) => return Ok((socket, namespace)),
+                    Ok(()) => return Ok((socket, *namespace)),
                     Err(Errno::CONNREFUSED) => {}
                     Err(code) => return Err(code.into()),
                 }
@@ -144,27 +145,32 @@ impl Names {
 
     /// Whether the directory has a file for this peer of `local`.
     pub(super) fn has_file(&self, local: SocketAddr, peer: SocketAddr) -> bool {
-        !self.files(local, peer).is_empty()
+        !self.files(local, peer, &self.namespace.search_order()).is_empty()
     }
 
     /// The files of the directory under which `local` finds this peer.
-    fn files(&self, local: SocketAddr, peer: SocketAddr) -> Vec<(Namespace, PathBuf)> {
+    fn files(
+        &self,
+        local: SocketAddr,
+        peer: SocketAddr,
+        namespaces: &[Namespace],
+    ) -> Vec<(Namespace, PathBuf)> {
         // A peer in another network namespace cannot answer to a loopback or unspecified address.
         let Some(directory) = self.directory_of(local).and(self.directory_of(peer)) else {
             return Vec::new();
         };
-        let named = |namespace: Namespace| (namespace, namespace.file(directory, peer));
+        let named = |namespace: &Namespace| (*namespace, namespace.file(directory, peer));
         let exists = |(_, file): &(Namespace, PathBuf)| file.symlink_metadata().is_ok();
-        self.namespace.search_order().map(named).into_iter().filter(exists).collect()
+        namespaces.iter().map(named).filter(exists).collect()
     }
 
     /// The directory, if an address has a name there.
     fn directory_of(&self, address: SocketAddr) -> Option<&Path> {
-        let belongs_to_one_network = match address.ip().to_canonical() {
+        let every_namespace_has_it = match address.ip().to_canonical() {
             IpAddr::V4(v4) => v4.is_loopback() || v4.is_unspecified() || v4.is_link_local(),
             IpAddr::V6(v6) => v6.is_loopback() || v6.is_unspecified() || v6.is_unicast_link_local(),
         };
-        self.directory.as_deref().filter(|_| !belongs_to_one_network)
+        self.directory.as_deref().filter(|_| !every_namespace_has_it)
     }
 }
 

@@ -51,7 +51,8 @@ setters! {
         with_ring => ring: usize,
         with_max_packet => max_packet: usize,
         with_control_poll_interval => control_poll_interval: u32,
-        with_directory => directory: Option<PathBuf>,
+    } optional {
+        with_directory => directory: PathBuf,
     }
 }
 

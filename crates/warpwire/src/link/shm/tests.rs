@@ -612,7 +612,7 @@ fn a_flow_that_is_refused_moves_to_udp() {
 }
 
 fn in_directory(directory: &std::path::Path) -> ShmOptions {
-    ShmOptions::default().with_directory(Some(directory.to_owned()))
+    ShmOptions::default().with_directory(directory.to_owned())
 }
 
 /// Links of other network namespaces have addresses that do not belong to this one.
