@@ -103,7 +103,7 @@ impl Agent {
         let stream = stream.map(stream::stream).transpose()?;
         let posted = py.detach(|| match &stream {
             None => agent.post_with(op, &prepared, options),
-            Some(stream) => agent.post_on_stream(stream, op, &prepared, options),
+            Some(stream) => agent.post_on_stream(stream.by_ref(), op, &prepared, options),
         });
         let transfer = posted.map_err(|why| raise(py, &why))?;
         Ok(Transfer::new(transfer, slf.clone().unbind()))

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 use warpwire::Error;
 use warpwire::error::{Kind, Result};
-use warpwire::mem::{self, Allocation, Backend, DeviceAddr};
+use warpwire::mem::{self, Allocation, Backend, DeviceAddr, Region};
 use warpwire::mr::{HostMemory, MemorySource};
 
 use crate::dlpack;
@@ -44,6 +44,17 @@ impl Buffer {
         match &self.0 {
             Backing::Host(memory) => Ok(memory.clone().into()),
             Backing::Device(memory) => Ok(memory.whole()?.into()),
+        }
+    }
+
+    /// The memory of a device, for work of a stream.
+    pub(crate) fn region(&self) -> Result<Region> {
+        match &self.0 {
+            Backing::Host(_) => Err(Error::new(Kind::Unsupported, "use a buffer on a stream")
+                .on(self.__repr__())
+                .why("it is memory of the host, which streams do not access")
+                .fix("use memory of a device: warpwire.alloc(nbytes, \"cuda:0\")")),
+            Backing::Device(memory) => memory.whole(),
         }
     }
 

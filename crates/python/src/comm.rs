@@ -2,19 +2,22 @@
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::sync::RwLock;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, OnceLock, RwLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use warpwire::Error;
 use warpwire::error::{Kind, Result};
+use warpwire::mem;
 use warpwire::msg::{
-    self, BufferSlice, CommOptions, DataType, Launcher, Match, RankInfo, ReduceOp, Rendezvous,
+    self, BufferSlice, ChannelOptions, CommOptions, DataType, Launcher, Match, RankInfo, ReduceOp,
+    Rendezvous,
 };
 use warpwire::verbs::Access;
 
+use crate::channel::DeviceChannel;
 use crate::error::{make, raise};
 use crate::object::{Object, memory_of};
 use crate::request::{Request, Started};
@@ -27,6 +30,8 @@ use crate::wait;
 pub(crate) struct Comm {
     rank: usize,
     size: usize,
+    /// Device channels can be created.
+    streams: bool,
     /// `None` once it is closed.
     comm: RwLock<Option<msg::Comm>>,
     /// Event loops that wait for it, for `warpwire._asyncio`.
@@ -119,10 +124,23 @@ impl Comm {
         object: &Bound<'_, PyAny>,
         used: Use,
     ) -> PyResult<Vec<BufferSlice>> {
-        let py = object.py();
-        if object.is_none() {
-            return Ok(Vec::new());
+        match object.is_none() {
+            true => Ok(Vec::new()),
+            false => Ok(vec![Self::register_for(comm, object, used)?.whole()]),
         }
+    }
+
+    /// Registers an object for messages in both directions.
+    pub(crate) fn register(&self, object: &Bound<'_, PyAny>) -> PyResult<msg::Buffer> {
+        Self::register_for(&self.open(object.py())?, object, Use::Receive)
+    }
+
+    fn register_for(
+        comm: &msg::Comm,
+        object: &Bound<'_, PyAny>,
+        used: Use,
+    ) -> PyResult<msg::Buffer> {
+        let py = object.py();
         let registered = match memory_of(object)? {
             Object::Own(buffer) => {
                 let source = buffer.get().source().map_err(|why| raise(py, &why))?;
@@ -148,7 +166,7 @@ impl Comm {
                 })
             }
         };
-        Ok(vec![registered.map_err(|why| raise(py, &why))?.whole()])
+        registered.map_err(|why| raise(py, &why))
     }
 
     fn start(
@@ -217,7 +235,11 @@ impl Comm {
 #[pymethods]
 impl Comm {
     #[new]
-    #[pyo3(signature = (rank = None, size = None, address = None, *, token = "", link = None, timeout = None))]
+    #[pyo3(signature = (
+        rank = None, size = None, address = None, *,
+        token = "", link = None, timeout = None, streams = false,
+    ))]
+    #[allow(clippy::too_many_arguments)] // Python's keywords
     fn new(
         py: Python<'_>,
         rank: Option<usize>,
@@ -226,10 +248,12 @@ impl Comm {
         token: &str,
         link: Option<&str>,
         timeout: Option<f64>,
+        streams: bool,
     ) -> PyResult<Self> {
         let limit = wait::timeout(py, timeout)?;
         let open = || {
-            let mut options = CommOptions::default().with_env()?;
+            let options = if streams { CommOptions::for_streams() } else { CommOptions::default() };
+            let mut options = options.with_env()?;
             if let Some(link) = link {
                 options = options.with_link(link.parse()?);
             }
@@ -250,14 +274,19 @@ impl Comm {
         let opened = py.detach(open).map_err(|why| raise(py, &why))?;
         let (rank, size) = (opened.rank(), opened.size());
         let watches = PyDict::new(py).unbind();
-        Ok(Self { rank, size, comm: RwLock::new(Some(opened)), watches })
+        Ok(Self { rank, size, streams, comm: RwLock::new(Some(opened)), watches })
     }
 
     /// Joins the ranks that a launcher started; without one, a communicator of one rank.
     #[staticmethod]
-    #[pyo3(signature = (*, link = None, timeout = None))]
-    fn from_env(py: Python<'_>, link: Option<&str>, timeout: Option<f64>) -> PyResult<Self> {
-        Self::new(py, None, None, None, "", link, timeout)
+    #[pyo3(signature = (*, link = None, timeout = None, streams = false))]
+    fn from_env(
+        py: Python<'_>,
+        link: Option<&str>,
+        timeout: Option<f64>,
+        streams: bool,
+    ) -> PyResult<Self> {
+        Self::new(py, None, None, None, "", link, timeout, streams)
     }
 
     /// The rank of this process, from 0 to `size` - 1.
@@ -419,6 +448,40 @@ impl Comm {
     ) -> PyResult<()> {
         let (send, recv) = (self.one(py, send, Use::Send)?, self.one(py, recv, Use::Receive)?);
         self.collective(py, timeout, move |comm, limit| comm.all_to_all(send, recv, limit))
+    }
+
+    /// Connects the streams of a device ("cuda:0", "sim:0") to all ranks: every rank calls it, in
+    /// the same order as collectives. The communicator was created with `streams=True`. A stream
+    /// that waits for longer than `wait_timeout` seconds fails the connection.
+    #[pyo3(signature = (device, *, depth = 256, wait_timeout = 30.0, timeout = None))]
+    fn device_channel(
+        slf: &Bound<'_, Self>,
+        device: String,
+        depth: u32,
+        wait_timeout: f64,
+        timeout: Option<f64>,
+    ) -> PyResult<DeviceChannel> {
+        let py = slf.py();
+        if !slf.get().streams {
+            let error = Error::new(Kind::InvalidArgument, "create a device channel");
+            let why = "the communicator was created without streams";
+            return Err(raise(py, &error.why(why).fix("pass streams=True to Comm")));
+        }
+        let waits = wait::timeout(py, Some(wait_timeout))?.unwrap_or(Duration::MAX);
+        let options = ChannelOptions::default().with_depth(depth).with_kernels(false);
+        let options = options.with_wait_timeout(waits);
+        let opened = Arc::new(OnceLock::new());
+        let found = opened.clone();
+        slf.get().collective(py, timeout, move |comm, _| {
+            let channel = comm.device_channel(&mem::open(&device)?, options)?;
+            let _ = found.set(channel);
+            Ok(())
+        })?;
+        let channel = opened
+            .get()
+            .cloned()
+            .ok_or_else(|| raise(py, &Error::new(Kind::Cancelled, "create a device channel")))?;
+        Ok(DeviceChannel::new(channel, slf.clone().unbind()))
     }
 
     /// Leaves together with all ranks: returns when each has called it, and closes.

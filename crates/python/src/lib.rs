@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `agent`, `peer`, `transfer` | `Agent`; `Peer`; `Prepared`, `Transfer` |
 //! | `comm`, `request` | ranks and messages: `Comm`; `Request` |
+//! | `channel`, `stream` | messages of streams: `DeviceChannel`, …; `Stream`, and other libraries' |
 //! | `memory`, `ranges` | registered memory, here and at peers; lists of ranges |
 //! | `object` | Python objects as memory: which protocols they offer, what is refused |
 //! | `dlpack` | the layout of DLPack, in and out |
@@ -21,6 +22,7 @@
 
 mod agent;
 mod buffer;
+mod channel;
 mod comm;
 mod dlpack;
 mod error;
@@ -47,6 +49,8 @@ mod _warpwire {
     #[pymodule_export]
     use super::buffer::{Buffer, Window, alloc, window};
     #[pymodule_export]
+    use super::channel::{ChannelMemory, ChannelRequest, DeviceChannel};
+    #[pymodule_export]
     use super::comm::Comm;
     #[pymodule_export]
     use super::memory::{Memory, RemoteMemory};
@@ -56,6 +60,8 @@ mod _warpwire {
     use super::ranges::Range;
     #[pymodule_export]
     use super::request::Request;
+    #[pymodule_export]
+    use super::stream::Stream;
     #[pymodule_export]
     use super::transfer::{Prepared, Transfer};
 

@@ -152,7 +152,7 @@ impl Transfer {
         let (py, stream) = (stream.py(), stream::stream(stream)?);
         match self.active() {
             Some(active) => {
-                py.detach(|| active.wait_on_stream(&stream)).map_err(|why| raise(py, &why))
+                py.detach(|| active.wait_on_stream(stream.by_ref())).map_err(|why| raise(py, &why))
             }
             None => Ok(()),
         }

@@ -4,11 +4,13 @@ import sys
 import time
 
 import numpy
+import streams
 import warpwire
 
 task, *place = sys.argv[1:]
 if place:
-    comm = warpwire.Comm(int(place[0]), int(place[1]), place[2], timeout=30)
+    own = task.startswith("stream")
+    comm = warpwire.Comm(int(place[0]), int(place[1]), place[2], timeout=30, streams=own)
 else:
     comm = warpwire.Comm.from_env(timeout=30)
 
@@ -50,6 +52,13 @@ match task:
         while count := comm.recv(into, 0, timeout=60):
             comm.send(memoryview(into)[:count], 0, timeout=60)
         comm.finish(30)
+    case "streams" | "streams-by-handle":
+        streams.exchange(comm, task == "streams-by-handle")
+        comm.finish(30)
+    case "stream-silent":
+        comm.device_channel("sim:0", timeout=30)
+        print("here", flush=True)
+        time.sleep(60)
     case "silent":
         print("here", flush=True)
         time.sleep(60)

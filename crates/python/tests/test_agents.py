@@ -82,6 +82,24 @@ def test_lists_of_ranges_in_all_forms(agents, process):
         memory[5]
 
 
+@pytest.mark.parametrize("by_handle", [False, True])
+def test_transfers_in_the_order_of_a_stream(agents, process, by_handle):
+    other, alice = process("bob"), agents("alice")
+    buffer, own = warpwire.alloc(4096, "sim:0"), warpwire.Stream("sim:0")
+    stream = (own.number, "sim:0") if by_handle else own
+    memory = alice.register(buffer)
+    peer = alice.add_peer(other.metadata)
+    prepared = alice.prepare(peer, memory, peer.memory[0][:4096])
+    for number in range(1, 10):
+        own.fill(buffer, number)
+        written = alice.write(prepared, stream=stream, timeout=PATIENCE)
+        written.wait_on_stream(stream)
+        own.fill(buffer, 255)
+        own.synchronize(PATIENCE)
+        assert written.done
+        assert bytes.fromhex(other.ask("bytes", 0, 4096)) == bytes([number]) * 4096
+
+
 def test_streams_that_are_none(agents, process):
     other, alice = process("bob"), agents("alice")
     memory = alice.register(numpy.ones(4096, "u1"))
@@ -96,8 +114,8 @@ def test_streams_that_are_none(agents, process):
         cuda_stream, device_index = 5, 0
 
     # There is no GPU behind these.
-    for stream in [(5, "sim:0"), (0, "sim:0")]:
-        with pytest.raises(warpwire.Unsupported, match="no streams of CUDA"):
+    for stream in [(9999, "sim:0"), (0, "sim:0")]:
+        with pytest.raises(warpwire.InvalidArgument, match="no stream of this number"):
             alice.write(prepared, stream=stream)
     with pytest.raises(warpwire.InvalidArgument, match="tpu:0"):
         alice.write(prepared, stream=(5, "tpu:0"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import streams
 import warpwire
 from conftest import PATIENCE
 
@@ -23,12 +24,12 @@ def pair(tmp_path):
     """Rank 0 here, and rank 1 as a process with a task."""
     started = []
 
-    def start(task: str) -> tuple[warpwire.Comm, subprocess.Popen]:
+    def start(task: str, **options) -> tuple[warpwire.Comm, subprocess.Popen]:
         address = f"file:{tmp_path}/meet"
         command = [sys.executable, PROGRAM, task, "1", "2", address]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
-        comm = warpwire.Comm(0, 2, address, timeout=PATIENCE)
+        comm = warpwire.Comm(0, 2, address, timeout=PATIENCE, **options)
         started.append(comm)
         return comm, process
 
@@ -285,3 +286,84 @@ def test_an_object_whose_destructor_sends(alone):
     alone.recv(bytearray(32), 0, 1, timeout=PATIENCE)
     gc.collect()
     assert alone.recv(bytearray(32), 0, 50, timeout=PATIENCE) == 17
+
+
+@pytest.mark.parametrize("task", ["streams", "streams-by-handle"])
+def test_streams_send_and_wait(pair, task):
+    comm, process = pair(task, streams=True)
+    streams.exchange(comm, task == "streams-by-handle")
+    comm.finish(PATIENCE)
+    assert process.wait(PATIENCE) == 0
+
+
+def test_streams_that_wait_too_long(pair):
+    comm, process = pair("stream-silent", streams=True)
+    channel = comm.device_channel("sim:0", wait_timeout=0.3, timeout=PATIENCE)
+    assert process.stdout.readline() == "here\n"
+    stream = warpwire.Stream("sim:0")
+    memory = channel.register(warpwire.alloc(4096, "sim:0"))
+    receive = channel.recv(memory, 1)
+    assert not receive.done
+    with pytest.raises(warpwire.Timeout, match="still in progress"):
+        receive.wait(0.01)
+    receive.wait_on_stream(stream)
+    with pytest.raises(warpwire.Timeout, match="still busy"):
+        stream.synchronize(0.01)
+    stream.synchronize(PATIENCE)
+    with pytest.raises(warpwire.Timeout):
+        channel.check()
+    before = time.monotonic()
+    with pytest.raises(warpwire.Timeout, match="0.3|300"):
+        receive.wait(PATIENCE)
+    assert time.monotonic() - before < PATIENCE / 2, "it has failed, and nobody waits for it"
+
+
+def test_a_rank_that_dies_releases_streams(pair):
+    comm, process = pair("stream-silent", streams=True)
+    channel = comm.device_channel("sim:0", timeout=PATIENCE)
+    assert process.stdout.readline() == "here\n"
+    stream = warpwire.Stream("sim:0")
+    channel.recv(channel.register(warpwire.alloc(4096, "sim:0")), 1).wait_on_stream(stream)
+    process.kill()
+    stream.synchronize(PATIENCE)
+    with pytest.raises(warpwire.PeerLost):
+        channel.check()
+
+
+def test_wrong_arguments_of_channels(alone):
+    with pytest.raises(warpwire.InvalidArgument, match="without streams") as caught:
+        alone.device_channel("sim:0")
+    assert "streams=True" in caught.value.fix
+    with warpwire.Comm(0, 1, "127.0.0.1:0", streams=True) as comm:
+        with pytest.raises(warpwire.InvalidArgument, match="tpu:0"):
+            comm.device_channel("tpu:0")
+        with pytest.raises(warpwire.InvalidArgument):
+            comm.device_channel("sim:0", wait_timeout=-1)
+        channel = comm.device_channel("sim:0")
+        stream = warpwire.Stream("sim:0")
+        memory = channel.register(bytearray(100))
+        assert len(memory[10:20]) == 10 and memory.nbytes == 100
+        with pytest.raises(warpwire.InvalidArgument, match="step is 2"):
+            memory[0:10:2]
+        with pytest.raises(TypeError, match="range of bytes"):
+            memory[3]
+        with pytest.raises(warpwire.Unsupported, match="own rank"):
+            channel.send(memory, 0, stream)
+        with pytest.raises(warpwire.InvalidArgument, match="1 ranks"):
+            channel.recv(memory, 1)
+        with pytest.raises(TypeError):
+            channel.send(bytearray(4), 0, stream)
+        with pytest.raises(TypeError, match="is no stream"):
+            channel.barrier("text")
+        with pytest.raises(warpwire.InvalidArgument, match="no stream of this number"):
+            channel.barrier((9999, "sim:0"))
+        with pytest.raises(warpwire.Error, match="read-only"):
+            channel.register(b"constant")
+        with pytest.raises(warpwire.Unsupported, match="memory of the host"):
+            stream.fill(warpwire.alloc(10), 1)
+        with pytest.raises(warpwire.Error):
+            stream.copy(warpwire.alloc(10, "sim:0"), warpwire.alloc(11, "sim:0"))
+        with pytest.raises(warpwire.InvalidArgument, match="tpu:0"):
+            warpwire.Stream("tpu:0")
+        channel.barrier(stream)
+        stream.synchronize(PATIENCE)

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::allocation::Allocation;
 use super::backend::ForeignStreamBackend;
 use super::device::Device;
 use super::op::{HostCall, MemOp};
@@ -26,10 +27,12 @@ impl std::fmt::Debug for ForeignStream {
 
 impl ForeignStream {
     /// The stream of `device` with this handle (`CUstream`, `cudaStream_t`); 0 is the default
-    /// stream.
+    /// stream. On the simulated GPU the handle is [`Stream::number`].
     ///
     /// # Errors
-    /// [`Kind::Unsupported`](crate::error::Kind::Unsupported) if the device has no such streams.
+    /// [`Kind::Unsupported`](crate::error::Kind::Unsupported) if the device has no such streams;
+    /// [`Kind::InvalidArgument`](crate::error::Kind::InvalidArgument) if the simulated GPU has no
+    /// stream of this number.
     ///
     /// # Safety
     /// The handle is 0, or a stream of the device's primary context that exists while this and its
@@ -40,6 +43,35 @@ impl ForeignStream {
 
     fn label(&self) -> String {
         format!("{} stream {:#x} of another library", self.device.label(), self.handle)
+    }
+}
+
+/// Memory that streams of other libraries use: unlike this library's streams, those keep nothing
+/// allocated, and nobody tells when they have passed an operation. So it stays allocated for ever.
+#[derive(Debug, Default)]
+pub(crate) struct KeptMemory(Vec<Allocation>);
+
+impl KeptMemory {
+    /// Queues word operations on a stream, and keeps their memory if the stream does not.
+    pub(crate) fn batch(&mut self, stream: StreamRef<'_>, ops: &[MemOp]) -> Result<()> {
+        if !stream.keeps_memory() {
+            ops.iter().for_each(|op| self.keep(op));
+        }
+        stream.batch(ops)
+    }
+
+    fn keep(&mut self, op: &MemOp) {
+        let (MemOp::Write { word, .. } | MemOp::Wait { word, .. }) = op else { return };
+        let memory = word.region().allocation();
+        if self.0.iter().all(|kept| kept.address() != memory.address()) {
+            self.0.push(memory.clone());
+        }
+    }
+}
+
+impl Drop for KeptMemory {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(std::mem::forget);
     }
 }
 
@@ -77,6 +109,20 @@ impl StreamRef<'_> {
             Self::Own(stream) => stream.label(),
             Self::Foreign(stream) => stream.label(),
         }
+    }
+
+    /// A number that no other stream of the device has.
+    pub(crate) fn number(&self) -> u64 {
+        const FOREIGN: u64 = 1 << 63; // handles are addresses, or small
+        match self {
+            Self::Own(stream) => stream.number(),
+            Self::Foreign(stream) => stream.handle | FOREIGN,
+        }
+    }
+
+    /// Whether the stream keeps the memory that its operations use allocated.
+    pub(crate) fn keeps_memory(&self) -> bool {
+        matches!(self, Self::Own(_))
     }
 
     /// Whether its operations are captured into a graph now.

@@ -59,6 +59,7 @@ pub(crate) use copy_list::{
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;
+pub(crate) use foreign::KeptMemory;
 pub use foreign::{ForeignStream, StreamRef};
 pub use op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};

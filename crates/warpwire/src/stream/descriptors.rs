@@ -73,7 +73,7 @@ impl Descriptors {
 
     /// Adds a prepared request.
     pub fn send_prepared(&mut self, work: Prepared) -> Result<Ticket> {
-        check_stream(&work.shared, &self.stream)?;
+        check_stream(&work.shared, (&self.stream).into())?;
         let ticket = work.ticket();
         self.elements.push(Element::Send(work));
         Ok(ticket)
@@ -101,7 +101,7 @@ impl Descriptors {
 
     /// Adds a prepared wait.
     pub fn wait_prepared(&mut self, wait: PreparedWait) -> Result<()> {
-        check_stream(&wait.shared, &self.stream)?;
+        check_stream(&wait.shared, (&self.stream).into())?;
         self.elements.push(Element::Wait(wait));
         Ok(())
     }
@@ -225,13 +225,13 @@ fn plan(
             Element::Word(op) => ops.push(op.clone()),
             Element::Send(work) => {
                 if let Some(LockedQp { shared, state, .. }) = find(locked, &work.shared) {
-                    shared.post(state, work.ticket.number, stream, ops)?;
+                    shared.post(state, work.ticket.number, stream.into(), ops)?;
                 }
             }
             Element::Wait(wait) => {
                 if let Some(LockedQp { shared, state, .. }) = find(locked, &wait.shared) {
                     let markers = markers_of(elements, at, wait);
-                    shared.post_wait(state, wait.ticket, wait.slot, stream, markers, ops)?;
+                    shared.post_wait(state, wait.ticket, wait.slot, stream.into(), markers, ops)?;
                 }
             }
         }

@@ -90,7 +90,7 @@ pub use ticket::Ticket;
 
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
-use crate::mem::{self, Allocation, Stream, Word};
+use crate::mem::{self, Allocation, StreamRef, Word};
 use crate::mlx5::{DoorbellRecord, MAX_SEND_WQEBBS, WQEBB_LEN};
 use crate::verbs::{
     Completion, Context, Cq, CqOptions, Pd, ProgressMode, Qp, QpEndpoint, QpOptions,
@@ -256,7 +256,11 @@ impl StreamQp {
     }
 
     /// Prepares a request and posts it on a stream.
-    pub fn queue(&self, stream: &Stream, request: &SendRequest<'_>) -> Result<Ticket> {
+    pub fn queue<'s>(
+        &self,
+        stream: impl Into<StreamRef<'s>>,
+        request: &SendRequest<'_>,
+    ) -> Result<Ticket> {
         self.prepare(request)?.post(stream)
     }
 
@@ -299,18 +303,18 @@ impl StreamQp {
     /// # Errors
     /// Those of [`prepare_wait`](Self::prepare_wait) and [`PreparedWait::post`]; also
     /// [`Kind::InvalidArgument`] if the ticket is of a receive.
-    pub fn wait_send(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
+    pub fn wait_send<'s>(&self, stream: impl Into<StreamRef<'s>>, ticket: Ticket) -> Result<()> {
         ticket.check_send()?;
         self.wait_for(stream, ticket)
     }
 
     /// Blocks a stream until the request or receive has completed or failed.
-    pub fn wait_for(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
+    pub fn wait_for<'s>(&self, stream: impl Into<StreamRef<'s>>, ticket: Ticket) -> Result<()> {
         self.prepare_wait(ticket)?.post(stream).map(drop)
     }
 
     /// Blocks a stream until the next receive has completed or failed; returns its ticket.
-    pub fn wait_receive(&self, stream: &Stream) -> Result<Ticket> {
+    pub fn wait_receive<'s>(&self, stream: impl Into<StreamRef<'s>>) -> Result<Ticket> {
         self.prepare_wait_receive()?.post(stream)
     }
 

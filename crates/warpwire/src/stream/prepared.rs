@@ -6,10 +6,10 @@ use super::queue::Shared;
 use super::ticket::Ticket;
 use super::waits::ProgressMarker;
 use crate::error::{Error, Kind, Result};
-use crate::mem::Stream;
+use crate::mem::StreamRef;
 
 /// Rejects a stream that cannot drive this queue pair.
-pub(super) fn check_stream(shared: &Shared, stream: &Stream) -> Result<()> {
+pub(super) fn check_stream(shared: &Shared, stream: StreamRef<'_>) -> Result<()> {
     let refused = |kind, why: String| {
         let what = format!("use queue pair {:#x} on a stream", shared.qp.number());
         Error::new(kind, what).on(stream.label()).why(why)
@@ -20,7 +20,7 @@ pub(super) fn check_stream(shared: &Shared, stream: &Stream) -> Result<()> {
             refused(Kind::InvalidArgument, why).fix("create a queue pair for the stream's device")
         );
     }
-    if stream.is_capturing() {
+    if stream.is_capturing()? {
         let why = "a graph would write the same doorbell value in each replay".to_owned();
         return Err(refused(Kind::Unsupported, why)
             .fix("use a KernelQp, whose posts can be replayed, or post outside of the capture"));
@@ -50,15 +50,15 @@ impl Prepared {
     /// [`Kind::InvalidArgument`] if a request that was prepared earlier is neither posted nor
     /// dropped, or if the stream belongs to another device; the failure of the queue pair or of the
     /// stream, if one has failed.
-    pub fn post(mut self, stream: &Stream) -> Result<Ticket> {
-        let shared = self.shared.clone();
+    pub fn post<'s>(mut self, stream: impl Into<StreamRef<'s>>) -> Result<Ticket> {
+        let (shared, stream) = (self.shared.clone(), stream.into());
         check_stream(&shared, stream)?;
         let state = &mut *shared.state.lock();
         let (before, mut ops) = (state.posted(), std::mem::take(&mut state.scratch));
         ops.clear();
         let posted = shared
             .post(state, self.ticket.number, stream, &mut ops)
-            .and_then(|_| stream.batch(&ops));
+            .and_then(|()| state.kept.batch(stream, &ops));
         ops.clear();
         state.scratch = ops;
         match posted {
@@ -118,8 +118,8 @@ impl PreparedWait {
     /// # Errors
     /// [`Kind::InvalidArgument`] if the request is not posted, or if the stream belongs to another
     /// device; the failure of the stream, if it has failed.
-    pub fn post(mut self, stream: &Stream) -> Result<Ticket> {
-        let shared = self.shared.clone();
+    pub fn post<'s>(mut self, stream: impl Into<StreamRef<'s>>) -> Result<Ticket> {
+        let (shared, stream) = (self.shared.clone(), stream.into());
         check_stream(&shared, stream)?;
         let state = &mut *shared.state.lock();
         let mut ops = std::mem::take(&mut state.scratch);
@@ -127,7 +127,7 @@ impl PreparedWait {
         let markers = [ProgressMarker::Word; 2];
         let posted = shared
             .post_wait(state, self.ticket, self.slot, stream, markers, &mut ops)
-            .and_then(|()| stream.batch(&ops));
+            .and_then(|()| state.kept.batch(stream, &ops));
         ops.clear();
         state.scratch = ops;
         if posted.is_err() {

@@ -23,7 +23,7 @@ use super::ticket::{Ticket, side};
 use super::waits::{ProgressMarker, Waits};
 use crate::error::{Error, Kind, Result};
 use crate::hca::CQE_LEN;
-use crate::mem::{self, MemOp, Stream};
+use crate::mem::{self, KeptMemory, MemOp, StreamRef};
 use crate::mlx5::{CqeOutcome, Queue, Status};
 use crate::verbs::{
     Completion, Cq, Qp, QpAttributes, ReceiveRequest, SendRequest, State as QpState,
@@ -117,6 +117,8 @@ pub(super) struct State {
     device_lost: bool,
     /// Kept to reuse its capacity.
     pub scratch: Vec<MemOp>,
+    /// What streams of other libraries use.
+    pub kept: KeptMemory,
 }
 
 impl State {
@@ -131,6 +133,7 @@ impl State {
             failed_at: None,
             device_lost: false,
             scratch: Vec::with_capacity(8),
+            kept: KeptMemory::default(),
         }
     }
 
@@ -280,7 +283,7 @@ impl Shared {
         &self,
         state: &mut State,
         number: u64,
-        stream: &Stream,
+        stream: StreamRef<'_>,
         ops: &mut Vec<MemOp>,
     ) -> Result<()> {
         let before = state.posted;
@@ -393,7 +396,7 @@ impl Shared {
         state: &mut State,
         ticket: Ticket,
         slot: Option<u32>,
-        stream: &Stream,
+        stream: StreamRef<'_>,
         [arrived, passed]: [ProgressMarker; 2],
         ops: &mut Vec<MemOp>,
     ) -> Result<()> {

@@ -5,12 +5,14 @@ use std::time::Duration;
 use testkit::cases;
 use warpwire::agent::{Agent, PreparedTransfer, TransferOp, TransferOptions, TransferState};
 use warpwire::error::Kind;
-use warpwire::mem::Condition;
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mem::{Condition, Device, ForeignStream, Stream, StreamRef};
 
 use crate::agent::fixture::{Block, Fixture, Place, limit, same};
 
 cases!(Fixture; CASES:
     writes_follow_the_stream,
+    writes_follow_a_stream_of_another_library,
     reads_are_there_for_the_stream,
     many_streams_wait_for_one_transfer,
     transfers_that_no_stream_reaches,
@@ -28,12 +30,28 @@ fn blocks(fixture: &Fixture, alice: &Agent, bob: &Agent) -> (Block, Block, Prepa
     (near, far, prepared)
 }
 
-/// The stream changes the memory before and after each write, and no write sees what comes after.
 fn writes_follow_the_stream(fixture: &Fixture) {
+    let gpu = fixture.gpu();
+    let stream = gpu.stream().unwrap();
+    write_in_order(fixture, &gpu, &stream, (&stream).into());
+}
+
+/// The library knows the stream by its handle alone.
+#[allow(unsafe_code)]
+fn writes_follow_a_stream_of_another_library(fixture: &Fixture) {
+    let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+    let stream = gpu.stream().unwrap();
+    // SAFETY: of this device, and alive until the end; the simulated GPU checks numbers.
+    let by_handle = |number| unsafe { ForeignStream::new(&gpu, number) };
+    write_in_order(fixture, &gpu, &stream, (&by_handle(stream.number()).unwrap()).into());
+    assert_eq!(by_handle(stream.number() + 99).unwrap_err().kind(), &Kind::InvalidArgument);
+}
+
+/// The stream changes the memory before and after each write, and no write sees what comes after.
+fn write_in_order(fixture: &Fixture, gpu: &Device, stream: &Stream, posts: StreamRef<'_>) {
     const ROUNDS: u8 = 50;
     let (alice, bob) = fixture.pair();
-    let gpu = fixture.gpu();
-    let (memory, stream) = (gpu.alloc(LEN).unwrap(), gpu.stream().unwrap());
+    let memory = gpu.alloc(LEN).unwrap();
     let near = alice.register(memory.whole().unwrap()).unwrap();
     let far = fixture.block(&bob, Place::Host, LEN * u64::from(ROUNDS));
     let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
@@ -43,8 +61,8 @@ fn writes_follow_the_stream(fixture: &Fixture) {
         let prepared = alice.prepare(&peer, &[near.range(0, LEN).unwrap()], &[to]).unwrap();
         stream.fill(&memory.whole().unwrap(), round + 1).unwrap();
         let options = TransferOptions::default().with_notification(vec![round]);
-        let write = alice.post_on_stream(&stream, TransferOp::Write, &prepared, options).unwrap();
-        write.wait_on_stream(&stream).unwrap();
+        let write = alice.post_on_stream(posts, TransferOp::Write, &prepared, options).unwrap();
+        write.wait_on_stream(posts).unwrap();
         writes.push(write);
     }
     stream.fill(&memory.whole().unwrap(), 0xff).unwrap();

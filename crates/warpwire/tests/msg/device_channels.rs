@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, Device, Stream};
+use warpwire::mem::{Condition, Device, ForeignStream, Stream};
 use warpwire::msg::{Buffer, ChannelOptions, Comm, CommOptions, DeviceChannel, Signal, Writer};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::Remote;
@@ -29,6 +29,7 @@ cases!(Fixture; CASES:
 cases!(Fixture; ONCE:
     channels_check_their_arguments,
     channels_apply_back_pressure,
+    streams_of_other_libraries,
     one_stream_waits_for_many,
     compute_occupies_the_stream_for_its_duration,
     kernels_pass_words_without_an_hca,
@@ -284,6 +285,44 @@ fn handshakes_and_barriers(fixture: &Fixture) {
         }
         end.comm.barrier(test_timeout()).unwrap();
         end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+/// A stream that the library knows by its handle alone sends and waits in its order, and is released
+/// when the other rank is lost.
+#[allow(unsafe_code)]
+fn streams_of_other_libraries(fixture: &Fixture) {
+    const LEN: u64 = 100_000;
+    run_endpoints(fixture, 2, |end| {
+        let Endpoint { comm, gpu, stream, device_channel } = &end;
+        // SAFETY: of this device, and alive until the end.
+        let foreign = unsafe { ForeignStream::new(gpu, stream.number()) }.unwrap();
+        let [out, into] = [(); 2].map(|()| gpu.alloc(LEN).unwrap());
+        let [sent, received] = [&out, &into].map(|memory| comm.register(memory.whole().unwrap()));
+        let (sent, received) = (sent.unwrap(), received.unwrap());
+        let other = end.other();
+        for round in 1..=20_u8 {
+            let receive = device_channel.receive(other, &received).unwrap();
+            stream.fill(&out.whole().unwrap(), round + end.comm.rank() as u8).unwrap();
+            let send = device_channel.send_on_stream(&foreign, other, &sent).unwrap();
+            device_channel.wait_all_on_stream(&foreign, &[send, receive]).unwrap();
+            stream.fill(&out.whole().unwrap(), 0xff).unwrap();
+            device_channel.send_ready_on_stream(&foreign, other).unwrap();
+            device_channel.wait_ready_on_stream(&foreign, other).unwrap();
+            device_channel.barrier_on_stream(&foreign).unwrap();
+            end.finish_stream();
+            let expected = vec![round + other as u8; LEN as usize];
+            same(&read(&received, 0, LEN as usize), &expected, "what was there before the send");
+        }
+        comm.barrier(test_timeout()).unwrap();
+        if comm.rank() == 1 {
+            return comm.abort("out of luck");
+        }
+        let never = device_channel.receive(1, &received);
+        let waits = never.and_then(|never| device_channel.wait_on_stream(&foreign, &never));
+        stream.synchronize(test_timeout()).unwrap();
+        let why = waits.and_then(|()| device_channel.check()).unwrap_err();
+        assert!(why.to_string().contains("out of luck"), "{why}");
     });
 }
 

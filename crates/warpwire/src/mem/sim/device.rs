@@ -1,10 +1,11 @@
 //! One simulated GPU.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -12,15 +13,15 @@ use parking_lot::Mutex;
 use super::super::address::DeviceAddr;
 use super::super::allocation::MemoryKind;
 use super::super::backend::{
-    DeviceBackend, EventBackend, HostOwner, KernelBackend, MemoryBackend, ModuleBackend,
-    StreamBackend,
+    DeviceBackend, EventBackend, ForeignStreamBackend, HostOwner, KernelBackend, MemoryBackend,
+    ModuleBackend, StreamBackend,
 };
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::{BlockFn, Program};
 use super::super::share::IpcHandle;
 use super::config::{FailNth, OpKind, SimConfig};
 use super::memory::{Borrowed, SimMemory, address_space};
-use super::stream::{SimEvent, SimStream};
+use super::stream::{SimEvent, SimForeignStream, SimStream};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -65,6 +66,7 @@ pub(super) struct SimDevice {
     counters: Counters,
     fault_injection: Mutex<FaultInjection>,
     next_stream: AtomicU64,
+    streams: Mutex<BTreeMap<u64, Weak<SimStream>>>,
     dead: AtomicBool,
 }
 
@@ -116,6 +118,7 @@ impl SimDevice {
             counters: Counters::default(),
             fault_injection: Mutex::new(fault_injection),
             next_stream: AtomicU64::new(1),
+            streams: Mutex::default(),
             dead: AtomicBool::new(false),
         }
     }
@@ -344,7 +347,23 @@ impl DeviceBackend for SimDevice {
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {
         self.check_alive()?;
         let number = self.next_stream.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(SimStream::start(self, number)?))
+        let stream = Arc::new(SimStream::start(self.clone(), number)?);
+        let mut streams = self.streams.lock();
+        streams.retain(|_, known| known.strong_count() > 0);
+        streams.insert(number, Arc::downgrade(&stream));
+        Ok(stream)
+    }
+
+    fn foreign_stream(self: Arc<Self>, handle: u64) -> Result<Arc<dyn ForeignStreamBackend>> {
+        let known =
+            self.streams.lock().get(&handle).filter(|known| known.strong_count() > 0).cloned();
+        let stream = known.ok_or_else(|| {
+            Error::new(Kind::InvalidArgument, format!("use stream {handle} of another library"))
+                .on(self.label())
+                .why("the simulated GPU has no stream of this number")
+                .fix("use the number of a stream that exists (Stream::number)")
+        })?;
+        Ok(Arc::new(SimForeignStream(stream)))
     }
 
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>> {

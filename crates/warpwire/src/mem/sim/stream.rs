@@ -3,13 +3,13 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::super::backend::{EventBackend, GraphBackend, StreamBackend};
-use super::super::op::{PendingWait, StreamOp};
+use super::super::backend::{EventBackend, ForeignStreamBackend, GraphBackend, StreamBackend};
+use super::super::op::{HostCall, MemOp, PendingWait, StreamOp};
 use super::super::stream::capture_in_progress;
 use super::device::SimDevice;
 use super::execute::{MAX_BLOCKS, Runner};
@@ -218,6 +218,32 @@ impl StreamBackend for SimStream {
         let captured = self.core.queue.lock().captured.take();
         let ops = captured.unwrap_or_default();
         Ok(Arc::new(SimGraph { ops }))
+    }
+}
+
+/// A stream by its number, as other libraries' streams are known by their handles: keeps nothing.
+pub(super) struct SimForeignStream(pub(super) Weak<SimStream>);
+
+impl SimForeignStream {
+    fn enqueue(&self, op: StreamOp) -> Result<()> {
+        let stream = self.0.upgrade().ok_or_else(|| {
+            Error::new(Kind::Freed, "queue work on a stream").why("its owner has dropped it")
+        })?;
+        stream.enqueue(op)
+    }
+}
+
+impl ForeignStreamBackend for SimForeignStream {
+    fn is_capturing(&self) -> Result<bool> {
+        Ok(self.0.upgrade().is_some_and(|stream| stream.core.queue.lock().captured.is_some()))
+    }
+
+    fn batch(&self, ops: &[MemOp]) -> Result<()> {
+        self.enqueue(StreamOp::Batch(ops.into()))
+    }
+
+    fn call_host(&self, host: HostCall) -> Result<()> {
+        self.enqueue(StreamOp::Call(Arc::new(host)))
     }
 }
 

@@ -60,7 +60,7 @@ use super::header::MAX_SLICES;
 use super::shared::Shared;
 use super::state::{Loss, OnLost};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, Condition, Device, Word};
+use crate::mem::{Allocation, Condition, Device, KeptMemory, Word};
 use crate::stream::kernel::Kernels;
 use crate::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use crate::verbs::{QpAttributes, QpEndpoint, QpOptions, Remote, State};
@@ -139,6 +139,8 @@ struct Inner {
     _registered: Buffer,
     sync_counters: Mutex<SyncCounters>,
     waits: Mutex<Vec<WordWait>>,
+    /// Words that streams of other libraries use.
+    kept: Mutex<KeptMemory>,
 }
 
 struct ChannelPeer {
@@ -245,7 +247,8 @@ impl Comm {
             table,
             _registered: registered,
             sync_counters: Mutex::new(sync_counters),
-            waits: Mutex::new(Vec::new()),
+            waits: Mutex::default(),
+            kept: Mutex::default(),
         });
         let mut state = self.shared.lock();
         let weak = Arc::downgrade(&inner);

@@ -3,7 +3,7 @@
 use super::tracker::ChannelRequest;
 use super::{ChannelPeer, DeviceChannel, WordWait};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Condition, Stream, Word};
+use crate::mem::{Condition, MemOp, StreamRef, Word};
 use crate::mlx5::Queue;
 use crate::msg::buffer::BufferSlice;
 use crate::msg::header::MAX_SLICES;
@@ -41,7 +41,7 @@ impl std::fmt::Debug for PreparedWork {
 
 impl PreparedWork {
     /// Posts the work on a stream, which executes it when it reaches that point.
-    pub fn post(self, stream: &Stream) -> Result<ChannelRequest> {
+    pub fn post<'s>(self, stream: impl Into<StreamRef<'s>>) -> Result<ChannelRequest> {
         self.work.post(stream)?;
         self.request.note_posted();
         Ok(self.request)
@@ -84,9 +84,9 @@ impl DeviceChannel {
 
     /// Sends when the stream reaches this point: everything the stream did before is in the
     /// message. If the peer has posted no receive, the message waits; the stream does not.
-    pub fn send_on_stream(
+    pub fn send_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         to: usize,
         slice: impl Into<BufferSlice>,
     ) -> Result<ChannelRequest> {
@@ -94,9 +94,9 @@ impl DeviceChannel {
     }
 
     /// As [`send_on_stream`](Self::send_on_stream), gathered from slices; at most 15.
-    pub fn sendv_on_stream(
+    pub fn sendv_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         to: usize,
         slices: &[BufferSlice],
     ) -> Result<ChannelRequest> {
@@ -114,9 +114,9 @@ impl DeviceChannel {
     }
 
     /// Writes to a rank's memory of a window when the stream reaches this point.
-    pub fn put_on_stream(
+    pub fn put_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         (window, rank, offset): (&RmaWindow, usize, u64),
         slice: impl Into<BufferSlice>,
     ) -> Result<ChannelRequest> {
@@ -136,9 +136,9 @@ impl DeviceChannel {
 
     /// Writes when the stream reaches this point, and then updates a word of the window: a peer
     /// that sees the updated word sees the data. The returned request is that of the word.
-    pub fn put_signal_on_stream(
+    pub fn put_signal_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         (window, rank, offset): (&RmaWindow, usize, u64),
         slice: impl Into<BufferSlice>,
         (word, signal): (u64, Signal),
@@ -156,14 +156,15 @@ impl DeviceChannel {
                     .fix("use Signal::Set64, or put_signal_on_stream of DeviceChannel::kernel"));
             }
         };
+        let stream = stream.into();
         let _data = put.post(stream)?;
         then.post(stream)
     }
 
     /// Reads from a rank's memory of a window when the stream reaches this point.
-    pub fn get_on_stream(
+    pub fn get_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         (window, rank, offset): (&RmaWindow, usize, u64),
         slice: impl Into<BufferSlice>,
     ) -> Result<ChannelRequest> {
@@ -174,8 +175,13 @@ impl DeviceChannel {
 
     /// Blocks a stream until a request has completed or failed; the stream then sees received data.
     /// [`check`](Self::check) reports failures.
-    pub fn wait_on_stream(&self, stream: &Stream, request: &ChannelRequest) -> Result<()> {
+    pub fn wait_on_stream<'s>(
+        &self,
+        stream: impl Into<StreamRef<'s>>,
+        request: &ChannelRequest,
+    ) -> Result<()> {
         let peer = self.0.peer(request.rank, "wait for")?;
+        let stream = stream.into();
         let waits = || peer.stream.wait_for(stream, request.ticket);
         match waits() {
             Err(error) if error.kind() == &Kind::Busy => {
@@ -187,22 +193,28 @@ impl DeviceChannel {
     }
 
     /// Blocks a stream until all requests have completed or failed.
-    pub fn wait_all_on_stream(&self, stream: &Stream, requests: &[ChannelRequest]) -> Result<()> {
+    pub fn wait_all_on_stream<'s>(
+        &self,
+        stream: impl Into<StreamRef<'s>>,
+        requests: &[ChannelRequest],
+    ) -> Result<()> {
+        let stream = stream.into();
         requests.iter().try_for_each(|request| self.wait_on_stream(stream, request))
     }
 
     /// Blocks a stream until a word of this device's memory satisfies a condition. If the rank that
     /// writes it is lost, a value that satisfies the condition is stored, and
     /// [`check`](Self::check) reports the loss.
-    pub fn wait_word_on_stream(
+    pub fn wait_word_on_stream<'s>(
         &self,
-        stream: &Stream,
+        stream: impl Into<StreamRef<'s>>,
         word: &Word,
         (condition, value): (Condition, u64),
         writer: Writer,
     ) -> Result<()> {
         self.note_wait(word, condition, value, writer)?;
-        stream.wait_value(word, condition, value)
+        let wait = MemOp::Wait { word: word.clone(), condition, value };
+        self.0.kept.lock().batch(stream.into(), &[wait])
     }
 
     /// Records which rank a stream waits for, so that [`OnLost`](super::OnLost) can release it.
@@ -237,7 +249,11 @@ impl DeviceChannel {
     }
 
     /// Notifies a rank, when the stream reaches this point, that this one is ready to receive.
-    pub fn send_ready_on_stream(&self, stream: &Stream, to: usize) -> Result<()> {
+    pub fn send_ready_on_stream<'s>(
+        &self,
+        stream: impl Into<StreamRef<'s>>,
+        to: usize,
+    ) -> Result<()> {
         let table = self.0.peer(to, "notify")?.table;
         let mut sync_counters = self.0.sync_counters.lock();
         let value = sync_counters.ready_sent[to].wrapping_add(1);
@@ -249,7 +265,11 @@ impl DeviceChannel {
     }
 
     /// Blocks a stream until the next ready notification of a rank, and consumes it.
-    pub fn wait_ready_on_stream(&self, stream: &Stream, from: usize) -> Result<()> {
+    pub fn wait_ready_on_stream<'s>(
+        &self,
+        stream: impl Into<StreamRef<'s>>,
+        from: usize,
+    ) -> Result<()> {
         self.0.peer(from, "wait for")?;
         let mut sync_counters = self.0.sync_counters.lock();
         let value = sync_counters.ready_awaited[from].wrapping_add(1);
@@ -262,8 +282,8 @@ impl DeviceChannel {
 
     /// Blocks a stream until a stream of every rank has reached the barrier with the same sequence
     /// number.
-    pub fn barrier_on_stream(&self, stream: &Stream) -> Result<()> {
-        let rank_info = &self.0.shared.rank_info;
+    pub fn barrier_on_stream<'s>(&self, stream: impl Into<StreamRef<'s>>) -> Result<()> {
+        let (stream, rank_info) = (stream.into(), &self.0.shared.rank_info);
         let (rank, size) = (rank_info.rank, rank_info.size);
         let mut sync_counters = self.0.sync_counters.lock();
         let value = sync_counters.barriers.wrapping_add(1);
