@@ -50,7 +50,7 @@ pub use probes::{
 pub use record::record;
 pub use render::TextStyle;
 pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
-pub use trial::{Trial, TrialOutcome, registrations_to_text, try_registrations};
+pub use trial::{PeerAccess, Trial, TrialOutcome, registrations_to_text, try_registrations};
 pub use verdict::{Answer, KnownBy, Verdict};
 
 use warpwire::error::Result;

@@ -31,9 +31,22 @@ pub struct Trial {
     pub memory: String,
     /// How it was registered: `handle`, `address`, `dma-buf, pinned`, …
     pub by: &'static str,
+    /// How processes of this machine map device memory that is registered by its handle.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peers: Option<PeerAccess>,
     /// The result.
     #[serde(flatten)]
     pub outcome: TrialOutcome,
+}
+
+/// How other processes of this machine access registered device memory.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PeerAccess {
+    /// They map it by this, and their GPU copies.
+    Mapped(&'static str),
+    /// They send packets; the reason.
+    Packets(String),
 }
 
 /// The result of a [`Trial`].
@@ -120,7 +133,13 @@ pub fn try_registrations() -> Result<Vec<Trial>> {
                 Ok(works) => works,
                 Err(error) => TrialOutcome::Refused { why: error.to_string() },
             };
-            trials.push(Trial { memory: memory.to_owned(), by: by.name(), outcome });
+            let peers = match (subject, by, &outcome) {
+                (Ok(Subject::Device(memory)), By::Handle, TrialOutcome::Works { .. }) => {
+                    peer_access(memory)
+                }
+                _ => None,
+            };
+            trials.push(Trial { memory: memory.to_owned(), by: by.name(), peers, outcome });
         }
     };
     all("host", &HostMemory::new(LEN).map(Subject::Host));
@@ -131,6 +150,17 @@ pub fn try_registrations() -> Result<Vec<Trial>> {
         }
     }
     Ok(trials)
+}
+
+/// How processes of this machine would map this memory; `None` for memory of the host.
+fn peer_access(memory: &Allocation) -> Option<PeerAccess> {
+    if memory.host_bytes().is_ok() {
+        return None;
+    }
+    Some(match memory.export_ipc() {
+        Ok(handle) => PeerAccess::Mapped(handle.means()),
+        Err(why) => PeerAccess::Packets(why.reason().to_owned()),
+    })
 }
 
 /// Two connected software HCAs; the second one registers the memory under test.
@@ -249,6 +279,16 @@ pub fn registrations_to_text(trials: &[Trial]) -> String {
             for why in why {
                 let _ = writeln!(text, "{:34} {}", "", super::printable(why));
             }
+            let _ = match &trial.peers {
+                None => Ok(()),
+                Some(PeerAccess::Mapped(means)) => {
+                    writeln!(text, "{:34} mapped by peers of this machine: {means}", "")
+                }
+                Some(PeerAccess::Packets(why)) => {
+                    let why = super::printable(why);
+                    writeln!(text, "{:34} packets of peers of this machine: {why}", "")
+                }
+            };
         }
     }
     let refused = |trial: &&Trial| matches!(trial.outcome, TrialOutcome::Refused { .. });

@@ -330,6 +330,9 @@ fn measure_all(what: Collective, arguments: &Arguments, comm: &Comm) -> Result<E
         reporter.print(&report.render(&row))?;
         report.rows.push(row);
     }
+    if let size @ 2.. = comm.size() {
+        report.path = comm.path((comm.rank() + 1) % size)?.to_string();
+    }
     comm.finish(arguments.timeout)?;
     let wrong = report.finish();
     if !is_reporter {
@@ -337,6 +340,7 @@ fn measure_all(what: Collective, arguments: &Arguments, comm: &Comm) -> Result<E
     }
     reporter.finish_machine(&mut report.machine);
     reporter.print(&report.foot())?;
+    reporter.print(&super::direct_access(&report.path))?;
     reporter.finish(&report)?;
     match wrong {
         0 => Ok(ExitCode::SUCCESS),

@@ -353,6 +353,12 @@ fn run_rank(arguments: &PointToPoint, rank_info: RankInfo) -> Result<ExitCode, F
     measure_or_abort(arguments, &Comm::open(rank_info, options)?)
 }
 
+/// A line that says how the peer's memory was accessed, from the path at the end.
+fn direct_access(path: &str) -> String {
+    let found = path.find("direct access: ").and_then(|at| path.get(at..));
+    found.map_or(String::new(), |text| format!("# {text}\n"))
+}
+
 fn measure_or_abort(arguments: &PointToPoint, comm: &Comm) -> Result<ExitCode, Failure> {
     let outcome = measure_all(arguments, comm);
     if let Err(Failure::Runtime(why) | Failure::Usage(why)) = &outcome {
@@ -393,6 +399,8 @@ fn measure_all(arguments: &PointToPoint, comm: &Comm) -> Result<ExitCode, Failur
         report.rows.push(row);
     }
     reporter.print(&report.compare())?;
+    report.path = comm.path(1 - comm.rank())?.to_string();
+    reporter.print(&direct_access(&report.path))?;
     comm.finish(arguments.timeout)?;
     if is_reporter {
         reporter.finish_machine(&mut report.machine);

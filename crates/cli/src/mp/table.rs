@@ -33,7 +33,7 @@ pub(super) struct Report {
     test: &'static str,
     ranks: usize,
     /// Link path between the ranks.
-    path: String,
+    pub(super) path: String,
     /// How the device accesses the message memory.
     memory: String,
     pub(super) rows: Vec<Row>,

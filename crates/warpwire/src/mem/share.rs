@@ -124,6 +124,14 @@ impl IpcHandle {
         self.len
     }
 
+    /// What other processes open, for people: `CUDA VMM descriptors`, `memfd`.
+    pub fn means(&self) -> &'static str {
+        match self.backend {
+            Backend::Cuda => super::cuda::handle_means(&self.body),
+            Backend::Sim => "memfd",
+        }
+    }
+
     /// The backend-specific part. Fails if the handle belongs to another backend.
     pub(super) fn body_for(&self, backend: Backend) -> Result<&[u8]> {
         if self.backend == backend {

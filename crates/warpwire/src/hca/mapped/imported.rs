@@ -17,6 +17,8 @@ const MAX_HANDLE_LEN: u64 = 1 << 16;
 /// A peer's device memory. It is opened at its first use, on the GPU that the local memory is on,
 /// by the pager thread: the driver may take its time.
 pub(super) struct ImportedMemory {
+    /// What it is opened by, for people.
+    means: &'static str,
     /// What the peer sent; taken when it is opened.
     shared: Mutex<Option<SharedHandle>>,
     opened: OnceLock<std::result::Result<Allocation, Error>>,
@@ -53,9 +55,11 @@ impl ImportedMemory {
         file.rewind()
             .and_then(|()| file.take(MAX_HANDLE_LEN + 1).read_to_end(&mut bytes))
             .map_err(|error| Error::os(what, &error))?;
-        let shared =
-            SharedHandle { handle: IpcHandle::from_bytes(&bytes)?, descriptors: files.collect() };
+        let handle = IpcHandle::from_bytes(&bytes)?;
+        let means = handle.means();
+        let shared = SharedHandle { handle, descriptors: files.collect() };
         Ok(Self {
+            means,
             shared: Mutex::new(Some(shared)),
             opened: OnceLock::new(),
             queue: Mutex::default(),
@@ -91,6 +95,11 @@ impl ImportedMemory {
     /// Takes the queue of copies that was created with it.
     pub(super) fn take_queue(&self) -> Option<CopyQueue> {
         self.queue.lock().take()
+    }
+
+    /// What it is opened by, for people: `CUDA VMM descriptors`.
+    pub(super) fn means(&self) -> &'static str {
+        self.means
     }
 
     /// Why it could not be opened, if that failed.

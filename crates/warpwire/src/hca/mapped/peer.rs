@@ -536,18 +536,24 @@ impl DirectPeer {
     /// A description for people: what of the peer is mapped.
     pub(super) fn describe(&self) -> String {
         let (mut host, mut device, mut failure) = (0, 0, String::new());
+        let mut means = Vec::new();
         for memory in self.memories.iter().filter_map(Memory::upgrade) {
             match memory {
                 PeerMemory::Host(_) | PeerMemory::Process => host += 1,
                 PeerMemory::Device(memory) => match memory.failure() {
-                    None => device += 1,
+                    None => {
+                        device += 1;
+                        if !means.contains(&memory.means()) {
+                            means.push(memory.means());
+                        }
+                    }
                     Some(why) => failure = format!("; device memory by packets: {}", why.reason()),
                 },
             }
         }
         let on_device = match device {
             0 => String::new(),
-            count => format!(", of device memory: {count}"),
+            count => format!(", of device memory: {count} by {}", means.join(", ")),
         };
         let by_kernel = match self.peer.is_process_accessible() {
             true => "",

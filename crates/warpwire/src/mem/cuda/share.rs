@@ -270,6 +270,16 @@ fn copy_remote_fds(owner: u32, fds: &[i32]) -> Result<Vec<OwnedFd>> {
     fds.iter().map(copy).collect()
 }
 
+/// What the body of a handle names.
+pub(in crate::mem) fn handle_means(body: &[u8]) -> &'static str {
+    match body.get(UUID_LEN) {
+        Some(&PLAIN) => "CUDA IPC handle",
+        Some(&VMM) => "CUDA VMM descriptors",
+        Some(&POOL) => "CUDA pool descriptor",
+        _ => "unknown handle",
+    }
+}
+
 fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(128);
     let mut name = [0; UUID_LEN];
