@@ -12,8 +12,8 @@
 # A missing tool or device prints `skipped: why`; WARPWIRE_REQUIRE turns that into a failure:
 #   WARPWIRE_REQUIRE=cuda,ptx,valgrind,rxe ./ci.sh
 # Its words: cuda, ptx, scapy, tshark, fuzz, valgrind, rxe, g++, mlx5dv, clients, ibverbs-clients,
-# pyverbs, python, wheels, nixl, book, chromium, cmake, pkg-config, verbs.h, net-lab, sanitizers,
-# msrv, no-std, stranger.
+# pyverbs, python, wheels, nixl, ucx, book, chromium, cmake, pkg-config, verbs.h, net-lab,
+# sanitizers, msrv, no-std, stranger.
 set -euo pipefail
 cd "$(dirname "$0")"
 # No step reads it, and some programs fail if it is closed: their first file gets its number.
@@ -34,6 +34,7 @@ clients    | change full | redis, nc, curl and Python as peers of sockets inside
 faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
 nixl       | change full | NIXL's wheel over our backend; three versions in ./ci.sh full
+lines      | change full | one program with five libraries; the table of docs/agents.md
 python     | change full | the wheel, installed into a fresh environment: pytest, stubs, the page
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
@@ -124,6 +125,10 @@ step_nixl() {
   step_build
   tools/install "${CARGO_TARGET_DIR:-target}/capi" "$(bin libwarpwire_c.so)"
   tools/nixl-test "${CARGO_TARGET_DIR:-target}/capi/lib"
+}
+step_lines() {
+  step_build
+  bench/lines/run "${CARGO_TARGET_DIR:-target}/debug"
 }
 step_python() { tools/python-tests; }
 step_lab() { tools/rxe-lab test; }
@@ -222,7 +227,7 @@ BESIDE="docs book ptx headers python lab"
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
-  missing ibverbs-utils ibverbs-providers perftest ucx-utils rdmacm-utils libfabric-bin python3-pyverbs || true
+  missing ibverbs-utils ibverbs-providers perftest ucx-utils rdmacm-utils libfabric-bin libucx-dev python3-pyverbs || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true

@@ -77,6 +77,7 @@ const COMMANDS: &[(&str, Page)] = &[
 const NOT_HERE: &[(&str, &str)] = &[
     ("./ci.sh", "this test is a part of it"),
     ("tools/", "./ci.sh has steps for the tools"),
+    ("bench/lines/run", "step lines of ./ci.sh runs it"),
     ("stage/", "needs a GPU machine"),
     ("WARPWIRE_SIM=fail=", "fails on purpose; crates/cli/tests/cli.rs tests it"),
     ("cargo build", "./ci.sh builds"),
