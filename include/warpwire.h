@@ -94,7 +94,8 @@ typedef struct ww_agent_options {
     const char *link;                   /* "auto", "udp", "shm", "device:NAME"; default:
                                            WARPWIRE_LINK, or auto */
     const char *address;                /* this machine's; default: WARPWIRE_ADDRESS, or by route */
-    uint32_t engines;                   /* threads that process packets, 1 to 64; default 1 */
+    uint32_t engines;                   /* threads that process packets, 1 to 16, as many as peers
+                                           have; default: WARPWIRE_ENGINES, or 1 */
     uint32_t queue_pairs;               /* per peer, 1 to 16; default 1 */
     uint32_t send_depth;                /* work requests in flight, 16 to 4096; default 1024 */
     uint32_t connect_timeout_ms;        /* default 10000 */

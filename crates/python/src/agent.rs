@@ -124,20 +124,20 @@ fn notification(py: Python<'_>, arrived: agent::Notification) -> PyResult<Bound<
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (name, link = None, address = None, queue_pairs = 1, engines = 1))]
+    #[pyo3(signature = (name, link = None, address = None, queue_pairs = 1, engines = None))]
     fn new(
         py: Python<'_>,
         name: &str,
         link: Option<&str>,
         address: Option<&str>,
         queue_pairs: usize,
-        engines: u32,
+        engines: Option<u32>,
     ) -> PyResult<Self> {
         let open = || {
-            let mut options = AgentOptions::default()
-                .with_env()?
-                .with_queue_pairs(queue_pairs)
-                .with_engines(engines);
+            let mut options = AgentOptions::default().with_env()?.with_queue_pairs(queue_pairs);
+            if let Some(engines) = engines {
+                options = options.with_engines(engines);
+            }
             if let Some(link) = link {
                 options = options.with_link(link.parse()?);
             }

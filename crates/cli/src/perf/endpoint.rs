@@ -165,6 +165,7 @@ impl Endpoint {
                 self.destinations.push((handle, endpoint.qpn));
             } else {
                 qp.connect(endpoint)?;
+                self.info.mtu = qp.endpoint().path_mtu(endpoint);
             }
         }
         self.remote = Remote { address: peer.info.address, rkey: peer.info.rkey };

@@ -149,7 +149,7 @@ fn run_test(
         false => reporter.machine(),
     };
     let mut endpoint = Endpoint::new(role, test, peer.local_ip()?, arguments)?;
-    let ready = match peer.swap(&ControlMsg::Ready(endpoint.ready()))? {
+    let mut ready = match peer.swap(&ControlMsg::Ready(endpoint.ready()))? {
         ControlMsg::Ready(ready) => ready,
         other => return Err(peer.unexpected(&other)),
     };
@@ -158,6 +158,7 @@ fn run_test(
         reporter.note(&format!("# UD messages are at most the MTU: {mtu} bytes here"));
     }
     endpoint.connect(&ready)?;
+    ready.info.mtu = ready.info.mtu.max(endpoint.info.mtu);
     print_head(&endpoint, &ready.info, arguments, reporter)?;
     if endpoint.test.verb == Verb::Send {
         bw::post_receives(&endpoint)?;

@@ -44,7 +44,7 @@ class Agent:
         link: str | None = None,
         address: str | None = None,
         queue_pairs: int = 1,
-        engines: int = 1,
+        engines: int | None = None,
     ) -> Self: ...
     @property
     def name(self) -> str: ...

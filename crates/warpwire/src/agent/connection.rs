@@ -89,7 +89,7 @@ impl Connection {
             );
             return Err(Error::new(Kind::Unsupported, format!("connect to {:?}", peer.name()))
                 .why(why)
-                .fix("open both agents with as many rails"));
+                .fix("open both agents with as many rails, or engines"));
         }
         let slot = agent.next_slot();
         let mut lanes = Vec::new();

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
-use crate::verbs::{Context, HcaOptions, LinkChoice};
+use crate::verbs::{Context, HcaOptions, LinkChoice, ProgressMode};
 
 /// Options of an [`Agent`](super::Agent).
 ///
@@ -27,8 +27,9 @@ pub struct AgentOptions {
     /// The software HCA's address. Default: the one that the default route uses, or 127.0.0.1
     /// without one.
     pub address: Option<IpAddr>,
-    /// Its engines: threads that process packets, 1 (the default) to 64. More need UDP, and as many
-    /// `queue_pairs`.
+    /// Threads that process packets, 1 to 16. Default: 1, the program's own while it polls. More
+    /// are as many software HCAs with a thread each, and transfers are spread over them: peers need
+    /// as many. Devices have engines of their own.
     pub engines: u32,
     /// Queue pairs per peer and rail, 1 (the default) to 16. With more than one, a notification
     /// waits until all data is acknowledged.
@@ -71,14 +72,16 @@ impl Default for AgentOptions {
     }
 }
 
+/// How long the thread of an engine spins before it sleeps.
+const ENGINE_SPIN: Duration = Duration::from_micros(50);
 /// The most rails.
 pub(super) const MAX_RAILS: usize = 16;
 /// The most queue pairs per peer and rail.
 pub(super) const MAX_QUEUE_PAIRS: usize = 16;
 
 impl AgentOptions {
-    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]) and `WARPWIRE_ADDRESS` (an
-    /// IP address of this machine) where they are set.
+    /// These options, modified by `WARPWIRE_LINK` (see [`LinkChoice`]), `WARPWIRE_ADDRESS` (an IP
+    /// address of this machine) and `WARPWIRE_ENGINES` (a number) where they are set.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if a variable cannot be parsed; as for [`Context::open_device`] if it
@@ -95,6 +98,13 @@ impl AgentOptions {
             })?;
             self.address = Some(address);
         }
+        if let Ok(text) = std::env::var("WARPWIRE_ENGINES") {
+            self.engines = text.parse().map_err(|_| {
+                Error::new(Kind::Malformed, format!("use {text:?} engines"))
+                    .why("WARPWIRE_ENGINES is no number")
+                    .fix("set it to a number from 1 to 16, or unset it")
+            })?;
+        }
         Ok(self)
     }
 
@@ -103,6 +113,9 @@ impl AgentOptions {
             |why: &'static str| Err(Error::new(Kind::InvalidArgument, "open an agent").why(why));
         match self {
             _ if self.rails.len() > MAX_RAILS => wrong("there are more than 16 rails"),
+            _ if !(1..=MAX_RAILS as u32).contains(&self.engines) => {
+                wrong("engines must be 1 to 16")
+            }
             _ if !(1..=MAX_QUEUE_PAIRS).contains(&self.queue_pairs) => {
                 wrong("queue_pairs must be 1 to 16")
             }
@@ -111,12 +124,19 @@ impl AgentOptions {
         }
     }
 
-    /// The devices: those that were given, or one software HCA.
+    /// The devices: those that were given, or a software HCA for each engine. One HCA with several
+    /// engines would not do: the queue pairs of an agent share a completion queue, and those are on
+    /// one engine.
     pub(super) fn open_contexts(&self) -> Result<Vec<Context>> {
         if !self.rails.is_empty() {
             return Ok(self.rails.clone());
         }
-        let hca = HcaOptions::default().with_engines(self.engines);
-        Ok(vec![self.link.open_context(self.address, hca)?])
+        let hca = match self.engines {
+            1 => HcaOptions::default(),
+            _ => HcaOptions::default()
+                .with_progress_mode(ProgressMode::Thread { spin: ENGINE_SPIN, core: None }),
+        };
+        let count = if matches!(self.link, LinkChoice::Device(_)) { 1 } else { self.engines };
+        (0..count).map(|_| self.link.open_context(self.address, hca)).collect()
     }
 }

@@ -166,6 +166,8 @@ struct HcaInner {
     async_events: Arc<AsyncEventQueue>,
     path: link::LinkPath,
     max_packet: usize,
+    /// To peers at the link's own IP address.
+    max_packet_on_host: usize,
     numbering: Numbering,
     progress_mode: ProgressMode,
 }
@@ -225,6 +227,11 @@ impl Hca {
     /// The maximum payload of a packet on the link, in bytes.
     pub fn max_payload(&self) -> usize {
         self.0.max_packet.saturating_sub(engine::MAX_PACKET_OVERHEAD)
+    }
+
+    /// The maximum payload of a packet to a peer at the link's own IP address, in bytes.
+    pub(crate) fn max_payload_on_host(&self) -> usize {
+        self.0.max_packet_on_host.saturating_sub(engine::MAX_PACKET_OVERHEAD)
     }
 
     /// Whether both handles refer to one device.

@@ -27,6 +27,7 @@ pub(super) fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result
         false => Err("disabled by option"),
     };
     let (mut path, max_packet) = (link.path(), link.max_packet());
+    let max_packet_on_host = link.max_packet_on_host();
     path.why += &match &export_table {
         Ok(_) => "; direct access: on where memory can be mapped".to_owned(),
         Err(why) => format!("; direct access: off ({why})"),
@@ -57,6 +58,7 @@ pub(super) fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result
         async_events,
         path,
         max_packet,
+        max_packet_on_host,
         numbering,
         progress_mode: options.progress_mode,
     })

@@ -216,6 +216,10 @@ impl Link for Auto {
         self.links().map(Link::max_packet).min().unwrap_or_default()
     }
 
+    fn max_packet_on_host(&self) -> usize {
+        self.links().map(Link::max_packet_on_host).min().unwrap_or_default()
+    }
+
     fn max_packet_to(&self, flow: FlowId) -> usize {
         match (self.flows.get(flow), &self.shm) {
             (Some(Flow { transport: Transport::Shm, inner, .. }), Ok(shm)) => {

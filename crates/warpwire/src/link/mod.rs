@@ -112,6 +112,13 @@ pub trait Link: Send {
         self.max_packet()
     }
 
+    /// The maximum packet length to peers at this link's own IP address: at least
+    /// [`max_packet`](Link::max_packet), because packets that stay on the machine do not pass the
+    /// interface.
+    fn max_packet_on_host(&self) -> usize {
+        self.max_packet()
+    }
+
     /// Prepares to send to `peer`: one flow per queue pair. Slow; meant for setup.
     ///
     /// `label` distinguishes the queue pairs to one peer. Links that can choose the source port may
@@ -241,6 +248,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
 
     fn max_packet_to(&self, flow: FlowId) -> usize {
         (**self).max_packet_to(flow)
+    }
+
+    fn max_packet_on_host(&self) -> usize {
+        (**self).max_packet_on_host()
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {

@@ -231,6 +231,10 @@ impl<L: Link> Link for Tap<L> {
         self.inner.max_packet_to(flow)
     }
 
+    fn max_packet_on_host(&self) -> usize {
+        self.inner.max_packet_on_host()
+    }
+
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
         self.inner.open(peer, label)
     }

@@ -42,6 +42,10 @@ pub struct QpEndpoint {
     pub psn: u32,
     /// Maximum path MTU in bytes; a connection uses the smaller of both ends.
     pub mtu: u32,
+    /// Maximum path MTU to an end at the same IP address, whose packets do not pass an interface;
+    /// such connections use the smaller of both ends. 0 if it is not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub mtu_on_host: u32,
     /// Maximum number of RDMA reads and atomics that it executes at a time (`max_dest_rd_atomic`).
     pub max_rd_atomic: u8,
     /// The UDP port that it sends from; packets from other ports are discarded. 0 if that is not
@@ -58,6 +62,18 @@ pub struct QpEndpoint {
     /// both ends do; other devices and older versions do not have this field.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub selective_repeat: bool,
+}
+
+impl QpEndpoint {
+    /// The path MTU of a connection to another endpoint, in bytes: the smaller of both. It is
+    /// larger if both are at one IP address and packets therefore pass no interface.
+    pub fn path_mtu(&self, peer: &Self) -> u32 {
+        let on_host = self.mtu_on_host.min(peer.mtu_on_host);
+        match self.address.ip() == peer.address.ip() && on_host > 0 {
+            true => on_host,
+            false => self.mtu.min(peer.mtu),
+        }
+    }
 }
 
 fn is_zero<T: Default + PartialEq>(value: &T) -> bool {

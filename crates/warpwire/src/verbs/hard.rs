@@ -97,6 +97,7 @@ impl Hard {
             qpn: self.qp.number(),
             psn: self.qp.psn(),
             mtu: options.mtu.map_or(mtu, Mtu::bytes),
+            mtu_on_host: 0,
             max_rd_atomic: options.max_rd_atomic,
             lid,
             // On Ethernet the GID is the IP address.

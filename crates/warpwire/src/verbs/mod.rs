@@ -405,6 +405,13 @@ impl Context {
         }
     }
 
+    fn max_mtu_on_host(&self) -> Mtu {
+        match &self.0 {
+            Device::Soft(soft) => soft.max_mtu_on_host(),
+            Device::Hard(hardware) => hardware.max_mtu,
+        }
+    }
+
     /// Counters of the software HCA; `None` on hardware, whose counters are in sysfs.
     ///
     /// ```
@@ -424,6 +431,14 @@ impl Context {
 }
 
 impl SoftDevice {
+    /// The largest path MTU to a peer at the same IP address: RoCE's, because the queue pair may
+    /// move to another link.
+    fn max_mtu_on_host(&self) -> Mtu {
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.hca.max_payload_on_host();
+        let on_host = Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0]);
+        on_host.max(self.max_mtu())
+    }
+
     fn max_mtu(&self) -> Mtu {
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.hca.max_payload();
         let kind = self.hca.path().kind;

@@ -469,6 +469,7 @@ impl Qp {
             qpn: self.number(),
             psn: soft.psn.load(Ordering::Relaxed),
             mtu: mtu.bytes(),
+            mtu_on_host: options.mtu.unwrap_or_else(|| context.max_mtu_on_host()).bytes(),
             max_rd_atomic: options.max_rd_atomic,
             lid: 0,
             gid: 0,
@@ -522,16 +523,17 @@ impl Qp {
             .with_access(self.0.options.access)
     }
 
-    /// Attributes for the transition to `RTR`, connected to `peer`, with the smaller of both MTUs;
-    /// RC with selective repeat if both ends support it and packets are not longer than RoCE's.
+    /// Attributes for the transition to `RTR`, connected to `peer`, with the
+    /// [MTU](QpEndpoint::path_mtu) of both; RC with selective repeat if both ends support it and packets are not longer than RoCE's.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if the peer's MTU is not a valid one.
     pub fn rtr_attr(&self, peer: &QpEndpoint) -> Result<QpAttributes> {
         let own = self.endpoint();
-        let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
+        let mtu = own.path_mtu(peer);
+        let mtu = Mtu::new(mtu).ok_or_else(|| {
             Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
-                .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
+                .why(format!("the peer offers an MTU of {mtu} bytes"))
                 .fix("offer 256, 512, 1024, 2048 or 4096")
         })?;
         let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;

@@ -12,6 +12,7 @@ cases!(Fixture; CASES:
     neighbours_are_merged,
     many_descriptors,
     several_queue_pairs_and_devices,
+    several_engines,
     one_list_many_times,
     an_agent_is_its_own_peer,
     memory_by_address,
@@ -191,6 +192,35 @@ fn an_agent_is_its_own_peer(fixture: &Fixture) {
     let lists = ([one.range(0, 9000)], [two.range(0, 9000)]);
     transfer(&alice, TransferOp::Write, (&lists.0, &lists.1), &alice);
     same(&two.read(0, 9000), &wanted, "a write to itself");
+}
+
+/// Each engine is a device of its own, with its thread and port.
+fn several_engines(fixture: &Fixture) {
+    if !fixture.options(1).rails.is_empty() {
+        return; // devices that were opened before
+    }
+    let open = |name, engines| Agent::open(name, fixture.options(1).with_engines(engines));
+    let (alice, bob) = (open("alice", 3).unwrap(), open("bob", 3).unwrap());
+    let len = 5 << 20;
+    let [near, far] = [&alice, &bob].map(|agent| fixture.block(agent, Place::Host, len));
+    let wanted = near.fill(21);
+    let peer = alice.add_peer(&bob.metadata().unwrap()).unwrap();
+    let prepared = alice.prepare(&peer, &[near.range(0, len)], &[far.range(0, len)]).unwrap();
+    for op in [TransferOp::Write, TransferOp::Read] {
+        alice.post(op, &prepared, None).unwrap().wait(limit()).unwrap();
+    }
+    same(&far.read(0, len as usize), &wanted, "written by three engines");
+    let mut paths = alice.path();
+    paths.sort();
+    paths.dedup();
+    assert_eq!((paths.len(), peer.path().len()), (3, 3), "{paths:?}");
+    let one = open("one", 1).unwrap();
+    let error = one.add_peer(&bob.metadata().unwrap()).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("engines"), "{error}");
+    for wrong in [0, 17] {
+        let refused = open("wrong", wrong).map(|_| ()).unwrap_err();
+        assert!(refused.to_string().contains("1 to 16"), "{refused}");
+    }
 }
 
 #[allow(unsafe_code)]

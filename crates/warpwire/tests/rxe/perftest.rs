@@ -204,6 +204,7 @@ impl PerftestPeer {
                 source_port: 0,
                 lid: 0,
                 gid: 0,
+                mtu_on_host: 0,
                 selective_repeat: false,
             })
             .unwrap();

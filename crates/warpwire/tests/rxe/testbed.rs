@@ -205,6 +205,7 @@ impl Testbed {
             source_port: 0,
             lid: 0,
             gid: 0,
+            mtu_on_host: 0,
             selective_repeat: false,
         };
         qp.modify(&qp.init_attr()).unwrap();

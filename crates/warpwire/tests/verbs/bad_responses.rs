@@ -71,6 +71,7 @@ impl Harness {
             source_port: 0,
             lid: 0,
             gid: 0,
+            mtu_on_host: 0,
             selective_repeat: false,
         };
         self.test_qp.qp.connect(&endpoint).unwrap();

@@ -112,7 +112,7 @@ fn no_host_at_the_address(fixture: &Fixture) {
     assert!(refused.to_string().contains("no reply to ARP"), "{refused}");
     // An invalid MTU from a peer.
     qp.modify(&QpAttributes::new(State::Reset)).unwrap();
-    let odd = QpEndpoint { mtu: 1000, ..qp.endpoint() };
+    let odd = QpEndpoint { mtu: 1000, mtu_on_host: 0, ..qp.endpoint() };
     assert_eq!(qp.connect(&odd).unwrap_err().kind(), &ErrorKind::Malformed);
     assert!(Mtu::new(1000).is_none());
 }

@@ -104,6 +104,7 @@ fn a_wait_counts_from_the_packet_that_asks_for_it(_: &Fixture) {
         source_port: 0,
         lid: 0,
         gid: 0,
+        mtu_on_host: 0,
         selective_repeat: false,
     };
     qp.connect(&there).unwrap();

@@ -250,6 +250,13 @@ impl<L: Link> Link for FaultInjector<L> {
         self.inner.max_packet_to(flow)
     }
 
+    fn max_packet_on_host(&self) -> usize {
+        if self.out.is_some() || self.incoming.is_some() {
+            return self.inner.max_packet();
+        }
+        self.inner.max_packet_on_host()
+    }
+
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
         self.inner.open(peer, label)
     }

@@ -317,6 +317,12 @@ impl Link for Udp {
         self.flows.get(flow).map_or(self.interface_max, |flow| flow.max_packet)
     }
 
+    fn max_packet_on_host(&self) -> usize {
+        let headers = if self.local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
+        let Ok(route) = Route::find(self.local, self.local) else { return self.interface_max };
+        route.mtu.saturating_sub(headers).clamp(self.interface_max, self.socket_max)
+    }
+
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
         super::check_peer(self.local, peer)?;
         let route = Route::find(self.local, peer).map_err(|source| {

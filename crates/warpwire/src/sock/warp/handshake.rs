@@ -143,6 +143,7 @@ enum HandshakeMsg {
 /// #     let endpoint = QpEndpoint {
 /// #         address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024,
 /// #         max_rd_atomic: 1, source_port: 4791, lid: 0, gid: 0, selective_repeat: false,
+/// #         mtu_on_host: 0,
 /// #     };
 /// #     let remote_addr = |address| RemoteAddr { address, rkey: 7 };
 /// #     Hello {
@@ -368,6 +369,7 @@ mod tests {
             source_port: 4791,
             lid: 0,
             gid: 0,
+            mtu_on_host: 0,
             selective_repeat: true,
         };
         let remote_addr = |address| RemoteAddr { address, rkey: u32::MAX };

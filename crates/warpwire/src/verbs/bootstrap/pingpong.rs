@@ -63,6 +63,7 @@ impl PingpongHandshake {
             qpn: self.qpn,
             psn: self.psn,
             mtu,
+            mtu_on_host: 0,
             max_rd_atomic: 1,
             lid: self.lid,
             gid: 0,
