@@ -14,7 +14,7 @@
 //! let endpoint = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?;
 //! let hca = Hca::open(endpoint, HcaOptions::default())?;
 //! let report = publish::query(std::process::id())?;
-//! assert_eq!(report.devices[0].queue_pairs, 0);
+//! assert!(report.devices.iter().any(|device| device.queue_pairs == 0));
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
