@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `agent`, `peer`, `transfer` | `Agent`; `Peer`; `Prepared`, `Transfer` |
 //! | `comm`, `request` | ranks and messages: `Comm`; `Request` |
-//! | `channel`, `stream` | messages of streams: `DeviceChannel`, …; `Stream`, and other libraries' |
+//! | `channel`, `stream` | messages of streams: `DeviceChannel`; `Stream`, and others' |
 //! | `memory`, `ranges` | registered memory, here and at peers; lists of ranges |
 //! | `object` | Python objects as memory: which protocols they offer, what is refused |
 //! | `dlpack` | the layout of DLPack, in and out |

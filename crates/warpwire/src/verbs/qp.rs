@@ -524,7 +524,8 @@ impl Qp {
     }
 
     /// Attributes for the transition to `RTR`, connected to `peer`, with the
-    /// [MTU](QpEndpoint::path_mtu) of both; RC with selective repeat if both ends support it and packets are not longer than RoCE's.
+    /// [path MTU](QpEndpoint::path_mtu) of both; RC with selective repeat if both ends support it
+    /// and packets are not longer than RoCE's.
     ///
     /// # Errors
     /// [`Kind::Malformed`] if the peer's MTU is not a valid one.

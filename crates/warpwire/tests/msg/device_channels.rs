@@ -288,8 +288,8 @@ fn handshakes_and_barriers(fixture: &Fixture) {
     });
 }
 
-/// A stream that the library knows by its handle alone sends and waits in its order, and is released
-/// when the other rank is lost.
+/// A stream that the library knows by its handle alone sends and waits in its order, and is
+/// released when the other rank is lost.
 #[allow(unsafe_code)]
 fn streams_of_other_libraries(fixture: &Fixture) {
     const LEN: u64 = 100_000;
