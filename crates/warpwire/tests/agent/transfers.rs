@@ -2,7 +2,7 @@
 
 use testkit::{Effort, Rng, cases, for_each_seed};
 use warpwire::agent::{Agent, Descriptor, TransferOp, TransferState};
-use warpwire::verbs::Access;
+use warpwire::verbs::{Access, LinkChoice};
 
 use crate::agent::fixture::{Block, Fixture, PLACES, Place, limit, only, same};
 
@@ -196,8 +196,9 @@ fn an_agent_is_its_own_peer(fixture: &Fixture) {
 
 /// Each engine is a device of its own, with its thread and port.
 fn several_engines(fixture: &Fixture) {
-    if !fixture.options(1).rails.is_empty() {
-        return; // devices that were opened before
+    let options = fixture.options(1);
+    if !options.rails.is_empty() || matches!(options.link, LinkChoice::Device(_)) {
+        return; // devices that were opened before, or have engines of their own
     }
     let open = |name, engines| Agent::open(name, fixture.options(1).with_engines(engines));
     let (alice, bob) = (open("alice", 3).unwrap(), open("bob", 3).unwrap());
