@@ -663,7 +663,7 @@ static void bad_transfers(ww_agent *alice, ww_agent *bob, buffer *from, buffer *
           ww_agent_post_on_stream(alice, WW_WRITE, prepared, NULL, NULL, NULL, &transfer));
     FAILS(WW_INVALID_ARGUMENT, "operation 7",
           ww_agent_post_on_stream(alice, 7, prepared, NULL, "sim:0", NULL, &transfer));
-    FAILS(WW_INVALID_ARGUMENT, "no streams of CUDA",
+    FAILS(WW_INVALID_ARGUMENT, "no stream of this number",
           ww_agent_post_on_stream(alice, WW_WRITE, prepared, NULL, "sim:0", NULL, &transfer));
     FAILS(WW_INVALID_ARGUMENT, "ww_transfer", ww_transfer_wait_on_stream(NULL, "sim:0", NULL));
     /* The peer has deregistered its memory since. */
