@@ -18,6 +18,7 @@ fuzz_target!(|bytes: &[u8]| {
         source_port: 4791,
         lid: 0,
         gid: 0,
+        mtu_on_host: 0,
         selective_repeat: true,
     };
     let remote_addr = |address| RemoteAddr { address, rkey: 1 };
