@@ -66,7 +66,7 @@ fn program() -> &'static Path {
 
 fn run(args: &[&str]) -> String {
     let mut command = Command::new(program());
-    for variable in ["WARPWIRE_LINK", "WARPWIRE_ADDRESS", "WARPWIRE_WINDOW"] {
+    for variable in ["WARPWIRE_LINK", "WARPWIRE_ADDRESS", "WARPWIRE_ENGINES", "WARPWIRE_WINDOW"] {
         command.env_remove(variable);
     }
     let printed = ok(command.args(args));
@@ -150,12 +150,17 @@ fn errors_belong_to_their_thread() {
 
 #[test]
 fn options_come_from_the_environment_and_bad_ones_are_errors() {
-    let mut command = Command::new(program());
-    let output =
-        command.arg("one").arg("host").env("WARPWIRE_ADDRESS", "nowhere").output().unwrap();
-    assert!(!output.status.success());
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("WARPWIRE_ADDRESS is no IP address"), "{text}");
+    for (variable, value, why) in [
+        ("WARPWIRE_ADDRESS", "nowhere", "WARPWIRE_ADDRESS is no IP address"),
+        ("WARPWIRE_ENGINES", "many", "WARPWIRE_ENGINES is no number"),
+        ("WARPWIRE_ENGINES", "0", "engines must be 1 to 16"),
+    ] {
+        let mut command = Command::new(program());
+        let output = command.arg("one").arg("host").env(variable, value).output().unwrap();
+        assert!(!output.status.success(), "{variable}={value}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains(why), "{text}");
+    }
 }
 
 /// Compiles a text with the header; returns the object.

@@ -203,6 +203,7 @@ fn mp_measures_and_verifies() {
     let out = text(&table.stdout);
     assert!(out.contains("put cpu") && out.contains("get cpu"), "{out}");
     assert!(!out.contains("baseline"), "no device, no baseline: {out}");
+    assert!(out.contains("\n# direct access: "), "{out}");
 }
 
 #[test]

@@ -111,10 +111,12 @@ enum Subject {
 /// one software HCA of this process to another. Takes about a second.
 ///
 /// ```
-/// use warpwire_doctor::{TrialOutcome, try_registrations};
+/// use warpwire_doctor::{PeerAccess, TrialOutcome, try_registrations};
 /// let trials = try_registrations()?;
-/// let host = trials.iter().find(|trial| trial.memory == "host" && trial.by == "address").unwrap();
+/// let find = |memory, by| trials.iter().find(move |t| t.memory == memory && t.by == by).unwrap();
+/// let (host, gpu) = (find("host", "address"), find("sim:0 vmm", "handle"));
 /// assert!(matches!(host.outcome, TrialOutcome::Works { .. }));
+/// assert!(matches!(gpu.peers, Some(PeerAccess::Mapped("memfd"))), "{:?}", gpu.peers);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 pub fn try_registrations() -> Result<Vec<Trial>> {
@@ -158,7 +160,7 @@ fn peer_access(memory: &Allocation) -> Option<PeerAccess> {
         return None;
     }
     Some(match memory.export_ipc() {
-        Ok(handle) => PeerAccess::Mapped(handle.means()),
+        Ok(handle) => PeerAccess::Mapped(handle.handle_type()),
         Err(why) => PeerAccess::Packets(why.reason().to_owned()),
     })
 }
@@ -281,8 +283,8 @@ pub fn registrations_to_text(trials: &[Trial]) -> String {
             }
             let _ = match &trial.peers {
                 None => Ok(()),
-                Some(PeerAccess::Mapped(means)) => {
-                    writeln!(text, "{:34} mapped by peers of this machine: {means}", "")
+                Some(PeerAccess::Mapped(handle_type)) => {
+                    writeln!(text, "{:34} mapped by peers of this machine: {handle_type}", "")
                 }
                 Some(PeerAccess::Packets(why)) => {
                     let why = super::printable(why);

@@ -452,14 +452,14 @@ impl Comm {
 
     /// Connects the streams of a device ("cuda:0", "sim:0") to all ranks: every rank calls it, in
     /// the same order as collectives. The communicator was created with `streams=True`. A stream
-    /// that waits for longer than `wait_timeout` seconds fails the connection.
-    #[pyo3(signature = (device, *, depth = 256, wait_timeout = 30.0, timeout = None))]
+    /// that waits for longer than `wait_timeout` seconds fails the connection. Other ranks are
+    /// waited for as long as the communicator's `timeout` says.
+    #[pyo3(signature = (device, *, depth = 256, wait_timeout = 30.0))]
     fn device_channel(
         slf: &Bound<'_, Self>,
         device: String,
         depth: u32,
         wait_timeout: f64,
-        timeout: Option<f64>,
     ) -> PyResult<DeviceChannel> {
         let py = slf.py();
         if !slf.get().streams {
@@ -472,7 +472,7 @@ impl Comm {
         let options = options.with_wait_timeout(waits);
         let opened = Arc::new(OnceLock::new());
         let found = opened.clone();
-        slf.get().collective(py, timeout, move |comm, _| {
+        slf.get().collective(py, None, move |comm, _| {
             let channel = comm.device_channel(&mem::open(&device)?, options)?;
             let _ = found.set(channel);
             Ok(())

@@ -56,7 +56,7 @@ match task:
         streams.exchange(comm, task == "streams-by-handle")
         comm.finish(30)
     case "stream-silent":
-        comm.device_channel("sim:0", timeout=30)
+        comm.device_channel("sim:0")
         print("here", flush=True)
         time.sleep(60)
     case "silent":

@@ -9,7 +9,7 @@ ROUNDS = 20
 def exchange(comm: warpwire.Comm, by_handle: bool) -> None:
     """In each round the stream fills memory, sends it, overwrites it, and copies what arrived."""
     peer = 1 - comm.rank
-    channel = comm.device_channel("sim:0", timeout=30)
+    channel = comm.device_channel("sim:0")
     assert channel.device == "sim:0"
     out, into, seen = (warpwire.alloc(LEN, "sim:0") for _ in range(3))
     own = warpwire.Stream("sim:0")

@@ -298,7 +298,7 @@ def test_streams_send_and_wait(pair, task):
 
 def test_streams_that_wait_too_long(pair):
     comm, process = pair("stream-silent", streams=True)
-    channel = comm.device_channel("sim:0", wait_timeout=0.3, timeout=PATIENCE)
+    channel = comm.device_channel("sim:0", wait_timeout=0.3)
     assert process.stdout.readline() == "here\n"
     stream = warpwire.Stream("sim:0")
     memory = channel.register(warpwire.alloc(4096, "sim:0"))
@@ -320,7 +320,7 @@ def test_streams_that_wait_too_long(pair):
 
 def test_a_rank_that_dies_releases_streams(pair):
     comm, process = pair("stream-silent", streams=True)
-    channel = comm.device_channel("sim:0", timeout=PATIENCE)
+    channel = comm.device_channel("sim:0")
     assert process.stdout.readline() == "here\n"
     stream = warpwire.Stream("sim:0")
     channel.recv(channel.register(warpwire.alloc(4096, "sim:0")), 1).wait_on_stream(stream)

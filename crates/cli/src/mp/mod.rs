@@ -356,7 +356,7 @@ fn run_rank(arguments: &PointToPoint, rank_info: RankInfo) -> Result<ExitCode, F
 /// A line that says how the peer's memory was accessed, from the path at the end.
 fn direct_access(path: &str) -> String {
     let found = path.find("direct access: ").and_then(|at| path.get(at..));
-    found.map_or(String::new(), |text| format!("# {text}\n"))
+    found.map_or(String::new(), |text| output::fit(&format!("# {text}")) + "\n")
 }
 
 fn measure_or_abort(arguments: &PointToPoint, comm: &Comm) -> Result<ExitCode, Failure> {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use warpwire::units::printable;
 use warpwire::verbs::bootstrap::Bootstrap;
-use warpwire::verbs::{Context, QpEndpoint};
+use warpwire::verbs::{AsyncEvent, Context, QpEndpoint};
 
 use super::table::Row;
 use super::test::Test;
@@ -241,6 +241,7 @@ impl Watchdog<'_> {
             return Ok(false);
         }
         self.last_check = Instant::now();
+        self.check_events()?;
         // Direct accesses by the peer, without packets, are a sign of life too.
         let packets = self
             .context
@@ -268,6 +269,24 @@ impl Watchdog<'_> {
             self.peer.name,
             self.peer.timeout.as_secs_f64()
         )))
+    }
+
+    /// A queue that has failed may be unable to report it by a completion.
+    fn check_events(&self) -> Result<(), Failure> {
+        while let Some(event) = self.context.next_event() {
+            let failed = match event {
+                AsyncEvent::CqOverrun { cqn } => format!("completion queue {cqn:#x} is overrun"),
+                AsyncEvent::Fatal { qpn }
+                | AsyncEvent::RequestError { qpn }
+                | AsyncEvent::AccessError { qpn } => {
+                    format!("queue pair {qpn:#x} failed: {event:?}")
+                }
+                AsyncEvent::DeviceFailed => "the device failed".to_owned(),
+                _ => continue,
+            };
+            return Err(Failure::Runtime(format!("{failed}, in a test with {}", self.peer.name)));
+        }
+        Ok(())
     }
 
     /// As [`Watchdog::poll_idle`], where no control message is expected but the result of a peer

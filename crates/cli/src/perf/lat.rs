@@ -24,6 +24,10 @@ const ADAPT_INTERVAL: u64 = 256;
 /// Polls of memory per poll of the completion queue, if messages arrive without packets.
 const POLLS: u32 = 256;
 
+/// Max posted sends whose completions were not polled, far below the lengths of the queues: on a
+/// busy machine reply after reply may be there before the completion queue is polled once.
+const MAX_IN_FLIGHT: u64 = 32;
+
 /// State of either side of a ping-pong.
 struct PingPong<'a> {
     endpoint: &'a Endpoint,
@@ -69,7 +73,7 @@ pub(super) fn run(
         }
         before = now;
     }
-    ping_pong.drain(watchdog)?;
+    ping_pong.drain_to(0, watchdog)?;
     let row = Row::new(size, done, Figures::lat(&times));
     Ok((Done { per_qp: vec![count], row }, times))
 }
@@ -83,7 +87,7 @@ pub(super) fn serve(
     let mut ping_pong = PingPong::new(endpoint, size);
     let mut count = 0;
     while ping_pong.wait(count, watchdog, true)? {
-        ping_pong.post(count)?;
+        ping_pong.post(count, watchdog)?;
         count += 1;
         ping_pong.adapt_polling(count);
     }
@@ -118,7 +122,7 @@ impl<'a> PingPong<'a> {
 
     /// Posts a message, and waits until it has arrived.
     fn ping(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
-        self.post(number)?;
+        self.post(number, watchdog)?;
         self.wait_arrival(number, watchdog)
     }
 
@@ -126,12 +130,13 @@ impl<'a> PingPong<'a> {
     fn wait_arrival(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
         match self.endpoint.test.verb {
             Verb::Write | Verb::Send => self.wait(number, watchdog, false).map(drop),
-            Verb::Read | Verb::Atomic => self.drain(watchdog),
+            Verb::Read | Verb::Atomic => self.drain_to(0, watchdog),
         }
     }
 
     /// Posts message `number`.
-    fn post(&mut self, number: u64) -> Result<(), Failure> {
+    fn post(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+        self.drain_to(MAX_IN_FLIGHT - 1, watchdog)?;
         let endpoint = self.endpoint;
         let remote = endpoint.remote(0);
         let (op, memory) = match endpoint.test.verb {
@@ -218,9 +223,10 @@ impl<'a> PingPong<'a> {
         Ok((true, received))
     }
 
-    /// Waits until all sends have completed.
-    fn drain(&mut self, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
-        while self.in_flight > 0 {
+    /// Waits until at most `left` sends have not completed.
+    #[inline]
+    fn drain_to(&mut self, left: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+        while self.in_flight > left {
             if !self.poll(watchdog)?.0 {
                 watchdog.check_alive()?;
                 self.endpoint.wait_event(0)?;
@@ -229,7 +235,7 @@ impl<'a> PingPong<'a> {
         Ok(())
     }
 
-    /// As [`PingPong::drain`], for 1 s at most, while a control message of the peer is waiting.
+    /// Waits for all sends, for 1 s at most, while a control message of the peer is waiting.
     fn drain_quietly(&mut self, watchdog: &Watchdog<'_>) -> Result<(), Failure> {
         let start = Instant::now();
         while self.in_flight > 0 && start.elapsed() < Duration::from_secs(1) {

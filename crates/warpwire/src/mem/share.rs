@@ -125,9 +125,9 @@ impl IpcHandle {
     }
 
     /// What other processes open, for people: `CUDA VMM descriptors`, `memfd`.
-    pub fn means(&self) -> &'static str {
+    pub fn handle_type(&self) -> &'static str {
         match self.backend {
-            Backend::Cuda => super::cuda::handle_means(&self.body),
+            Backend::Cuda => super::cuda::handle_type(&self.body),
             Backend::Sim => "memfd",
         }
     }

@@ -67,6 +67,18 @@ pub struct QpEndpoint {
 impl QpEndpoint {
     /// The path MTU of a connection to another endpoint, in bytes: the smaller of both. It is
     /// larger if both are at one IP address and packets therefore pass no interface.
+    ///
+    /// ```
+    /// use warpwire::verbs::QpEndpoint;
+    /// let end = |address: &str, mtu, mtu_on_host| QpEndpoint {
+    ///     address: address.parse().unwrap(), qpn: 1, psn: 1, mtu, mtu_on_host, max_rd_atomic: 1,
+    ///     source_port: 0, lid: 0, gid: 0, selective_repeat: false,
+    /// };
+    /// let ours = end("192.0.2.1:4000", 1024, 4096);
+    /// assert_eq!(ours.path_mtu(&end("192.0.2.1:5000", 1024, 2048)), 2048);
+    /// assert_eq!(ours.path_mtu(&end("192.0.2.2:5000", 4096, 4096)), 1024, "another host");
+    /// assert_eq!(ours.path_mtu(&end("192.0.2.1:5000", 512, 0)), 512, "it does not say");
+    /// ```
     pub fn path_mtu(&self, peer: &Self) -> u32 {
         let on_host = self.mtu_on_host.min(peer.mtu_on_host);
         match self.address.ip() == peer.address.ip() && on_host > 0 {

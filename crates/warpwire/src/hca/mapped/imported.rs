@@ -17,8 +17,8 @@ const MAX_HANDLE_LEN: u64 = 1 << 16;
 /// A peer's device memory. It is opened at its first use, on the GPU that the local memory is on,
 /// by the pager thread: the driver may take its time.
 pub(super) struct ImportedMemory {
-    /// What it is opened by, for people.
-    means: &'static str,
+    /// For people.
+    handle_type: &'static str,
     /// What the peer sent; taken when it is opened.
     shared: Mutex<Option<SharedHandle>>,
     opened: OnceLock<std::result::Result<Allocation, Error>>,
@@ -56,10 +56,10 @@ impl ImportedMemory {
             .and_then(|()| file.take(MAX_HANDLE_LEN + 1).read_to_end(&mut bytes))
             .map_err(|error| Error::os(what, &error))?;
         let handle = IpcHandle::from_bytes(&bytes)?;
-        let means = handle.means();
+        let handle_type = handle.handle_type();
         let shared = SharedHandle { handle, descriptors: files.collect() };
         Ok(Self {
-            means,
+            handle_type,
             shared: Mutex::new(Some(shared)),
             opened: OnceLock::new(),
             queue: Mutex::default(),
@@ -98,8 +98,8 @@ impl ImportedMemory {
     }
 
     /// What it is opened by, for people: `CUDA VMM descriptors`.
-    pub(super) fn means(&self) -> &'static str {
-        self.means
+    pub(super) fn handle_type(&self) -> &'static str {
+        self.handle_type
     }
 
     /// Why it could not be opened, if that failed.

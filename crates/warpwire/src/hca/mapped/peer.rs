@@ -536,15 +536,15 @@ impl DirectPeer {
     /// A description for people: what of the peer is mapped.
     pub(super) fn describe(&self) -> String {
         let (mut host, mut device, mut failure) = (0, 0, String::new());
-        let mut means = Vec::new();
+        let mut handle_types = Vec::new();
         for memory in self.memories.iter().filter_map(Memory::upgrade) {
             match memory {
                 PeerMemory::Host(_) | PeerMemory::Process => host += 1,
                 PeerMemory::Device(memory) => match memory.failure() {
                     None => {
                         device += 1;
-                        if !means.contains(&memory.means()) {
-                            means.push(memory.means());
+                        if !handle_types.contains(&memory.handle_type()) {
+                            handle_types.push(memory.handle_type());
                         }
                     }
                     Some(why) => failure = format!("; device memory by packets: {}", why.reason()),
@@ -553,7 +553,7 @@ impl DirectPeer {
         }
         let on_device = match device {
             0 => String::new(),
-            count => format!(", of device memory: {count} by {}", means.join(", ")),
+            count => format!(", of device memory: {count} by {}", handle_types.join(", ")),
         };
         let by_kernel = match self.peer.is_process_accessible() {
             true => "",

@@ -31,7 +31,7 @@ use super::device::Device;
 use crate::error::{Error, Kind, Result};
 use device::CudaDevice;
 use driver::{Driver, call, get};
-pub(super) use share::handle_means;
+pub(super) use share::handle_type;
 
 /// All CUDA devices, or the reason why there are none.
 ///

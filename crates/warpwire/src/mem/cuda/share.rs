@@ -271,7 +271,7 @@ fn copy_remote_fds(owner: u32, fds: &[i32]) -> Result<Vec<OwnedFd>> {
 }
 
 /// What the body of a handle names.
-pub(in crate::mem) fn handle_means(body: &[u8]) -> &'static str {
+pub(in crate::mem) fn handle_type(body: &[u8]) -> &'static str {
     match body.get(UUID_LEN) {
         Some(&PLAIN) => "CUDA IPC handle",
         Some(&VMM) => "CUDA VMM descriptors",
