@@ -22,8 +22,8 @@ exec </dev/null
 # name | loops | what it does
 STEPS="
 format     | change full | rustfmt on all sources
-build      | change full | tests, examples and the command, once for all later steps
 lints      | change full | clippy on all targets, warnings are errors
+build      | change full | tests, examples and the command, once for all later steps
 tests      | change full | unit tests, layering, protocol seeds, the command, the docs, every suite
 docs       | change full | rustdoc without warnings
 book       | change full | the book of docs/, its links and diagrams; its pictures in ./ci.sh full
@@ -38,7 +38,7 @@ lines      | change full | one program with five libraries; the table of docs/ag
 python     | change full | the wheel, installed into a fresh environment: pytest, stubs, the page
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
-fuzz       | change full | each target for some seconds; five minutes in ./ci.sh full
+fuzz       | change full | packets and queue pairs for seconds; in full every target for five minutes
 demo       | change full | the README's first command, doctor, and six examples
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 counts     | full        | machine instructions per packet do not exceed their ceilings
@@ -82,10 +82,7 @@ step_format() {
   cargo fmt --all -- --check
   cargo fmt --manifest-path fuzz/Cargo.toml -- --check
 }
-# In a folder of its own: it runs beside the build, and cargo locks its folder.
-step_lints() {
-  cargo clippy --workspace --all-targets --quiet --target-dir "${CARGO_TARGET_DIR:-target}/lints" -- -D warnings
-}
+step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
 # All steps build the whole workspace with its tests, so that cargo unifies features once and builds
 # nothing twice; without the tests, dependencies would have other features. `cargo test` alone would
 # leave the shared libraries in a folder of its own.
@@ -224,10 +221,8 @@ prepare() {
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
-# Steps that run beside `build` and `tests`, which leave CPU time idle; their output is printed in
-# their turn.
-BESIDE_BUILD="lints"
-BESIDE_TESTS="docs book ptx headers python lab"
+# Steps that run beside `tests`, which leave CPU time idle; their output is printed in their turn.
+BESIDE="docs book ptx headers python lab"
 
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
@@ -244,25 +239,17 @@ step() { # step NAME: runs it; not as a condition, in which `set -e` has no effe
   (set -e; "step_$1") 2>&1
 }
 
-beside() { # beside FOLDER NAME...: runs those steps one after another
-  local name start folder=$1
-  shift
+beside() { # beside FOLDER: runs those steps one after another
+  local name start
   set +e
-  for name in "$@"; do
-    await_fetch "$name" "$folder"
+  # Concurrent installs would wait for apt's lock, or write the same files.
+  until [ -e "$1/fetched" ]; do sleep 1; done
+  for name in $BESIDE; do
     start=$SECONDS
-    step "$name" >"$folder/$name.log"
-    echo "$? $((SECONDS - start))" >"$folder/$name.end.new"
-    mv "$folder/$name.end.new" "$folder/$name.end"
+    step "$name" >"$1/$name.log"
+    echo "$? $((SECONDS - start))" >"$1/$name.end.new"
+    mv "$1/$name.end.new" "$1/$name.end"
   done
-}
-
-await_fetch() { # await_fetch NAME FOLDER
-  case $1 in
-    format | build | lints | tests) ;;
-    # Concurrent installs would wait for apt's lock, or write the same files.
-    *) until [ -e "$2/fetched" ]; do sleep 1; done ;;
-  esac
 }
 
 names() { # names LOOP
@@ -273,8 +260,8 @@ stop() { # stop PID: kills a session started with setsid, if it still runs
   [ -z "$1" ] || kill -- "-$1" 2>/dev/null || true
 }
 
-run() { # run NAME...; with all=1 some of them beside others
-  local name start status seconds begun=$SECONDS times=() log effort
+run() { # run NAME...
+  local name start status seconds begun=$SECONDS times=() all= log
   building= folder= lane=
   prepare
   for name in "$@"; do
@@ -283,7 +270,7 @@ run() { # run NAME...; with all=1 some of them beside others
       *) echo "no step is called $name; ./ci.sh list" >&2; exit 2 ;;
     esac
   done
-  effort=$([ "$WARPWIRE_EFFORT" = change ] || echo full)
+  [ $# -le 8 ] || all=1
   folder=$(mktemp -d)
   # Background jobs end with this script.
   trap 'stop "$building"; stop "$lane"; kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
@@ -296,21 +283,21 @@ run() { # run NAME...; with all=1 some of them beside others
   for name in "$@"; do
     printf '\n== %s\n' "$name"
     log=$folder/$name.log
-    case "$all$name" in
-      1build)
-        setsid "$BASH" "$0" $effort beside "$folder" $BESIDE_BUILD &
-        lane=$! ;;
-      1tests)
-        setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 &
-        building=$!
-        setsid "$BASH" "$0" $effort beside "$folder" $BESIDE_TESTS &
-        lane=$! ;;
+    case $name in
+      tests)
+        if [ "$all" ]; then
+          setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 &
+          building=$!
+          setsid "$BASH" "$0" $([ $WARPWIRE_EFFORT = change ] || echo full) beside "$folder" &
+          lane=$!
+        fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
-      1fuzz) stop "$building"; building= ;;
+      fuzz) stop "$building"; building= ;;
+      format | lints | build) ;;
+      *) until [ -e "$folder/fetched" ]; do sleep 1; done ;;
     esac
-    await_fetch "$name" "$folder"
     start=$SECONDS
-    if [ "$all" ] && [[ " $BESIDE_BUILD $BESIDE_TESTS " = *" $name "* ]]; then
+    if [ "$lane" ] && [[ " $BESIDE " = *" $name "* ]]; then
       until [ -e "$folder/$name.end" ] || ! kill -0 "$lane" 2>/dev/null; do sleep 1; done
       cat "$log"
       read -r status seconds <"$folder/$name.end" || status=1 seconds=$((SECONDS - start))
@@ -333,7 +320,7 @@ run() { # run NAME...; with all=1 some of them beside others
     printf '== %s: %d s\n' "$name" $seconds
   done
   printf '\nall checks passed in %d s: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
-  [ -z "$all" ] || echo "(beside build: $BESIDE_BUILD; beside tests: $BESIDE_TESTS)"
+  [ -z "$all" ] || echo "(beside tests: $BESIDE)"
 }
 
 export WARPWIRE_EFFORT=change
@@ -343,9 +330,9 @@ if [ "${1-}" = full ]; then
   set -- "${@:-all}"
 fi
 case "${1-}" in
-  "" | all) all=1 run $(names "$WARPWIRE_EFFORT") ;;
+  "" | all) run $(names "$WARPWIRE_EFFORT") ;;
   list) echo "$STEPS" | sed '/^$/d' ;;
-  step) shift; all='' run "$@" ;;
-  beside) shift; prepare; beside "$@" ;; # internal
+  step) shift; run "$@" ;;
+  beside) prepare; beside "$2" ;; # internal
   *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
 esac

@@ -158,6 +158,8 @@ impl StepSummary {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EngineOptions {
     pub acks_immediately: bool,
+    /// How many memories of peers it maps.
+    pub max_mappings: u32,
     pub numbering: Numbering,
 }
 
@@ -192,7 +194,7 @@ impl Engine {
             waits_for_others: false,
             wqe_missing: false,
             has_more_work: false,
-            mapped: Mapped::new(export_table),
+            mapped: Mapped::new(export_table, options.max_mappings),
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
             paths: Paths::default(),

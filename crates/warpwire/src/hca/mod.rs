@@ -103,6 +103,9 @@ pub struct HcaOptions {
     /// this device theirs (direct access). Links that wrap others, such as fault injection, disable
     /// it. Default: true.
     pub direct: bool,
+    /// How many memories of peers an engine maps at a time for direct access: beyond that, those
+    /// that were not used recently are unmapped, and mapped again by their next use. Default: 4096.
+    pub max_mappings: u32,
     /// Whether ACKs are sent in the step that received the request, as a NIC sends them, so before
     /// a thread that polls sees the completion. Default: false: the next step sends them, together
     /// with a reply that the program has posted by then.
@@ -123,6 +126,7 @@ setters! {
         with_engines => engines: u32,
         with_progress_mode => progress_mode: ProgressMode,
         with_direct => direct: bool,
+        with_max_mappings => max_mappings: u32,
         with_immediate_acks => immediate_acks: bool,
     } optional {
         with_qpn_slot => qpn_slot: QpnSlot,
@@ -134,6 +138,7 @@ impl Default for HcaOptions {
         Self {
             progress_mode: ProgressMode::default(),
             direct: true,
+            max_mappings: 4096,
             immediate_acks: false,
             qpn_slot: None,
             engines: 1,

@@ -65,6 +65,14 @@ pub(super) fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result
 }
 
 fn check(options: &HcaOptions) -> Result<()> {
+    if options.max_mappings == 0 {
+        return Err(Error::new(
+            Kind::InvalidArgument,
+            "open a device that maps no memory of peers",
+        )
+        .why("max_mappings is 0")
+        .fix("turn direct access off with direct = false"));
+    }
     let engines = options.engines;
     let wrong = |why: String| {
         Error::new(Kind::InvalidArgument, format!("open a device with {engines} engines")).why(why)
@@ -106,6 +114,7 @@ impl Device {
         let manual_progress = progress_mode == ProgressMode::Manual;
         let engine_options = EngineOptions {
             acks_immediately: self.options.immediate_acks || manual_progress,
+            max_mappings: self.options.max_mappings,
             numbering,
         };
         let engine = Engine::new(

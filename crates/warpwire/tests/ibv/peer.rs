@@ -4,7 +4,7 @@
 //! `tests/rxe` can run against either. Memory windows are not supported.
 
 use std::io::BufRead;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use warpwire::ibv::{
     AhAttributes, CompletionKind, Context, Cq, Fence, Mr, Pd, Qp, QpOptions, ReceiveRequest,
@@ -18,6 +18,9 @@ use warpwire_proto::qp::{Mtu, QpAttributes, State};
 use crate::ibv::testbed::pattern;
 
 type Reply = Result<String, String>;
+
+/// How long no completion comes before the device is woken.
+const WAKE: Duration = Duration::from_secs(3);
 
 struct Peer {
     context: Context,
@@ -158,6 +161,7 @@ impl Peer {
             receive_depth: 256,
             gid_index: self.gid_index,
             srq: self.srq.clone().filter(|_| shared),
+            signal_all: false,
             ..QpOptions::default()
         };
         let qp = self.pd.create_qp(&self.cq, &self.cq, options)?;
@@ -274,9 +278,27 @@ impl Peer {
         qp.post_send(&[request]).map(|()| String::new()).map_err(|refused| refused.to_string())
     }
 
+    /// Posts an empty write on all queue pairs: see `wake_requesters` in `verbs-peer.c`.
+    fn wake_requesters(&self) {
+        for qp in self.qps.iter().flatten().filter(|qp| matches!(qp.state(), Ok(State::Rts))) {
+            let write = WrOp::Write(Remote { address: 0, rkey: 0 });
+            let _ = qp.post_send(&[SendRequest::new(0, write).unsignaled()]);
+        }
+    }
+
     /// Reply: id, status, kind, length, immediate or key, queue pair, 0.
     fn poll(&self, time: Duration) -> warpwire::Result<String> {
-        let Some(done) = self.cq.wait_next(time)? else { return Ok("none".to_owned()) };
+        let end = Instant::now() + time;
+        let done = loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if let Some(done) = self.cq.wait_next(left.min(WAKE))? {
+                break done;
+            }
+            if left.is_zero() {
+                return Ok("none".to_owned());
+            }
+            self.wake_requesters();
+        };
         let (kind, imm_or_key) = match done.kind {
             CompletionKind::ReceiveImm(imm) => (128, u32::from_be_bytes(imm)),
             CompletionKind::WriteImm(imm) => (129, u32::from_be_bytes(imm)),

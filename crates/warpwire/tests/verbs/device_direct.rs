@@ -6,6 +6,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use warpwire::mem::Allocation;
+use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::verbs::{
     Access, Atomic, Fence, QpAttributes, QpOptions, ReceiveRequest, Remote, SendRequest, State,
     Status, WrOp,
@@ -19,6 +21,7 @@ use testkit::{cases, deadline};
 cases!(Fixture; CASES:
     device_copies_where_possible,
     device_copies_of_every_size,
+    device_copies_between_two_gpus,
     device_copies_keep_their_order,
     device_copies_that_overlap_are_ordered,
     device_copies_are_gathered,
@@ -144,6 +147,53 @@ fn device_copies_of_every_size(fixture: &Fixture) {
     }
     testbed.check_traffic(conn);
     assert_eq!(operations(&testbed.a) > 100, fixture.test_link.is_direct());
+}
+
+/// The peer's memory is on another GPU than the local memory: copied in place if the GPUs have
+/// access to each other's memory, else by packets, with the reason.
+fn device_copies_between_two_gpus(fixture: &Fixture) {
+    for peer_access in [true, false] {
+        let config = SimConfig::default().with_memory(1 << 28).with_peer_access(peer_access);
+        let sim = Sim::start(config).unwrap();
+        let testbed = fixture.testbed();
+        let conn = testbed.join(QpOptions::default());
+        let memories = [0, 1].map(|gpu| sim.device(gpu).unwrap().alloc(LEN).unwrap());
+        let register = |end: &Endpoint, memory: &Allocation| {
+            end.context.register(&end.pd, memory.whole().unwrap(), Access::ALL).unwrap()
+        };
+        let (near, far) = (register(&testbed.a, &memories[0]), register(&testbed.b, &memories[1]));
+        let (data, before) = ([near.sge(0, LARGE)], operations(&testbed.a));
+        let run = |op, seed: u64| {
+            let [from, to] = match op {
+                WrOp::Write(_) => [&memories[0], &memories[1]],
+                _ => [&memories[1], &memories[0]],
+            };
+            let wanted: Vec<u8> = (0..u64::from(LARGE)).map(|n| (n * 7 + seed) as u8).collect();
+            from.write(0, &wanted).unwrap();
+            conn.a.qp.post_send(&[SendRequest::new(seed, op).with(&data)]).unwrap();
+            testbed.done(&conn.a.sends, seed);
+            let mut found = vec![0; LARGE as usize];
+            to.read(0, &mut found).unwrap();
+            same(&found, &wanted, "between two GPUs");
+        };
+        let start = Instant::now();
+        for seed in (0..).step_by(2) {
+            run(WrOp::Write(far.remote(0)), seed);
+            run(WrOp::Read(far.remote(0)), seed + 1);
+            let (direct, path) = (operations(&testbed.a) - before, conn.a.qp.path().unwrap().why);
+            let settled = match fixture.test_link.is_direct() {
+                true if peer_access => direct >= 4,
+                true => path.contains("it has no access to memory of sim:1"),
+                false => seed >= 8,
+            };
+            if settled {
+                assert_eq!(direct > 0, fixture.test_link.is_direct() && peer_access, "{path}");
+                break;
+            }
+            assert!(start.elapsed() < test_timeout(), "{direct} were direct: {path}");
+        }
+        testbed.check_traffic(&conn);
+    }
 }
 
 /// Copies, packets and host memory in one queue: completions come in order, and a message finds the

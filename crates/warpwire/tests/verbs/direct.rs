@@ -6,10 +6,11 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use warpwire::link::Hub;
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Atomic, Completion, Fence, Mr, QpAttributes, QpOptions, ReceiveRequest, Remote,
-    SendRequest, State, Status, WrOp,
+    Access, Atomic, Completion, Context, Fence, Mr, ProgressMode, QpAttributes, QpOptions,
+    ReceiveRequest, Remote, SendRequest, State, Status, WrOp,
 };
 
 use crate::verbs::fixture::{
@@ -27,6 +28,7 @@ cases!(Fixture; CASES:
     direct_ends_with_the_registration,
     direct_ends_with_the_queue_pair,
     direct_over_a_thousand_registrations,
+    direct_mappings_are_limited,
     direct_registrations_end_under_traffic,
     direct_leaves_other_memory_to_packets,
     direct_access_restarts_with_the_next_connection,
@@ -392,6 +394,48 @@ fn direct_over_a_thousand_registrations(fixture: &Fixture) {
         assert_eq!(direct > 1000, fixture.test_link.is_direct(), "{direct} in round {round}");
     }
     transfer.warm_up(fixture.test_link, &transfer.far.mr);
+}
+
+/// More memories than may be mapped: all data arrives, and what is used most stays mapped.
+fn direct_mappings_are_limited(fixture: &Fixture) {
+    const LIMIT: u32 = 8;
+    let [a, b] = fixture.test_link.ends().unwrap();
+    let options = fixture.test_link.options(ProgressMode::Manual).with_max_mappings(LIMIT);
+    let testbed = Testbed::with(a, b, options);
+    let conn = testbed.join(QpOptions::default());
+    let (near, far) = (fixture.host(&testbed.a, 4096), fixture.host(&testbed.b, 4096));
+    let transfer = TransferTest { testbed, conn, near, far };
+    let others: Vec<TestBuffer> =
+        (0..40).map(|_| fixture.host(&transfer.testbed.b, 4096)).collect();
+    transfer.warm_up(fixture.test_link, &transfer.far.mr);
+    let hot = || SendRequest::new(1, WrOp::Write(transfer.far.mr.remote(8))).inline(b"hot!");
+    for round in 0..3_u64 {
+        for (number, other) in others.iter().enumerate() {
+            // Mapped by its second use at the latest.
+            for pass in 0..3 {
+                let word = (round << 32 | (number as u64) << 8 | pass).to_ne_bytes();
+                let write = SendRequest::new(2, WrOp::Write(other.mr.remote(16)));
+                transfer.run(write.inline(&word));
+                assert_eq!(other.read(16, 8), word, "round {round}, memory {number}");
+                assert_eq!(transfer.is_direct(hot()), fixture.test_link.is_direct());
+            }
+            let path = transfer.conn.a.qp.path().unwrap().why;
+            let mapped = path.split_once("peer mappings: ").map(|(_, rest)| {
+                rest.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse::<u32>().unwrap()
+            });
+            assert_eq!(mapped.is_some(), fixture.test_link.is_direct(), "{path}");
+            // One more than may be until the next operation.
+            assert!(mapped.is_none_or(|mapped| (2..=LIMIT + 1).contains(&mapped)), "{path}");
+        }
+    }
+    // Each of the others was unmapped before its turn came again.
+    let not = transfer.testbed.a.context.stats().unwrap().direct.not;
+    let requests = not.get("mapping-requested").copied().unwrap_or(0);
+    assert_eq!(requests >= 3 * 40, fixture.test_link.is_direct(), "{not:?}");
+    let zero = options.with_max_mappings(0);
+    let refused =
+        Context::open_with(Hub::new().endpoint("10.0.0.9:4791".parse().unwrap()).unwrap(), zero);
+    assert!(refused.unwrap_err().to_string().contains("max_mappings is 0"));
 }
 
 /// Registrations end while another thread writes to their memory: nothing changes afterwards.

@@ -145,6 +145,7 @@ impl DirectPeers {
         }
         let Some(known) = direct_peer.key(write.remote.rkey) else { return false };
         let MappingState::Mapped(PeerMemory::Host(memory)) = &known.mapping else { return false };
+        known.used.set(direct_peer.epoch);
         let Ok(at) = known.offset(direct.pd, need, write.remote.address, len.into()) else {
             return false;
         };

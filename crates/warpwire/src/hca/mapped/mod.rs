@@ -103,10 +103,13 @@ pub(super) enum DirectOutcome {
 }
 
 impl Mapped {
-    pub(super) fn new(export_table: std::result::Result<Arc<ExportTable>, &'static str>) -> Self {
+    pub(super) fn new(
+        export_table: std::result::Result<Arc<ExportTable>, &'static str>,
+        max_mappings: u32,
+    ) -> Self {
         Self {
             export_table,
-            peers: DirectPeers::default(),
+            peers: DirectPeers::new(max_mappings as usize),
             copies: DeviceCopies::default(),
             peer_lost: false,
             has_peers: Arc::default(),

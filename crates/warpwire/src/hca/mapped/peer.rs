@@ -1,5 +1,7 @@
 //! A peer whose memory is mapped: a cache of its keys, and the checks of an operation.
 
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -17,7 +19,7 @@ use super::process_memory::{self, ProcessTarget};
 use super::rows::{FIRST_KEY_ROW, address_words, decode_access, row_of};
 use super::{DirectOutcome, DirectState, PeerMemory};
 use crate::link::ShmPeer;
-use crate::mr::{Access, AccessDenied, PeerMapping, Registry, Sharing};
+use crate::mr::{self, Access, AccessDenied, PeerMapping, Registry, Sharing};
 
 /// From this length on, work waits until it can be executed directly.
 const WAIT_THRESHOLD: u32 = 16 << 10;
@@ -61,6 +63,8 @@ pub(super) struct RemoteKey {
     sharing: Sharing,
     /// When it was looked up first.
     since: Instant,
+    /// The epoch of its last use: see [`DirectPeer::epoch`].
+    pub used: Cell<u64>,
     pub mapping: MappingState,
 }
 
@@ -79,6 +83,10 @@ pub(in crate::hca) struct DirectPeer {
     /// The first key, from which the others are counted: see [`DirectPeer::key_slot`].
     first_key: u32,
     memories: Vec<Memory>,
+    /// A clock for uses of memory: it advances when memory has been mapped, on any peer.
+    pub epoch: u64,
+    /// Memory was mapped in this epoch.
+    has_new: bool,
     users: u32,
     /// How many keys were left after the last sweep.
     swept: usize,
@@ -108,17 +116,62 @@ impl RemoteRows {
 }
 
 /// All peers, by index.
-#[derive(Default)]
-pub(in crate::hca) struct DirectPeers(Vec<Option<DirectPeer>>);
+pub(in crate::hca) struct DirectPeers {
+    peers: Vec<Option<DirectPeer>>,
+    /// How many memories may be mapped.
+    max_mappings: usize,
+    epoch: u64,
+}
 
 impl DirectPeers {
+    pub(super) fn new(max_mappings: usize) -> Self {
+        Self { peers: Vec::new(), max_mappings, epoch: 0 }
+    }
+
     pub(in crate::hca) fn get(&self, at: u32) -> Option<&DirectPeer> {
-        self.0.get(at as usize)?.as_ref()
+        self.peers.get(at as usize)?.as_ref()
     }
 
     /// The peer of a queue pair.
     pub(super) fn of(&mut self, qpc: &QpContext) -> Option<&mut DirectPeer> {
-        self.0.get_mut(qpc.direct.direct_peer? as usize)?.as_mut()
+        let at = qpc.direct.direct_peer? as usize;
+        if self.peers.get(at)?.as_ref()?.has_new {
+            self.limit_mappings();
+        }
+        self.peers.get_mut(at)?.as_mut()
+    }
+
+    /// Begins an epoch. If too much is mapped, unmaps what was not used for the longest time, an
+    /// eighth of the limit more than it must, so that this is seldom needed.
+    #[cold]
+    fn limit_mappings(&mut self) {
+        self.epoch += 1;
+        let mut count = 0;
+        for direct_peer in self.peers.iter_mut().flatten() {
+            (direct_peer.epoch, direct_peer.has_new) = (self.epoch, false);
+            count += direct_peer.memories.len();
+        }
+        if count <= self.max_mappings {
+            return;
+        }
+        let mut uses = Vec::new();
+        for (at, direct_peer) in self.peers.iter().enumerate() {
+            let known = direct_peer.iter().flat_map(DirectPeer::last_uses);
+            uses.extend(known.map(|(number, epoch)| (epoch, at, number)));
+        }
+        uses.sort_unstable();
+        let wanted = self.max_mappings - self.max_mappings / 8;
+        uses.truncate(uses.len().saturating_sub(wanted));
+        let mut unmapped = Vec::new();
+        for (at, direct_peer) in self.peers.iter_mut().enumerate() {
+            let numbers = uses.iter().filter(|(_, of, _)| *of == at).map(|(_, _, number)| *number);
+            if let Some(direct_peer) = direct_peer {
+                direct_peer.unmap(&numbers.collect(), &mut unmapped);
+            }
+        }
+        tracing::debug!(unmapped = unmapped.len(), "more memory of peers than may be mapped");
+        // The system and the driver may take their time.
+        mr::run_on_pager(move || drop(unmapped));
     }
 
     /// Adds a user of this peer's memory; returns the peer's index.
@@ -126,17 +179,28 @@ impl DirectPeers {
         let same = |known: &Option<DirectPeer>| {
             known.as_ref().is_some_and(|known| Arc::ptr_eq(&known.peer, &peer))
         };
-        let at = self.0.iter().position(same).unwrap_or_else(|| {
-            let free = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
-            if free == self.0.len() {
-                self.0.push(None);
+        let at = self.peers.iter().position(same).unwrap_or_else(|| {
+            let free = self.peers.iter().position(Option::is_none).unwrap_or(self.peers.len());
+            if free == self.peers.len() {
+                self.peers.push(None);
             }
             let (keys, known, memories) = (Vec::new(), Vec::new(), Vec::new());
-            self.0[free] =
-                Some(DirectPeer { peer, keys, known, first_key: 0, memories, users: 0, swept: 0 });
+            let (first_key, has_new, users, swept) = (0, false, 0, 0);
+            let epoch = self.epoch;
+            self.peers[free] = Some(DirectPeer {
+                peer,
+                keys,
+                known,
+                first_key,
+                memories,
+                epoch,
+                has_new,
+                users,
+                swept,
+            });
             free
         });
-        if let Some(direct_peer) = &mut self.0[at] {
+        if let Some(direct_peer) = &mut self.peers[at] {
             direct_peer.users += 1;
         }
         at as u32
@@ -144,7 +208,7 @@ impl DirectPeers {
 
     /// Removes a user; with the last one the mappings go.
     pub(in crate::hca) fn detach(&mut self, at: u32) {
-        if let Some(slot) = self.0.get_mut(at as usize)
+        if let Some(slot) = self.peers.get_mut(at as usize)
             && let Some(direct_peer) = slot
         {
             direct_peer.users -= 1;
@@ -156,7 +220,7 @@ impl DirectPeers {
 
     /// Unmaps memory whose registrations have ended.
     pub(in crate::hca) fn sweep(&mut self) {
-        self.0.iter_mut().flatten().for_each(DirectPeer::sweep);
+        self.peers.iter_mut().flatten().for_each(DirectPeer::sweep);
     }
 
     pub(super) fn try_execute(
@@ -255,6 +319,7 @@ impl DirectPeer {
         if known.generation != self.peer.generation(FIRST_KEY_ROW + (used.key >> 8)) {
             return Err(IndirectReason::Revoked);
         }
+        known.used.set(self.epoch);
         let offset = known.offset(pd, need, used.start, used.len())?;
         Ok((memory, offset, known.generation))
     }
@@ -285,6 +350,7 @@ impl DirectPeer {
         let MappingState::Mapped(memory) = &known.mapping else {
             return Err(IndirectReason::KeyNotExported);
         };
+        known.used.set(self.epoch);
         let offset = known.offset(direct.pd, need, remote.address, len.into())?;
         if let Some(outcome) = self.must_wait(memory, qp, direct, requested)? {
             return Ok(outcome);
@@ -483,6 +549,7 @@ impl DirectPeer {
             start,
             sharing,
             since,
+            used: Cell::new(self.epoch),
             mapping,
         };
         if self.keys.len() <= at {
@@ -523,6 +590,8 @@ impl DirectPeer {
                     let writable = writable || known.sharing == Sharing::Device;
                     self.memories.retain(|known| known.upgrade().is_some());
                     self.memories.push(Memory { number: known.number, writable, mapped });
+                    self.has_new = true;
+                    known.used.set(self.epoch);
                     MappingState::Mapped(memory)
                 }
                 Err(why) => {
@@ -575,6 +644,39 @@ impl DirectPeer {
         }
     }
 
+    /// The mapped memories, and the epochs in which they were last used.
+    fn last_uses(&self) -> HashMap<u64, u64> {
+        let mut uses = HashMap::new();
+        for key in self.known.iter().filter_map(|at| self.keys[*at as usize].as_deref()) {
+            if key.is_mapped_here() {
+                let last = uses.entry(key.number).or_default();
+                *last = key.used.get().max(*last);
+            }
+        }
+        uses
+    }
+
+    /// Forgets these memories with their keys; what the keys held is added to `unmapped`.
+    fn unmap(&mut self, numbers: &HashSet<u64>, unmapped: &mut Vec<PeerMemory>) {
+        let Self { keys, known, memories, .. } = self;
+        memories.retain(|known| known.upgrade().is_some() && !numbers.contains(&known.number));
+        known.retain(|at| {
+            let slot = &mut keys[*at as usize];
+            match slot.take() {
+                Some(key) if key.is_mapped_here() && numbers.contains(&key.number) => {
+                    if let MappingState::Mapped(memory) = key.mapping {
+                        unmapped.push(memory);
+                    }
+                    false
+                }
+                key => {
+                    *slot = key;
+                    true
+                }
+            }
+        });
+    }
+
     /// Removes revoked keys; memory that no other key uses is unmapped.
     fn sweep(&mut self) {
         let Self { peer, keys, known, swept, .. } = self;
@@ -597,6 +699,11 @@ impl RemoteKey {
     #[inline]
     fn is_pending(&self) -> bool {
         !matches!(self.mapping, MappingState::Mapped(_))
+    }
+
+    /// Whether it keeps memory mapped.
+    fn is_mapped_here(&self) -> bool {
+        matches!(self.mapping, MappingState::Mapped(PeerMemory::Host(_) | PeerMemory::Device(_)))
     }
 
     /// The offset of a range in the memory, if the key permits the access.

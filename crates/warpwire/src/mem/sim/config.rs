@@ -80,6 +80,8 @@ pub struct SimConfig {
     pub free_at: Option<u64>,
     /// Whether streams can wait for NOR; some devices cannot (`nor=off`).
     pub wait_nor: bool,
+    /// Whether a GPU can map memory of another one (`peer_access=off`).
+    pub peer_access: bool,
 }
 
 setters! {
@@ -89,6 +91,7 @@ setters! {
         with_copy_delay => copy_delay: Duration,
         with_jitter => jitter: Duration,
         with_wait_nor => wait_nor: bool,
+        with_peer_access => peer_access: bool,
     } optional {
         with_fail => fail: FailNth,
         with_move_every => move_every: u64,
@@ -107,6 +110,7 @@ impl Default for SimConfig {
             move_every: None,
             free_at: None,
             wait_nor: true,
+            peer_access: true,
         }
     }
 }
@@ -133,6 +137,7 @@ impl SimConfig {
             "move_every" => self.move_every = Some(parse_integer(key, value)?),
             "free_at" => self.free_at = Some(parse_integer(key, value)?),
             "nor" => self.wait_nor = parse_switch(key, value)?,
+            "peer_access" => self.peer_access = parse_switch(key, value)?,
             _ => return Err(bad_setting(format!("there is no setting {key:?}"))),
         }
         Ok(())
@@ -208,7 +213,8 @@ fn parse_switch(key: &str, value: &str) -> Result<bool> {
 fn bad_setting(why: impl Into<String>) -> Error {
     Error::new(Kind::Malformed, "configure the simulated GPU").on(ENV_VAR).why(why.into()).fix(
         "use settings like gpus=2,memory=4GiB,copy_delay=50us,jitter=200us,fail=copy:3,\
-             move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)",
+         move_every=100,free_at=500,nor=off,peer_access=off (fail takes any, alloc, copy, mem or \
+         launch)",
     )
 }
 
@@ -219,7 +225,7 @@ mod tests {
     #[test]
     fn every_setting_parses() {
         let text = " gpus=8, memory=1GiB,copy_delay=2ms,jitter=9us,fail=launch:7,move_every=10,\
-                    free_at=3,nor=off, ";
+                    free_at=3,nor=off,peer_access=off, ";
         let config: SimConfig = text.parse().unwrap();
         let expected = SimConfig {
             gpus: 8,
@@ -230,6 +236,7 @@ mod tests {
             move_every: Some(10),
             free_at: Some(3),
             wait_nor: false,
+            peer_access: false,
         };
         assert_eq!(config, expected);
         assert_eq!("".parse::<SimConfig>().unwrap(), SimConfig::default());

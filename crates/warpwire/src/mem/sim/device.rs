@@ -61,6 +61,7 @@ struct FaultInjection {
 
 pub(super) struct SimDevice {
     info: DeviceInfo,
+    peer_access: bool,
     jitter: Duration,
     capabilities: Capabilities,
     counters: Counters,
@@ -113,6 +114,7 @@ impl SimDevice {
         };
         Self {
             info,
+            peer_access: config.peer_access,
             jitter: config.jitter,
             capabilities,
             counters: Counters::default(),
@@ -125,6 +127,21 @@ impl SimDevice {
 
     pub(super) fn label(&self) -> String {
         self.info.label()
+    }
+
+    pub(super) fn ordinal(&self) -> u32 {
+        self.info.ordinal
+    }
+
+    /// Whether this device can map memory of that one.
+    pub(super) fn check_peer_access(&self, owner: u32) -> Result<()> {
+        if self.peer_access || owner == self.ordinal() {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Unsupported, "open an inter-process handle")
+            .on(self.label())
+            .why(format!("it has no access to memory of sim:{owner} (peer_access=off)"))
+            .fix("send the data instead, or use one GPU"))
     }
 
     /// Accounts for `len` bytes. Fails with `OutOfMemory` if fewer are free.

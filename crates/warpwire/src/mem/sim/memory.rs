@@ -187,6 +187,7 @@ impl SimMemory {
         descriptors: Option<Vec<OwnedFd>>,
     ) -> Result<Arc<Self>> {
         let name = MemfdHandle::decode(handle.body_for(Backend::Sim)?)?;
+        device.check_peer_access(name.ordinal)?;
         let file = match descriptors.map(<[OwnedFd; 1]>::try_from) {
             Some(Ok([file])) => file,
             Some(Err(given)) => {
@@ -334,7 +335,7 @@ impl MemoryBackend for SimMemory {
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
-        let name = self.with_file(MemfdHandle::of)??;
+        let name = self.with_file(|file| MemfdHandle::of(file, self.device.ordinal()))??;
         Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
     }
 
@@ -430,20 +431,22 @@ impl Drop for SimMemory {
     }
 }
 
-/// Identifies a memfd to another process: PID, descriptor and inode number.
+/// Identifies a memfd to another process: PID, descriptor and inode number; and the GPU whose
+/// memory it is.
 struct MemfdHandle {
     pid: u32,
     fd: i32,
     inode: u64,
+    ordinal: u32,
 }
 
 impl MemfdHandle {
-    const LEN: usize = 16;
+    const LEN: usize = 20;
 
-    fn of(file: std::os::fd::BorrowedFd<'_>) -> Result<Self> {
+    fn of(file: std::os::fd::BorrowedFd<'_>, ordinal: u32) -> Result<Self> {
         let inode =
             fstat(file).map_err(|e| Error::os("export simulated memory", &e.into()))?.st_ino;
-        Ok(Self { pid: std::process::id(), fd: file.as_raw_fd(), inode })
+        Ok(Self { pid: std::process::id(), fd: file.as_raw_fd(), inode, ordinal })
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -451,16 +454,21 @@ impl MemfdHandle {
         body.extend_from_slice(&self.pid.to_le_bytes());
         body.extend_from_slice(&self.fd.to_le_bytes());
         body.extend_from_slice(&self.inode.to_le_bytes());
+        body.extend_from_slice(&self.ordinal.to_le_bytes());
         body
     }
 
     fn decode(body: &[u8]) -> Result<Self> {
-        let words: Option<[u8; Self::LEN]> = body.try_into().ok();
-        let words = words.map(u128::from_le_bytes).ok_or_else(|| {
+        let split = body.split_last_chunk().and_then(|(words, ordinal)| {
+            let words = u128::from_le_bytes(words.try_into().ok()?);
+            Some((words, u32::from_le_bytes(*ordinal)))
+        });
+        let (words, ordinal) = split.ok_or_else(|| {
             Error::new(Kind::Malformed, "open an inter-process handle")
                 .why("its simulator part has the wrong length")
         })?;
-        Ok(Self { pid: words as u32, fd: (words >> 32) as i32, inode: (words >> 64) as u64 })
+        let (pid, fd, inode) = (words as u32, (words >> 32) as i32, (words >> 64) as u64);
+        Ok(Self { pid, fd, inode, ordinal })
     }
 
     fn open(&self) -> Result<OwnedFd> {
