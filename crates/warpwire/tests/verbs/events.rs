@@ -340,10 +340,11 @@ fn a_poller_that_goes_to_sleep_is_served_soon(fixture: &Fixture) {
     let (mut by_channel, mut times): (Vec<_>, Vec<_>) = rounds.into_iter().unzip();
     by_channel.sort_unstable();
     times.sort_unstable();
-    let (quarter, baseline) = (times[ROUNDS / 4], by_channel[ROUNDS / 4]);
+    // Without a wake-up all are slow; on a busy machine most are.
+    let (fast, baseline) = (times[ROUNDS / 8], by_channel[ROUNDS / 8]);
     assert!(
-        quarter < LIMIT.max(4 * baseline),
-        "three quarters of the rounds took more than {quarter:?}, by channel {baseline:?}"
+        fast < LIMIT.max(4 * baseline),
+        "seven of eight rounds took more than {fast:?}, by channel {baseline:?}"
     );
 }
 

@@ -83,6 +83,8 @@ pub(in crate::hca) struct DirectPeer {
     /// The first key, from which the others are counted: see [`DirectPeer::key_slot`].
     first_key: u32,
     memories: Vec<Memory>,
+    /// Why memory could not be mapped, the last time.
+    refusal: Option<String>,
     /// A clock for uses of memory: it advances when memory has been mapped, on any peer.
     pub epoch: u64,
     /// Memory was mapped in this epoch.
@@ -193,6 +195,7 @@ impl DirectPeers {
                 known,
                 first_key,
                 memories,
+                refusal: None,
                 epoch,
                 has_new,
                 users,
@@ -401,7 +404,12 @@ impl DirectPeer {
                 // Not again: most such memory is that of a device.
                 let at = self.key_slot(remote.rkey);
                 if let Some(Some(known)) = self.keys.get_mut(at) {
-                    known.mapping = MappingState::Refused;
+                    let refused = std::mem::replace(&mut known.mapping, MappingState::Refused);
+                    if let MappingState::Mapped(PeerMemory::Device(memory)) = refused
+                        && let Some(why) = memory.failure()
+                    {
+                        self.refusal = Some(format!("device memory by packets: {}", why.reason()));
+                    }
                 }
                 Err(IndirectReason::KeyNotExported)
             }
@@ -596,6 +604,7 @@ impl DirectPeer {
                 }
                 Err(why) => {
                     tracing::debug!(%why, "cannot map a peer's memory; packets are used");
+                    self.refusal = Some(format!("memory by packets: {}", why.reason()));
                     MappingState::Refused
                 }
             };
@@ -604,22 +613,21 @@ impl DirectPeer {
 
     /// A description for people: what of the peer is mapped.
     pub(super) fn describe(&self) -> String {
-        let (mut host, mut device, mut failure) = (0, 0, String::new());
-        let mut handle_types = Vec::new();
+        let (mut host, mut device, mut handle_types) = (0, 0, Vec::new());
         for memory in self.memories.iter().filter_map(Memory::upgrade) {
             match memory {
                 PeerMemory::Host(_) | PeerMemory::Process => host += 1,
-                PeerMemory::Device(memory) => match memory.failure() {
-                    None => {
-                        device += 1;
-                        if !handle_types.contains(&memory.handle_type()) {
-                            handle_types.push(memory.handle_type());
-                        }
+                PeerMemory::Device(memory) if memory.failure().is_none() => {
+                    device += 1;
+                    if !handle_types.contains(&memory.handle_type()) {
+                        handle_types.push(memory.handle_type());
                     }
-                    Some(why) => failure = format!("; device memory by packets: {}", why.reason()),
-                },
+                }
+                // The next work that uses it notes why.
+                PeerMemory::Device(_) => {}
             }
         }
+        let refusal = self.refusal.as_ref().map_or_else(String::new, |why| format!("; {why}"));
         let on_device = match device {
             0 => String::new(),
             count => format!(", of device memory: {count} by {}", handle_types.join(", ")),
@@ -629,7 +637,7 @@ impl DirectPeer {
             false => "; memory without a file by packets: the kernel does not copy it",
         };
         format!(
-            "direct access: on (peer mappings: {}{on_device}){failure}{by_kernel}",
+            "direct access: on (peer mappings: {}{on_device}){refusal}{by_kernel}",
             host + device
         )
     }
