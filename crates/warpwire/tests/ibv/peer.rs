@@ -294,7 +294,7 @@ impl Peer {
             if let Some(done) = self.cq.wait_next(left.min(WAKE))? {
                 break done;
             }
-            if left.is_zero() {
+            if left <= WAKE {
                 return Ok("none".to_owned());
             }
             self.wake_requesters();
