@@ -5,11 +5,12 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use warpwire::link::Hub;
+use warpwire::link::{Hub, Udp, UdpOptions};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AsyncEvent, Context, Cq, CqOptions, HcaOptions, Qp, QpAttributes, QpOptions, QpnSlot,
-    ReceiveRequest, SendRequest, SrqOptions, State, Status, WrOp,
+    Access, AsyncEvent, Completion, Context, Cq, CqOptions, HcaOptions, ProgressMode, Qp,
+    QpAttributes, QpOptions, QpnSlot, ReceiveRequest, SendRequest, Service, SrqOptions, State,
+    Status, WrOp,
 };
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -46,6 +47,30 @@ fn acknowledged_before_the_end(options: HcaOptions, end: fn(Qp)) {
         let done = sent.wait_next(WAIT).unwrap().expect("the send ends");
         assert_eq!((done.id, done.status), (2, Status::Success), "round {round}");
     }
+}
+
+/// The first ones in the list fill the link's batch of packets. The others have their turn in the
+/// same step: in the next one, the same ones would come first.
+#[test]
+fn no_queue_pair_loses_its_turn_to_those_before_it() {
+    let link = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
+    let manual = HcaOptions::default().with_progress_mode(ProgressMode::Manual);
+    let context = Context::open_with(link, manual).unwrap();
+    let (pd, idle) = (context.alloc_pd(), context.create_cq(1).unwrap());
+    let to = context.create_address_handle(context.path().local).unwrap();
+    // Datagrams, which no window limits.
+    let qps = [(); 5].map(|()| {
+        let cq = context.create_cq(64).unwrap();
+        let options = QpOptions::default().with_service(Service::Ud);
+        let qp = context.create_qp(&pd, &cq, &cq, options).unwrap();
+        qp.activate_ud(7).unwrap();
+        let request = SendRequest::new(1, WrOp::Send).to(&to, 0x77, 7);
+        qp.post_send(&[request.inline(b"small"); 40]).unwrap();
+        (qp, cq)
+    });
+    assert_eq!(idle.poll(&mut [Completion::EMPTY]).unwrap(), 0);
+    let sent = qps.each_ref().map(|(qp, _)| qp.stats().unwrap().packets_sent);
+    assert!(sent.iter().all(|count| *count >= 32), "{sent:?}");
 }
 
 #[test]

@@ -97,7 +97,8 @@ pub struct TransportOptions {
     /// Maximum of posted, not yet completed work requests; clamped to 1..=2^20. Default 128.
     pub send_depth: u32,
     /// Maximum of unacknowledged packets; clamped to 1..=65536. Default 256. Reduced for packets
-    /// beyond RoCE's maximum of 4096 bytes, so that the bytes in flight stay the same.
+    /// beyond RoCE's maximum of 4096 bytes, so that the bytes in flight stay the same; for the same
+    /// reason, with selective repeat, more if the MTU is smaller.
     pub window: u32,
     /// Maximum of packets per read request, longer reads are split; clamped to 1..=16384. Default
     /// 16: what a read may exceed the window of its path by. Reduced for long packets as above.
@@ -275,7 +276,8 @@ impl RcQp {
 
     /// All memory that it holds, in bytes; changes only with [`RcQp::modify`].
     pub fn footprint(&self) -> usize {
-        size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
+        let held = self.responder.held.as_ref().map_or(0, |_| size_of::<selective::PsnSet>());
+        size_of::<Self>() + held + self.requester.footprint() + self.responder.resource.footprint()
     }
 
     /// Packets in flight: requests that are not acknowledged, and data that was asked for.
@@ -351,13 +353,14 @@ impl RcQp {
             set(params_mtu, attr.mtu);
         }
         if let Some(selective) = attr.selective_repeat {
-            self.responder.selective = selective;
+            self.responder.held = selective.then(Box::default);
             self.requester.selective = selective.then(|| Box::new(selective::Recovery::new()));
         }
         let (mut window, mut read_chunk) = (self.options.window, self.options.read_chunk);
-        if self.responder.selective {
+        if self.has_selective_repeat() {
             // All PSNs in flight have a bit; a read may exceed the window by one request.
             read_chunk = read_chunk.min(selective::SPAN / 4);
+            window = requester::scale_to_mtu(window, self.requester_params.mtu);
             window = window.min(selective::SPAN - read_chunk);
         }
         let max_payload = self.requester_params.mtu.bytes();
@@ -418,7 +421,7 @@ impl RcQp {
     /// Whether selective repeat was negotiated.
     #[inline]
     pub fn has_selective_repeat(&self) -> bool {
-        self.responder.selective
+        self.responder.held.is_some()
     }
 
     /// The slot of a packet that the host holds, and whose turn has come: pass that packet to
@@ -426,7 +429,8 @@ impl RcQp {
     /// [`RcQp::handle_packet`] once events were polled, if selective repeat was negotiated.
     #[inline]
     pub fn take_held(&mut self) -> Option<u32> {
-        if !self.responder.selective || !matches!(self.state, State::Rtr | State::Rts | State::Sqd)
+        if !self.has_selective_repeat()
+            || !matches!(self.state, State::Rtr | State::Rts | State::Sqd)
         {
             return None;
         }

@@ -73,6 +73,15 @@ pub(super) fn scale_to_payload(packets: u32, len: u32) -> u32 {
     }
 }
 
+/// Converts a number of packets of RoCE's maximum payload to packets of a smaller MTU. Without
+/// selective repeat it is not done: a loss costs what is in flight.
+pub(super) fn scale_to_mtu(packets: u32, mtu: Mtu) -> u32 {
+    packets.saturating_mul((MAX_ROCE_PAYLOAD / mtu.bytes()).max(1))
+}
+
+/// Packets without a request for an acknowledgement, at most.
+const MAX_UNREQUESTED: u32 = 64;
+
 /// Packets that may be sent on a new connection before the first response: it may say that the peer
 /// has no receive, or is not there.
 const INITIAL_WINDOW: u32 = 16;
@@ -368,6 +377,9 @@ impl Requester {
         let may_wait = in_flight == 0 || self.since_ack_request == 0;
         if in_flight >= self.allowance && may_wait {
             self.blocked_by_path = true;
+            if self.next == self.unacked {
+                self.deadline = Instant::NEVER; // the link has room again, and nothing is due
+            }
             return Ok(false);
         }
         let (next, unsent, unacked) = (self.next, self.unsent, self.unacked);
@@ -425,12 +437,12 @@ impl Requester {
         }
         stats.resent += u64::from(!is_new);
         self.since_ack_request += 1;
-        // Request an ACK at the end of a message, before the window closes, every quarter window in
-        // between, and on the first retransmitted packet: perhaps only the response was lost.
-        // Messages of several packets use the window for full MTU.
+        // Request an ACK at the end of a message, before the window closes, every quarter window or
+        // less in between, and on the first retransmitted packet: perhaps only the response was
+        // lost. Messages of several packets use the window for full MTU.
         headers.ack_request = is_last
             || span + segment.psn_count >= params.full_mtu_window
-            || self.since_ack_request * 4 >= params.full_mtu_window
+            || self.since_ack_request >= MAX_UNREQUESTED.min(params.full_mtu_window / 4)
             || !is_new && next == unacked
             || in_flight + segment.psn_count >= limit.min(self.allowance);
         self.next = next.add(segment.psn_count);
@@ -439,11 +451,14 @@ impl Requester {
         }
         if headers.ack_request || awaits_response {
             self.since_ack_request = 0;
+            let is_first_due = self.ack_due.distance_from(unacked) <= 0;
             self.ack_due = self.next;
             if is_new {
                 self.rto.on_sent(now, next);
             }
-            if self.deadline == Instant::NEVER {
+            // A timer may run that was started because the link was full, before the packet was
+            // sent.
+            if self.deadline == Instant::NEVER || is_first_due {
                 self.restart_timer(now, params);
             }
         }
@@ -509,7 +524,10 @@ impl Requester {
             return Ok(());
         }
         stats.timeouts += 1;
-        self.signals.timed_out = Some(self.rto.wait());
+        // If nothing is in flight, the link was full, and the path has lost nothing.
+        if self.next != self.unacked {
+            self.signals.timed_out = Some(self.rto.wait());
+        }
         if self.absent == 0 && self.next.distance_from(self.unacked) > 1 {
             self.timed_out_at = Some(self.unacked);
         }

@@ -6,6 +6,8 @@
 //! it names. A request that cannot be executed yet leaves the state unchanged, so that the peer can
 //! retry.
 
+use alloc::boxed::Box;
+
 use super::DiscardReason;
 use super::access::Access;
 use super::host::{Host, HostStatus, Receive, Remote, Target};
@@ -134,10 +136,8 @@ pub(super) struct Responder {
     /// How many times in a row memory was not resident.
     pub(super) fault_streak: u8,
     receive_completion: Option<ReceiveCompletion>,
-    /// Selective repeat was negotiated.
-    pub(super) selective: bool,
-    /// Requests behind `expected` that the host holds.
-    pub(super) held: PsnSet,
+    /// Requests behind `expected` that the host holds, if selective repeat was negotiated.
+    pub(super) held: Option<Box<PsnSet>>,
     /// The NAK that failed the queue pair; repeated for retransmitted requests.
     fatal: Option<(Nak, Psn)>,
 }
@@ -157,8 +157,7 @@ impl Responder {
             parked: false,
             fault_streak: 0,
             receive_completion: None,
-            selective: false,
-            held: PsnSet::default(),
+            held: None,
             fatal: None,
         }
     }
@@ -212,7 +211,7 @@ impl Responder {
             Ok(()) => {
                 self.nak_sent = false;
                 self.fault_streak = 0;
-                if self.selective {
+                if self.held.is_some() {
                     self.forget_held(psn);
                 }
                 Outcome::Accepted
@@ -282,19 +281,19 @@ impl Responder {
         stats: &mut Stats,
     ) -> Outcome {
         if !self.nak_sent {
-            self.nak_sent = !self.selective;
+            self.nak_sent = self.held.is_none();
             self.reply = Reply::Sequence(psn);
         }
-        if !self.selective || distance >= SPAN {
+        let Some(held) = self.held.as_mut().filter(|_| distance < SPAN) else {
             return Outcome::Dropped(DiscardReason::Gap);
-        }
-        if self.held.contains(psn) {
+        };
+        if held.contains(psn) {
             return Outcome::Dropped(DiscardReason::Duplicate);
         }
         if !host.hold(psn.value() % SPAN) {
             return Outcome::Dropped(DiscardReason::Gap);
         }
-        self.held.insert(psn);
+        held.insert(psn);
         stats.held += 1;
         Outcome::Held
     }
@@ -302,9 +301,9 @@ impl Responder {
     /// Requests from `first` on were executed: copies of them are not held any more.
     #[inline(never)]
     fn forget_held(&mut self, first: Psn) {
-        if !self.held.is_empty() {
+        if let Some(held) = self.held.as_mut().filter(|held| !held.is_empty()) {
             for psn in psns(first, self.expected).take(SPAN as usize) {
-                self.held.remove(psn);
+                held.remove(psn);
             }
         }
     }
@@ -312,8 +311,8 @@ impl Responder {
     /// The slot of a held request whose turn it is; it is no longer held.
     pub(super) fn take_held(&mut self) -> Option<u32> {
         // The next receive completion has no place yet.
-        let is_next = self.receive_completion.is_none() && self.held.remove(self.expected);
-        is_next.then(|| self.expected.value() % SPAN)
+        let held = self.held.as_mut().filter(|_| self.receive_completion.is_none())?;
+        held.remove(self.expected).then(|| self.expected.value() % SPAN)
     }
 
     /// Handles a request that was executed before: answered again, never executed again.

@@ -110,13 +110,16 @@ impl Responder {
         let (syndrome, psn) = match core::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return false,
             // Unless the request at `expected` was refused, for which the peer has an RNR NAK.
-            Reply::Ack | Reply::Sequence(_) if !self.held.is_empty() && !self.nak_sent => {
+            Reply::Ack | Reply::Sequence(_)
+                if !self.nak_sent
+                    && let Some(held) = self.held.as_ref().filter(|held| !held.is_empty()) =>
+            {
                 stats.sequence_naks_sent += 1;
                 let syndrome = Syndrome::Nak(Nak::Sequence);
                 packet.headers = without_data(params, self.expected, syndrome, self.completed);
                 packet.headers.extension = Extension::AethSack(
                     Aeth { syndrome, msn: self.completed },
-                    self.held.behind(self.expected),
+                    held.behind(self.expected),
                 );
                 packet.payload = None;
                 return true;

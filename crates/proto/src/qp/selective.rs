@@ -21,8 +21,9 @@ use crate::time::Instant;
 use crate::wire::ext::Sack;
 use crate::wire::{Extension, Opcode};
 
-/// How many packets may be in flight: PSNs are told apart by their low bits.
-pub(super) const SPAN: u32 = Sack::SPAN;
+/// How many packets may be in flight: PSNs are told apart by their low bits. A NAK tells of the
+/// first 256 behind the missing one; of the others the sender hears when that one has arrived.
+pub(super) const SPAN: u32 = 1024;
 
 /// Slots of a host for held packets: see [`Host::hold`].
 pub const HOLD_SLOTS: u32 = 2 * SPAN;
@@ -74,7 +75,7 @@ impl PsnSet {
     /// The elements behind `psn`, as they are sent.
     pub(super) fn behind(&self, psn: Psn) -> Sack {
         let mut sack = Sack::default();
-        for step in (1..SPAN).filter(|step| self.contains(psn.add(*step))) {
+        for step in (1..Sack::SPAN).filter(|step| self.contains(psn.add(*step))) {
             sack.insert(step);
         }
         sack
@@ -259,7 +260,7 @@ impl Requester {
         self.ack_until(psn);
         let Some(mut known) = self.selective.take() else { return completer::Outcome::Accepted };
         let (mut highest, mut count) = (psn, 0);
-        for step in (1..SPAN).filter(|step| sack.contains(*step)) {
+        for step in (1..Sack::SPAN).filter(|step| sack.contains(*step)) {
             let arrived = psn.add(step);
             // What was not sent cannot have arrived, whatever the peer says.
             if arrived.distance_from(self.next) >= 0
@@ -519,7 +520,7 @@ mod tests {
         assert_eq!((set.count(), set.first_from(last.next())), (3, Some(last.add(3))));
         assert!(set.remove(last) && !set.remove(last));
         let sack = set.behind(last.add(1));
-        let behind: Vec<u32> = (1..SPAN).filter(|step| sack.contains(*step)).collect();
+        let behind: Vec<u32> = (1..Sack::SPAN).filter(|step| sack.contains(*step)).collect();
         assert_eq!(behind, [2, 199]);
         assert!(!sack.contains(0) && !sack.contains(SPAN) && !sack.contains(u32::MAX));
     }

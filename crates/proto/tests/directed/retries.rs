@@ -107,6 +107,39 @@ fn a_link_that_drains_in_time_costs_no_retry() {
     assert_eq!(pair.next_deadline(), Instant::NEVER);
 }
 
+/// The timer of a full link began before anything was sent: the first packet has a wait of its own,
+/// and if the path has no room for it, nothing is waited for.
+#[test]
+fn the_wait_for_a_full_link_is_not_that_of_a_packet() {
+    let mut pair = Pair::new();
+    let ack_timeout = pair.params.ack_timeout();
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    pair.wait(ack_timeout * 3 / 4);
+    pair.send_all(A);
+    assert_eq!(pair.next_deadline(), pair.now + ack_timeout);
+
+    let mut pair = Pair::new();
+    pair.post(A, 0, SendOp::Send, 4 * MTU);
+    let qp = &mut pair.endpoints[A].qp;
+    qp.on_link_full(pair.now);
+    qp.set_allowance(0);
+    assert_eq!(pair.send_all(A), []);
+    assert!(pair.endpoints[A].qp.take_blocked_by_path());
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+
+    // The path is not told of a loss where nothing was sent.
+    let mut pair = Pair::new();
+    pair.post(A, 0, SendOp::Send, 10);
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    pair.advance_to(pair.next_deadline());
+    let qp = &mut pair.endpoints[A].qp;
+    assert_eq!((qp.stats().timeouts, qp.take_path_signals().timed_out), (1, None));
+    pair.send_all(A);
+    pair.advance_to(pair.next_deadline());
+    assert!(pair.endpoints[A].qp.take_path_signals().timed_out.is_some());
+}
+
 #[test]
 fn progress_restarts_the_timer_and_resets_the_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });

@@ -329,7 +329,7 @@ fn requests_beyond_the_window_are_not_kept() {
         let reth = warpwire_proto::wire::Reth { address: 0x1000, rkey: 0x77, len: 8 };
         pair.inject_request(Opcode::WriteOnly, Extension::Reth(reth), 8)
     };
-    assert_eq!(only(&mut pair, 256), Err(DiscardReason::Gap));
+    assert_eq!(only(&mut pair, 1024), Err(DiscardReason::Gap));
     assert_eq!(only(&mut pair, 0x7f_0000), Err(DiscardReason::Gap));
     assert_eq!(only(&mut pair, 255), Ok(()));
     assert_eq!(only(&mut pair, 255), Err(DiscardReason::Duplicate));
@@ -337,6 +337,30 @@ fn requests_beyond_the_window_are_not_kept() {
     let (nak, behind) = sack(&mut pair, B);
     assert_eq!((psn(&nak), behind, nak.headers.destination_qp), (FIRST, vec![255], QPNS[A]));
     assert_eq!(pair.endpoints[B].host.done, []);
+}
+
+/// More packets are in flight than a NAK has bits for: it tells of the first ones, and of the
+/// others when the missing one has arrived.
+#[test]
+fn a_gap_in_a_long_flight_costs_one_packet() {
+    let mut pair = selective_pair();
+    pair.post(A, 0, SendOp::Write(REMOTE_ADDR), 900 * MTU);
+    let flight = pair.send_all(A);
+    assert_eq!(flight.len(), 900);
+    lose(&mut pair, B, &flight, &[10, 601]);
+    assert_eq!(pair.endpoints[B].qp.stats().held, 888);
+    for missing in [10, 601] {
+        let (nak, behind) = sack(&mut pair, B);
+        assert_eq!((psn(&nak), behind), (FIRST + missing, (1..Sack::SPAN).collect()));
+        pair.deliver(A, &nak).unwrap();
+        let again = pair.send_all(A);
+        assert_eq!(psns(&again), [FIRST + missing]);
+        pair.deliver_all(B, &again);
+    }
+    assert_eq!(placed_offsets(&pair, B), in_order(900));
+    pair.exchange();
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)]);
+    assert_eq!(pair.endpoints[A].qp.stats().resent, 2);
 }
 
 #[test]

@@ -5,9 +5,11 @@
 
 mod control;
 mod datagram;
+mod summary;
 mod unreliable;
 
 pub(super) use control::no_such_qp;
+pub use summary::StepSummary;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -119,39 +121,6 @@ pub(super) struct Core {
     pub paths: Paths,
     /// Losses of staged writes that the queue pairs of this engine know of.
     losses_seen: u64,
-}
-
-/// What a step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepSummary {
-    /// Packets received.
-    pub received: usize,
-    /// Packets sent.
-    pub sent: usize,
-    /// Operations executed without packets.
-    pub direct: usize,
-    /// Work is left that can be done immediately.
-    pub more: bool,
-}
-
-impl std::ops::Add for StepSummary {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            received: self.received + other.received,
-            sent: self.sent + other.sent,
-            direct: self.direct + other.direct,
-            more: self.more || other.more,
-        }
-    }
-}
-
-impl StepSummary {
-    /// Whether it did nothing, and no work is left.
-    pub fn is_idle(&self) -> bool {
-        self.received == 0 && self.sent == 0 && self.direct == 0 && !self.more
-    }
 }
 
 /// What distinguishes one engine from another.
@@ -272,16 +241,22 @@ impl Engine {
         // Each queue pair that is in the list now is served once.
         for _ in 0..self.core.active.len() {
             let Some(index) = self.core.active.pop_front() else { break };
-            let (count, outcome) = self.transmit_one(now, index);
+            let (mut count, mut outcome) = self.transmit_one(now, index);
+            if outcome == TxOutcome::LinkFull && self.link.flush()?.waiting == 0 {
+                // Those before it had filled the batch. Its turn is now: in the next step it would
+                // have the same ones before it.
+                let (more, again) = self.transmit_one(now, index);
+                (count, outcome) = (count + more, again);
+            }
             sent += count;
             match outcome {
                 TxOutcome::Done => {}
                 TxOutcome::More => self.core.requeue(index),
                 TxOutcome::LinkFull => {
-                    let left = self.link.flush()?;
                     self.core.requeue(index);
+                    self.core.on_link_full(now, index);
                     // The link is full for all peers; the next in the list is the first to retry.
-                    if left.waiting > 0 {
+                    if self.link.flush()?.waiting > 0 {
                         return Ok(sent);
                     }
                     // Otherwise only this peer's queue is full: no head-of-line blocking of the
@@ -318,10 +293,7 @@ impl Engine {
             }
             match self.link.reserve(flow, max_len) {
                 Ok(_) => {}
-                Err(crate::link::ReserveError::Full) => {
-                    qp.on_link_full(now);
-                    break TxOutcome::LinkFull;
-                }
+                Err(crate::link::ReserveError::Full) => break TxOutcome::LinkFull,
                 Err(_) => {
                     totals.count_drop(DropReason::NoFlow);
                     break TxOutcome::Done;
@@ -699,6 +671,16 @@ impl Core {
         }
         if posted_any {
             self.activate(index);
+        }
+    }
+
+    /// The link has no room for what a queue pair has to send, and flushing it made none.
+    #[cold]
+    fn on_link_full(&mut self, now: Instant, index: u32) {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        if let Protocol::Connected(qp) = &mut qpc.qp {
+            qp.on_link_full(now);
+            set_timer(qpc, &mut self.timers, now, index);
         }
     }
 

@@ -14,7 +14,7 @@ pub(crate) const MAX_HELD_PAYLOAD: u32 = 4096;
 /// Bytes of a slot.
 const SLOT_LEN: usize = MAX_HELD_PAYLOAD as usize + MAX_PACKET_OVERHEAD;
 
-/// The store of a queue pair: 2.1 MB of address space once a packet was kept; pages that no packet
+/// The store of a queue pair: 8.5 MB of address space once a packet was kept; pages that no packet
 /// was kept in take no memory.
 #[derive(Debug, Default)]
 pub(super) struct HeldPackets {
