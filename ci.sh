@@ -41,6 +41,7 @@ network    | change full | a bottleneck between namespaces: core rows; all rows 
 fuzz       | change full | packets and queue pairs for seconds; in full every target for five minutes
 demo       | change full | the README's first command, doctor, and six examples
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
+release    | full        | the protocol's tests without debug assertions, optimized as for users
 counts     | full        | machine instructions per packet do not exceed their ceilings
 msrv       | full        | the minimum Rust version of Cargo.toml, if it is installed
 no-std     | full        | the protocol crate for a target without std, if it is installed
@@ -160,6 +161,7 @@ step_network() {
   fi
 }
 step_sanitizers() { tools/sock-sanitizers; }
+step_release() { cargo test --release -p warpwire-proto --quiet; }
 step_counts() { tools/instructions; }
 step_msrv() {
   local version

@@ -22,7 +22,7 @@ use warpwire::verbs::{
     Remote, SendRequest, State, WrOp,
 };
 
-use crate::verbs::fixture::{Fixture, TestLink, short_timeouts, test_timeout};
+use crate::verbs::fixture::{Fixture, TestLink, test_timeout};
 use testkit::{Role, cases, deadline};
 
 cases!(Fixture; CASES:
@@ -203,7 +203,8 @@ impl Peer {
     /// The same, with the child process in this role, running as another user.
     fn start_as(test_link: TestLink, role: &str, user: Option<u32>) -> Self {
         let end = match role {
-            " owner" => Endpoint::open_with(test_link, short_timeouts()),
+            // A quarter of a second of silence: the peer is dead, and not only waiting for a CPU.
+            " owner" => Endpoint::open_with(test_link, QpOptions::default().with_timeout(13)),
             _ => Endpoint::open(test_link),
         };
         let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
@@ -298,11 +299,11 @@ fn the_owner_of_device_memory_is_killed(fixture: &Fixture) {
         let data = [mr.sge(0, LEN as u32)];
         let write = SendRequest::new(1, WrOp::Write(remote)).with(&data);
         let (start, mut killed) = (Instant::now(), false);
-        loop {
+        let status = loop {
             peer.end.qp.post_send(&[write]).unwrap();
             let done = peer.end.cq.wait_next(test_timeout()).unwrap().expect("a completion");
             if !done.is_success() {
-                break;
+                break done.status;
             }
             if !killed && start.elapsed() > Duration::from_millis(3 * round) {
                 peer.process.signal(Signal::KILL);
@@ -310,8 +311,8 @@ fn the_owner_of_device_memory_is_killed(fixture: &Fixture) {
                 killed = true;
             }
             assert!(start.elapsed() < test_timeout(), "writes to a dead process succeed");
-        }
-        assert!(killed, "a write failed before its target was killed");
+        };
+        assert!(killed, "a write failed before its target was killed: {status:?}");
     }
 }
 
