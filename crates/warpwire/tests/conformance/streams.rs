@@ -9,7 +9,7 @@ use warpwire::error::Kind;
 use warpwire::mem::{Condition, MemOp, MemoryKind, Stream, Word};
 
 use crate::conformance::fixture::{Fixture, SHORT_WAIT, expect_pattern, put_pattern, test_timeout};
-use testkit::cases;
+use testkit::{cases, until};
 
 cases!(Fixture; CASES:
     copies_go_in_all_directions,
@@ -312,6 +312,7 @@ fn a_timeout_names_the_awaited_value(f: &Fixture) {
         word.store(0x11).unwrap();
         let stream = f.gpu.stream().unwrap();
         stream.wait_value(&word, Condition::AtLeast, 0x77).unwrap();
+        until("the stream waits", || stream.blocked_on().is_some());
         let error = stream.synchronize(Duration::from_millis(50)).unwrap_err();
         assert_eq!(error.kind(), &Kind::Timeout);
         let text = error.to_string();
