@@ -355,8 +355,11 @@ typedef struct ww_kernel_qp_options {
     uint32_t send_depth;        /* a power of two, 2 to 32768 */
     uint32_t receive_depth;     /* a power of two, 1 to 32768 */
     int is_single_poster;       /* one thread or group posts at a time, which is faster */
+    int is_direct_off;          /* threads do not access mapped memory of the peer by themselves */
+    int has_direct_atomics;     /* they apply atomic operations too: not atomic with respect to
+                                 * those that the peer's HCA executes for other queue pairs */
 } ww_kernel_qp_options;
-#define WW_KERNEL_QP_OPTIONS_INIT {sizeof(ww_kernel_qp_options), 0, 0, 0}
+#define WW_KERNEL_QP_OPTIONS_INIT {sizeof(ww_kernel_qp_options), 0, 0, 0, 0, 0}
 
 /* Creates a queue pair for kernels of a device ("cuda:0"), in the primary context, as the CUDA
  * runtime uses it; or, if `device` is NULL, for CPU threads of this process that compile verbs.cuh

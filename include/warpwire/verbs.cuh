@@ -28,6 +28,9 @@
 //   transfers at most 1 GiB; longer puts and gets are split.
 // Waiting. wait, test, quiet; wait_receive, test_receive, next_receive; wait_signal. Timeouts are
 //   in nanoseconds: 0 polls once, kNoTimeout waits without a limit. The default is kDefaultTimeout.
+// Direct access. Where the peer's memory is mapped on this GPU, put, put_inline and get (and, as an
+//   option of the queue pair, put_signal and atomics) are executed by the calling threads, unless
+//   posted work is outstanding; they are complete when they return, and their ticket says so.
 // Status. 0 is success. Positive: not ready, or timed out. Negative: failed. After the first
 //   failure all later work completes with kFlushed, and posting fails immediately; the host must
 //   create or connect the queue pair again.
@@ -142,11 +145,13 @@ enum class Condition : u32 { AtLeast = 0, Equal = 1, And = 2, Nor = 3 };
 // -------------------------------------------------------------------------------------------------
 // The handle. `layout.rs` defines the same; both sides check sizes and offsets.
 
-constexpr u32 kVersion = 1;
+constexpr u32 kVersion = 2;
 // Flag: the HCA needs the doorbell record before the doorbell (ConnectX does).
 constexpr u32 kDbrecFirst = 1;
 constexpr u32 kSinglePoster = 2;  // flag: the caller guarantees that one thread at a time posts
+constexpr u32 kDirectAtomics = 4;  // flag: threads execute atomic operations too
 constexpr u64 kNoFailure = ~0ull;
+constexpr u64 kDone = ~0ull;  // number in the ticket of an operation that threads have executed
 
 // Counters of one queue. Each 128-byte line has its own kind of writer.
 struct QueueCounters {
@@ -174,7 +179,9 @@ struct Qp {
     u32 sink_lkey;
     u32 flags;
     u32 version;
-    u32 unused[11];
+    u32 unused;
+    u64 direct;  // the table of memory that threads access by themselves; 0: none
+    u64 unused_too[4];
     QueueCounters send;
     QueueCounters receive;
 };
@@ -184,7 +191,7 @@ static_assert(sizeof(QueueCounters) == 512 && alignof(QueueCounters) == 128 && s
 static_assert(__builtin_offsetof(QueueCounters, published) == 128 && __builtin_offsetof(QueueCounters, completed) == 256 &&
                   __builtin_offsetof(QueueCounters, failure) == 264 && __builtin_offsetof(QueueCounters, closed) == 272 &&
                   __builtin_offsetof(QueueCounters, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
-                  __builtin_offsetof(Qp, version) == 80 && __builtin_offsetof(Qp, send) == 128 &&
+                  __builtin_offsetof(Qp, version) == 80 && __builtin_offsetof(Qp, direct) == 88 && __builtin_offsetof(Qp, send) == 128 &&
                   __builtin_offsetof(Qp, receive) == 640,
               "as in layout.rs");
 #endif
@@ -201,6 +208,7 @@ template <class Group> WARPWIRE_FN Each<Group> each(Group group) { return Each<G
 }  // namespace warpwire
 
 #include <warpwire/detail/queue.cuh>
+#include <warpwire/detail/direct.cuh>
 
 namespace warpwire {
 
@@ -210,6 +218,7 @@ namespace warpwire {
 // Writes `length` bytes to the peer's memory.
 template <class Group = Thread>
 WARPWIRE_FN Ticket put(Qp &qp, Remote to, Local from, u64 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
+    if (qp.direct && detail::try_put(qp, to, from, length, group)) return detail::done_ticket();
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, nullptr, group, timeout);
 }
 
@@ -224,6 +233,7 @@ WARPWIRE_FN Ticket put_imm(Qp &qp, Remote to, Local from, u64 length, u32 imm, G
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote word, u64 add, Group group = Group(),
                               u64 timeout = kDefaultTimeout) {
+    if (detail::has_direct_atomics(qp) && detail::try_put_signal(qp, to, from, length, word, add, group)) return detail::done_ticket();
     detail::Entry then = detail::atomic_entry(detail::kFetchAdd, word, add, 0, Local{qp.sink, qp.sink_lkey});
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, &then, group, timeout);
 }
@@ -231,6 +241,7 @@ WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote 
 // Writes at most kMaxInline bytes, copied when posting from any memory (registers, shared memory).
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
+    if (qp.direct && length <= kMaxInline && detail::try_inline(qp, to, bytes, length, group)) return detail::done_ticket();
     detail::Entry e = detail::entry(detail::kWrite);
     detail::add_remote(e, to);
     u32 words[8] = {detail::big_endian(0x80000000u | length)};
@@ -244,6 +255,7 @@ WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, 
 // Reads `length` bytes of the peer's memory.
 template <class Group = Thread>
 WARPWIRE_FN Ticket get(Qp &qp, Local to, Remote from, u64 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
+    if (qp.direct && detail::try_get(qp, to, from, length, group)) return detail::done_ticket();
     return detail::transfer(qp, detail::kRead, detail::kRead, 0, from, to, length, nullptr, group, timeout);
 }
 
@@ -266,6 +278,7 @@ WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group
 // Adds to a 64-bit word of the peer; the previous value is written to `result`, 8 bytes.
 template <class Group = Thread>
 WARPWIRE_FN Ticket fetch_add(Qp &qp, Remote word, u64 add, Local result, Group group = Group(), u64 timeout = kDefaultTimeout) {
+    if (detail::has_direct_atomics(qp) && detail::try_atomic(qp, word, result, detail::kFetchAdd, add, 0, group)) return detail::done_ticket();
     return detail::post(qp, detail::atomic_entry(detail::kFetchAdd, word, add, 0, result), nullptr, group, timeout);
 }
 
@@ -279,6 +292,8 @@ WARPWIRE_FN Ticket signal(Qp &qp, Remote word, u64 add, Group group = Group(), u
 template <class Group = Thread>
 WARPWIRE_FN Ticket compare_swap(Qp &qp, Remote word, u64 expected, u64 desired, Local result, Group group = Group(),
                                 u64 timeout = kDefaultTimeout) {
+    if (detail::has_direct_atomics(qp) && detail::try_atomic(qp, word, result, detail::kCompareSwap, desired, expected, group))
+        return detail::done_ticket();
     return detail::post(qp, detail::atomic_entry(detail::kCompareSwap, word, desired, expected, result), nullptr, group,
                         timeout);
 }

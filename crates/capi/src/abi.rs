@@ -140,6 +140,8 @@ pub struct KernelQpOptions {
     pub send_depth: u32,
     pub receive_depth: u32,
     pub is_single_poster: c_int,
+    pub is_direct_off: c_int,
+    pub has_direct_atomics: c_int,
 }
 
 /// `ww_sock_options`.
@@ -169,8 +171,9 @@ warpwire_cabi::layouts! { pub,
     "ww_notification" Notification, 24, { from 0, bytes 8, len 16 }
     "ww_context_options" ContextOptions, 24, { size 0, link 8, address 16 }
     "ww_mr_info" MrInfo, 40, { address 0, len 8, lkey 16, rkey 20, path 24, why 32 }
-    "ww_kernel_qp_options" KernelQpOptions, 24, {
-        size 0, send_depth 8, receive_depth 12, is_single_poster 16
+    "ww_kernel_qp_options" KernelQpOptions, 32, {
+        size 0, send_depth 8, receive_depth 12, is_single_poster 16, is_direct_off 20,
+        has_direct_atomics 24
     }
     "ww_sock_options" SockOptions, 32, { size 0, ring 8, arena 16, sockets 24 }
     "ww_window_info" WindowInfo, 48, { pointer 0, address 8, len 16, path 24, mapping 32, why 40 }

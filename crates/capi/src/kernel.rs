@@ -184,6 +184,8 @@ pub unsafe extern "C" fn ww_kernel_qp_create(
                 options.receive_depth = given.receive_depth;
             }
             options.single_poster = given.is_single_poster != 0;
+            options.direct = given.is_direct_off == 0;
+            options.direct_atomics = given.has_direct_atomics != 0;
         }
         let created = match device {
             Some(device) => KernelQp::create(&context, &pd, &mem::open(device)?, options),

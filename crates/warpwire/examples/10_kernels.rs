@@ -1,6 +1,6 @@
 //! Kernels that post verbs, on a real GPU: every call between two processes, a million operations
-//! by a thousand threads, the round trip of a put compared with a relay without HCA, replayed
-//! graphs.
+//! by a thousand threads, the round trip of a put compared with a relay without HCA, posted and by
+//! direct stores, also between two processes; replayed graphs.
 //!
 //! ```console
 //! $ 10_kernels                 # cuda:0; a line for each part: PASS, FAIL or skipped, and figures
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Shm, ShmOptions};
-use warpwire::mem::{self, Backend, Launch};
+use warpwire::mem::{self, Backend, Launch, MemoryKind};
 use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::bootstrap::Bootstrap;
@@ -35,8 +35,10 @@ use kernels::fixture::{Endpoint, Fixture, LEN, TestLink, WORD, bytes, test_timeo
 
 type BenchPart = fn(&Fixture) -> Result<String, String>;
 
-const BENCH_PARTS: [(&str, BenchPart); 5] = [
+const BENCH_PARTS: [(&str, BenchPart); 7] = [
     ("latency", latency),
+    ("direct", direct_latency),
+    ("direct-processes", direct_processes),
     ("storm", storm),
     ("storm-by-warps", storm_by_warps),
     ("graphs", graphs),
@@ -45,10 +47,10 @@ const BENCH_PARTS: [(&str, BenchPart); 5] = [
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    if let [role, label, address] = &args[..]
-        && role == "child"
-    {
-        return child(label, address);
+    match &args[..] {
+        [role, label, address] if role == "child" => return child(label, address, answer_calls),
+        [role, label, address] if role == "pong" => return child(label, address, pong),
+        _ => {}
     }
     let label = args.first().map_or("cuda:0", String::as_str);
     let gpu = match mem::open(label) {
@@ -138,7 +140,14 @@ fn ping(
 ) -> Result<f64, String> {
     let [first, second] = spinning_contexts(fixture, test_link);
     let second = if shared { first.clone() } else { second };
-    let ends = fixture.connected([first, second], options.clone());
+    time_pings(fixture, &fixture.connected([first, second], options.clone()), rounds)
+}
+
+/// Microseconds of a round trip between two kernels.
+fn time_pings(fixture: &Fixture, ends: &[Endpoint; 2], rounds: u64) -> Result<f64, String> {
+    for end in ends {
+        end.memory.write(WORD, &[0; 8]).map_err(|why| why.to_string())?;
+    }
     let ended = fixture.gpu.alloc(16).unwrap();
     ended.write(0, &[0xff; 16]).unwrap();
     let streams = [(); 2].map(|()| fixture.gpu.stream().unwrap());
@@ -152,13 +161,43 @@ fn ping(
         stream.synchronize(test_timeout()).map_err(|why| why.to_string())?;
     }
     let time = start.elapsed();
-    for end in &ends {
+    for end in ends {
         end.qp.check().map_err(|why| why.to_string())?;
         if end.word() != rounds {
             return Err(format!("a counter is {} instead of {rounds}", end.word()));
         }
     }
     Ok(time.as_secs_f64() * 1e6 / rounds as f64)
+}
+
+/// The same by direct stores: the peer's memory is mapped.
+fn direct_latency(fixture: &Fixture) -> Result<String, String> {
+    let rounds = scaled_rounds(fixture, 20_000, 50);
+    let contexts = spinning_contexts(fixture, TestLink::Shm);
+    let ends = fixture.connected_with(contexts, MemoryKind::Vmm, deep_options(fixture));
+    let start = Instant::now();
+    while ends.iter().any(|end| direct(end) == 0) {
+        time_pings(fixture, &ends, 10)?;
+        if start.elapsed() > test_timeout() {
+            return Err(format!("never direct: {}", ends[0].qp.qp().path().unwrap()));
+        }
+    }
+    let (mut relays, mut pings) = (f64::MAX, f64::MAX);
+    for _ in 0..3 {
+        relays = relays.min(relay(fixture, rounds)?);
+        pings = pings.min(time_pings(fixture, &ends, rounds)?);
+    }
+    let posted = ends[0].qp.progress().unwrap().posted;
+    let text = format!(
+        "put by a direct store and wait: {pings:.2} µs round trip, {:.2} × the relay (limit: 1.0); \
+         {posted} puts were posted before",
+        pings / relays
+    );
+    if fixture.backend == Backend::Sim || pings <= relays { Ok(text) } else { Err(text) }
+}
+
+fn direct(end: &Endpoint) -> u64 {
+    end.qp.progress().unwrap().direct
 }
 
 fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
@@ -345,19 +384,33 @@ fn open_endpoint(fixture: &Fixture) -> Endpoint {
     let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(50), core: None };
     let context =
         Context::open_with(link, HcaOptions::default().with_progress_mode(progress_mode)).unwrap();
-    Endpoint::new(context, &fixture.gpu, deep_options(fixture))
+    Endpoint::with_kind(context, &fixture.gpu, MemoryKind::Vmm, deep_options(fixture))
 }
 
 /// Every call, from a kernel of this process to one of another; the processes time-slice the GPU.
 fn processes(fixture: &Fixture) -> Result<String, String> {
+    with_peer(fixture, "child", active_process)
+}
+
+/// Round trips between kernels of two processes by direct stores, compared with the relay. Without
+/// MPS the kernels take turns on the GPU.
+fn direct_processes(fixture: &Fixture) -> Result<String, String> {
+    with_peer(fixture, "pong", ping_process)
+}
+
+fn with_peer(
+    fixture: &Fixture,
+    role: &str,
+    run: fn(&Fixture, &TcpListener) -> warpwire::Result<String>,
+) -> Result<String, String> {
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|why| why.to_string())?;
     let address = listener.local_addr().map_err(|why| why.to_string())?.to_string();
     let mut child = Command::new(std::env::current_exe().map_err(|why| why.to_string())?)
-        .args(["child", &fixture.gpu.label(), &address])
+        .args([role, &fixture.gpu.label(), &address])
         .stdout(Stdio::inherit())
         .spawn()
         .map_err(|why| why.to_string())?;
-    let outcome = active_process(fixture, &listener);
+    let outcome = run(fixture, &listener);
     if outcome.is_err() {
         let _ = child.kill();
     }
@@ -385,25 +438,76 @@ fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result
     Ok(format!("every call, by a block of 256 threads, verified on both sides, in {time:.2?}"))
 }
 
-fn child(label: &str, address: &str) -> ExitCode {
+/// Runs a side of [`ping`] once; returns the time and whether it was direct.
+fn run_side(fixture: &Fixture, end: &Endpoint, side: u64, rounds: u64) -> warpwire::Result<f64> {
+    let (stream, ended) = (fixture.gpu.stream()?, fixture.gpu.alloc(8)?);
+    ended.write(0, &[0xff; 8])?;
+    let (start, at) = (Instant::now(), ended.address().raw());
+    end.start(&stream, &fixture.kernel("calls_ping"), 1, &[side, rounds, at]);
+    stream.synchronize(test_timeout())?;
+    end.qp.check()?;
+    assert_eq!(end.word(), rounds);
+    Ok(start.elapsed().as_secs_f64() * 1e6 / rounds as f64)
+}
+
+/// What [`ping_process`] asks the other process for: rounds; none ends it.
+fn pong(fixture: &Fixture, bootstrap: &mut Bootstrap) -> warpwire::Result<()> {
+    let end = open_endpoint(fixture);
+    connect_peer(&end, bootstrap)?;
+    loop {
+        end.memory.write(WORD, &[0; 8])?;
+        let (rounds, _): (u64, u64) = bootstrap.swap(&(0_u64, direct(&end)))?;
+        if rounds == 0 {
+            return Ok(());
+        }
+        run_side(fixture, &end, 1, rounds)?;
+    }
+}
+
+fn ping_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<String> {
+    let has_mps = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some();
+    let (warm_up, rounds) = match (fixture.backend, has_mps) {
+        (Backend::Cuda, true) => (10, 20_000),
+        (Backend::Cuda, false) => (2, 20),
+        (Backend::Sim, _) => (10, 50),
+    };
+    let mut bootstrap = Bootstrap::accept(listener, test_timeout())?;
+    let end = open_endpoint(fixture);
+    connect_peer(&end, &mut bootstrap)?;
+    let mut run = |rounds| -> warpwire::Result<(f64, u64)> {
+        end.memory.write(WORD, &[0; 8])?;
+        let (_, theirs): (u64, u64) = bootstrap.swap(&(rounds, direct(&end)))?;
+        match rounds {
+            0 => Ok((0.0, theirs)),
+            _ => Ok((run_side(fixture, &end, 0, rounds)?, theirs)),
+        }
+    };
+    let start = Instant::now();
+    while run(warm_up)?.1 == 0 || direct(&end) == 0 {
+        assert!(start.elapsed() < test_timeout(), "never direct: {}", end.qp.qp().path()?);
+    }
+    let mut best = f64::MAX;
+    for _ in 0..3 {
+        best = best.min(run(rounds)?.0);
+    }
+    run(0)?;
+    let sharing = if has_mps { "MPS" } else { "taking turns" };
+    let Ok(relay) = relay(fixture, scaled_rounds(fixture, 20_000, 50)) else {
+        return Ok(format!("{best:.2} µs round trip ({sharing})"));
+    };
+    let ratio = best / relay;
+    Ok(format!("{best:.2} µs round trip ({sharing}), {ratio:.2} × the relay of one process"))
+}
+
+fn child(
+    label: &str,
+    address: &str,
+    role: fn(&Fixture, &mut Bootstrap) -> warpwire::Result<()>,
+) -> ExitCode {
     let run = || -> warpwire::Result<()> {
         let gpu = mem::open(label)?;
         let fixture = Fixture::new(gpu.info().backend, TestLink::Loopback);
-        let mut bootstrap = Bootstrap::connect(address, test_timeout())?;
-        let b = open_endpoint(&fixture);
-        b.memory.write(16384, &bytes(4096, 2))?;
-        connect_peer(&b, &mut bootstrap)?;
-        let stream = fixture.gpu.stream()?;
-        b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
-        bootstrap.swap(&"kernel started".to_owned())?;
-        stream.synchronize(test_timeout())?;
-        bootstrap.swap(&"kernel finished".to_owned())?;
-        let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
-        assert_eq!(b.results(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
-        assert_eq!((b.word(), b.read(16, 4080)), (99, bytes(8192, 1)[16..4096].to_vec()));
-        assert!(b.memory.len() > LEN);
-        b.qp.check()?;
-        bootstrap.swap(&"results checked".to_owned()).map(drop)
+        role(&fixture, &mut Bootstrap::connect(address, test_timeout())?)
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,
@@ -412,4 +516,22 @@ fn child(label: &str, address: &str) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The other side of [`active_process`].
+fn answer_calls(fixture: &Fixture, bootstrap: &mut Bootstrap) -> warpwire::Result<()> {
+    let b = open_endpoint(fixture);
+    b.memory.write(16384, &bytes(4096, 2))?;
+    connect_peer(&b, bootstrap)?;
+    let stream = fixture.gpu.stream()?;
+    b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
+    bootstrap.swap(&"kernel started".to_owned())?;
+    stream.synchronize(test_timeout())?;
+    bootstrap.swap(&"kernel finished".to_owned())?;
+    let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
+    assert_eq!(b.results(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
+    assert_eq!((b.word(), b.read(16, 4080)), (99, bytes(8192, 1)[16..4096].to_vec()));
+    assert!(b.memory.len() > LEN);
+    b.qp.check()?;
+    bootstrap.swap(&"results checked".to_owned()).map(drop)
 }

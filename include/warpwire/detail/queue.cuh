@@ -366,6 +366,7 @@ template <class Group> WARPWIRE_FN Status broadcast(Group group, Status mine) {
 WARPWIRE_CALL Status wait_thread(const Queue &queue, Ticket ticket, u64 timeout) {
     QueueCounters &counters = *queue.counters;
     if (ticket.status != kOk) return ticket.status;
+    if (ticket.number == kDone) return kOk;
     if (ticket.number >= filled(counters)) return kBadTicket;
     Deadline deadline(timeout);
     for (;;) {

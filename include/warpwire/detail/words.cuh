@@ -113,6 +113,35 @@ WARPWIRE_FN void store_system(u64 *p, u64 v) {
 WARPWIRE_FN void store_system(u32 *p, u32 v) {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+// Orders stores and loads before it with those after it, also a store with a later load.
+WARPWIRE_FN void fence_sequential() { asm volatile("fence.sc.sys;" ::: "memory"); }
+// Ordered by a fence before them.
+WARPWIRE_FN void add_system(u64 *p, u64 v) {
+    asm volatile("red.relaxed.sys.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+WARPWIRE_FN u64 fetch_add_system(u64 *p, u64 v) {
+    u64 seen;
+    asm volatile("atom.relaxed.sys.add.u64 %0, [%1], %2;" : "=l"(seen) : "l"(p), "l"(v) : "memory");
+    return seen;
+}
+WARPWIRE_FN u64 compare_exchange_system(u64 *p, u64 old, u64 next) {
+    u64 seen;
+    asm volatile("atom.relaxed.sys.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
+    return seen;
+}
+// Words that may be copied from memory which others write: not from this multiprocessor's cache.
+struct Word16 {
+    u64 low, high;
+};
+template <class Word> WARPWIRE_FN void copy_word(u64 to, u64 from);
+template <> WARPWIRE_FN void copy_word<Word16>(u64 to, u64 from) {
+    asm volatile("{\n\t.reg .u64 a, b;\n\tld.volatile.v2.u64 {a, b}, [%1];\n\tst.volatile.v2.u64 [%0], {a, b};\n\t}" ::"l"(to), "l"(from)
+                 : "memory");
+}
+template <> WARPWIRE_FN void copy_word<u64>(u64 to, u64 from) { *reinterpret_cast<volatile u64 *>(to) = *reinterpret_cast<volatile u64 *>(from); }
+template <> WARPWIRE_FN void copy_word<u32>(u64 to, u64 from) { *reinterpret_cast<volatile u32 *>(to) = *reinterpret_cast<volatile u32 *>(from); }
+template <> WARPWIRE_FN void copy_word<u8>(u64 to, u64 from) { *reinterpret_cast<volatile u8 *>(to) = *reinterpret_cast<volatile u8 *>(from); }
+WARPWIRE_FN void store_byte(u64 to, u8 v) { *reinterpret_cast<volatile u8 *>(to) = v; }
 WARPWIRE_FN void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
@@ -179,6 +208,20 @@ inline u32 load_system_relaxed(const u32 *p) { return yield_point(), __atomic_lo
 inline void fence_system() {}  // the stores below are releases
 inline void store_system(u64 *p, u64 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void store_system(u32 *p, u32 v) { yield_point(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+#ifdef __SANITIZE_THREAD__
+inline void fence_sequential() {}  // not known to it; on x86 the addition before is a fence
+#else
+inline void fence_sequential() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+#endif
+inline void add_system(u64 *p, u64 v) { yield_point(), __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+inline u64 fetch_add_system(u64 *p, u64 v) { return yield_point(), __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline u64 compare_exchange_system(u64 *p, u64 old, u64 next) { return compare_exchange(p, old, next); }
+typedef u64 Word16;  // the widest that has an atomic access
+template <class Word> inline void copy_word(u64 to, u64 from) {
+    yield_point();
+    __atomic_store_n(reinterpret_cast<Word *>(to), __atomic_load_n(reinterpret_cast<Word *>(from), __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+inline void store_byte(u64 to, u8 v) { __atomic_store_n(reinterpret_cast<u8 *>(to), v, __ATOMIC_RELAXED); }
 inline void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
     u32 *p = reinterpret_cast<u32 *>(at);
     p[0] = a, p[1] = b, p[2] = c, p[3] = d;

@@ -186,6 +186,7 @@ impl Engine {
         core.last_step = now;
         let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
         core.reap_copies(now);
+        core.check_kernel_tables(now);
         core.poll_doorbells(now);
         core.launch_copies();
         let copied = core.totals.direct_operations != direct;
@@ -233,7 +234,8 @@ impl Engine {
             false => Instant::NEVER,
         };
         let copies = if self.core.mapped.is_copying() { now } else { Instant::NEVER };
-        timer.min(link).min(wqe_missing).min(others).min(copies)
+        let kernels = self.core.mapped.kernel_tables.deadline();
+        timer.min(link).min(wqe_missing).min(others).min(copies).min(kernels)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {

@@ -68,7 +68,7 @@ pub use engine::StepSummary;
 pub use event::{AsyncEvent, EventFd};
 pub(crate) use held::MAX_HELD_PAYLOAD;
 pub use mapped::{FastPath, FastWrite, PrefetchHint};
-pub(crate) use mapped::{ListPost, ListRange, RangeList};
+pub(crate) use mapped::{ListPost, ListRange, RangeList, kernel_table_layout};
 pub use memory::QueueMemory;
 pub use numbers::QpnSlot;
 pub use progress_mode::ProgressMode;
@@ -80,10 +80,12 @@ pub use stats::{
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
+use crate::mem::Device;
 use crate::mr::Registry;
 use cq::{CompletionRing, CqSlot, PublishedCount};
 use engine::Engine;
 use event::AsyncEventQueue;
+use mapped::KernelTable;
 use numbers::Numbering;
 use placement::{Placement, home};
 use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
@@ -544,6 +546,23 @@ impl Hca {
     /// Why the last key or range of a queue pair was denied, if one was.
     pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::AccessDenied> {
         self.engine_of(qpn).ok()?.engine.lock().qpc(qpn).ok()?.qp_memory.denied
+    }
+
+    /// Lets kernels of `device` access memory by themselves where that is possible, with a table in
+    /// this memory: zeroed, [`kernel_table_layout::LEN`] bytes. `false` if peers on the link cannot
+    /// map memory.
+    pub(crate) fn set_kernel_table(
+        &self,
+        qpn: u32,
+        memory: QueueMemory,
+        device: &Device,
+    ) -> Result<bool> {
+        let mut engine = self.engine_of(qpn)?.engine.lock();
+        if engine.core.mapped.export_table.is_err() {
+            return Ok(false);
+        }
+        engine.set_kernel_table(qpn, KernelTable::new(memory, device.clone()))?;
+        Ok(true)
     }
 
     /// A guard through which RDMA writes are executed inline (fast path) into a peer's mapped

@@ -16,6 +16,7 @@ use super::atomics;
 use super::deferred_writes::WriteBehind;
 use super::denied::AccessDenied;
 use super::export::{self, ExportObserver};
+use super::kernel_use::KernelUse;
 use super::memory::{AccessPath, DeviceAccess};
 use super::on_demand::{OdpCounters, OdpStats, count};
 use super::pager;
@@ -119,6 +120,8 @@ pub(super) struct DeviceMemory {
     exported: Mutex<Exported>,
     /// Batches of copies that this process's GPU executes and that access it.
     copies: Mutex<Vec<CopyTicket>>,
+    /// Kernels that access it by themselves.
+    kernel_uses: Mutex<Vec<Weak<dyn KernelUse>>>,
     /// For jobs on the pager and for listeners.
     weak_self: Weak<Self>,
 }
@@ -178,6 +181,7 @@ impl DeviceMemory {
             counts: OdpCounters::default(),
             exported: Mutex::new(Exported { id: export::next_id(), keys: Vec::new() }),
             copies: Mutex::default(),
+            kernel_uses: Mutex::default(),
             weak_self: weak_self.clone(),
         });
         // Weak, because the memory owns the watch, which owns the listener.
@@ -237,6 +241,9 @@ impl DeviceMemory {
                 count(&self.counts.lost);
                 drop(self.revocable_slot.close(MOVING));
                 self.close_exports();
+                if !self.revoke_kernel_uses(FREE_LIMIT) {
+                    tracing::warn!("memory moves while kernels that do not end access it");
+                }
             }
             MemoryEvent::Freed => {
                 drop(self.revocable_slot.close(GONE));
@@ -338,8 +345,35 @@ impl DeviceMemory {
         copies.push(ticket.clone());
     }
 
-    /// Waits for the batches that access the memory; `false` if one has not ended after `limit`.
+    /// Notes that kernels access the memory by themselves. The caller holds a guard of the
+    /// registration.
+    pub(super) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) {
+        let mut uses = self.kernel_uses.lock();
+        uses.retain(|known| known.strong_count() > 0);
+        uses.push(kernel_use);
+    }
+
+    /// Lets kernels no longer access the memory; `false` if one still does after `limit`.
+    fn revoke_kernel_uses(&self, limit: Duration) -> bool {
+        let uses = std::mem::take(&mut *self.kernel_uses.lock());
+        let (deadline, mut backoff) = (Instant::now() + limit, Backoff::default());
+        let mut left = uses;
+        loop {
+            left.retain(|kernel_use| kernel_use.upgrade().is_some_and(|known| !known.revoke()));
+            if left.is_empty() || Instant::now() >= deadline {
+                break;
+            }
+            backoff.snooze();
+        }
+        let ended = left.is_empty();
+        self.kernel_uses.lock().extend(left);
+        ended
+    }
+
+    /// Waits for the batches and kernels that access the memory; `false` if one has not ended after
+    /// `limit`.
     pub(super) fn wait_for_copies(&self, limit: Duration) -> bool {
+        let by_kernels = self.revoke_kernel_uses(limit);
         let copies = self.copies.lock().clone();
         let (deadline, mut backoff) = (Instant::now() + limit, Backoff::default());
         let ended = copies.iter().all(|ticket| {
@@ -349,7 +383,7 @@ impl DeviceMemory {
             ticket.is_done()
         });
         self.copies.lock().retain(|ticket| !ticket.is_done());
-        ended
+        ended && by_kernels
     }
 
     /// Maps the memory at its current location, and records an error if that fails.

@@ -68,6 +68,7 @@ mod dma_buf;
 mod export;
 mod host;
 mod invalidation;
+mod kernel_use;
 mod keys;
 mod maps;
 mod memory;
@@ -95,6 +96,7 @@ pub(crate) use export::PeerMapping;
 #[doc(hidden)]
 pub use export::{ExportObserver, MrExport, Sharing};
 pub use host::HostMemory;
+pub(crate) use kernel_use::KernelUse;
 pub use memory::{AccessPath, MemorySource};
 pub use on_demand::OdpStats;
 pub(crate) use pager::submit as run_on_pager;

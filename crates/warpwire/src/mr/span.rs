@@ -1,9 +1,12 @@
 //! Ranges of registered memory that a key was resolved to.
 
 use std::fmt;
+use std::sync::Weak;
 
+use super::Access;
 use super::atomics;
 use super::denied::AccessDenied;
+use super::kernel_use::KernelUse;
 use super::registration::{Registration, Target};
 use super::revocable_slot::SlotGuard;
 use crate::mem::{CopyTicket, Region, SharedBytes};
@@ -184,6 +187,27 @@ impl<'a> Span<'a> {
             self.guard.as_deref()
         {
             memory.add_copies(ticket);
+        }
+    }
+
+    /// The registration's access flags, first address and region, if this is device memory that
+    /// kernels may access where it is.
+    pub(crate) fn kernel_range(&self) -> Option<(Access, u64, Region)> {
+        let registration = self.guard.as_deref()?;
+        match &registration.target {
+            Target::Device { memory, region } if memory.is_in_place() => {
+                Some((registration.access, registration.iova, region.clone()))
+            }
+            _ => None,
+        }
+    }
+
+    /// Notes that kernels access the memory by themselves: deregistration revokes that.
+    pub(crate) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) {
+        if let Some(Registration { target: Target::Device { memory, .. }, .. }) =
+            self.guard.as_deref()
+        {
+            memory.add_kernel_use(kernel_use);
         }
     }
 

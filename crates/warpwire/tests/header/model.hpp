@@ -258,6 +258,7 @@ class ThreadGroup {
     ~ThreadGroup() { pthread_barrier_destroy(&barrier_); }
     void sync() { pthread_barrier_wait(&barrier_); }
     u64 shared_ = 0;
+    std::atomic<bool> any_{false};
     const u32 size_;
 
   private:
@@ -273,6 +274,15 @@ struct GroupMember {
         if (number == 0) thread_group->shared_ = mine;
         thread_group->sync();
         u64 given = thread_group->shared_;
+        thread_group->sync();
+        return given;
+    }
+    bool any(bool mine) const {
+        if (mine) thread_group->any_ = true;
+        thread_group->sync();
+        bool given = thread_group->any_;
+        thread_group->sync();
+        if (number == 0) thread_group->any_ = false;
         thread_group->sync();
         return given;
     }

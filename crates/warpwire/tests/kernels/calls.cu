@@ -81,3 +81,14 @@ extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word,
     }
     *(u64 *)status_at = (u32)status;
 }
+
+extern "C" __global__ void calls_loop(u64 qp, u64 words, u64 rounds, u64 length) {
+    if (blockDim.x == 1)
+        repeat(*(Qp *)qp, (u64 *)words, rounds, length, Thread{});
+    else if (blockDim.x == 32)
+        repeat(*(Qp *)qp, (u64 *)words, rounds, length, Warp{});
+    else
+        repeat(*(Qp *)qp, (u64 *)words, rounds, length, Block{});
+}
+
+extern "C" __global__ void calls_order(u64 qp, u64 words, u64 rounds) { order(*(Qp *)qp, (u64 *)words, rounds); }

@@ -49,7 +49,7 @@ template <class Group> WARPWIRE_FN void act(Qp &qp, u64 *words, Group group) {
     results.note(quiet(qp, timeout, group));
     results.note(test(qp, last, group));
     results.note(put_inline(qp, there, words, 29, group, timeout).status);
-    results.note(test(qp, Ticket{last.number + 1, kOk}, group));
+    results.note(test(qp, Ticket{kDone - 1, kOk}, group));
 }
 
 template <class Group> WARPWIRE_FN void answer(Qp &qp, u64 *words, Group group) {
@@ -89,4 +89,56 @@ WARPWIRE_FN void one(Qp &pair, u64 *words) {
     Ticket ticket = put(pair, Remote{words[kAtThere], static_cast<u32>(words[kAtThereKey])}, Local{words[kAtHere], static_cast<u32>(words[kAtHereKey])}, 8, Thread{}, timeout);
     results.note(ticket.status);
     results.note(wait(pair, ticket, timeout));
+}
+
+// The status of a round trip that brought back something else.
+constexpr i64 kMismatch = -9999;
+
+// Puts bytes and gets them back, until all rounds are done or a call fails.
+template <class Group> WARPWIRE_FN void repeat(Qp &qp, u64 *words, u64 rounds, u64 length, Group group) {
+    Results<Group> results{words, 0, group};
+    u64 timeout = words[kAtTimeout], done = 0;
+    Local here{words[kAtHere], static_cast<u32>(words[kAtHereKey])}, back{here.address + 16384, here.lkey};
+    Remote there{words[kAtThere], static_cast<u32>(words[kAtThereKey])};
+    Status status = kOk;
+    while (done < rounds && status == kOk) {
+        if (group.rank() == 0) {
+            *reinterpret_cast<volatile u64 *>(here.address) = done + 1;
+            *reinterpret_cast<volatile u64 *>(here.address + length - 8) = done + 1;
+        }
+        status = wait(qp, put(qp, there, here, length, group, timeout), timeout, group);
+        if (status == kOk) status = wait(qp, get(qp, back, there, length, group, timeout), timeout, group);
+        if (status != kOk) break;
+        bool wrong = *reinterpret_cast<volatile u64 *>(back.address) != done + 1 ||
+                     *reinterpret_cast<volatile u64 *>(back.address + length - 8) != done + 1;
+        if (group.any(wrong)) {
+            results.note(done);
+            results.note(static_cast<u64>(kMismatch));
+            return;
+        }
+        done++;
+    }
+    results.note(done);
+    results.note(static_cast<u64>(static_cast<i64>(status)));
+}
+
+// Writes 1, 2, 3, … to a word of the peer: by short puts, which may be direct, and by long ones,
+// which are posted and not waited for.
+WARPWIRE_FN void order(Qp &qp, u64 *words, u64 rounds) {
+    Results<Thread> results{words, 0, Thread{}};
+    u64 timeout = words[kAtTimeout];
+    u32 lkey = static_cast<u32>(words[kAtHereKey]);
+    Remote there{words[kAtThere], static_cast<u32>(words[kAtThereKey])};
+    Status status = kOk;
+    for (u64 round = 0; round < rounds && status == kOk; round++) {
+        Local from{words[kAtHere] + 4096 * (round % 8), lkey};
+        *reinterpret_cast<volatile u64 *>(from.address) = 3 * round + 1;
+        put(qp, there, from, 1024, Thread{}, timeout);
+        u64 second = 3 * round + 2, third = 3 * round + 3;
+        put_inline(qp, there, &second, 8, Thread{}, timeout);
+        if (round % 8 == 7) status = quiet(qp, timeout);
+        put_inline(qp, there, &third, 8, Thread{}, timeout);
+    }
+    results.note(static_cast<u64>(static_cast<i64>(status)));
+    results.note(static_cast<u64>(static_cast<i64>(quiet(qp, timeout))));
 }

@@ -30,7 +30,7 @@ type FaultResult<T> = Result<T, KernelFault>;
 pub const PTX: &str = "kernels/calls";
 
 /// The kernels of the program.
-pub const NAMES: [&str; 7] = [
+pub const NAMES: [&str; 9] = [
     "calls_active",
     "calls_passive",
     "calls_fail",
@@ -38,6 +38,8 @@ pub const NAMES: [&str; 7] = [
     "calls_storm",
     "calls_ping",
     "calls_relay",
+    "calls_loop",
+    "calls_order",
 ];
 
 pub fn load(gpu: &Device) -> warpwire::Result<Module> {
@@ -48,7 +50,9 @@ pub fn load(gpu: &Device) -> warpwire::Result<Module> {
         .block("calls_one", one)
         .block("calls_storm", storm)
         .block("calls_ping", ping)
-        .block("calls_relay", relay);
+        .block("calls_relay", relay)
+        .block("calls_loop", repeat)
+        .block("calls_order", order);
     ptx::load(gpu, PTX, program)
 }
 
@@ -120,7 +124,7 @@ fn active(block: &Block<'_>) -> FaultResult<()> {
     list.status(qp.quiet(timeout)?)?;
     list.status(qp.wait(last, Duration::ZERO)?)?;
     list.status(qp.put_inline(list.there(0)?, &[0; 29], timeout)?.status)?;
-    let beyond = DeviceTicket { number: last.number + 1, status: KernelStatus::Ok };
+    let beyond = DeviceTicket { number: u64::MAX - 1, status: KernelStatus::Ok };
     list.status(qp.wait(beyond, Duration::ZERO)?)
 }
 
@@ -238,4 +242,63 @@ fn relay(block: &Block<'_>) -> FaultResult<()> {
         }
     }
     block.store_u64(block.address(5)?, u64::from(status.code() as u32))
+}
+
+/// The status of a round trip that brought back something else.
+pub const MISMATCH: i64 = -9999;
+
+/// Puts bytes and gets them back, until all rounds are done or a call fails.
+fn repeat(block: &Block<'_>) -> FaultResult<()> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
+    let mut list = List::new(block, block.value(1)?);
+    let (rounds, len, timeout) = (block.value(2)?, block.value(3)?, list.timeout()?);
+    let (here, there) = (list.here()?, list.there(0)?);
+    let back = Local { address: here.address + 16384, ..here };
+    let ends = |at: u64| [at, at + len - 8].map(DeviceAddr::new);
+    let (mut done, mut status) = (0, KernelStatus::Ok);
+    while done < rounds && status.is_ok() {
+        for at in ends(here.address) {
+            block.store_u64(at, done + 1)?;
+        }
+        status = qp.wait(qp.put(there, here, len, timeout)?, timeout)?;
+        if status.is_ok() {
+            status = qp.wait(qp.get(back, there, len, timeout)?, timeout)?;
+        }
+        if status.is_ok() {
+            for at in ends(back.address) {
+                if block.load_u64(at)? != done + 1 {
+                    list.push_result(done)?;
+                    return list.push_result(MISMATCH as u64);
+                }
+            }
+            done += 1;
+        }
+    }
+    list.push_result(done)?;
+    list.status(status)
+}
+
+/// Writes 1, 2, 3, … to a word of the peer: by short puts, which may be direct, and by long ones,
+/// which are posted and not waited for.
+fn order(block: &Block<'_>) -> FaultResult<()> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
+    let mut list = List::new(block, block.value(1)?);
+    let (rounds, timeout) = (block.value(2)?, list.timeout()?);
+    let (here, there) = (list.here()?, list.there(0)?);
+    let mut status = KernelStatus::Ok;
+    for round in 0..rounds {
+        let long = Local { address: here.address + 4096 * (round % 8), ..here };
+        block.store_u64(DeviceAddr::new(long.address), 3 * round + 1)?;
+        qp.put(there, long, 1024, timeout)?;
+        qp.put_inline(there, &(3 * round + 2).to_le_bytes(), timeout)?;
+        if round % 8 == 7 {
+            status = qp.quiet(timeout)?;
+        }
+        qp.put_inline(there, &(3 * round + 3).to_le_bytes(), timeout)?;
+        if !status.is_ok() {
+            break;
+        }
+    }
+    list.status(status)?;
+    list.status(qp.quiet(timeout)?)
 }

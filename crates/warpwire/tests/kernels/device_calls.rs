@@ -9,7 +9,7 @@ use warpwire::stream::kernel::{CqPlacement, KernelStatus};
 use warpwire::verbs::Status;
 
 use crate::kernels::calls::at;
-use crate::kernels::fixture::{Fixture, WORD, bytes, short_timeouts, test_timeout};
+use crate::kernels::fixture::{Endpoint, Fixture, WORD, bytes, short_timeouts, test_timeout};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -32,53 +32,64 @@ fn code(status: KernelStatus) -> i64 {
 
 fn every_call(fixture: &Fixture, options: KernelQpOptions) {
     // One thread, a warp, a block: the simulator runs one thread for each.
-    for (mode, threads) in [(0, 1), (1, 32), (2, 256)] {
+    for (mode, threads) in MODES {
         let [a, b] = fixture.ends_with(options.clone());
-        let (sent, fetched) = (bytes(8192, 1), bytes(4096, 2));
-        a.memory.write(0, &sent).unwrap();
-        b.memory.write(16384, &fetched).unwrap();
-        let streams = [fixture.gpu.stream().unwrap(), fixture.gpu.stream().unwrap()];
-        b.start(&streams[1], &fixture.kernel("calls_passive"), threads, &[mode]);
-        a.start(&streams[0], &fixture.kernel("calls_active"), threads, &[mode]);
-        for stream in &streams {
-            stream.synchronize(test_timeout()).unwrap();
-        }
-        let wanted = [
-            OK,
-            OK,
-            OK,
-            OK,
-            OK,
-            5, // the value before 7 was added
-            OK,
-            12, // the value that 99 replaced
-            OK,
-            OK,
-            OK,
-            OK,
-            OK,
-            code(KernelStatus::TooLong),
-            code(KernelStatus::BadTicket),
-        ];
-        assert_eq!(a.results(), wanted);
-        let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
-        assert_eq!(b.results(), [OK, OK, 100 << 32, OK, imm(50, 77), OK, imm(16, 88)]);
-        assert_eq!(b.word(), 99);
-        assert_eq!(b.read(0, 4096), sent[..4096]);
-        assert_eq!(b.read64(4096), 0x1122_3344_5566_7788);
-        assert_eq!(b.read(8192, 64), sent[..64]);
-        assert_eq!(a.read(16384, 4096), fetched);
-        // Later messages were sent with the results of the atomics in them.
-        let later = a.read(0, 100);
-        assert_eq!(b.read(12288, 16), later[..16]);
-        assert_eq!(b.read(32768, 100), later);
-        assert_eq!(b.read(32768 + 256, 50), later[..50]);
-        let progress = a.qp.progress().unwrap();
-        assert_eq!((progress.posted, progress.failure), (11, None));
-        assert_eq!(b.qp.progress().unwrap().receives_posted, 3);
-        a.qp.check().unwrap();
-        b.qp.check().unwrap();
+        make_every_call(fixture, &[a, b], mode, threads);
     }
+}
+
+/// The modes of `calls_active` and `calls_passive`, with the numbers of threads.
+pub const MODES: [(u64, u32); 3] = [(0, 1), (1, 32), (2, 256)];
+
+/// Makes every call from one end to the other, which must have made none before, and checks the
+/// results.
+pub fn make_every_call(fixture: &Fixture, [a, b]: &[Endpoint; 2], mode: u64, threads: u32) {
+    let before = a.qp.progress().unwrap();
+    let (sent, fetched) = (bytes(8192, 1), bytes(4096, 2));
+    a.memory.write(0, &sent).unwrap();
+    b.memory.write(16384, &fetched).unwrap();
+    let streams = [fixture.gpu.stream().unwrap(), fixture.gpu.stream().unwrap()];
+    b.start(&streams[1], &fixture.kernel("calls_passive"), threads, &[mode]);
+    a.start(&streams[0], &fixture.kernel("calls_active"), threads, &[mode]);
+    for stream in &streams {
+        stream.synchronize(test_timeout()).unwrap();
+    }
+    let wanted = [
+        OK,
+        OK,
+        OK,
+        OK,
+        OK,
+        5, // the value before 7 was added
+        OK,
+        12, // the value that 99 replaced
+        OK,
+        OK,
+        OK,
+        OK,
+        OK,
+        code(KernelStatus::TooLong),
+        code(KernelStatus::BadTicket),
+    ];
+    assert_eq!(a.results(), wanted);
+    let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
+    assert_eq!(b.results(), [OK, OK, 100 << 32, OK, imm(50, 77), OK, imm(16, 88)]);
+    assert_eq!(b.word(), 99);
+    assert_eq!(b.read(0, 4096), sent[..4096]);
+    assert_eq!(b.read64(4096), 0x1122_3344_5566_7788);
+    assert_eq!(b.read(8192, 64), sent[..64]);
+    assert_eq!(a.read(16384, 4096), fetched);
+    // Later messages were sent with the results of the atomics in them.
+    let later = a.read(0, 100);
+    assert_eq!(b.read(12288, 16), later[..16]);
+    assert_eq!(b.read(32768, 100), later);
+    assert_eq!(b.read(32768 + 256, 50), later[..50]);
+    let progress = a.qp.progress().unwrap();
+    let made = progress.posted + progress.direct - before.posted - before.direct;
+    assert_eq!((made, progress.failure), (11, None));
+    assert_eq!(b.qp.progress().unwrap().receives_posted, 3);
+    a.qp.check().unwrap();
+    b.qp.check().unwrap();
 }
 
 fn every_call_transfers_its_data(fixture: &Fixture) {
@@ -208,7 +219,8 @@ fn many_threads_lose_nothing(fixture: &Fixture) {
         for [a, b] in &ends {
             assert_eq!(b.word(), per_pair * rounds);
             places += (0..u64::from(grid * threads)).filter(|t| b.read64(t * 8) == rounds).count();
-            assert_eq!(a.qp.progress().unwrap().posted, (mode + 1) * per_pair * rounds * 2);
+            let progress = a.qp.progress().unwrap();
+            assert_eq!(progress.posted + progress.direct, (mode + 1) * per_pair * rounds * 2);
             a.qp.check().unwrap();
         }
         assert_eq!(places as u32, grid * threads);

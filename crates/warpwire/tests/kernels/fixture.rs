@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Hub, Link, Shm, ShmOptions};
-use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, Stream, cuda};
+use warpwire::mem::sim::{Sim, SimConfig, SimControl};
+use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, MemoryKind, Stream, cuda};
 use warpwire::stream::kernel::Kernels;
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::{Access, Context, Mr, Pd, ProgressMode, QpOptions, Remote};
@@ -65,7 +65,7 @@ pub struct Fixture {
     pub second: Option<Device>,
     pub kernels: Kernels,
     found: [(&'static str, Kernel); calls::NAMES.len()],
-    _sim: Option<Sim>,
+    sim: Option<Sim>,
 }
 
 impl Fixture {
@@ -82,7 +82,7 @@ impl Fixture {
         // All of them now: CUDA cannot load functions while streams are busy.
         let found = calls::NAMES.map(|name| (name, module.kernel(name).unwrap()));
         let kernels = Kernels::load(&gpu).unwrap();
-        Self { test_link, backend, gpu, second, kernels, found, _sim: sim }
+        Self { test_link, backend, gpu, second, kernels, found, sim }
     }
 
     pub fn kernel(&self, name: &str) -> Kernel {
@@ -97,6 +97,11 @@ impl Fixture {
             .with_wait_timeout(test_timeout())
     }
 
+    /// The fault injection interface of the simulated GPU.
+    pub fn control(&self) -> Option<SimControl> {
+        self.sim.as_ref().map(|sim| sim.control(0).unwrap())
+    }
+
     /// Two connected ends.
     pub fn ends(&self) -> [Endpoint; 2] {
         self.ends_with(self.options())
@@ -108,7 +113,23 @@ impl Fixture {
 
     /// The same between these contexts, which may be one.
     pub fn connected(&self, contexts: [Context; 2], options: KernelQpOptions) -> [Endpoint; 2] {
-        let ends = contexts.map(|context| Endpoint::new(context, &self.gpu, options.clone()));
+        self.connected_with(contexts, MemoryKind::Plain, options)
+    }
+
+    /// Two connected ends whose memory can be mapped by other queue pairs of this process.
+    pub fn shareable_ends(&self, options: KernelQpOptions) -> [Endpoint; 2] {
+        self.connected_with(contexts(self.test_link), MemoryKind::Vmm, options)
+    }
+
+    /// The same with memory of this kind.
+    pub fn connected_with(
+        &self,
+        contexts: [Context; 2],
+        kind: MemoryKind,
+        options: KernelQpOptions,
+    ) -> [Endpoint; 2] {
+        let ends =
+            contexts.map(|context| Endpoint::with_kind(context, &self.gpu, kind, options.clone()));
         let [a, b] = &ends;
         a.qp.connect(&b.qp.endpoint()).unwrap();
         b.qp.connect(&a.qp.endpoint()).unwrap();
@@ -131,9 +152,18 @@ pub struct Endpoint {
 
 impl Endpoint {
     pub fn new(context: Context, gpu: &Device, options: KernelQpOptions) -> Self {
+        Self::with_kind(context, gpu, MemoryKind::Plain, options)
+    }
+
+    pub fn with_kind(
+        context: Context,
+        gpu: &Device,
+        kind: MemoryKind,
+        options: KernelQpOptions,
+    ) -> Self {
         let pd = context.alloc_pd();
         let qp = KernelQp::create(&context, &pd, gpu, options).unwrap();
-        let memory = gpu.alloc(LEN + 4096).unwrap();
+        let memory = gpu.alloc_kind(LEN + 4096, kind).unwrap();
         memory.write(0, &vec![0; memory.len() as usize]).unwrap();
         let mr = context.register(&pd, memory.whole().unwrap(), Access::ALL).unwrap();
         let list = gpu.alloc(4096).unwrap();

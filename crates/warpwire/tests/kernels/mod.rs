@@ -6,6 +6,7 @@
 mod calls;
 mod cpu;
 mod device_calls;
+mod direct;
 mod fixture;
 mod refusals;
 mod streams;
@@ -18,7 +19,8 @@ use fixture::{Fixture, TestLink};
 
 pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: |_| {} };
 
-const CASES: &[&[Case<Fixture>]] = &[device_calls::CASES, streams::CASES, refusals::CASES];
+const CASES: &[&[Case<Fixture>]] =
+    &[device_calls::CASES, direct::CASES, streams::CASES, refusals::CASES];
 
 fn collect(suite: &mut Collector) {
     if suite.effort() > Effort::Quick {

@@ -7,6 +7,7 @@ use super::{Engine, MAX_PACKET_OVERHEAD};
 use crate::error::{Error, Kind, Result};
 use crate::hca::QpSpec;
 use crate::hca::cq::CqSlot;
+use crate::hca::mapped::KernelTable;
 use crate::hca::numbers::Generation;
 use crate::hca::qpc::QpContext;
 use crate::hca::ring::SharedReceiveQueue;
@@ -49,6 +50,9 @@ impl Engine {
         qpc.unpublish(core.mapped.export_table.as_ref().ok());
         if let Some(at) = qpc.direct.direct_peer.take() {
             core.mapped.peers.detach(at);
+        }
+        if let Some(table) = qpc.direct.kernel_table.take() {
+            core.mapped.kernel_tables.remove(index, *table, now);
         }
         core.leave_path(&mut qpc.path_use);
         core.totals.absorb(qpc.qp.stats());
@@ -144,6 +148,21 @@ impl Engine {
     }
 
     /// A queue pair's context, for queries.
+    /// Gives a queue pair a table for kernels that access memory by themselves.
+    pub(in crate::hca) fn set_kernel_table(
+        &mut self,
+        number: u32,
+        table: KernelTable,
+    ) -> Result<()> {
+        let index = self.qp_index(number)?;
+        let Some(Some(qpc)) = self.core.qpcs.get_mut(index as usize) else {
+            return Err(no_such_qp(number));
+        };
+        qpc.direct.kernel_table = Some(Box::new(table));
+        self.core.mapped.kernel_tables.add(index);
+        Ok(())
+    }
+
     pub(in crate::hca) fn qpc(&self, number: u32) -> Result<&QpContext> {
         let index = self.qp_index(number)?;
         match self.core.qpcs.get(index as usize) {

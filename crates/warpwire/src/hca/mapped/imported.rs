@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -13,6 +14,11 @@ use crate::mr;
 
 /// Longer handles are not made.
 const MAX_HANDLE_LEN: u64 = 1 << 16;
+/// States of the queue of copies.
+const NO_QUEUE: u8 = 0;
+const CREATING_QUEUE: u8 = 1;
+const QUEUE_CREATED: u8 = 2;
+const QUEUE_FAILED: u8 = 3;
 
 /// A peer's device memory. It is opened at its first use, on the GPU that the local memory is on,
 /// by the pager thread: the driver may take its time.
@@ -22,8 +28,11 @@ pub(super) struct ImportedMemory {
     /// What the peer sent; taken when it is opened.
     shared: Mutex<Option<SharedHandle>>,
     opened: OnceLock<std::result::Result<Allocation, Error>>,
-    /// A queue of copies that was created with it, for an engine that has none on this GPU.
+    /// A queue of copies that was created for an engine that has none on this GPU.
     queue: Mutex<Option<CopyQueue>>,
+    /// A queue of copies is being created, or that failed.
+    queue_state: AtomicU8,
+    queue_failure: OnceLock<Error>,
 }
 
 struct SharedHandle {
@@ -63,26 +72,29 @@ impl ImportedMemory {
             shared: Mutex::new(Some(shared)),
             opened: OnceLock::new(),
             queue: Mutex::default(),
+            queue_state: AtomicU8::new(NO_QUEUE),
+            queue_failure: OnceLock::new(),
         })
     }
 
     /// The memory, if it has been opened; else it is being opened on this device. With
-    /// `needs_queue` a queue of copies is created too.
+    /// `needs_queue` there is a queue of copies to [take](Self::take_queue) then.
     pub(super) fn open_on(self: &Arc<Self>, device: &Device, needs_queue: bool) -> ImportState<'_> {
         match self.opened.get() {
-            Some(Ok(memory)) => return ImportState::Opened(memory),
+            Some(Ok(memory)) if !needs_queue => return ImportState::Opened(memory),
+            Some(Ok(memory)) => match self.queue_state.load(Ordering::Acquire) {
+                NO_QUEUE => self.create_queue(device),
+                QUEUE_CREATED => return ImportState::Opened(memory),
+                QUEUE_FAILED => return ImportState::Failed,
+                _ => {}
+            },
             Some(Err(_)) => return ImportState::Failed,
             None => {}
         }
         if let Some(SharedHandle { handle, descriptors }) = self.shared.lock().take() {
             let (this, device) = (self.clone(), device.clone());
             mr::run_on_pager(move || {
-                let opened = device.open_ipc_with(&handle, descriptors).and_then(|memory| {
-                    if needs_queue {
-                        *this.queue.lock() = Some(CopyQueue::new(&device)?);
-                    }
-                    Ok(memory)
-                });
+                let opened = device.open_ipc_with(&handle, descriptors);
                 if let Err(why) = &opened {
                     tracing::debug!(%why, "cannot map a peer's device memory; packets are used");
                 }
@@ -92,9 +104,33 @@ impl ImportedMemory {
         ImportState::Opening
     }
 
-    /// Takes the queue of copies that was created with it.
+    /// Creates a queue of copies. That loads a kernel, which fails while other kernels run for
+    /// long; the memory itself is opened nevertheless.
+    #[cold]
+    fn create_queue(self: &Arc<Self>, device: &Device) {
+        self.queue_state.store(CREATING_QUEUE, Ordering::Relaxed);
+        let (this, device) = (self.clone(), device.clone());
+        mr::run_on_pager(move || {
+            let state = match CopyQueue::new(&device) {
+                Ok(queue) => {
+                    *this.queue.lock() = Some(queue);
+                    QUEUE_CREATED
+                }
+                Err(why) => {
+                    tracing::debug!(%why, "a peer's device memory is accessed by packets");
+                    let _ = this.queue_failure.set(why);
+                    QUEUE_FAILED
+                }
+            };
+            this.queue_state.store(state, Ordering::Release);
+        });
+    }
+
+    /// Takes the queue of copies that was created; the next who needs one gets another.
     pub(super) fn take_queue(&self) -> Option<CopyQueue> {
-        self.queue.lock().take()
+        let taken = self.queue.lock().take();
+        self.queue_state.store(NO_QUEUE, Ordering::Release);
+        taken
     }
 
     /// What it is opened by, for people: `CUDA VMM descriptors`.
@@ -102,8 +138,8 @@ impl ImportedMemory {
         self.handle_type
     }
 
-    /// Why it could not be opened, if that failed.
+    /// Why it could not be opened, or not be copied, if that failed.
     pub(super) fn failure(&self) -> Option<&Error> {
-        self.opened.get()?.as_ref().err()
+        self.opened.get()?.as_ref().err().or_else(|| self.queue_failure.get())
     }
 }

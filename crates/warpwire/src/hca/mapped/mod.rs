@@ -29,6 +29,7 @@ mod device_copies;
 mod fast_path;
 mod host_memory;
 mod imported;
+mod kernel_table;
 mod lists;
 mod peer;
 mod process_memory;
@@ -51,6 +52,8 @@ use crate::mr::{Access, PeerMapping, Registry};
 use device_copies::DeviceCopies;
 pub use fast_path::{FastPath, FastWrite, PrefetchHint};
 use imported::ImportedMemory;
+pub(crate) use kernel_table::layout as kernel_table_layout;
+pub(super) use kernel_table::{KernelTable, KernelTables};
 use lists::PostedList;
 pub(crate) use lists::{ListPost, ListRange, ListRegions, RangeList};
 use peer::DirectPeers;
@@ -69,6 +72,8 @@ pub(super) struct Mapped {
     pub peers: DirectPeers,
     /// Copies between device memory of this process and of peers.
     copies: DeviceCopies,
+    /// What kernels access by themselves.
+    pub kernel_tables: KernelTables,
     /// A direct peer has disconnected.
     pub peer_lost: bool,
     /// Whether there is any direct peer; read by posters.
@@ -111,6 +116,7 @@ impl Mapped {
             export_table,
             peers: DirectPeers::new(max_mappings as usize),
             copies: DeviceCopies::default(),
+            kernel_tables: KernelTables::default(),
             peer_lost: false,
             has_peers: Arc::default(),
         }
@@ -137,6 +143,11 @@ impl Mapped {
             return outcome;
         }
         let outcome = self.peers.try_execute(qpc, work, registry, now, budget, &mut self.copies);
+        if let Some(table) = &mut qpc.direct.kernel_table
+            && std::mem::take(&mut table.has_new)
+        {
+            self.kernel_tables.schedule(now);
+        }
         match outcome {
             DirectOutcome::UsePackets(_) if qpc.direct.in_flight > 0 => {
                 DirectOutcome::WaitForCopies
@@ -192,6 +203,8 @@ pub(super) struct DirectState {
     pub in_flight: u32,
     /// Lists that were posted and not started.
     lists: VecDeque<PostedList>,
+    /// What its kernels access by themselves, if it has kernels.
+    pub kernel_table: Option<Box<KernelTable>>,
     /// How often the queue pair was reset: copies of before are not its work any more.
     resets: u32,
 }
@@ -213,6 +226,7 @@ impl DirectState {
             consecutive_indirect: 0,
             in_flight: 0,
             lists: VecDeque::new(),
+            kernel_table: None,
             resets: 0,
         }
     }
@@ -229,6 +243,9 @@ impl DirectState {
         (self.blocked, self.done, self.generation, self.consecutive_indirect) = (None, 0, 0, 0);
         (self.access, self.max_dest_rd_atomic, self.max_rd_atomic) = (Access::NONE, 0, 0);
         self.lists.clear();
+        if let Some(table) = &self.kernel_table {
+            table.close();
+        }
         (self.in_flight, self.resets) = (0, self.resets.wrapping_add(1));
     }
 

@@ -13,7 +13,8 @@ use super::super::qpc::QpContext;
 use super::super::stats::IndirectReason;
 use super::device_copies::{self, DeviceCopies, PostedWork, RemoteRange};
 use super::host_memory::RemoteTarget;
-use super::imported::ImportedMemory;
+use super::imported::{ImportState, ImportedMemory};
+use super::kernel_table::{KernelRange, KernelTable};
 use super::lists::UsedKey;
 use super::process_memory::{self, ProcessTarget};
 use super::rows::{FIRST_KEY_ROW, address_words, decode_access, row_of};
@@ -355,6 +356,13 @@ impl DirectPeer {
         };
         known.used.set(self.epoch);
         let offset = known.offset(direct.pd, need, remote.address, len.into())?;
+        if let (Some(table), PeerMemory::Device(memory)) = (&mut direct.kernel_table, memory) {
+            table.add_local(qp_memory, work, registry);
+            if !table.has_remote(remote.rkey) {
+                let rows = RemoteRows::new(row, direct.generation, remote.rkey, known.generation);
+                self.show_kernels(table, known, memory, rows, direct.remote_access);
+            }
+        }
         if let Some(outcome) = self.must_wait(memory, qp, direct, requested)? {
             return Ok(outcome);
         }
@@ -421,6 +429,27 @@ impl DirectPeer {
             Err(why) => self.or_wait(why, requested, now),
             outcome => outcome,
         }
+    }
+
+    /// Lets kernels of the queue pair access this memory by themselves, once it is opened on their
+    /// GPU.
+    #[cold]
+    fn show_kernels(
+        &self,
+        table: &mut KernelTable,
+        known: &RemoteKey,
+        memory: &Arc<ImportedMemory>,
+        rows: RemoteRows,
+        remote_access: u64,
+    ) {
+        let ImportState::Opened(opened) = memory.open_on(table.device(), false) else { return };
+        if opened.device() != table.device() {
+            return; // opened on another GPU
+        }
+        let Ok(region) = opened.region(known.start, known.len) else { return };
+        let access = Access::from_bits_truncate(known.access.bits() & remote_access as u8);
+        let range = KernelRange { key: known.key, access, iova: known.iova, region };
+        table.add_remote(&self.peer, rows, memory, &range);
     }
 
     /// Whether work on this memory must wait for earlier work of the queue pair.

@@ -23,6 +23,8 @@
 //! correct. Files of memory that a peer may only read are opened read-only. Memory without a file
 //! is copied by the kernel (`process_vm_writev`), where that lets processes of one user do so.
 
+mod device_access;
+
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -41,6 +43,7 @@ use crate::error::{Error, Result};
 use crate::mem::SharedBytes;
 use crate::mem::copy::CopyDirection;
 use crate::sync::{Backoff, asymmetric_fence, revocation};
+pub use device_access::DeviceAccess;
 
 /// Number of rows of a table.
 pub const ROWS: usize = 1 << access_tag::ROW_BITS;
@@ -564,7 +567,7 @@ impl ShmPeer {
         let words = self.control.device_access_words();
         let at = words.iter().position(|word| word.load(Ordering::Relaxed) == 0)?;
         self.enter(words[at], rows, generations)?;
-        Some(DeviceAccess { peer: self.clone(), at, rows, generations })
+        Some(DeviceAccess::new(self.clone(), at, rows, generations))
     }
 
     /// Announces an access in this word; `None` if a row has another generation. Returns the number
@@ -588,46 +591,6 @@ impl ShmPeer {
             false => access_word.store(tag, Ordering::SeqCst),
         };
         revocation::enter(word, announce, is_open).then_some(number)
-    }
-}
-
-/// Accesses of a GPU in progress to what two rows stand for.
-#[derive(Debug)]
-#[must_use = "the access ends when the guard is dropped"]
-pub struct DeviceAccess {
-    peer: Arc<ShmPeer>,
-    /// Index of its word.
-    at: usize,
-    rows: [u32; 2],
-    generations: [u64; 2],
-}
-
-impl DeviceAccess {
-    /// Whether another access to these rows is covered by it: the rows are still open.
-    pub fn covers(&self, peer: &Arc<ShmPeer>, rows: [u32; 2], generations: [u64; 2]) -> bool {
-        Arc::ptr_eq(&self.peer, peer)
-            && (self.rows, self.generations) == (rows, generations)
-            && rows.map(|row| peer.generation(row)) == generations
-    }
-
-    /// Counts an access of this length, for the owner's counters.
-    pub fn count(&self, bytes: u64) {
-        let Self { peer, .. } = self;
-        // The thread that runs the engine is the only writer.
-        let add = |total: &AtomicU64, shared: &AtomicU64, more: u64| {
-            let sum = total.load(Ordering::Relaxed).wrapping_add(more);
-            total.store(sum, Ordering::Relaxed);
-            shared.store(sum, Ordering::Relaxed);
-        };
-        let [shared_accesses, shared_bytes] = peer.control.access_counts();
-        add(&peer.accesses, shared_accesses, 1);
-        add(&peer.bytes, shared_bytes, bytes);
-    }
-}
-
-impl Drop for DeviceAccess {
-    fn drop(&mut self) {
-        revocation::leave(self.peer.control.device_access_words()[self.at]);
     }
 }
 

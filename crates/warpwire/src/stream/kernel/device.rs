@@ -4,6 +4,8 @@
 //! A block function is a single thread, so there are no thread groups here. The header documents
 //! the guarantees of each call.
 
+mod direct;
+
 use std::time::{Duration, Instant};
 
 use super::layout::{self, Constants, NO_FAILURE, field, queue};
@@ -99,6 +101,7 @@ impl<'b> DeviceQp<'b> {
             receive_stride: narrow(field::RECEIVE_STRIDE)?,
             sink_lkey: narrow(field::SINK_LKEY)?,
             flags: narrow(field::FLAGS)?,
+            direct: wide(field::DIRECT)?,
         };
         Ok(Self { block, handle: base, constants })
     }
@@ -111,6 +114,9 @@ impl<'b> DeviceQp<'b> {
         len: u64,
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
+        if let Some(done) = self.try_put(to, from, len, None)? {
+            return Ok(done);
+        }
         self.pieces(to, from, len, timeout, Work::Write, |to, from, len| {
             vec![Work::Write(to, from, len)]
         })
@@ -138,6 +144,9 @@ impl<'b> DeviceQp<'b> {
         (word, add): (Remote, u64),
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
+        if let Some(done) = self.try_put(to, from, len, Some((word, add)))? {
+            return Ok(done);
+        }
         let then = Work::Add(word, add, self.sink());
         let last = |to, from, len| vec![Work::Write(to, from, len), then];
         self.pieces(to, from, len, timeout, Work::Write, last)
@@ -151,7 +160,10 @@ impl<'b> DeviceQp<'b> {
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
         match bytes.len() {
-            ..=MAX_INLINE => self.post(&[Work::Inline(to, bytes)], timeout),
+            ..=MAX_INLINE => match self.try_put_inline(to, bytes)? {
+                Some(done) => Ok(done),
+                None => self.post(&[Work::Inline(to, bytes)], timeout),
+            },
             _ => Ok(refused(KernelStatus::TooLong)),
         }
     }
@@ -164,6 +176,9 @@ impl<'b> DeviceQp<'b> {
         len: u64,
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
+        if let Some(done) = self.try_get(to, from, len)? {
+            return Ok(done);
+        }
         let piece = |from, to, len| Work::Read(to, from, len);
         self.pieces(from, to, len, timeout, piece, |from, to, len| vec![Work::Read(to, from, len)])
     }
@@ -196,7 +211,11 @@ impl<'b> DeviceQp<'b> {
         result: Option<Local>,
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
-        self.post(&[Work::Add(word, add, result.unwrap_or(self.sink()))], timeout)
+        let done = self.try_atomic(word, result, |at| self.block.fetch_add_u64(at, add))?;
+        match done {
+            Some(done) => Ok(done),
+            None => self.post(&[Work::Add(word, add, result.unwrap_or(self.sink()))], timeout),
+        }
     }
 
     /// Atomic compare and swap. The previous value is stored to `result` or discarded.
@@ -207,6 +226,10 @@ impl<'b> DeviceQp<'b> {
         result: Option<Local>,
         timeout: Duration,
     ) -> FaultResult<DeviceTicket> {
+        let swap = |at| self.block.compare_exchange_u64(at, expected, desired);
+        if let Some(done) = self.try_atomic(word, result, swap)? {
+            return Ok(done);
+        }
         let result = result.unwrap_or(self.sink());
         self.post(&[Work::Swap(word, [expected, desired], result)], timeout)
     }
@@ -244,7 +267,10 @@ impl<'b> DeviceQp<'b> {
 
     /// Waits until the operation has completed.
     pub fn wait(&self, ticket: DeviceTicket, timeout: Duration) -> FaultResult<KernelStatus> {
-        self.sends().wait(ticket, timeout)
+        match ticket {
+            DeviceTicket { number: direct::DONE, status: KernelStatus::Ok } => Ok(ticket.status),
+            _ => self.sends().wait(ticket, timeout),
+        }
     }
 
     /// Waits until all operations posted before have completed. On failure returns the status of

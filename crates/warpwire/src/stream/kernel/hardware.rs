@@ -66,6 +66,7 @@ pub(super) fn create_hardware_qp(
         receive_stride: queues.receive_stride,
         sink_lkey: 0,
         flags: layout::DBREC_FIRST,
+        direct: 0,
     };
     Ok(KernelQpParts { qp, cqs, mapped, constants })
 }

@@ -2,7 +2,7 @@
 //! the same offsets.
 
 /// The layout version, as in `verbs.cuh`.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Value of [`queue::FAILURE`] while no work has failed.
 pub const NO_FAILURE: u64 = u64::MAX;
@@ -33,10 +33,14 @@ pub mod field {
     pub const RECEIVE_STRIDE: u64 = 68;
     /// The lkey of the sink.
     pub const SINK_LKEY: u64 = 72;
-    /// [`DBREC_FIRST`](super::DBREC_FIRST) and [`SINGLE_POSTER`](super::SINGLE_POSTER).
+    /// [`DBREC_FIRST`](super::DBREC_FIRST), [`SINGLE_POSTER`](super::SINGLE_POSTER) and
+    /// [`DIRECT_ATOMICS`](super::DIRECT_ATOMICS).
     pub const FLAGS: u64 = 76;
     /// The version of this layout.
     pub const VERSION: u64 = 80;
+    /// Device address of the table of memory that kernels access by themselves; 0 if there is none:
+    /// 64 bits.
+    pub const DIRECT: u64 = 88;
 }
 
 /// Flag: write the doorbell record before the doorbell register. ConnectX needs both; the software
@@ -45,6 +49,9 @@ pub const DBREC_FIRST: u32 = 1;
 
 /// Flag: only one thread posts at a time.
 pub const SINGLE_POSTER: u32 = 2;
+
+/// Flag: kernels apply atomic operations by themselves too.
+pub const DIRECT_ATOMICS: u32 = 4;
 
 /// Offset of the send queue's counters.
 pub const SEND: u64 = 128;
@@ -78,6 +85,8 @@ pub const LEN: u64 = 1152;
 pub const REPORT: u64 = LEN;
 /// Size of handle and report in bytes.
 pub const TOTAL: u64 = LEN + 128;
+/// Offset, behind the handle, of the table of memory that kernels access by themselves.
+pub const TABLE: u64 = TOTAL;
 
 const _: () = assert!(SEND + queue::LEN == RECEIVE && RECEIVE + queue::LEN == LEN);
 
@@ -108,8 +117,10 @@ pub struct Constants {
     pub receive_stride: u32,
     /// The lkey of the sink.
     pub sink_lkey: u32,
-    /// [`DBREC_FIRST`] and [`SINGLE_POSTER`].
+    /// [`DBREC_FIRST`], [`SINGLE_POSTER`] and [`DIRECT_ATOMICS`].
     pub flags: u32,
+    /// Device address of the table of memory that kernels access by themselves; 0 if there is none.
+    pub direct: u64,
 }
 
 impl Constants {
@@ -128,6 +139,7 @@ impl Constants {
             (field::SEND_CQ, self.send_cq),
             (field::RECEIVE_CQ, self.receive_cq),
             (field::SINK, self.sink),
+            (field::DIRECT, self.direct),
             (SEND + queue::FAILURE, NO_FAILURE),
             (RECEIVE + queue::FAILURE, NO_FAILURE),
         ] {

@@ -73,6 +73,7 @@ pub(crate) use prealloc::PreallocQp;
 pub use status::KernelStatus;
 
 use crate::error::{Error, Kind, Result};
+use crate::hca::kernel_table_layout;
 use crate::mem::{Device, DeviceAddr, Launch};
 use crate::mlx5::{CqeSyndrome, MAX_SEND_WQEBBS, Status};
 use crate::mr::HostMemory;
@@ -109,6 +110,14 @@ pub struct KernelQpOptions {
     /// Promises that only one thread, or one group of threads, posts at a time, which makes posting
     /// faster. The `_on_stream` methods count as posters too.
     pub single_poster: bool,
+    /// Lets kernels access the peer's device memory by themselves, with loads and stores, where it
+    /// is mapped on their GPU: both ends are on one machine, connected by shared memory. The order
+    /// of work is kept.
+    pub direct: bool,
+    /// With `direct`, kernels also apply atomic operations, and those of `put_signal`, by
+    /// themselves. They are then atomic with respect to other kernels, but not with respect to
+    /// operations on the same words that the peer's HCA executes for other queue pairs.
+    pub direct_atomics: bool,
     /// How long the `_on_stream` methods let a stream wait before they release it and report a
     /// timeout.
     pub wait_timeout: Duration,
@@ -125,6 +134,8 @@ setters! {
         with_receive_depth => receive_depth: u32,
         with_completions => completions: CqPlacement,
         with_single_poster => single_poster: bool,
+        with_direct => direct: bool,
+        with_direct_atomics => direct_atomics: bool,
         with_wait_timeout => wait_timeout: Duration,
         with_connection => connection: QpOptions,
     } optional {
@@ -139,6 +150,8 @@ impl Default for KernelQpOptions {
             receive_depth: 256,
             completions: CqPlacement::default(),
             single_poster: false,
+            direct: true,
+            direct_atomics: false,
             wait_timeout: Duration::from_secs(10),
             kernels: None,
             connection: QpOptions::default(),
@@ -174,6 +187,8 @@ struct Inner {
 pub struct Progress {
     /// Number of operations posted.
     pub posted: u64,
+    /// Number of operations that kernels executed by themselves: not posted, and complete.
+    pub direct: u64,
     /// Lower bound of the operations completed. Kernels update it when they need free queue
     /// entries.
     pub completed: u64,
@@ -257,6 +272,8 @@ impl KernelQp {
             send_depth,
             receive_depth,
             single_poster,
+            direct,
+            direct_atomics,
             wait_timeout,
             connection,
             ..
@@ -270,7 +287,16 @@ impl KernelQp {
         let sink = context.register(pd, HostMemory::new(8)?, Access::LOCAL_WRITE)?;
         (constants.sink, constants.sink_lkey) = (sink.iova(), sink.lkey());
         constants.flags |= if single_poster { layout::SINGLE_POSTER } else { 0 };
-        let handle = target.handle(layout::TOTAL)?;
+        let handle = target.handle(layout::TABLE + kernel_table_layout::LEN)?;
+        if let Some(table) = handle.kernel_table().filter(|_| direct)
+            && let (Some(hca), KernelTarget::Device(device, _)) = (context.soft(), target)
+        {
+            handle.write(layout::TABLE, &[0; kernel_table_layout::LEN as usize])?;
+            if hca.set_kernel_table(qp.number(), table, device)? {
+                constants.direct = handle.address()?.raw() + layout::TABLE;
+                constants.flags |= if direct_atomics { layout::DIRECT_ATOMICS } else { 0 };
+            }
+        }
         handle.write(0, &constants.encode())?;
         Ok(Self(Arc::new(Inner {
             handle,
@@ -346,6 +372,10 @@ impl KernelQp {
                 .and_then(|part| part.try_into().ok())
                 .map_or(0, u64::from_le_bytes)
         };
+        let mut direct = [0; 8];
+        if self.0.constants.direct != 0 {
+            self.0.handle.read(layout::TABLE + kernel_table_layout::OPERATIONS, &mut direct)?;
+        }
         let failure = |queue: u64| match word(queue + queue::FAILURE) {
             NO_FAILURE => None,
             failure => Some((failure >> 8, CqeSyndrome(failure as u8).into())),
@@ -353,6 +383,7 @@ impl KernelQp {
         let closed = word(SEND + queue::CLOSED) as u32 as i32;
         Ok(Progress {
             posted: word(SEND + queue::PUBLISHED) >> 1,
+            direct: u64::from_le_bytes(direct),
             completed: word(SEND + queue::COMPLETED),
             receives_posted: word(RECEIVE + queue::PUBLISHED) >> 1,
             failure: failure(SEND),

@@ -60,6 +60,7 @@ pub(super) fn constants(
         receive_stride: mlx5::SEGMENT_LEN as u32,
         sink_lkey: 0,
         flags: 0,
+        direct: 0,
     })
 }
 

@@ -1,8 +1,8 @@
 //! Memory of kernel queue pairs: addressable by a device, or by CPU threads of this process.
 
-use super::CqPlacement;
+use super::{CqPlacement, layout};
 use crate::error::{Error, Kind, Result};
-use crate::hca::QueueMemory;
+use crate::hca::{QueueMemory, kernel_table_layout};
 use crate::mem::{Allocation, Device, DeviceAddr, PinGuard, Region, Window};
 
 /// What runs the kernels that drive the queue pair.
@@ -82,6 +82,16 @@ impl KernelMemory {
             Self::Host(memory) => Ok(memory.clone()),
             Self::Pinned(memory) => QueueMemory::pinned(memory.clone()),
             Self::Device { memory, .. } => Ok(QueueMemory::window(memory.window()?)),
+        }
+    }
+
+    /// The table behind a handle, if the CPU can access it while kernels run.
+    pub(super) fn kernel_table(&self) -> Option<QueueMemory> {
+        match self {
+            Self::Device { window: Some(_), .. } => {
+                Some(self.queue().ok()?.slice(layout::TABLE, kernel_table_layout::LEN))
+            }
+            _ => None,
         }
     }
 

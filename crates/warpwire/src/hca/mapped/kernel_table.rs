@@ -1,0 +1,359 @@
+//! Memory that running kernels access by themselves: a table that a kernel queue pair's handle
+//! refers to, with the peer's memory that is mapped on the kernels' GPU, and the local memory that
+//! they use with it.
+//!
+//! The engine adds an entry when it has executed work of a kernel on that memory; from then on
+//! kernels load and store there, and post nothing. `warpwire/detail/direct.cuh` is the kernels'
+//! side.
+//!
+//! # Revocation
+//! A kernel announces its access in the entry ([`layout::USERS`]) and then checks the entry's tag;
+//! the CPU clears the tag and then reads who is left. Both have a full fence between the two, so
+//! one of them sees the other. For the peer's memory the engine holds an access to its rows as long
+//! as an entry is open or in use, and closes the entry when a row has been closed: the owner waits
+//! for that as for any other access. Local memory is revoked by the thread that ends it
+//! ([`KernelUse`]).
+
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{SendWr as WireWork, State};
+
+use super::super::engine::Core;
+use super::super::memory::QueueMemory;
+use super::super::qpc::QpMemory;
+use super::imported::ImportedMemory;
+use super::peer::RemoteRows;
+use crate::link::{DeviceAccess, ShmPeer};
+use crate::mem::{Device, Region};
+use crate::mr::{Access, KernelUse, Registry};
+use layout::{SLOTS, slot_of};
+
+/// The layout of the table; `struct DirectTable` of `warpwire/detail/direct.cuh`.
+pub(crate) mod layout {
+    /// Entries of remote memory, followed by as many of local memory.
+    pub(crate) const SLOTS: u64 = 32;
+    /// Size of an entry in bytes.
+    pub(crate) const ENTRY_LEN: u64 = 64;
+    /// Offset of the number of work requests that kernels executed by themselves.
+    pub(crate) const OPERATIONS: u64 = 2 * SLOTS * ENTRY_LEN;
+    /// Size of the table in bytes.
+    pub(crate) const LEN: u64 = OPERATIONS + 128;
+
+    /// Offsets in an entry. `key << 32 | number << 8 | access flags`; 0 while it is closed. The
+    /// number is another each time.
+    pub(crate) const TAG: u64 = 0;
+    /// Threads that access the memory, or are about to check whether they may.
+    pub(crate) const USERS: u64 = 8;
+    /// The first address of the registration, as work requests name it.
+    pub(crate) const IOVA: u64 = 16;
+    /// Its length in bytes.
+    pub(crate) const LENGTH: u64 = 24;
+    /// Where it is for this GPU.
+    pub(crate) const ADDRESS: u64 = 32;
+
+    /// The slot of a key among those of its kind.
+    pub(crate) fn slot_of(key: u32) -> u64 {
+        (key as u64 >> 8) % SLOTS
+    }
+}
+
+/// How often the rows of entries are checked: the owner of memory that ends waits so long.
+const CHECK_INTERVAL: Duration = Duration::from_micros(200);
+/// How long the entries of a queue pair that was destroyed are waited for: kernels that did not end
+/// before that have failed.
+const DRAIN_LIMIT: Duration = Duration::from_secs(10);
+
+/// A registration as kernels access it.
+pub(super) struct KernelRange {
+    pub key: u32,
+    pub access: Access,
+    pub iova: u64,
+    /// Where it is; the whole registration.
+    pub region: Region,
+}
+
+/// The table of one queue pair.
+pub(in crate::hca) struct KernelTable {
+    memory: QueueMemory,
+    device: Device,
+    remote: [Option<RemoteSlot>; SLOTS as usize],
+    local: [Option<LocalSlot>; SLOTS as usize],
+    /// Distinguishes the entries of a slot.
+    opened: u32,
+    /// Entries were added since [`KernelTables::schedule`] was told.
+    pub has_new: bool,
+}
+
+struct RemoteSlot {
+    key: u32,
+    entry: Arc<Entry>,
+    lease: DeviceAccess,
+    /// Keeps it mapped.
+    _memory: Arc<ImportedMemory>,
+}
+
+struct LocalSlot {
+    key: u32,
+    entry: Arc<Entry>,
+}
+
+/// One entry, from when it is opened until no kernel uses it.
+struct Entry {
+    memory: QueueMemory,
+    at: u64,
+    closed: AtomicBool,
+}
+
+impl std::fmt::Debug for KernelTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (remote, local) = (self.remote.iter().flatten(), self.local.iter().flatten());
+        write!(f, "KernelTable({} remote, {} local)", remote.count(), local.count())
+    }
+}
+
+impl Entry {
+    /// Opens a slot that nobody uses. The memory was checked to contain it.
+    fn open(memory: &QueueMemory, slot: u64, number: u32, range: &KernelRange) -> Arc<Self> {
+        let at = slot * layout::ENTRY_LEN;
+        let this = Self { memory: memory.clone(), at, closed: AtomicBool::new(false) };
+        this.store(layout::IOVA, range.iova);
+        this.store(layout::LENGTH, range.region.len());
+        this.store(layout::ADDRESS, range.region.address().raw());
+        // Also for write-combining memory.
+        fence(Ordering::SeqCst);
+        let number = u64::from(number & 0xff_ffff) << 8;
+        this.store(
+            layout::TAG,
+            u64::from(range.key) << 32 | number | u64::from(range.access.bits()),
+        );
+        Arc::new(this)
+    }
+
+    fn store(&self, field: u64, value: u64) {
+        // `set_kernel_table` has checked the length.
+        let _ = self.memory.bytes().store_u64(self.at + field, value);
+    }
+
+    fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            self.store(layout::TAG, 0);
+        }
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+impl KernelUse for Entry {
+    fn revoke(&self) -> bool {
+        self.close();
+        fence(Ordering::SeqCst);
+        self.memory.bytes().load_u64(self.at + layout::USERS).is_ok_and(|users| users == 0)
+    }
+}
+
+impl KernelTable {
+    pub(in crate::hca) fn new(memory: QueueMemory, device: Device) -> Self {
+        let (remote, local) = ([const { None }; SLOTS as usize], [const { None }; SLOTS as usize]);
+        Self { memory, device, remote, local, opened: 0, has_new: false }
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether this memory of the peer has an entry.
+    #[inline]
+    pub(super) fn has_remote(&self, key: u32) -> bool {
+        let slot = self.remote[slot_of(key) as usize].as_ref();
+        slot.is_some_and(|known| known.key == key && !known.entry.is_closed())
+    }
+
+    /// Lets kernels access memory of the peer, as long as these rows are open.
+    #[cold]
+    pub(super) fn add_remote(
+        &mut self,
+        peer: &Arc<ShmPeer>,
+        rows: RemoteRows,
+        memory: &Arc<ImportedMemory>,
+        range: &KernelRange,
+    ) {
+        let slot = slot_of(range.key);
+        if !self.is_free(slot) {
+            return;
+        }
+        let RemoteRows { rows, generations } = rows;
+        let Some(lease) = peer.begin_device_access(rows, generations) else { return };
+        self.opened = self.opened.wrapping_add(1);
+        let entry = Entry::open(&self.memory, slot, self.opened, range);
+        self.has_new = true;
+        let _memory = memory.clone();
+        self.remote[slot as usize] = Some(RemoteSlot { key: range.key, entry, lease, _memory });
+    }
+
+    /// Lets kernels access the local memory of a work request, if it is one range of device memory.
+    #[inline]
+    pub(super) fn add_local(&mut self, qp_memory: &QpMemory, work: &WireWork, registry: &Registry) {
+        let Some(data) = qp_memory.wr_state(work.id).single_sge else { return };
+        let known = self.local[slot_of(data.lkey) as usize].as_ref();
+        if known.is_some_and(|known| known.key == data.lkey && !known.entry.is_closed()) {
+            return;
+        }
+        self.open_local(qp_memory, data.lkey, (data.address, data.len.into()), registry);
+    }
+
+    #[cold]
+    fn open_local(
+        &mut self,
+        qp_memory: &QpMemory,
+        key: u32,
+        (address, len): (u64, u64),
+        registry: &Registry,
+    ) {
+        let slot = SLOTS + slot_of(key);
+        if !self.is_free(slot) {
+            return;
+        }
+        let Ok(span) = registry.resolve(key, qp_memory.pd, Access::NONE, address, len) else {
+            return;
+        };
+        let Some((access, iova, region)) = span.kernel_range() else { return };
+        if *region.allocation().device() != self.device {
+            return;
+        }
+        self.opened = self.opened.wrapping_add(1);
+        let range = KernelRange { key, access, iova, region };
+        let entry = Entry::open(&self.memory, slot, self.opened, &range);
+        // The span keeps the registration until it is known there.
+        let weak: Weak<Entry> = Arc::downgrade(&entry);
+        span.add_kernel_use(weak);
+        self.has_new = true;
+        self.local[(slot - SLOTS) as usize] = Some(LocalSlot { key, entry });
+    }
+
+    /// Whether a slot, of remote or local memory, can be used; frees one that is no longer used.
+    fn is_free(&mut self, slot: u64) -> bool {
+        let at = (slot % SLOTS) as usize;
+        let entry = match slot < SLOTS {
+            true => self.remote[at].as_ref().map(|known| &known.entry),
+            false => self.local[at].as_ref().map(|known| &known.entry),
+        };
+        let free = entry.is_none_or(|entry| entry.is_closed() && entry.revoke());
+        if free {
+            match slot < SLOTS {
+                true => self.remote[at] = None,
+                false => self.local[at] = None,
+            }
+        }
+        free
+    }
+
+    /// Closes all entries.
+    pub(super) fn close(&self) {
+        self.remote.iter().flatten().for_each(|slot| slot.entry.close());
+        self.local.iter().flatten().for_each(|slot| slot.entry.close());
+    }
+
+    /// Closes the entries whose memory the peer has taken back, and ends what no kernel uses.
+    fn check(&mut self, is_connected: bool) {
+        for slot in &mut self.remote {
+            if let Some(known) = slot {
+                if !is_connected || !known.lease.is_open() {
+                    known.entry.close();
+                }
+                if known.entry.is_closed() && known.entry.revoke() {
+                    *slot = None;
+                }
+            }
+        }
+        for slot in &mut self.local {
+            if let Some(known) = slot {
+                if !is_connected {
+                    known.entry.close();
+                }
+                if known.entry.is_closed() && known.entry.revoke() {
+                    *slot = None;
+                }
+            }
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.remote.iter().all(Option::is_none) && self.local.iter().all(Option::is_none)
+    }
+}
+
+/// The tables of an engine.
+pub(in crate::hca) struct KernelTables {
+    /// Queue pairs with a table.
+    users: Vec<u32>,
+    /// Tables of queue pairs that are gone, and when they are given up.
+    draining: Vec<(KernelTable, Instant)>,
+    /// [`Instant::NEVER`] while all tables are empty.
+    next_check: Instant,
+}
+
+impl Default for KernelTables {
+    fn default() -> Self {
+        Self { users: Vec::new(), draining: Vec::new(), next_check: Instant::NEVER }
+    }
+}
+
+impl KernelTables {
+    pub(in crate::hca) fn add(&mut self, index: u32) {
+        self.users.push(index);
+    }
+
+    /// Closes the table of a queue pair that is destroyed.
+    pub(in crate::hca) fn remove(&mut self, index: u32, table: KernelTable, now: Instant) {
+        self.users.retain(|user| *user != index);
+        table.close();
+        self.draining.push((table, now + DRAIN_LIMIT));
+        self.next_check = now;
+    }
+
+    /// Notes that a table has entries.
+    pub(super) fn schedule(&mut self, now: Instant) {
+        self.next_check = self.next_check.min(now + CHECK_INTERVAL);
+    }
+
+    /// When the tables must be looked at again.
+    pub(in crate::hca) fn deadline(&self) -> Instant {
+        self.next_check
+    }
+}
+
+impl Core {
+    /// Revokes what peers have taken back.
+    #[inline]
+    pub(in crate::hca) fn check_kernel_tables(&mut self, now: Instant) {
+        if self.mapped.kernel_tables.next_check <= now {
+            self.check_tables(now);
+        }
+    }
+
+    #[inline(never)]
+    fn check_tables(&mut self, now: Instant) {
+        let Self { mapped, qpcs, .. } = self;
+        let tables = &mut mapped.kernel_tables;
+        let mut is_empty = true;
+        for index in &tables.users {
+            let Some(Some(qpc)) = qpcs.get_mut(*index as usize) else { continue };
+            let is_connected = qpc.qp.state() == State::Rts;
+            if let Some(table) = &mut qpc.direct.kernel_table {
+                table.check(is_connected);
+                is_empty &= table.is_empty();
+            }
+        }
+        tables.draining.retain_mut(|(table, until)| {
+            table.check(false);
+            !table.is_empty() && now < *until
+        });
+        is_empty &= tables.draining.is_empty();
+        tables.next_check = if is_empty { Instant::NEVER } else { now + CHECK_INTERVAL };
+    }
+}

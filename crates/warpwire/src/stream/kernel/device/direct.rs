@@ -1,0 +1,191 @@
+//! Operations that a kernel executes by itself, with loads and stores: the algorithm of
+//! `warpwire/detail/direct.cuh`.
+
+use std::sync::atomic::{Ordering, fence};
+
+use super::super::KernelStatus;
+use super::super::layout::{self, NO_FAILURE, queue};
+use super::{DeviceQp, DeviceTicket, FaultResult, Local};
+use crate::hca::kernel_table_layout as table;
+use crate::mem::DeviceAddr;
+use crate::verbs::{Access, Remote};
+
+/// The number in tickets of operations that were complete when they returned.
+pub(super) const DONE: u64 = u64::MAX;
+/// Longer transfers are posted: the GPU's copies are faster than a few threads.
+const MAX_BYTES_PER_THREAD: u64 = 512;
+
+/// Memory that may be accessed until [`DeviceQp::leave`].
+#[derive(Clone, Copy)]
+struct Entered {
+    entry: u64,
+    address: u64,
+}
+
+/// The memory of one side of an operation, and the access that it needs.
+enum Side {
+    Remote(Remote, Access, u64),
+    Local(Local, Access, u64),
+}
+
+impl DeviceQp<'_> {
+    /// Writes, and adds to a word of the peer after that; `None` if that must be posted.
+    pub(super) fn try_put(
+        &self,
+        to: Remote,
+        from: Local,
+        len: u64,
+        signal: Option<(Remote, u64)>,
+    ) -> FaultResult<Option<DeviceTicket>> {
+        if len > self.max_direct() || signal.is_some() && !self.has_direct_atomics() {
+            return Ok(None);
+        }
+        let data =
+            [Side::Remote(to, Access::REMOTE_WRITE, len), Side::Local(from, Access::NONE, len)];
+        let Some((word, add)) = signal else {
+            return self.try_with(data, 1, |[to, from]| self.copy(to, from, len));
+        };
+        let [to, from] = data;
+        let word = Side::Remote(word, Access::REMOTE_ATOMIC, 8);
+        self.try_with([to, from, word], 2, |[to, from, word]| {
+            self.copy(to, from, len)?;
+            self.block.fetch_add_u64(DeviceAddr::new(word), add).map(drop)
+        })
+    }
+
+    /// Writes bytes of the kernel.
+    pub(super) fn try_put_inline(
+        &self,
+        to: Remote,
+        bytes: &[u8],
+    ) -> FaultResult<Option<DeviceTicket>> {
+        let to = Side::Remote(to, Access::REMOTE_WRITE, bytes.len() as u64);
+        self.try_with([to], 1, |[to]| self.block.write(DeviceAddr::new(to), bytes))
+    }
+
+    pub(super) fn try_get(
+        &self,
+        to: Local,
+        from: Remote,
+        len: u64,
+    ) -> FaultResult<Option<DeviceTicket>> {
+        if len > self.max_direct() {
+            return Ok(None);
+        }
+        let sides = [
+            Side::Local(to, Access::LOCAL_WRITE, len),
+            Side::Remote(from, Access::REMOTE_READ, len),
+        ];
+        self.try_with(sides, 1, |[to, from]| self.copy(to, from, len))
+    }
+
+    /// Applies an atomic operation to a word, and stores the previous value to `result`.
+    pub(super) fn try_atomic(
+        &self,
+        word: Remote,
+        result: Option<Local>,
+        apply: impl FnOnce(DeviceAddr) -> FaultResult<u64>,
+    ) -> FaultResult<Option<DeviceTicket>> {
+        if !self.has_direct_atomics() {
+            return Ok(None);
+        }
+        let word = Side::Remote(word, Access::REMOTE_ATOMIC, 8);
+        let Some(result) = result else {
+            return self.try_with([word], 1, |[word]| apply(DeviceAddr::new(word)).map(drop));
+        };
+        let result = Side::Local(result, Access::LOCAL_WRITE, 8);
+        self.try_with([word, result], 1, |[word, result]| {
+            let previous = apply(DeviceAddr::new(word))?;
+            self.block.write(DeviceAddr::new(result), &previous.to_le_bytes())
+        })
+    }
+
+    fn max_direct(&self) -> u64 {
+        MAX_BYTES_PER_THREAD * u64::from(self.block.threads())
+    }
+
+    fn has_direct_atomics(&self) -> bool {
+        self.constants.flags & layout::DIRECT_ATOMICS != 0
+    }
+
+    /// Executes an operation on memory that the table contains, if nothing that was posted before
+    /// is outstanding; `None` if the operation must be posted.
+    fn try_with<const N: usize>(
+        &self,
+        sides: [Side; N],
+        work_requests: u64,
+        operation: impl FnOnce([u64; N]) -> FaultResult<()>,
+    ) -> FaultResult<Option<DeviceTicket>> {
+        if self.constants.direct == 0 || !self.is_idle()? {
+            return Ok(None);
+        }
+        let (mut entered, mut count) = ([Entered { entry: 0, address: 0 }; N], 0);
+        for side in &sides {
+            let Some(found) = self.enter(side)? else { break };
+            entered[count] = found;
+            count += 1;
+        }
+        if count == N {
+            operation(entered.map(|found| found.address))?;
+            let counter = DeviceAddr::new(self.constants.direct + table::OPERATIONS);
+            self.block.fetch_add_u64(counter, work_requests)?;
+        }
+        for found in &entered[..count] {
+            self.leave(found.entry)?;
+        }
+        Ok((count == N).then_some(DeviceTicket { number: DONE, status: KernelStatus::Ok }))
+    }
+
+    /// Whether everything that was posted has completed, with success.
+    fn is_idle(&self) -> FaultResult<bool> {
+        let queue = self.sends();
+        let reserved = queue.load(queue::RESERVED)?;
+        if queue.load(queue::COMPLETED)? < reserved && !queue.advance_completed(reserved - 1)? {
+            return Ok(false);
+        }
+        let closed = self.block.load_u32(queue.at(queue::CLOSED))?;
+        Ok(closed == 0 && queue.load(queue::FAILURE)? == NO_FAILURE)
+    }
+
+    /// Announces an access, then checks that it is allowed: the CPU closes an entry, then looks for
+    /// announcements.
+    fn enter(&self, side: &Side) -> FaultResult<Option<Entered>> {
+        let (first, key, at, need, len) = match *side {
+            Side::Remote(Remote { address, rkey }, need, len) => (0, rkey, address, need, len),
+            Side::Local(Local { address, lkey }, need, len) => {
+                (table::SLOTS, lkey, address, need, len)
+            }
+        };
+        let entry = self.constants.direct + (first + table::slot_of(key)) * table::ENTRY_LEN;
+        let load = |field| self.block.load_u64(DeviceAddr::new(entry + field));
+        let tag = load(table::TAG)?;
+        if tag >> 32 != u64::from(key) {
+            return Ok(None);
+        }
+        self.block.fetch_add_u64(DeviceAddr::new(entry + table::USERS), 1)?;
+        fence(Ordering::SeqCst);
+        let access = Access::from_bits_truncate(tag as u8);
+        let (offset, length) = (at.wrapping_sub(load(table::IOVA)?), load(table::LENGTH)?);
+        let allowed = load(table::TAG)? == tag
+            && access.contains(need)
+            && offset <= length
+            && len <= length - offset;
+        // A word for atomics is aligned; otherwise the HCA reports it.
+        let aligned = need != Access::REMOTE_ATOMIC || at.is_multiple_of(8);
+        if !allowed || !aligned {
+            self.leave(entry)?;
+            return Ok(None);
+        }
+        Ok(Some(Entered { entry, address: load(table::ADDRESS)?.wrapping_add(offset) }))
+    }
+
+    fn leave(&self, entry: u64) -> FaultResult<()> {
+        self.block.fetch_add_u64(DeviceAddr::new(entry + table::USERS), u64::MAX).map(drop)
+    }
+
+    fn copy(&self, to: u64, from: u64, len: u64) -> FaultResult<()> {
+        let mut bytes = vec![0; len as usize];
+        self.block.read(DeviceAddr::new(from), &mut bytes)?;
+        self.block.write(DeviceAddr::new(to), &bytes)
+    }
+}
