@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use warpwire::mem::Stream;
 use warpwire::stream::kernel::KernelStatus;
-use warpwire::verbs::Status;
+use warpwire::verbs::{QpOptions, Status};
 
 use crate::kernels::calls::at;
 use crate::kernels::device_calls::{MODES, make_every_call};
-use crate::kernels::fixture::{Endpoint, Fixture, TestLink, short_timeouts, test_timeout};
+use crate::kernels::fixture::{Endpoint, Fixture, TestLink, test_timeout};
 use testkit::{cases, until};
 
 cases!(Fixture; CASES:
@@ -39,8 +39,13 @@ fn direct(end: &Endpoint) -> u64 {
     end.qp.progress().unwrap().direct
 }
 
+/// A connection that ends soon after its peer, but not because a peer had to wait for a CPU.
+pub fn patient() -> QpOptions {
+    QpOptions::default().with_timeout(14).with_retry_count(3)
+}
+
 /// Puts until kernels do so by themselves, on links with mapped memory; otherwise puts a few times.
-fn warm_up(fixture: &Fixture, end: &Endpoint) {
+pub fn warm_up(fixture: &Fixture, end: &Endpoint) {
     let (stream, kernel) = (fixture.gpu.stream().unwrap(), fixture.kernel("calls_loop"));
     let start = Instant::now();
     for round in 0.. {
@@ -59,7 +64,7 @@ fn warm_up(fixture: &Fixture, end: &Endpoint) {
 }
 
 /// Starts round trips that end with a failure, and waits until they are under way.
-fn start_traffic(fixture: &Fixture, end: &Endpoint) -> Stream {
+pub fn start_traffic(fixture: &Fixture, end: &Endpoint) -> Stream {
     let stream = fixture.gpu.stream().unwrap();
     let before = direct(end);
     end.start(&stream, &fixture.kernel("calls_loop"), 1, &[u64::MAX, 64]);
@@ -194,7 +199,7 @@ fn local_memory_that_is_deregistered_is_not_used(fixture: &Fixture) {
 }
 
 fn a_queue_pair_of_the_peer_that_ends(fixture: &Fixture) {
-    let options = fixture.options().with_connection(short_timeouts());
+    let options = fixture.options().with_connection(patient());
     let [a, b] = fixture.shareable_ends(options);
     warm_up(fixture, &a);
     let stream = start_traffic(fixture, &a);

@@ -8,6 +8,7 @@ mod cpu;
 mod device_calls;
 mod direct;
 mod fixture;
+mod processes;
 mod refusals;
 mod streams;
 
@@ -17,7 +18,7 @@ use warpwire::mem::Backend;
 use crate::ptx;
 use fixture::{Fixture, TestLink};
 
-pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: |_| {} };
+pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: processes::run_role };
 
 const CASES: &[&[Case<Fixture>]] =
     &[device_calls::CASES, direct::CASES, streams::CASES, refusals::CASES];
@@ -39,7 +40,9 @@ fn add(suite: &mut Collector, backend: Backend) {
         if suite.effort() == Effort::Quick && test_link != TestLink::Loopback {
             continue;
         }
-        for cases in CASES {
+        // Two processes map memory over shared memory only.
+        let processes = (test_link == TestLink::Shm).then_some(processes::CASES);
+        for cases in CASES.iter().copied().chain(processes) {
             suite.add(&format!("{backend}::{link}"), cases, move |case| {
                 (case.run)(&Fixture::new(backend, test_link));
             });
