@@ -277,14 +277,17 @@ impl DeviceMemory {
             return;
         }
         let mut exported = self.exported.lock();
-        let has_moved = {
-            let move_state = self.move_state.lock();
-            move_state.moving || move_state.gone
-        };
+        let has_moved = self.has_moved();
         if !has_moved {
             exported.keys.push((key, observer.clone()));
             open(exported.id);
         }
+    }
+
+    /// Whether the memory is being moved, or gone.
+    fn has_moved(&self) -> bool {
+        let move_state = self.move_state.lock();
+        move_state.moving || move_state.gone
     }
 
     /// Forgets a registration that has ended.
@@ -346,28 +349,35 @@ impl DeviceMemory {
     }
 
     /// Notes that kernels access the memory by themselves. The caller holds a guard of the
-    /// registration.
-    pub(super) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) {
+    /// registration. `false` if the memory moves or is gone.
+    pub(super) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) -> bool {
         let mut uses = self.kernel_uses.lock();
-        uses.retain(|known| known.strong_count() > 0);
-        uses.push(kernel_use);
+        // A move that begins now finds the use in the list.
+        let has_moved = self.has_moved();
+        if !has_moved {
+            uses.retain(|known| known.strong_count() > 0);
+            uses.push(kernel_use);
+        }
+        !has_moved
     }
 
     /// Lets kernels no longer access the memory; `false` if one still does after `limit`.
     fn revoke_kernel_uses(&self, limit: Duration) -> bool {
-        let uses = std::mem::take(&mut *self.kernel_uses.lock());
+        let is_used = |known: &Weak<dyn KernelUse>| {
+            known.upgrade().is_some_and(|kernel_use| !kernel_use.revoke())
+        };
+        // A copy: others may wait for the same ones.
+        let mut left = self.kernel_uses.lock().clone();
         let (deadline, mut backoff) = (Instant::now() + limit, Backoff::default());
-        let mut left = uses;
         loop {
-            left.retain(|kernel_use| kernel_use.upgrade().is_some_and(|known| !known.revoke()));
+            left.retain(is_used);
             if left.is_empty() || Instant::now() >= deadline {
                 break;
             }
             backoff.snooze();
         }
-        let ended = left.is_empty();
-        self.kernel_uses.lock().extend(left);
-        ended
+        self.kernel_uses.lock().retain(is_used);
+        left.is_empty()
     }
 
     /// Waits for the batches and kernels that access the memory; `false` if one has not ended after

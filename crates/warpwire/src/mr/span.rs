@@ -202,12 +202,14 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Notes that kernels access the memory by themselves: deregistration revokes that.
-    pub(crate) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) {
-        if let Some(Registration { target: Target::Device { memory, .. }, .. }) =
-            self.guard.as_deref()
-        {
-            memory.add_kernel_use(kernel_use);
+    /// Notes that kernels access the memory by themselves: deregistration revokes that. `false` if
+    /// the memory moves or is gone.
+    pub(crate) fn add_kernel_use(&self, kernel_use: Weak<dyn KernelUse>) -> bool {
+        match self.guard.as_deref() {
+            Some(Registration { target: Target::Device { memory, .. }, .. }) => {
+                memory.add_kernel_use(kernel_use)
+            }
+            _ => false,
         }
     }
 

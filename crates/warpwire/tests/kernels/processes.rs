@@ -83,6 +83,9 @@ fn the_owner_of_memory_is_killed(fixture: &Fixture) {
 }
 
 fn the_process_of_a_kernel_is_killed(fixture: &Fixture) {
+    if fixture.backend == Backend::Cuda && std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() {
+        testkit::skip("a client of MPS that is killed with a kernel running ends its fellows");
+    }
     for _ in 0..ROUNDS {
         let (mut process, mut bootstrap) = start(fixture, "kernel");
         let Endpoint { qp, memory, mr, .. } = open(fixture, &mut bootstrap);

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{SendWr as WireWork, State};
 
@@ -65,6 +66,8 @@ const CHECK_INTERVAL: Duration = Duration::from_micros(200);
 /// How long the entries of a queue pair that was destroyed are waited for: kernels that did not end
 /// before that have failed.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
+/// How long closing the device waits for them.
+const FINISH_LIMIT: Duration = Duration::from_secs(2);
 
 /// A registration as kernels access it.
 pub(super) struct KernelRange {
@@ -104,7 +107,12 @@ struct LocalSlot {
 struct Entry {
     memory: QueueMemory,
     at: u64,
+    /// Its tag has been cleared.
     closed: AtomicBool,
+    /// Held while the tag is stored, so that nobody takes an entry for closed before it is.
+    closing: Mutex<()>,
+    /// It was seen closed and unused: its slot may belong to another entry now.
+    ended: AtomicBool,
 }
 
 impl std::fmt::Debug for KernelTable {
@@ -115,31 +123,42 @@ impl std::fmt::Debug for KernelTable {
 }
 
 impl Entry {
-    /// Opens a slot that nobody uses. The memory was checked to contain it.
-    fn open(memory: &QueueMemory, slot: u64, number: u32, range: &KernelRange) -> Arc<Self> {
-        let at = slot * layout::ENTRY_LEN;
-        let this = Self { memory: memory.clone(), at, closed: AtomicBool::new(false) };
-        this.store(layout::IOVA, range.iova);
-        this.store(layout::LENGTH, range.region.len());
-        this.store(layout::ADDRESS, range.region.address().raw());
+    /// An entry for a slot that nobody uses; kernels do not see it yet.
+    fn new(memory: &QueueMemory, slot: u64) -> Arc<Self> {
+        Arc::new(Self {
+            memory: memory.clone(),
+            at: slot * layout::ENTRY_LEN,
+            closed: AtomicBool::new(false),
+            closing: Mutex::new(()),
+            ended: AtomicBool::new(false),
+        })
+    }
+
+    /// Shows it to kernels, unless it was closed meanwhile.
+    fn open(&self, number: u32, range: &KernelRange) {
+        let _closing = self.closing.lock();
+        if self.is_closed() {
+            return;
+        }
+        self.store(layout::IOVA, range.iova);
+        self.store(layout::LENGTH, range.region.len());
+        self.store(layout::ADDRESS, range.region.address().raw());
         // Also for write-combining memory.
         fence(Ordering::SeqCst);
-        let number = u64::from(number & 0xff_ffff) << 8;
-        this.store(
-            layout::TAG,
-            u64::from(range.key) << 32 | number | u64::from(range.access.bits()),
-        );
-        Arc::new(this)
+        let (key, number) = (u64::from(range.key) << 32, u64::from(number & 0xff_ffff) << 8);
+        self.store(layout::TAG, key | number | u64::from(range.access.bits()));
     }
 
     fn store(&self, field: u64, value: u64) {
-        // `set_kernel_table` has checked the length.
+        // In memory without room for it, kernels find nothing.
         let _ = self.memory.bytes().store_u64(self.at + field, value);
     }
 
     fn close(&self) {
-        if !self.closed.swap(true, Ordering::AcqRel) {
+        let _closing = self.closing.lock();
+        if !self.is_closed() {
             self.store(layout::TAG, 0);
+            self.closed.store(true, Ordering::Release);
         }
     }
 
@@ -150,9 +169,17 @@ impl Entry {
 
 impl KernelUse for Entry {
     fn revoke(&self) -> bool {
+        if self.ended.load(Ordering::Acquire) {
+            return true;
+        }
         self.close();
         fence(Ordering::SeqCst);
-        self.memory.bytes().load_u64(self.at + layout::USERS).is_ok_and(|users| users == 0)
+        let users = self.memory.bytes().load_u64(self.at + layout::USERS);
+        let unused = users.is_ok_and(|users| users == 0);
+        if unused {
+            self.ended.store(true, Ordering::Release);
+        }
+        unused
     }
 }
 
@@ -189,7 +216,8 @@ impl KernelTable {
         let RemoteRows { rows, generations } = rows;
         let Some(lease) = peer.begin_device_access(rows, generations) else { return };
         self.opened = self.opened.wrapping_add(1);
-        let entry = Entry::open(&self.memory, slot, self.opened, range);
+        let entry = Entry::new(&self.memory, slot);
+        entry.open(self.opened, range);
         self.has_new = true;
         let _memory = memory.clone();
         self.remote[slot as usize] = Some(RemoteSlot { key: range.key, entry, lease, _memory });
@@ -225,12 +253,14 @@ impl KernelTable {
         if *region.allocation().device() != self.device {
             return;
         }
-        self.opened = self.opened.wrapping_add(1);
-        let range = KernelRange { key, access, iova, region };
-        let entry = Entry::open(&self.memory, slot, self.opened, &range);
-        // The span keeps the registration until it is known there.
+        let entry = Entry::new(&self.memory, slot);
+        // Before kernels see it: from now on it is revoked with the memory.
         let weak: Weak<Entry> = Arc::downgrade(&entry);
-        span.add_kernel_use(weak);
+        if !span.add_kernel_use(weak) {
+            return;
+        }
+        self.opened = self.opened.wrapping_add(1);
+        entry.open(self.opened, &KernelRange { key, access, iova, region });
         self.has_new = true;
         self.local[(slot - SLOTS) as usize] = Some(LocalSlot { key, entry });
     }
@@ -319,6 +349,19 @@ impl KernelTables {
     /// Notes that a table has entries.
     pub(super) fn schedule(&mut self, now: Instant) {
         self.next_check = self.next_check.min(now + CHECK_INTERVAL);
+    }
+
+    /// Waits until kernels use none of the tables of queue pairs that are gone, for a limited time.
+    pub(super) fn finish(&mut self) {
+        let deadline = std::time::Instant::now() + FINISH_LIMIT;
+        let mut backoff = crate::sync::Backoff::default();
+        while !self.draining.is_empty() && std::time::Instant::now() < deadline {
+            self.draining.retain_mut(|(table, _)| {
+                table.check(false);
+                !table.is_empty()
+            });
+            backoff.snooze();
+        }
     }
 
     /// When the tables must be looked at again.

@@ -407,11 +407,17 @@ impl Engine {
         Ok(path)
     }
 
-    /// Closes the rows of all queue pairs, and waits for copies in flight: peers that see this
-    /// process disconnect take it that none is.
+    /// Closes the rows of all queue pairs, and waits for copies in flight, and for kernels: peers
+    /// that see this process disconnect take it that there are none.
     pub(super) fn end(&mut self) {
-        let Core { qpcs, mapped, .. } = &mut self.core;
-        qpcs.iter_mut().flatten().for_each(|qpc| qpc.unpublish(mapped.export_table.as_ref().ok()));
+        let Core { qpcs, mapped, last_step, .. } = &mut self.core;
+        for qpc in qpcs.iter_mut().flatten() {
+            qpc.unpublish(mapped.export_table.as_ref().ok());
+            if let Some(table) = qpc.direct.kernel_table.take() {
+                mapped.kernel_tables.remove(qpc.index, *table, *last_step);
+            }
+        }
         mapped.copies.finish();
+        mapped.kernel_tables.finish();
     }
 }
