@@ -399,7 +399,7 @@ fn threads_over_a_bad_network(fixture: &Fixture) {
     std::thread::scope(|scope| {
         for n in 0..4u64 {
             // On a busy machine a thread may not be scheduled in time.
-            let conn = testbed.join(lossy_options().with_timeout(12));
+            let conn = testbed.join(lossy_options().with_timeout(16));
             let memory = ends.map(|end| fixture.host(end, 1 << 17));
             scope.spawn(move || {
                 let [near, far] = memory;
