@@ -1,13 +1,7 @@
 // Tests of what threads execute by themselves (detail/direct.cuh), on CPU threads. The test plays
 // the CPU that fills the table and revokes its entries; the model of the HCA executes the rest.
 // tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
-#include <sched.h>
-inline void maybe_yield() {
-    static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
-    state = state * 1664525 + 1013904223;
-    if (state >> 27 == 0) sched_yield();
-}
-#define WARPWIRE_YIELD_POINT() maybe_yield()
+#include "harness.hpp"
 #include "model.hpp"
 
 using namespace model;
@@ -254,11 +248,6 @@ void revoked_memory_is_not_touched() {
     CHECK(direct.is_unused(), "a user is left");
 }
 
-struct Case {
-    const char *name;
-    void (*run)();
-};
-#define CASE(function) {#function, function}
 const Case kCases[] = {
     CASE(copies_of_every_length_and_alignment), CASE(atomics_and_signals), CASE(what_is_not_allowed_is_posted),
     CASE(direct_work_waits_for_nothing_and_follows_what_was_posted), CASE(groups_copy_together),
@@ -267,17 +256,4 @@ const Case kCases[] = {
 
 }  // namespace
 
-int main(int count, char **names) {
-    int ran = 0;
-    for (const Case &one : kCases) {
-        bool wanted = count == 1;
-        for (int i = 1; i < count; i++) wanted |= std::strstr(one.name, names[i]) != nullptr;
-        if (!wanted) continue;
-        std::printf("%s ... ", one.name);
-        std::fflush(stdout);
-        one.run();
-        std::printf("ok\n");
-        ran++;
-    }
-    return ran ? 0 : 2;
-}
+int main(int count, char **names) { return run_cases(kCases, count, names); }

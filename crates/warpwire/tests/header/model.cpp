@@ -1,13 +1,6 @@
 // Tests of verbs.cuh on CPU threads, with a model of the HCA as the consumer of the queues.
 // tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
-#include <sched.h>
-// Yields at random at the yield points of the header.
-inline void maybe_yield() {
-    static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
-    state = state * 1664525 + 1013904223;
-    if (state >> 28 == 0) sched_yield();
-}
-#define WARPWIRE_YIELD_POINT() maybe_yield()
+#include "harness.hpp"
 #define WARPWIRE_FILL_TIMEOUT (3ull * 1000 * 1000 * 1000)
 #include "every_call.hpp"
 #include "model.hpp"
@@ -415,11 +408,6 @@ void signals_of_both_widths_mean_all_four_conditions() {
     conditions_of<u64>();
 }
 
-struct Case {
-    const char *name;
-    void (*run)();
-};
-#define CASE(function) {#function, function}
 const Case kCases[] = {
     CASE(entries_are_those_of_the_vectors), CASE(every_call), CASE(inline_puts_of_every_length),
     CASE(long_transfers_are_split_and_empty_ones_are_posted), CASE(many_threads_share_queue_pairs), CASE(one_thread_alone), CASE(no_doorbell_is_lost),
@@ -431,17 +419,4 @@ const Case kCases[] = {
 
 }  // namespace
 
-int main(int count, char **names) {
-    int ran = 0;
-    for (const Case &one : kCases) {
-        bool wanted = count == 1;
-        for (int i = 1; i < count; i++) wanted |= std::strstr(one.name, names[i]) != nullptr;
-        if (!wanted) continue;
-        std::printf("%s ... ", one.name);
-        std::fflush(stdout);
-        one.run();
-        std::printf("ok\n");
-        ran++;
-    }
-    return ran ? 0 : 2;
-}
+int main(int count, char **names) { return run_cases(kCases, count, names); }

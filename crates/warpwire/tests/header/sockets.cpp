@@ -2,14 +2,7 @@
 // between the two sockets of a pair. All of it is C++, so that ThreadSanitizer can check locks,
 // rings and requests. tools/header-tests builds it with sanitizers and runs it; an argument names
 // the cases to run.
-#include <sched.h>
-// Yields at random at the yield points of the header.
-inline void maybe_yield() {
-    static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
-    state = state * 1664525 + 1013904223;
-    if (state >> 28 == 0) sched_yield();
-}
-#define WARPWIRE_YIELD_POINT() maybe_yield()
+#include "harness.hpp"
 #include <warpwire/sock.cuh>
 
 #include "model.hpp"
@@ -316,11 +309,6 @@ void closing_ends_the_calls_of_others() {
     }
 }
 
-struct Case {
-    const char *name;
-    void (*run)();
-};
-#define CASE(function) {#function, function}
 const Case kCases[] = {
     CASE(groups_share_both_ends_of_a_stream), CASE(spans_are_one_at_a_time), CASE(requests_take_turns),
     CASE(accepting_gives_each_connection_once), CASE(closing_ends_the_calls_of_others),
@@ -328,17 +316,4 @@ const Case kCases[] = {
 
 }  // namespace
 
-int main(int count, char **names) {
-    int ran = 0;
-    for (const Case &one : kCases) {
-        bool wanted = count == 1;
-        for (int i = 1; i < count; i++) wanted |= std::strstr(one.name, names[i]) != nullptr;
-        if (!wanted) continue;
-        std::printf("%s ... ", one.name);
-        std::fflush(stdout);
-        one.run();
-        std::printf("ok\n");
-        ran++;
-    }
-    return ran ? 0 : 2;
-}
+int main(int count, char **names) { return run_cases(kCases, count, names); }

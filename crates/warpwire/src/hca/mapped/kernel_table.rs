@@ -82,25 +82,19 @@ pub(super) struct KernelRange {
 pub(in crate::hca) struct KernelTable {
     memory: QueueMemory,
     device: Device,
-    remote: [Option<RemoteSlot>; SLOTS as usize],
-    local: [Option<LocalSlot>; SLOTS as usize],
+    /// Those of remote memory, then those of local memory.
+    slots: [Option<Slot>; 2 * SLOTS as usize],
     /// Distinguishes the entries of a slot.
     opened: u32,
     /// Entries were added since [`KernelTables::schedule`] was told.
     pub has_new: bool,
 }
 
-struct RemoteSlot {
+struct Slot {
     key: u32,
     entry: Arc<Entry>,
-    lease: DeviceAccess,
-    /// Keeps it mapped.
-    _memory: Arc<ImportedMemory>,
-}
-
-struct LocalSlot {
-    key: u32,
-    entry: Arc<Entry>,
+    /// For memory of the peer: the access to its rows, and what keeps it mapped.
+    lease: Option<(DeviceAccess, Arc<ImportedMemory>)>,
 }
 
 /// One entry, from when it is opened until no kernel uses it.
@@ -117,8 +111,7 @@ struct Entry {
 
 impl std::fmt::Debug for KernelTable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (remote, local) = (self.remote.iter().flatten(), self.local.iter().flatten());
-        write!(f, "KernelTable({} remote, {} local)", remote.count(), local.count())
+        write!(f, "KernelTable({} entries)", self.slots.iter().flatten().count())
     }
 }
 
@@ -185,8 +178,8 @@ impl KernelUse for Entry {
 
 impl KernelTable {
     pub(in crate::hca) fn new(memory: QueueMemory, device: Device) -> Self {
-        let (remote, local) = ([const { None }; SLOTS as usize], [const { None }; SLOTS as usize]);
-        Self { memory, device, remote, local, opened: 0, has_new: false }
+        let slots = [const { None }; 2 * SLOTS as usize];
+        Self { memory, device, slots, opened: 0, has_new: false }
     }
 
     pub(super) fn device(&self) -> &Device {
@@ -196,8 +189,13 @@ impl KernelTable {
     /// Whether this memory of the peer has an entry.
     #[inline]
     pub(super) fn has_remote(&self, key: u32) -> bool {
-        let slot = self.remote[slot_of(key) as usize].as_ref();
-        slot.is_some_and(|known| known.key == key && !known.entry.is_closed())
+        self.has(slot_of(key), key)
+    }
+
+    #[inline]
+    fn has(&self, slot: u64, key: u32) -> bool {
+        let known = self.slots[slot as usize].as_ref();
+        known.is_some_and(|known| known.key == key && !known.entry.is_closed())
     }
 
     /// Lets kernels access memory of the peer, as long as these rows are open.
@@ -219,19 +217,17 @@ impl KernelTable {
         let entry = Entry::new(&self.memory, slot);
         entry.open(self.opened, range);
         self.has_new = true;
-        let _memory = memory.clone();
-        self.remote[slot as usize] = Some(RemoteSlot { key: range.key, entry, lease, _memory });
+        let lease = Some((lease, memory.clone()));
+        self.slots[slot as usize] = Some(Slot { key: range.key, entry, lease });
     }
 
     /// Lets kernels access the local memory of a work request, if it is one range of device memory.
     #[inline]
     pub(super) fn add_local(&mut self, qp_memory: &QpMemory, work: &WireWork, registry: &Registry) {
         let Some(data) = qp_memory.wr_state(work.id).single_sge else { return };
-        let known = self.local[slot_of(data.lkey) as usize].as_ref();
-        if known.is_some_and(|known| known.key == data.lkey && !known.entry.is_closed()) {
-            return;
+        if !self.has(SLOTS + slot_of(data.lkey), data.lkey) {
+            self.open_local(qp_memory, data.lkey, (data.address, data.len.into()), registry);
         }
-        self.open_local(qp_memory, data.lkey, (data.address, data.len.into()), registry);
     }
 
     #[cold]
@@ -262,58 +258,46 @@ impl KernelTable {
         self.opened = self.opened.wrapping_add(1);
         entry.open(self.opened, &KernelRange { key, access, iova, region });
         self.has_new = true;
-        self.local[(slot - SLOTS) as usize] = Some(LocalSlot { key, entry });
+        self.slots[slot as usize] = Some(Slot { key, entry, lease: None });
     }
 
-    /// Whether a slot, of remote or local memory, can be used; frees one that is no longer used.
+    /// Whether a slot can be used; frees one that is no longer used.
     fn is_free(&mut self, slot: u64) -> bool {
-        let at = (slot % SLOTS) as usize;
-        let entry = match slot < SLOTS {
-            true => self.remote[at].as_ref().map(|known| &known.entry),
-            false => self.local[at].as_ref().map(|known| &known.entry),
-        };
-        let free = entry.is_none_or(|entry| entry.is_closed() && entry.revoke());
-        if free {
-            match slot < SLOTS {
-                true => self.remote[at] = None,
-                false => self.local[at] = None,
-            }
+        let slot = &mut self.slots[slot as usize];
+        if slot.as_ref().is_some_and(Slot::has_ended) {
+            *slot = None;
         }
-        free
+        slot.is_none()
     }
 
     /// Closes all entries.
     pub(super) fn close(&self) {
-        self.remote.iter().flatten().for_each(|slot| slot.entry.close());
-        self.local.iter().flatten().for_each(|slot| slot.entry.close());
+        self.slots.iter().flatten().for_each(|slot| slot.entry.close());
     }
 
     /// Closes the entries whose memory the peer has taken back, and ends what no kernel uses.
     fn check(&mut self, is_connected: bool) {
-        for slot in &mut self.remote {
-            if let Some(known) = slot {
-                if !is_connected || !known.lease.is_open() {
-                    known.entry.close();
-                }
-                if known.entry.is_closed() && known.entry.revoke() {
-                    *slot = None;
-                }
+        for slot in &mut self.slots {
+            let Some(known) = slot else { continue };
+            let is_open = known.lease.as_ref().is_none_or(|(lease, _)| lease.is_open());
+            if !is_connected || !is_open {
+                known.entry.close();
             }
-        }
-        for slot in &mut self.local {
-            if let Some(known) = slot {
-                if !is_connected {
-                    known.entry.close();
-                }
-                if known.entry.is_closed() && known.entry.revoke() {
-                    *slot = None;
-                }
+            if known.has_ended() {
+                *slot = None;
             }
         }
     }
 
     fn is_empty(&self) -> bool {
-        self.remote.iter().all(Option::is_none) && self.local.iter().all(Option::is_none)
+        self.slots.iter().all(Option::is_none)
+    }
+}
+
+impl Slot {
+    /// Whether it is closed, and no kernel uses it.
+    fn has_ended(&self) -> bool {
+        self.entry.is_closed() && self.entry.revoke()
     }
 }
 
