@@ -68,11 +68,12 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         to.receive(&mut take).unwrap();
     }
     assert_eq!(from.poll_delay(), None, "packets are still held back");
-    // A UDP socket holds a corrupt packet whose ICRC may be right with another identification, by
-    // its own clock.
-    testkit::until("no packet is held", || {
+    // Linux may deliver a packet after `flush` returned, and a UDP socket holds a corrupt packet
+    // whose ICRC may be right with another identification, by its own clock.
+    testkit::until("every packet has arrived, and none is held", || {
         to.receive(&mut take).unwrap();
-        to.poll_delay().is_none()
+        let Counters { received, drops, .. } = to.counters();
+        received + drops.total() >= from.counters().sent && to.poll_delay().is_none()
     });
     Run { arrived, sender: from.counters(), receiver: to.counters() }
 }
@@ -171,7 +172,8 @@ fn corruption_is_detected_on_a_socket_too() {
         let (mut one, mut two) = (FaultInjector::with_clock(bind(), plan, clock.clone()), bind());
         let run = run(&mut one, &mut two, &clock);
         let drops = run.receiver.drops;
-        let found = (drops.icrc + drops.short) as usize;
+        // One damaged packet in 65 536 has an ICRC that fits some identification.
+        let found = (drops.icrc + drops.unverified + drops.short) as usize;
         assert!(about(found, 0.04 - 0.0012), "{drops:?}");
         assert_eq!(drops.overrun, 0, "the socket's buffer is large enough for this");
         assert_eq!(run.arrived.len() + found + run.sender.drops.injected as usize, COUNT as usize);
