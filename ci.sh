@@ -288,6 +288,8 @@ run() { # run NAME...
     case $name in
       tests)
         if [ "$all" ]; then
+          # What is installed meanwhile would change what tests see.
+          until [ -e "$folder/fetched" ]; do sleep 1; done
           setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 &
           building=$!
           setsid "$BASH" "$0" $([ $WARPWIRE_EFFORT = change ] || echo full) beside "$folder" &

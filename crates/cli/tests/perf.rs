@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -422,7 +424,6 @@ fn a_client_without_a_server_times_out() {
     let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "0.2"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("127.0.0.1"), "{}", stderr(&output));
-    assert!(!stderr(&output).contains("waiting"), "{}", stderr(&output));
     let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "1.5"]);
     let waits = format!("waiting for 127.0.0.1:{port} …\n");
     assert!(stderr(&output).starts_with(&waits), "{}", stderr(&output));
@@ -530,12 +531,12 @@ fn a_server_limits_its_memory() {
 #[test]
 fn a_dripping_client_does_not_outlast_the_timeout() {
     let start = Instant::now();
-    let (child, port) = server(&["write", "bw", "--timeout", "1"]);
+    let (child, port) = server(&["write", "bw", "--timeout", "3"]);
     let dripping = drip(&port);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("no peer connected within 1 s"), "{}", stderr(&output));
-    assert!(start.elapsed() < testkit::deadline(Duration::from_secs(5)), "{:?}", start.elapsed());
+    assert!(stderr(&output).contains("no peer connected within 3 s"), "{}", stderr(&output));
+    assert!(start.elapsed() < testkit::deadline(Duration::from_secs(7)), "{:?}", start.elapsed());
     dripping.join().unwrap();
 }
 
@@ -554,9 +555,9 @@ fn a_client_believes_no_server() {
             let _ = stream.read_to_end(&mut Vec::new());
         });
         let start = Instant::now();
-        let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "1"]);
+        let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "3"]);
         assert_eq!(output.status.code(), Some(1));
-        let limit = testkit::deadline(Duration::from_secs(5));
+        let limit = testkit::deadline(Duration::from_secs(7));
         assert!(start.elapsed() < limit, "{:?}", start.elapsed());
         serving.join().unwrap();
         stderr(&output)
@@ -581,13 +582,19 @@ fn stat_believes_no_process() {
     let report = format!(
         "{{\"warpwire\":1,\"pid\":{pid},\"program\":\"\\u001b[2J\\u0007x\",\"devices\":[]}}\n"
     );
-    let serving = std::thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        while stream.write_all(b" ").is_ok() {
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        for text in [report.replace(&pid.to_string(), "1"), report] {
-            listener.accept().unwrap().0.write_all(text.as_bytes()).unwrap();
+    let replies = ["", &report.replace(&pid.to_string(), "1"), &report].map(str::to_owned);
+    // Other tests may ask too, with `stat --all`.
+    let round = Arc::new(AtomicUsize::new(0));
+    let current = Arc::clone(&round);
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let reply = replies[current.load(Ordering::Relaxed)].clone();
+            std::thread::spawn(move || {
+                while reply.is_empty() && stream.write_all(b" ").is_ok() {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                let _ = stream.write_all(reply.as_bytes());
+            });
         }
     });
     let pid = pid.to_string();
@@ -596,6 +603,7 @@ fn stat_believes_no_process() {
         let output = run(&["stat", &pid, "--once", "--json"]);
         let limit = testkit::deadline(Duration::from_secs(6));
         assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+        round.fetch_add(1, Ordering::Relaxed);
         output
     };
     let slow = stat();
@@ -605,7 +613,6 @@ fn stat_believes_no_process() {
     let escapes = stat();
     assert!(escapes.status.success(), "{}", stderr(&escapes));
     assert!(!stdout(&escapes).contains('\u{1b}'), "{:?}", stdout(&escapes));
-    serving.join().unwrap();
     // A name that is not this process's.
     let other = std::process::Command::new("true").spawn().unwrap();
     let name = format!("warpwire-stat-{}", other.id());
@@ -620,42 +627,42 @@ fn a_peer_that_vanishes_is_named() {
     let (mut child, port) = server(&["write", "lat"]);
     let command = ["perf", "write", "lat", "127.0.0.1", "-p", &port, "-D", "60"];
     let client = warpwire(&command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(700));
+    let pid = client.id().to_string();
+    testkit::until("the client measures", || {
+        stdout(&run(&["stat", &pid, "--qps", "--once"])).contains(" RTS ")
+    });
+    std::thread::sleep(Duration::from_millis(300));
     child.kill().unwrap();
     child.wait().unwrap();
     let start = Instant::now();
     let output = client.wait_with_output().unwrap();
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    let limit = testkit::deadline(Duration::from_secs(20));
+    assert!(start.elapsed() < limit, "{:?}", start.elapsed());
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains(&format!("127.0.0.1:{port}")), "{}", stderr(&output));
 }
 
 #[test]
 fn stat_shows_a_running_process() {
-    // Long enough for `stat` to observe it, also on a busy machine.
-    let seconds = testkit::deadline(Duration::from_secs(2)).as_secs().to_string();
-    let command = ["perf", "write", "bw", "--local", "-D", &seconds, "-s", "64K"];
+    let command = ["perf", "write", "bw", "--local", "--run-infinitely", "-D", "1", "-s", "64K"];
     let command = [&command[..], &["-q", "4", "--engines", "2"]].concat();
     let mut client = warpwire(&command).stdout(Stdio::null()).spawn().unwrap();
     let pid = client.id().to_string();
-    let deadline = Instant::now() + testkit::deadline(Duration::from_secs(10));
-    let line = loop {
+    let sent = |of: &Value| of["packets_sent"].as_u64().unwrap();
+    let mut line = Value::Null;
+    testkit::until("every engine has sent", || {
         let output = run(&["stat", &pid, "--json", "-i", "0.2", "-c", "1"]);
-        let text = stdout(&output);
-        if output.status.success() && text.contains("per_second") {
-            break text;
-        }
-        assert!(Instant::now() < deadline, "{}", stderr(&output));
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    let line: Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+        let first = stdout(&output).lines().next().map(serde_json::from_str);
+        line = first.transpose().unwrap_or_default().unwrap_or_default();
+        let engines = line["engines"].as_array().map_or(&[][..], Vec::as_slice);
+        line["per_second"].is_object()
+            && engines.len() == 2
+            && engines.iter().all(|engine| sent(&engine["pairs"]) > 0)
+    });
     assert_eq!((line["pid"].to_string(), &line["device"]), (pid.clone(), &0.into()));
     assert!(line["per_second"]["bytes_sent"].is_number(), "{line}");
     let engines = line["engines"].as_array().unwrap();
-    let sent = |of: &Value| of["packets_sent"].as_u64().unwrap();
-    assert_eq!(engines.len(), 2, "{line}");
     assert!(engines.iter().all(|engine| engine["queue_pairs"] == 2), "{line}");
-    assert!(engines.iter().all(|engine| sent(&engine["pairs"]) > 0), "{line}");
     let sum: u64 = engines.iter().map(|engine| sent(&engine["pairs"])).sum();
     assert_eq!(sum, sent(&line["totals"]), "{line}");
     let once = stdout(&run(&["stat", &pid, "--once"]));
@@ -683,6 +690,8 @@ fn stat_shows_a_running_process() {
     }
     let both = run(&["stat", "--prometheus", "--json"]);
     assert_eq!(both.status.code(), Some(2), "{}", stderr(&both));
+    let child = rustix::process::Pid::from_child(&client);
+    rustix::process::kill_process(child, rustix::process::Signal::INT).unwrap();
     assert!(client.wait().unwrap().success());
     for more in [&[][..], &["--prometheus"]] {
         let gone = run(&[&["stat", &pid][..], more].concat());

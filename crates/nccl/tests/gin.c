@@ -427,6 +427,12 @@ static void mode_closing(void) {
   end_ranks(0);
 }
 
+/* How much longer things may take than on an idle machine. */
+static double slowdown(void) {
+  const char *limit = getenv("PLUGIN_LIMIT");
+  return limit ? atoi(limit) / 60.0 : 1;
+}
+
 /* The last rank is killed while others use it: they get an error, soon, and are usable. */
 static void mode_killed(uint64_t seed) {
   become_ranks(3);
@@ -438,12 +444,12 @@ static void mode_killed(uint64_t seed) {
     if (rank == 2) {
       OK(gin->listen(instance, 0, shared->handles[rank], &listener));
       barrier();
-      usleep(200000);
+      sleep(1);
       raise(SIGKILL);
     }
     double start = now();
     EXPECT(REMOTE_ERROR, try_connect(&coll));
-    CHECK(now() - start < 5 && strstr(last_warning, "rank 2"));
+    CHECK(now() - start < 6 * slowdown() && strstr(last_warning, "rank 2"));
     end_ranks(2);
     return;
   }
@@ -473,7 +479,7 @@ static void mode_killed(uint64_t seed) {
     while (!has_error(&coll)) progress(&coll);
     EXPECT(REMOTE_ERROR, progress(&coll));
   }
-  CHECK(now() - start < 5);
+  CHECK(now() - start < 5 * slowdown());
   /* The other rank still is there. */
   OK(put_signal(&coll, 0, m.source_id, 5000, 0, m.target_id, (uint32_t)!rank, 0, m.signals_id, 1,
                 INC, &request));

@@ -238,7 +238,7 @@ def test_waits_release_the_gil(agents):
 
     def wait():
         waiting.set()
-        assert alice.wait_notification(0.5) is None
+        assert alice.wait_notification(2) is None
 
     thread = threading.Thread(target=wait)
     thread.start()

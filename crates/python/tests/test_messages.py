@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -260,13 +261,10 @@ def test_waits_release_the_gil_and_see_signals(pair):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for wait in [lambda: comm.recv(bytearray(4), 1), lambda: comm.barrier(PATIENCE)]:
-            ticks = []
-            ticker = threading.Timer(0.1, lambda: ticks.append(1))
-            ticker.start()
-            signal.setitimer(signal.ITIMER_REAL, 0.4)
+            # Another thread runs meanwhile.
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGALRM)).start()
             with pytest.raises(KeyboardInterrupt):
                 wait()
-            assert ticks, "another thread has run meanwhile"
     finally:
         signal.signal(signal.SIGALRM, before)
     process.kill()
@@ -298,7 +296,7 @@ def test_streams_send_and_wait(pair, task):
 
 def test_streams_that_wait_too_long(pair):
     comm, process = pair("stream-silent", streams=True)
-    channel = comm.device_channel("sim:0", wait_timeout=0.3)
+    channel = comm.device_channel("sim:0", wait_timeout=2)
     assert process.stdout.readline() == "here\n"
     stream = warpwire.Stream("sim:0")
     memory = channel.register(warpwire.alloc(4096, "sim:0"))
@@ -313,7 +311,7 @@ def test_streams_that_wait_too_long(pair):
     with pytest.raises(warpwire.Timeout):
         channel.check()
     before = time.monotonic()
-    with pytest.raises(warpwire.Timeout, match="0.3|300"):
+    with pytest.raises(warpwire.Timeout, match="2 s"):
         receive.wait(PATIENCE)
     assert time.monotonic() - before < PATIENCE / 2, "it has failed, and nobody waits for it"
 

@@ -38,14 +38,25 @@ pub fn cpu_share<const N: usize>(processes: [u32; N], time: Duration) -> [f64; N
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     #[test]
     fn a_thread_that_spins_is_seen() {
-        let end = Instant::now() + Duration::from_secs(1);
-        let spinner = std::thread::spawn(move || while Instant::now() < end {});
-        let [share] = cpu_share([std::process::id()], Duration::from_millis(500));
-        spinner.join().unwrap();
+        let [begun, ended] = [(); 2].map(|()| AtomicBool::new(false));
+        let share = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begun.store(true, Ordering::Relaxed);
+                while !ended.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+            crate::until("the thread spins", || begun.load(Ordering::Relaxed));
+            let [share] = cpu_share([std::process::id()], Duration::from_millis(500));
+            ended.store(true, Ordering::Relaxed);
+            share
+        });
         assert!(share > 0.05, "{share}");
     }
 }

@@ -86,8 +86,9 @@ impl Process {
     pub fn until_stopped(&self) {
         let stopped = |task: std::io::Result<std::fs::DirEntry>| {
             // The state follows the name of the program, which stands in parentheses.
-            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
-            stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
+            let stat = std::fs::read_to_string(task.unwrap().path().join("stat"));
+            // A thread may end meanwhile.
+            stat.map_or(true, |stat| stat.rsplit(')').next().unwrap().trim_start().starts_with('T'))
         };
         until("all threads of the process stop", || {
             std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap().all(stopped)

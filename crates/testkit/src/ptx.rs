@@ -95,7 +95,8 @@ impl Store {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::io::Write;
+    use std::process::Stdio;
 
     use super::*;
 
@@ -110,8 +111,17 @@ mod tests {
         }
         fs::write(root.join(SOURCE), "123456789").unwrap();
         let path = root.join(TOOL);
-        fs::write(&path, format!("#!/bin/sh\ncd \"$(dirname \"$0\")/..\"\n{tool}")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        // Written by a child: a descriptor of this process would be inherited by those of other
+        // tests, and Linux executes no file that is open for writing.
+        let mut writer = Command::new("sh")
+            .args(["-c", "cat >\"$0\" && chmod +x \"$0\""])
+            .arg(&path)
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let script = format!("#!/bin/sh\ncd \"$(dirname \"$0\")/..\"\n{tool}");
+        writer.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        assert!(writer.wait().unwrap().success());
         let store = Store { folder: root.join("made"), prebuilt: false, root };
         (folder, store)
     }

@@ -77,7 +77,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let mut checks = Vec::new();
     for (name, check) in CHECKS {
         reporter.set_status(name);
-        let outcome = Fixture::new(&device).and_then(|fixture| check(&fixture));
+        let outcome = Fixture::new(&device, TIMEOUT).and_then(|fixture| check(&fixture));
         let why_not = outcome.err().map(|(Failure::Usage(why) | Failure::Runtime(why))| why);
         match &why_not {
             None => reporter.print(&format!("ok      {name}\n"))?,
@@ -105,7 +105,7 @@ struct Fixture {
 const LEN: u64 = 4096;
 
 impl Fixture {
-    fn new(device: &Device) -> Result<Self, Failure> {
+    fn new(device: &Device, wait_timeout: Duration) -> Result<Self, Failure> {
         let hub = Hub::new();
         let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(1), core: None };
         let open = |address: [u8; 4]| -> Result<(Context, Pd), Failure> {
@@ -116,7 +116,7 @@ impl Fixture {
             Ok((context, pd))
         };
         let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
-        let wait_timeout = Some(Duration::from_millis(500));
+        let wait_timeout = Some(wait_timeout);
         let make = |(context, pd): &(Context, Pd)| {
             let options = StreamQpOptions::default().with_wait_timeout(wait_timeout);
             StreamQp::create(context, pd, device, options)
@@ -268,6 +268,7 @@ fn failure(fixture: &Fixture) -> Result<(), Failure> {
 }
 
 fn silent_peer(fixture: &Fixture) -> Result<(), Failure> {
+    let fixture = Fixture::new(&fixture.device, Duration::from_millis(500))?;
     let [a, _] = &fixture.qps;
     let (_memory, target) = fixture.memory(0)?;
     let stream = fixture.stream()?;

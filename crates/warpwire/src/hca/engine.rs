@@ -35,7 +35,7 @@ use super::numbers::{Generation, Numbering};
 use super::paths::Paths;
 use super::protocol::Protocol;
 use super::qpc::{QpContext, RecvSource, TakeOutcome};
-use super::ring::{SharedReceiveQueue, WQE_ARRIVAL_TIMEOUT};
+use super::ring::{SharedReceiveQueue, WQE_POLL_INTERVAL};
 use super::stats::{DropReason, Totals};
 use crate::error::Result;
 use crate::link::{ExportTable, Frame, Link};
@@ -228,7 +228,7 @@ impl Engine {
         let timer = self.core.timers.peek().map_or(Instant::NEVER, |Reverse((when, _))| *when);
         let link = self.link.poll_delay().map_or(Instant::NEVER, |wait| now + wait);
         let wqe_missing =
-            if self.core.wqe_missing { now + WQE_ARRIVAL_TIMEOUT } else { Instant::NEVER };
+            if self.core.wqe_missing { now + WQE_POLL_INTERVAL } else { Instant::NEVER };
         let others = match self.core.waits_for_others {
             true => now + RETRY_DELAY,
             false => Instant::NEVER,

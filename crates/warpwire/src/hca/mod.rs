@@ -271,18 +271,25 @@ impl Hca {
     }
 
     /// Advances the engines until they are idle, for at most `limit`, so that the acknowledgements
-    /// of a process that exits reach its peers. Safe in a handler of `exit`: it waits for no lock.
+    /// of a process that exits reach its peers. Safe in a handler of `exit`: it waits for no lock,
+    /// which the thread that a signal interrupted might hold.
     pub fn flush(&self, limit: Duration) {
-        /// How long a step of another thread may take.
+        /// Between two steps, for packets under way and for steps of other threads.
         const PAUSE: Duration = Duration::from_micros(200);
         let start = std::time::Instant::now();
-        // Two idle steps in a row. A step also counts as idle while another thread is making one,
-        // which the pause lets it finish: waiting for it could hang an exit in a signal handler.
+        // Two idle steps in a row.
         let mut idle_steps = 0;
         while idle_steps < 2 && start.elapsed() < limit {
-            let is_busy = self.poll().is_ok_and(|progress| !progress.is_idle());
-            idle_steps = if is_busy { 0 } else { idle_steps + 1 };
-            if idle_steps == 1 {
+            let (mut is_idle, mut pauses) = (true, false);
+            for engine in &self.0.engines {
+                match engine.try_step() {
+                    Ok(Some(progress)) => is_idle &= progress.is_idle(),
+                    Ok(None) => (is_idle, pauses) = (false, true),
+                    Err(_) => {}
+                }
+            }
+            idle_steps = if is_idle { idle_steps + 1 } else { 0 };
+            if pauses || idle_steps == 1 {
                 std::thread::sleep(PAUSE);
             }
         }

@@ -16,8 +16,11 @@ use crate::mlx5::{
 
 /// How long a WQE may be announced by a doorbell without being visible before it counts as torn. A
 /// doorbell may overtake the WQE, and a writer may be preempted between the two halves of a
-/// doorbell; neither takes that long.
-pub(super) const WQE_ARRIVAL_TIMEOUT: Duration = Duration::from_millis(20);
+/// doorbell; neither takes that long, not even on a busy machine.
+const WQE_ARRIVAL_TIMEOUT: Duration = Duration::from_millis(300);
+
+/// How often an engine without other work looks for it.
+pub(super) const WQE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Offsets of the parts of a queue pair in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -88,10 +88,16 @@ impl EngineShared {
     /// See [`Hca::poll`](super::Hca::poll).
     #[inline]
     pub(super) fn poll(&self) -> error::Result<StepSummary> {
+        Ok(self.try_step()?.unwrap_or_default())
+    }
+
+    /// Makes a step; `None` if another thread is making one.
+    #[inline]
+    pub(super) fn try_step(&self) -> error::Result<Option<StepSummary>> {
         let steps = &self.waker.poller_steps;
         let Some(mut engine) = self.engine.try_lock() else {
             steps.fetch_add(1, Ordering::Relaxed);
-            return Ok(StepSummary::default());
+            return Ok(None);
         };
         // Observers look only for a change, so an increment lost to a thread that did not get the
         // lock does no harm.
@@ -99,7 +105,7 @@ impl EngineShared {
         engine.core.totals.steps += 1;
         let progress = engine.step(self.now());
         self.waker.on_poller_step();
-        progress
+        progress.map(Some)
     }
 
     /// See [`Hca::fast_path`](super::Hca::fast_path).

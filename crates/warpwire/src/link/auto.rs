@@ -48,9 +48,10 @@ const MAX_UDP_POLL_INTERVAL: u32 = 32;
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 pub struct Auto {
-    udp: Udp,
-    /// The link, or the reason why there is none.
+    /// The link, or the reason why there is none. Before `udp`: who gets a port that was freed gets
+    /// its name in shared memory too.
     shm: std::result::Result<Shm, String>,
+    udp: Udp,
     flows: Flows<Flow>,
     /// The transport of the last reservation.
     last: Transport,
@@ -352,7 +353,22 @@ impl Link for Auto {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::tests::{receive, send};
+    use crate::link::tests::{receive, send, wait};
+
+    /// Binds a port that was just freed: a child that another test is starting has a copy of all
+    /// descriptors until it executes its program.
+    fn bind_again<L>(bind: impl Fn() -> Result<L>) -> L {
+        let mut link = None;
+        testkit::until("the port is free", || {
+            link = bind().ok();
+            link.is_some()
+        });
+        link.unwrap()
+    }
+
+    fn bind_auto_again(address: SocketAddr) -> Auto {
+        bind_again(|| Auto::bind(address, UdpOptions::default(), ShmOptions::default()))
+    }
 
     fn bind() -> Auto {
         let any = "127.0.0.1:0".parse().unwrap();
@@ -392,6 +408,7 @@ mod tests {
         for round in 0..20 {
             send(&mut far, by_udp, 64, round);
             far.flush().unwrap();
+            testkit::until("the packet has arrived", || wait(&sink.udp, Duration::ZERO));
             let mut received = false;
             for _ in 0..2 * MAX_UDP_POLL_INTERVAL {
                 send(&mut near, by_memory, 64, round);
@@ -410,7 +427,7 @@ mod tests {
         let address = free.local();
         let _taken = Shm::bind_with_udp(address, ShmOptions::default()).unwrap();
         drop(free);
-        let mut one = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
+        let mut one = bind_auto_again(address);
         let mut two = bind();
         assert!(one.path().why.contains("no shm: "), "{}", one.path());
         let flow = one.open(two.local(), 0).unwrap();
@@ -435,27 +452,28 @@ mod tests {
         // address.
         let address = two.local();
         drop(two);
+        let limit = testkit::deadline(Duration::from_secs(20));
         let start = std::time::Instant::now();
         while one.counters().drops.no_peer < 100 {
             send(&mut one, flow, 64, 1);
             one.flush().unwrap();
             one.receive(&mut |_| ()).unwrap();
             std::thread::sleep(Duration::from_micros(500));
-            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+            assert!(start.elapsed() < limit, "{:?}", one.counters());
         }
         assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
-        let mut back = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
+        let mut back = bind_auto_again(address);
         while back.receive(&mut |_| ()).unwrap() == 0 {
             send(&mut one, flow, 64, 1);
             one.flush().unwrap();
-            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+            assert!(start.elapsed() < limit, "{:?}", one.counters());
         }
         // The order in which the two links were bound does not matter.
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), UdpOptions::default()).unwrap();
         let address = free.local();
         drop(free);
-        let mut stranger = Shm::bind(address, ShmOptions::default()).unwrap();
-        let mut three = Auto::bind(address, UdpOptions::default(), ShmOptions::default()).unwrap();
+        let mut stranger = bind_again(|| Shm::bind(address, ShmOptions::default()));
+        let mut three = bind_auto_again(address);
         let flow = one.open(three.local(), 0).unwrap();
         send(&mut one, flow, 64, 2);
         one.flush().unwrap();
@@ -480,6 +498,6 @@ mod tests {
         Udp::bind(shm_only.local(), UdpOptions::default()).err().unwrap();
         let freed = shm_only.local();
         drop(shm_only);
-        Udp::bind(freed, UdpOptions::default()).unwrap();
+        bind_again(|| Udp::bind(freed, UdpOptions::default()));
     }
 }

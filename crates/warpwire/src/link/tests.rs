@@ -155,7 +155,7 @@ pub(super) fn receive_until_dropped(link: &mut dyn Link, count: u64) -> Drops {
     link.counters().drops
 }
 
-fn wait(link: &dyn Link, time: Duration) -> bool {
+pub(super) fn wait(link: &dyn Link, time: Duration) -> bool {
     let time = link.poll_delay().unwrap_or(time).min(time);
     let fd = link.wait_fd().unwrap();
     let timeout = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };

@@ -213,6 +213,9 @@ mod tests {
 
     const LEN: usize = 1 << 20;
 
+    /// The event of an unmapped range may be read after another test has got its addresses.
+    static ONE_AT_A_TIME: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
+
     fn map() -> *mut std::ffi::c_void {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.
@@ -231,6 +234,7 @@ mod tests {
 
     #[test]
     fn unmap_remap_and_discard_are_detected_before_they_return() {
+        let _alone = ONE_AT_A_TIME.lock();
         for round in 0..200 {
             let base = map();
             let Some(uffd_watch) = watch_or_skip(base) else { return };
@@ -239,7 +243,13 @@ mod tests {
                 base.cast::<u8>().write_bytes(7, LEN);
                 assert!(!uffd_watch.is_invalidated(), "an access is not an event");
                 match round % 3 {
-                    0 => munmap(base.byte_add(LEN / 2), 4096).unwrap(),
+                    // No hole, which memory of another test could take.
+                    0 => {
+                        let (page, none) = (base.byte_add(LEN / 2), ProtFlags::empty());
+                        mmap_anonymous(page, 4096, none, MapFlags::PRIVATE | MapFlags::FIXED)
+                            .map(drop)
+                            .unwrap();
+                    }
                     1 => {
                         let grown = mremap(base, LEN, 2 * LEN, MremapFlags::MAYMOVE).unwrap();
                         if grown == base {
@@ -262,6 +272,7 @@ mod tests {
 
     #[test]
     fn events_of_other_ranges_and_of_dropped_watches_are_ignored() {
+        let _alone = ONE_AT_A_TIME.lock();
         let (one, two) = (map(), map());
         let (Some(first), Some(second)) = (watch_or_skip(one), watch_or_skip(two)) else { return };
         drop(first);
@@ -275,6 +286,7 @@ mod tests {
 
     #[test]
     fn memory_that_cannot_be_watched_is_an_error() {
+        let _alone = ONE_AT_A_TIME.lock();
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
         // SAFETY: a new mapping at an address chosen by the kernel affects no other memory.

@@ -96,6 +96,9 @@ fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
     }
 }
 
+/// How long packets of a rank that has ended are received, beside those of others.
+const LAST_PACKETS: Duration = Duration::from_millis(50);
+
 /// Receives the complete messages of a rank and wakes waiting threads. False once the rank is lost.
 fn recv(shared: &Shared, rank: usize) -> bool {
     let Some(link) = &shared.links[rank] else { return false };
@@ -111,8 +114,11 @@ fn recv(shared: &Shared, rank: usize) -> bool {
 
 fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bool {
     let lost = |why: String| Error::new(Kind::PeerLost, format!("reach rank {rank}")).why(why);
+    // First process the messages that it had sent before, also those not received yet.
+    if let Some(hca) = shared.domain.context.soft() {
+        hca.flush(LAST_PACKETS);
+    }
     let mut state = shared.lock();
-    // First process the messages that it had sent before.
     if let Err(why) = state.progress(&shared.cq) {
         tracing::error!(%why, "the device has failed");
     }

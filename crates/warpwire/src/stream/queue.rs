@@ -634,8 +634,9 @@ impl Shared {
             let Some(memory) = self.cqs[at].memory() else { continue };
             let _ = memory.bytes().store_u32(cqe_slot, word);
             memory.flush_stores();
+            // Its own completions, if it still writes them, cannot be told from these.
+            state.device_lost = true;
         }
-        state.device_lost = true;
     }
 
     #[cold]

@@ -225,19 +225,24 @@ class Device {
         stop_ = true;
         thread_.join();
     }
-    void hold(bool held) { held_ = held; }
+    // Returns when the thread is between two steps.
+    void hold(bool held) {
+        held_ = held;
+        while (held && !holding_) std::this_thread::yield();
+    }
 
   private:
     void run() {
         while (!stop_) {
             bool worked = false;
-            if (!held_)
+            holding_ = held_.load();
+            if (!holding_)
                 for (Pair *pair : pairs_) worked |= pair->step();
             if (!worked) std::this_thread::yield();
         }
     }
     std::vector<Pair *> pairs_;
-    std::atomic<bool> stop_{false}, held_{false};
+    std::atomic<bool> stop_{false}, held_{false}, holding_{false};
     std::thread thread_;
 };
 

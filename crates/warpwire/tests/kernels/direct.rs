@@ -41,7 +41,7 @@ fn direct(end: &Endpoint) -> u64 {
 
 /// A connection that ends soon after its peer, but not because a peer had to wait for a CPU.
 pub fn patient() -> QpOptions {
-    QpOptions::default().with_timeout(14).with_retry_count(3)
+    QpOptions::default().with_timeout(16).with_retry_count(3)
 }
 
 /// Puts until kernels do so by themselves, on links with mapped memory; otherwise puts a few times.

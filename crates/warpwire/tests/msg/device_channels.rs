@@ -1,6 +1,6 @@
 //! Device channels: messages that streams and kernels send and wait for.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
@@ -421,10 +421,12 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
 
 /// Rank 1 leaves by `go` while streams of the other ranks wait for it in every way.
 fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
+    let waiting = AtomicUsize::new(0);
     run_endpoints(fixture, 3, |end| {
         let into = end.memory(64);
         end.comm.barrier(test_timeout()).unwrap();
         if end.comm.rank() == 1 {
+            testkit::until("the others wait", || waiting.load(Ordering::Relaxed) == 2);
             std::thread::sleep(SHORT_WAIT);
             return go(&end.comm);
         }
@@ -439,6 +441,7 @@ fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
         end.device_channel
             .wait_word_on_stream(&streams[3], &word.word32(0).unwrap(), wanted, Writer::Rank(1))
             .unwrap();
+        waiting.fetch_add(1, Ordering::Relaxed);
         let start = Instant::now();
         for stream in &streams {
             stream.synchronize(test_timeout()).unwrap();

@@ -523,8 +523,8 @@ fn timeouts(fixture: &Fixture) {
             assert_eq!(receive.wait(test_timeout()).unwrap().len, 100);
             assert_eq!(receive.wait(Duration::ZERO).unwrap().len, 100);
         } else {
-            assert!(!comm.test_ready(0).unwrap());
             comm.wait_ready(0, test_timeout()).unwrap();
+            assert!(!comm.test_ready(0).unwrap(), "it was taken");
             comm.send(0, 0, &memory, test_timeout()).unwrap();
             // A receive that no message matches times out.
             let late = comm.recv(0, 9, &memory, SHORT_WAIT).unwrap_err();

@@ -117,7 +117,8 @@ impl Job {
 fn kill_during(fixture: &Fixture, size: usize, task: &str) {
     let mut job = Job::start(fixture, size, task);
     assert_eq!(job.line(VICTIM), "now", "{task}");
-    std::thread::sleep(Duration::from_millis(30));
+    // The others may need as long to see its barrier.
+    std::thread::sleep(Duration::from_millis(200));
     job.signal(VICTIM, Signal::KILL);
     let killed = Instant::now();
     for rank in (0..size).filter(|rank| *rank != VICTIM) {

@@ -31,7 +31,10 @@ cases!(Harness; CASES:
 );
 
 /// Far less than the timeout of a wait for a device: a case that takes longer deadlocked.
-const DEADLOCK_LIMIT: Duration = Duration::from_secs(5);
+fn deadlock_limit() -> Duration {
+    testkit::deadline(Duration::from_secs(5))
+}
+
 const LEN: u64 = 4 << 20;
 
 fn staged(end: &Endpoint, memory: &Allocation, staging: StagingOptions) -> Mr {
@@ -187,7 +190,7 @@ fn freed_by_the_stream_that_copies_bad_flow(harness: &Harness) {
         // progress waits for the stream.
         let start = Instant::now();
         testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
-        assert!(start.elapsed() < DEADLOCK_LIMIT, "deadlock: {:?}", start.elapsed());
+        assert!(start.elapsed() < deadlock_limit(), "deadlock: {:?}", start.elapsed());
         assert_eq!(far.failure().map(|error| error.to_string()), None);
     }
 }
@@ -215,7 +218,7 @@ fn freed_by_the_stream_that_an_atomic_waits_for_bad_flow(harness: &Harness) {
     } else {
         assert_eq!((first.id, first.status), (1, Status::RemoteAccess));
     }
-    assert!(start.elapsed() < DEADLOCK_LIMIT, "deadlock: {:?}", start.elapsed());
+    assert!(start.elapsed() < deadlock_limit(), "deadlock: {:?}", start.elapsed());
 }
 
 /// After an invalidation the client sees all bytes written before it, and none are written later.

@@ -84,7 +84,7 @@ fn everything(testbed: &mut Testbed, rounds: u64, reads: TheirReads) {
 
 fn under(bench: &Bench, faults: &'static [&'static str], rounds: u64, reads: TheirReads) -> Stats {
     // A short timeout keeps the case fast: the guest is slow.
-    let params = ConnParams { faults, timeout: 12, ..ConnParams::default() };
+    let params = ConnParams { faults, timeout: 14, ..ConnParams::default() };
     let mut testbed = Testbed::open(bench, params);
     everything(&mut testbed, rounds, reads);
     testbed.qp().stats().unwrap()
@@ -129,7 +129,7 @@ fn corrupted_packets(bench: &Bench) {
         Family::V6 => &["corrupt=7%,seed=9"],
     };
     let mut testbed =
-        Testbed::open(bench, ConnParams { from, faults, timeout: 12, ..ConnParams::default() });
+        Testbed::open(bench, ConnParams { from, faults, timeout: 14, ..ConnParams::default() });
     everything(&mut testbed, 8, TheirReads::Yes);
     let stats = testbed.qp().stats().unwrap();
     assert!(stats.resent > 0, "{stats:?}");

@@ -42,7 +42,7 @@ impl Default for ConnParams {
         Self {
             mtu: 1024,
             psn: [0x12_3456, 0xab_cdef],
-            timeout: 14,
+            timeout: 16,
             retry: 7,
             rnr_retry: 7,
             min_rnr: 12,

@@ -10,7 +10,7 @@ use crate::sock::scripted::KernelOp;
 use crate::sock::testbed::{
     ClosedPort, DATAGRAM, STREAM, Testbed, WARP_DATAGRAM, WARP_STREAM, errno, loopbacks, until,
 };
-use testkit::cases;
+use testkit::{cases, deadline};
 
 cases!(Testbed; CASES:
     names_are_returned,
@@ -60,8 +60,13 @@ fn an_address_in_use_is_refused(testbed: &Testbed) {
         );
         drop(taken);
         scripted.expect(KernelOp::Close, &[socket], None);
+        // Another process may get the port first.
         let socket = scripted.socket(at, STREAM);
-        scripted.expect(KernelOp::Bind, &[socket], Some(name));
+        if scripted.call(KernelOp::Bind, &[socket], Some(name)).result == refused {
+            println!("skipped: another process has {name}");
+            scripted.expect(KernelOp::Close, &[socket], None);
+            continue;
+        }
         scripted.expect(KernelOp::Listen, &[socket, 5], None);
         assert!(TcpListener::bind(name).is_err(), "the kernel is bound to it");
         scripted.expect(KernelOp::Close, &[socket], None);
@@ -299,5 +304,5 @@ fn invalid_sock_options(testbed: &Testbed) {
         assert_eq!(error.kind(), &warpwire::error::Kind::InvalidArgument);
         assert!(error.advice().is_some(), "{error}");
     }
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < deadline(Duration::from_secs(5)));
 }

@@ -119,7 +119,10 @@ fn a_closed_port(testbed: &Testbed) {
     let harness = testbed.harness(1);
     let scripted = harness.first();
     let at = loopbacks()[0];
-    let closed_port = UdpSocket::bind(at).unwrap().local_addr().unwrap();
+    // A socket that is connected to itself: as good as closed for others, and nobody else's.
+    let reserved = UdpSocket::bind(at).unwrap();
+    let closed_port = reserved.local_addr().unwrap();
+    reserved.connect(closed_port).unwrap();
     let socket = scripted.socket(at, DATAGRAM);
     scripted.expect(KernelOp::Connect, &[socket], Some(closed_port));
     assert_eq!(scripted.send(socket, b"hello?"), 6);

@@ -11,7 +11,7 @@ use crate::sock::peer::Peer;
 use crate::sock::polling::poll;
 use crate::sock::scripted::{KernelOp, ScriptedKernel};
 use crate::sock::testbed::{Harness, STREAM, Testbed, errno, loopbacks, until};
-use testkit::cases;
+use testkit::{cases, deadline};
 
 cases!(Testbed; CASES:
     a_reset_reaches_a_waiting_receiver,
@@ -149,14 +149,14 @@ fn the_host_ends_under_every_call(testbed: &Testbed) {
     let start = Instant::now();
     harness.host.stop();
     check_all_woken(&harness);
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    assert!(start.elapsed() < deadline(Duration::from_secs(3)), "{:?}", start.elapsed());
     // Peers see their connections end.
     let mut byte = [0];
     assert!(matches!(peers[0].read(&mut byte), Ok(0) | Err(_)));
 }
 
 fn the_host_dies_under_every_call(testbed: &Testbed) {
-    let heartbeat_timeout = Duration::from_millis(400);
+    let heartbeat_timeout = Duration::from_millis(1500);
     let options = testbed
         .options()
         .with_sockets(64)
@@ -172,7 +172,7 @@ fn the_host_dies_under_every_call(testbed: &Testbed) {
         "without a notification: {:?}",
         start.elapsed()
     );
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(start.elapsed() < deadline(Duration::from_secs(10)), "{:?}", start.elapsed());
 }
 
 fn closing_a_listener_closes_unaccepted_connections(testbed: &Testbed) {
@@ -186,7 +186,7 @@ fn closing_a_listener_closes_unaccepted_connections(testbed: &Testbed) {
     until("only the accepted one stays", || harness.host.stats().open == 1);
     let mut served = 0;
     for mut peer in peers {
-        peer.set_read_timeout(Duration::from_millis(300));
+        peer.set_read_timeout(Duration::from_secs(1));
         let mut byte = [0];
         use std::io::ErrorKind::{TimedOut, WouldBlock};
         let waits = |error: &std::io::Error| [TimedOut, WouldBlock].contains(&error.kind());
@@ -204,24 +204,16 @@ fn a_peer_dies_before_it_is_accepted(testbed: &Testbed) {
     let mut polite = testbed.family.dial(name);
     polite.write_all(b"goodbye").unwrap();
     drop(polite);
-    let mut endings = Vec::new();
-    for _ in 0..2 {
-        scripted.expect(
-            KernelOp::Set,
-            &[listener, SockOption::ReceiveTimeout as u64, 300_000_000],
-            None,
-        );
-        let accepted = scripted.call(KernelOp::Accept, &[listener], None).result;
-        if accepted < 0 {
-            continue; // the kernel had dropped the dead connection
+    // The kernel may have dropped the dead connection.
+    loop {
+        let accepted = scripted.expect(KernelOp::Accept, &[listener], None) as u64;
+        let ending = scripted.recv(accepted, 100);
+        scripted.expect(KernelOp::Close, &[accepted], None);
+        if ending == Ok(b"goodbye".to_vec()) {
+            break;
         }
-        endings.push(scripted.recv(accepted as u64, 100));
-        scripted.expect(KernelOp::Close, &[accepted as u64], None);
+        assert_eq!(ending, Err(errno(Errno::CONNRESET)));
     }
-    assert!(endings.contains(&Ok(b"goodbye".to_vec())), "{endings:?}");
-    let others: Vec<_> =
-        endings.iter().filter(|ending| **ending != Ok(b"goodbye".to_vec())).collect();
-    assert!(others.iter().all(|ending| **ending == Err(errno(Errno::CONNRESET))), "{endings:?}");
 }
 
 fn impossible_counters_harm_one_socket_only(testbed: &Testbed) {

@@ -253,7 +253,11 @@ fn killed_while_it_sends(testbed: &Testbed) {
         let (mut peer_process, sockets) =
             kill_test.accept_from_process(loopbacks()[0], 1, "stream");
         let scripted = kill_test.harness.first();
+        let before = kill_test.harness.host.stats().received;
         scripted.start(KernelOp::StreamIn, &[sockets[0], 1, 1 << 40, 50_000], None);
+        if kill_test.family == Family::Inet {
+            until("the peer sends", || kill_test.harness.host.stats().received > before);
+        }
         std::thread::sleep(Duration::from_millis(60));
         assert!(!scripted.is_done());
         let killed = peer_process.kill();

@@ -55,9 +55,11 @@ fn work_posted_after_a_failure_is_flushed(fixture: &Fixture) {
     let [a, _b] = fixture.pair(&testbed);
     let near = fixture.memory(&testbed.a, 64);
     let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
-    let gate = fixture.word64();
+    let [begin, gate] = [(); 2].map(|()| fixture.word64());
     let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let bad = SendRequest::new(1, WrOp::Write(nowhere));
+    // Nothing can be queued after the failure.
+    streams[0].wait_value(&begin, Condition::AtLeast, 1).unwrap();
     a.queue(&streams[0], &bad.with(&[near.sge(0, 8)])).unwrap();
     // The second stream has not reached its request when the first request fails.
     streams[1].wait_value(&gate, Condition::AtLeast, 1).unwrap();
@@ -65,6 +67,7 @@ fn work_posted_after_a_failure_is_flushed(fixture: &Fixture) {
     let last = a.queue(&streams[2], &nop(3)).unwrap();
     a.wait_send(&streams[0], late).unwrap();
     a.wait_send(&streams[2], last).unwrap();
+    begin.store(1).unwrap();
     sync(&streams[0]);
     let failure = a.failure().unwrap();
     assert_eq!(failure.id, Some(1), "{failure}");
@@ -101,7 +104,7 @@ fn a_lost_peer_releases_sending_streams(fixture: &Fixture) {
 
 fn a_silent_peer_releases_receiving_streams(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let wait_timeout = Duration::from_millis(200);
+    let wait_timeout = Duration::from_secs(1);
     let options = fixture.options().with_wait_timeout(wait_timeout);
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
@@ -126,7 +129,7 @@ fn a_silent_peer_releases_receiving_streams(fixture: &Fixture) {
 
 fn the_timeout_starts_when_the_stream_reaches_the_wait(fixture: &Fixture) {
     let testbed = fixture.testbed();
-    let wait_timeout = Duration::from_millis(400);
+    let wait_timeout = Duration::from_millis(1500);
     let options = fixture.options().with_wait_timeout(wait_timeout);
     let [a, b] = fixture.pair_with(&testbed, &options);
     let near = fixture.memory(&testbed.a, 64);
@@ -135,7 +138,7 @@ fn the_timeout_starts_when_the_stream_reaches_the_wait(fixture: &Fixture) {
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     a.wait_receive(&stream).unwrap();
     // Longer than the timeout, but the stream has not reached the wait yet.
-    std::thread::sleep(wait_timeout * 2);
+    std::thread::sleep(wait_timeout + Duration::from_millis(300));
     assert!(a.failure().is_none());
     gate.store(1).unwrap();
     assert_blocked(&stream);

@@ -49,8 +49,8 @@ fn a_killed_peer_releases_all_streams(fixture: &Fixture) {
         let peer = Process::start(&mut Role::new("stream", format!("{name}:{port}")).command());
         let mut bootstrap = Bootstrap::accept(&listener, test_timeout()).unwrap();
         let end = Endpoint::open(link(name), thread());
-        // 4.096 µs · 2^15 per transmission, four transmissions: a live peer may wait for a CPU.
-        let qp = QpOptions::default().with_timeout(15).with_retry_count(3);
+        // 4.096 µs · 2^16 per transmission, four transmissions: a live peer may wait for a CPU.
+        let qp = QpOptions::default().with_timeout(16).with_retry_count(3);
         let options = fixture.options().with_qp(qp);
         let a = StreamQp::create(&end.context, &end.pd, &fixture.gpu, options).unwrap();
         let endpoint: QpEndpoint = bootstrap.swap(&a.endpoint()).unwrap();

@@ -67,9 +67,16 @@ impl Traffic {
     /// Posts a write, a read of the same range, an atomic and a message together, waits for all,
     /// and checks the results.
     fn round(&mut self, testbed: &Testbed) {
-        let mut round = self.begin();
-        testbed.until("a complete round", || self.is_over(&mut round));
-        self.check(&round);
+        // All eight transmissions of a packet may be lost.
+        for _ in 0..3 {
+            let mut round = self.begin();
+            testbed.until("a complete round", || self.is_over(&mut round));
+            if round.failed != Some(Status::RetryExceeded) {
+                return self.check(&round);
+            }
+            self.reconnect();
+        }
+        panic!("a connection failed three times in a row");
     }
 
     fn begin(&mut self) -> Round {

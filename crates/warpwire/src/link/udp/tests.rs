@@ -220,7 +220,7 @@ impl Counting {
 fn receive_all(link: &mut Udp, expired: bool) -> Vec<(u8, u16)> {
     let mut found = Vec::new();
     let end = Instant::now() + if expired { held::HOLD_TIME * 2 } else { held::HOLD_TIME / 6 };
-    while Instant::now() < end {
+    while Instant::now() < end || expired && link.poll_delay().is_some() {
         link.receive(&mut |frame| found.push((frame.bytes[11], frame.identification))).unwrap();
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -414,16 +414,16 @@ fn a_batch_is_one_call() {
     }
     one.flush().unwrap();
     assert_eq!(one.counters().calls, 1);
-    let mut got = 0;
-    while got < 40 {
-        got += two.receive(&mut |_| ()).unwrap();
-    }
-    // The first calls request one message each, later calls as many as are available.
-    assert!(
-        two.counters().calls <= 40 / 2 / MESSAGES.0 as u64 + 1 + u64::from(BATCH_AFTER),
-        "{:?}",
-        two.counters()
-    );
+    let (mut got, mut calls) = (0, 0);
+    testkit::until("all packets arrive", || {
+        let some = two.receive(&mut |_| ()).unwrap();
+        (got, calls) = (got + some, calls + u64::from(some > 0));
+        got >= 40
+    });
+    // The first calls request one message each, later calls as many as are available; one more if
+    // Linux delivers the batch in two parts.
+    let most = 40 / 2 / MESSAGES.0 as u64 + 2 + u64::from(BATCH_AFTER);
+    assert!(calls <= most, "{calls} calls");
 }
 
 #[test]
@@ -435,11 +435,12 @@ fn a_full_socket_buffer_is_counted() {
         send(&mut one, flow, 1000, number);
     }
     one.flush().unwrap();
-    let mut got = 0;
-    while let more @ 1.. = two.receive(&mut |_| ()).unwrap() {
-        got += more as u64;
-    }
-    let lost = two.counters().drops.overrun;
+    let (mut got, mut lost) = (0, 0);
+    testkit::until("every packet is received or counted as lost", || {
+        got += two.receive(&mut |_| ()).unwrap() as u64;
+        lost = two.counters().drops.overrun;
+        got + lost >= 64
+    });
     assert!(lost > 0 && got + lost == 64, "{got} received, {lost} counted as lost");
 }
 
