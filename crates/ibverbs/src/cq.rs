@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
 
 use warpwire::verbs::WqeOpcode;
 use warpwire::verbs::{self, Completion, CompletionKind};
@@ -30,8 +31,8 @@ pub(crate) struct Cq {
     _device: Used,
 }
 
-/// Steps of the engine before a queue is resized, at most.
-const RESIZE_STEPS: u32 = 16;
+/// How long work that was posted may take before a queue is resized.
+const RESIZE_LIMIT: Duration = Duration::from_millis(10);
 
 /// How a queue is to be made.
 struct Request {
@@ -143,11 +144,8 @@ pub(crate) fn resize_cq(cq: Option<&Cq>, cqe: c_int) -> Result<()> {
     let cq = some(cq)?;
     let (_, open) = ContextPtr(cq.abi.context).of()?;
     // Work that was posted would have completed on a NIC: its completions must fit, too.
-    for _ in 0..RESIZE_STEPS {
-        let Some(hca) = open.verbs.soft() else { break };
-        if hca.poll()?.is_idle() {
-            break;
-        }
+    if let Some(hca) = open.verbs.soft() {
+        hca.flush(RESIZE_LIMIT);
     }
     cq.verbs.resize(u32::try_from(cqe).map_err(|_| INVALID)?)?;
     cq.abi.cqe.store(cq.verbs.entries() as c_int, Ordering::Relaxed);

@@ -33,9 +33,12 @@ const MAX_CHECKED: u64 = 17;
 const ABSENT: u8 = 0;
 const REQUESTED: u8 = 1;
 const PRESENT: u8 = 2;
+/// Refused in some fault epoch, whose last bits are beside it: it stays refused in that epoch.
 const REFUSED: u8 = 3;
 /// Some pages are not mapped, or not writable: each use checks the pages that it touches.
 const PARTIAL: u8 = 4;
+/// The bits of the state itself.
+const STATE: u8 = 7;
 
 /// Page-fault counters of a registration, in granules of 64 KiB of host memory, or in mappings of
 /// device memory.
@@ -81,8 +84,6 @@ pub(super) struct OnDemand {
     writes: bool,
     chunks: Box<[OnceLock<Box<[AtomicU8]>>]>,
     counts: OdpCounters,
-    /// The fault epoch at the last resolution; granules refused then stay refused in that epoch.
-    refused_epoch: AtomicU64,
     fault_epoch: Arc<FaultEpoch>,
     /// For jobs on the pager.
     weak_self: Weak<Self>,
@@ -129,7 +130,6 @@ impl OnDemand {
             writes,
             chunks,
             counts: OdpCounters::default(),
-            refused_epoch: AtomicU64::new(0),
             fault_epoch: fault_epoch.clone(),
             weak_self: weak_self.clone(),
         })
@@ -166,12 +166,10 @@ impl OnDemand {
             found @ (PRESENT | PARTIAL) => Ok(found),
             REQUESTED => Err(AccessDenied::NotResident),
             // The same answer for every caller, until a connection has failed because of it.
-            REFUSED if self.refused_epoch.load(Ordering::Acquire) == self.fault_epoch.current() => {
-                Err(AccessDenied::Gone)
-            }
+            found if found == self.refused() => Err(AccessDenied::Gone),
             _ => {
                 // A refused granule may have been mapped again.
-                let request = |seen| matches!(seen, ABSENT | REFUSED).then_some(REQUESTED);
+                let request = |seen| matches!(seen & STATE, ABSENT | REFUSED).then_some(REQUESTED);
                 if state.fetch_update(Ordering::AcqRel, Ordering::Acquire, request).is_ok() {
                     count(&self.counts.faults);
                     self.resolve_later(granule);
@@ -192,8 +190,6 @@ impl OnDemand {
 
     /// Faults a granule in and stores its new state.
     fn resolve(&self, granule: u64) {
-        // Before the probe: an epoch that begins meanwhile refers to an earlier answer.
-        self.refused_epoch.store(self.fault_epoch.current(), Ordering::Release);
         let found = self.probe(granule);
         if let Some(state) = self.state(granule) {
             state.store(found, Ordering::Release);
@@ -203,6 +199,8 @@ impl OnDemand {
     /// Faults a granule in, and returns its state: present, partial or refused. After a transient
     /// failure it is absent, and the next use retries.
     fn probe(&self, granule: u64) -> u8 {
+        // First: an epoch that begins meanwhile refers to an earlier answer.
+        let refused = self.refused();
         let (from, to, page) = self.pages(granule);
         let Err(error) = self.populate(from, to, self.writes) else { return PRESENT };
         if is_transient(&error) {
@@ -214,8 +212,13 @@ impl OnDemand {
         let mapped = |at| self.touch(at, at + page, page).is_ok();
         match (from..to).step_by(page as usize).any(mapped) {
             true => PARTIAL,
-            false => REFUSED,
+            false => refused,
         }
+    }
+
+    /// The state of a granule that is refused in this fault epoch.
+    fn refused(&self) -> u8 {
+        REFUSED | (self.fault_epoch.current() as u8) << STATE.count_ones()
     }
 
     /// Start and end address of a granule's pages in the range, and the page size.
@@ -489,5 +492,24 @@ mod tests {
             }
             memory.write(0, &[1; 64]).unwrap();
         }
+    }
+
+    /// A lookup of one granule in a new epoch does not renew what another one had answered before.
+    #[test]
+    fn a_granule_is_looked_up_again_though_another_was() {
+        let both = ProtFlags::READ | ProtFlags::WRITE;
+        let len = 2 * GRANULE as usize;
+        let base = cover(std::ptr::null_mut(), len, both);
+        // SAFETY: mapped above; on-demand access detects what is unmapped later.
+        let memory = unsafe { MemorySource::raw(base.cast(), len as u64) }.unwrap();
+        let SourceKind::Host { range, .. } = memory.what else { unreachable!() };
+        let fault_epoch = Arc::default();
+        let memory = OnDemand::new(range, true, &fault_epoch);
+        cover(base, len, ProtFlags::empty());
+        assert_eq!(wait_resolved(&memory, 0), Err(AccessDenied::Gone));
+        cover(base, len, both);
+        fault_epoch.advance();
+        assert_eq!(wait_resolved(&memory, GRANULE), Ok(()), "the second granule");
+        assert_eq!(wait_resolved(&memory, 0), Ok(()), "the first one is mapped again");
     }
 }

@@ -25,6 +25,7 @@ cases!(Fixture; CASES:
     a_queue_pair_that_is_closed_ends_direct_access,
     memory_that_moves_is_followed,
     memory_that_is_freed_is_an_error,
+    more_memory_than_the_table_has_slots,
 );
 
 fn code(status: KernelStatus) -> i64 {
@@ -256,4 +257,34 @@ fn memory_that_is_freed_is_an_error(fixture: &Fixture) {
         let wanted = if is_remote { Status::RemoteAccess } else { Status::LocalProtection };
         assert_eq!(a.results(), [0, failed(wanted)]);
     }
+}
+
+/// Registrations share slots of the table: work on those without one is posted.
+fn more_memory_than_the_table_has_slots(fixture: &Fixture) {
+    const COUNT: usize = 70;
+    let [a, b] = fixture.shareable_ends(fixture.options());
+    warm_up(fixture, &a);
+    let again = |end: &Endpoint| {
+        end._context.register(&end._pd, end.memory.whole().unwrap(), end.mr.access()).unwrap()
+    };
+    let all: Vec<_> = (0..COUNT).map(|_| (again(&a), again(&b))).collect();
+    let (stream, kernel) = (fixture.gpu.stream().unwrap(), fixture.kernel("calls_loop"));
+    let before = direct(&a);
+    for round in 0..2 {
+        for (number, (here, there)) in all.iter().enumerate() {
+            a.set_param(at::HERE, here.iova());
+            a.set_param(at::HERE_KEY, here.lkey().into());
+            a.set_param(at::THERE, there.iova());
+            a.set_param(at::THERE_KEY, there.rkey().into());
+            a.memory.write(0, &[number as u8 | 1; 64]).unwrap();
+            b.memory.write(0, &[0; 64]).unwrap();
+            a.start(&stream, &kernel, 1, &[3, 64]);
+            stream.synchronize(test_timeout()).unwrap();
+            assert_eq!(a.results(), [3, 0], "registration {number} in round {round}");
+            assert_eq!(b.read(8, 48), a.read(8, 48), "registration {number} in round {round}");
+        }
+    }
+    let [direct, posted] = [direct(&a) - before, a.qp.progress().unwrap().posted];
+    assert_eq!(direct > 0, fixture.test_link == TestLink::Shm);
+    assert!(posted > COUNT as u64, "{posted} were posted, {direct} not");
 }

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, Device, ForeignStream, Stream};
+use warpwire::mem::{Condition, Device, ForeignStream, MemoryKind, Stream};
 use warpwire::msg::{Buffer, ChannelOptions, Comm, CommOptions, DeviceChannel, Signal, Writer};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::Remote;
 use warpwire_apps::pingpong_kernels::{KernelTransfer, PingPongEnd, PingPongKernels, Relay};
 
-use crate::msg::fixture::{Fixture, SHORT_WAIT, gpu, pattern, read, same, test_timeout};
+use crate::msg::fixture::{Fixture, SHORT_WAIT, TestLink, gpu, pattern, read, same, test_timeout};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -21,6 +21,7 @@ cases!(Fixture; CASES:
     handshakes_and_barriers,
     graphs_replay_messages,
     kernels_play_ping_pong,
+    kernels_signal_by_themselves,
     kernels_put_and_get,
     a_lost_rank_releases_streams,
     a_rank_that_leaves_releases_streams,
@@ -44,9 +45,9 @@ struct Endpoint {
 }
 
 impl Endpoint {
-    fn new(comm: Comm) -> Self {
+    fn new(comm: Comm, options: ChannelOptions) -> Self {
         let gpu = gpu();
-        let device_channel = comm.device_channel(&gpu, ChannelOptions::default()).unwrap();
+        let device_channel = comm.device_channel(&gpu, options).unwrap();
         let stream = gpu.stream().unwrap();
         Self { comm, gpu, stream, device_channel }
     }
@@ -66,8 +67,17 @@ impl Endpoint {
 }
 
 fn run_endpoints(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
+    run_endpoints_with(fixture, size, &ChannelOptions::default(), run);
+}
+
+fn run_endpoints_with(
+    fixture: &Fixture,
+    size: usize,
+    channel: &ChannelOptions,
+    run: impl Fn(Endpoint) + Sync,
+) {
     let options = fixture.options().with_progress_mode(CommOptions::for_streams().progress_mode);
-    fixture.ranks_with(size, &options, |comm| run(Endpoint::new(comm)));
+    fixture.ranks_with(size, &options, |comm| run(Endpoint::new(comm, channel.clone())));
 }
 
 fn streams_exchange_all_sizes(fixture: &Fixture) {
@@ -364,14 +374,26 @@ fn graphs_replay_messages(fixture: &Fixture) {
 }
 
 fn kernels_play_ping_pong(fixture: &Fixture) {
-    run_endpoints(fixture, 2, |end| {
-        const LEN: u64 = 1000;
+    ping_pong(fixture, &ChannelOptions::default());
+}
+
+/// The same without the HCA, where the other rank's memory is mapped.
+fn kernels_signal_by_themselves(fixture: &Fixture) {
+    ping_pong(fixture, &ChannelOptions::default().with_direct_atomics(true));
+}
+
+fn ping_pong(fixture: &Fixture, options: &ChannelOptions) {
+    run_endpoints_with(fixture, 2, options, |end| {
+        // A thread alone copies no more than 512 bytes.
+        let len: u64 = if options.direct_atomics { 400 } else { 1000 };
         let kernels = PingPongKernels::load(&end.gpu).unwrap();
-        let device = end.gpu.alloc(LEN + 64).unwrap();
+        // Memory that other processes can map.
+        let alloc = |bytes| end.gpu.alloc_kind(bytes, MemoryKind::Vmm).unwrap();
+        let device = alloc(len + 64);
         device.write(0, &[0; 64]).unwrap();
         let exposed = end.comm.register(device.whole().unwrap()).unwrap();
-        let mine = end.memory(LEN);
-        mine.write(0, &pattern(end.comm.rank() as u64 + 5, LEN as usize)).unwrap();
+        let mine = end.comm.register(alloc(len).whole().unwrap()).unwrap();
+        mine.write(0, &pattern(end.comm.rank() as u64 + 5, len as usize)).unwrap();
         let window = end.comm.window(&exposed).unwrap();
         let other = end.other();
         let own = device.word64(0).unwrap();
@@ -379,7 +401,7 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
         for rounds in [1, 50, 100] {
             let side = PingPongEnd {
                 qp: end.device_channel.kernel(other).unwrap(),
-                to: window.remote(other, 64, LEN).unwrap(),
+                to: window.remote(other, 64, len).unwrap(),
                 from: mine.whole().sge().unwrap(),
                 signal: window.word(other, 0, 8).unwrap(),
                 own: &own,
@@ -394,15 +416,18 @@ fn kernels_play_ping_pong(fixture: &Fixture) {
             end.comm.barrier(test_timeout()).unwrap();
         }
         same(
-            &read(&exposed, 64, LEN as usize),
-            &pattern(other as u64 + 5, LEN as usize),
+            &read(&exposed, 64, len as usize),
+            &pattern(other as u64 + 5, len as usize),
             "ping-pong",
         );
+        let is_mapped = matches!(fixture.test_link, TestLink::Shm | TestLink::Auto);
+        let direct = end.device_channel.kernel(other).unwrap().progress().unwrap().direct;
+        assert_eq!(direct > 0, is_mapped && options.direct_atomics, "{direct} direct puts");
         // The other side does not answer: the kernel times out.
         if end.comm.rank() == 0 {
             let side = PingPongEnd {
                 qp: end.device_channel.kernel(other).unwrap(),
-                to: window.remote(other, 64, LEN).unwrap(),
+                to: window.remote(other, 64, len).unwrap(),
                 from: mine.whole().sge().unwrap(),
                 signal: window.word(other, 0, 8).unwrap(),
                 own: &own,

@@ -249,13 +249,15 @@ impl ExportTable {
             socket: socket.clone(),
             pidfd: handshake::peer_process(socket).map(|(_, pidfd)| pidfd),
         });
+        // Before the peer may access anything.
         self.importers.lock().push(importer.clone());
-        let importer_slot = ImporterSlot { export_table: self.clone(), importer };
         let key = if asymmetric_fence::is_ready_global() { OWNER_HAS_HEAVY_FENCE } else { 0 };
         let msg = ControlMsg { kind: MSG_TABLE, key, word: TABLE_LEN as u64 };
         if msg.send(socket, &[self.file.as_fd()]) {
-            return Ok(importer_slot);
+            return Ok(ImporterSlot { export_table: self.clone(), importer });
         }
+        // It goes on with packets: its connection stays.
+        self.importers.lock().retain(|other| !Arc::ptr_eq(other, &importer));
         Err(io::ErrorKind::WouldBlock.into())
     }
 

@@ -16,7 +16,9 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -94,7 +96,9 @@ impl Names {
     /// A socket that peers connect to under this address.
     pub(super) fn listen(&self, address: SocketAddr) -> io::Result<Listener> {
         let socket = unix_socket()?;
-        let file = self.directory_of(address).map(|at| self.namespace.file(at, address));
+        let directory = self.directory_of(address);
+        let file = directory.map(|at| self.namespace.file(at, address));
+        let _alone = directory.and_then(lock);
         match &file {
             None => rustix::net::bind(&socket, &self.namespace.abstract_name(address)?)?,
             Some(file) => bind_file(&socket, file)?,
@@ -176,6 +180,22 @@ impl Names {
 
 fn unix_socket() -> rustix::io::Result<OwnedFd> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
+}
+
+/// Locks a directory until the result is dropped: another process must not take the file of a
+/// socket that is bound, but does not listen yet, for that of a killed one. `None` if it cannot be
+/// locked, or if a process has been stopped while it had the lock.
+fn lock(directory: &Path) -> Option<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(directory, flags, Mode::empty()).ok()?;
+    for _ in 0..1000 {
+        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(directory),
+            Err(Errno::WOULDBLOCK) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => return None,
+        }
+    }
+    None
 }
 
 /// Binds a socket to a file, in place of one that a killed process left behind.

@@ -692,6 +692,30 @@ fn a_file_of_a_killed_process_is_replaced() {
     caller.open(again.local(), 0).unwrap();
 }
 
+/// A link that is bound, but does not listen yet, is not taken for one of a killed process.
+#[test]
+fn one_of_many_gets_a_name_in_a_directory() {
+    let shared = tempfile::tempdir().unwrap();
+    let at = "10.1.2.3:5000".parse().unwrap();
+    for round in 0..50 {
+        let together = std::sync::Barrier::new(4);
+        let links = std::thread::scope(|scope| {
+            let bind = || {
+                together.wait();
+                Shm::bind(at, in_directory(shared.path()))
+            };
+            let threads = [(); 4].map(|()| scope.spawn(bind));
+            threads.map(|thread| thread.join().unwrap())
+        });
+        assert_eq!(links.iter().flatten().count(), 1, "round {round}");
+        let mut caller =
+            Shm::bind("10.1.2.4:5000".parse().unwrap(), in_directory(shared.path())).unwrap();
+        caller.open(at, 0).unwrap();
+        drop((links, caller));
+        assert_eq!(std::fs::read_dir(shared.path()).unwrap().count(), 0, "round {round}");
+    }
+}
+
 #[test]
 fn a_directory_that_cannot_be_used_is_an_error() {
     let shared = tempfile::tempdir().unwrap();

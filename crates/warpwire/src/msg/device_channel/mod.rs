@@ -77,6 +77,9 @@ pub struct ChannelOptions {
     pub wait_timeout: Duration,
     /// Whether to create queue pairs for kernels and graphs too. Default: true.
     pub kernels: bool,
+    /// As [`KernelQpOptions::direct_atomics`], for the queue pairs for kernels: with device memory
+    /// of this machine, kernels then signal without the HCA. Default: false.
+    pub direct_atomics: bool,
 }
 
 setters! {
@@ -84,12 +87,18 @@ setters! {
         with_depth => depth: u32,
         with_wait_timeout => wait_timeout: Duration,
         with_kernels => kernels: bool,
+        with_direct_atomics => direct_atomics: bool,
     }
 }
 
 impl Default for ChannelOptions {
     fn default() -> Self {
-        Self { depth: 256, wait_timeout: Duration::from_secs(30), kernels: true }
+        Self {
+            depth: 256,
+            wait_timeout: Duration::from_secs(30),
+            kernels: true,
+            direct_atomics: false,
+        }
     }
 }
 
@@ -295,6 +304,7 @@ impl Comm {
                     receive_depth: options.depth.next_power_of_two(),
                     wait_timeout: options.wait_timeout,
                     kernels: Some(kernels),
+                    direct_atomics: options.direct_atomics,
                     connection,
                     ..KernelQpOptions::default()
                 };
