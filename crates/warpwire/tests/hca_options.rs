@@ -242,3 +242,15 @@ fn devices_with_slots_and_ordinary_ones_are_peers() {
         assert_eq!((received.status, received.qpn), (Status::Success, sides[to].1.number()));
     }
 }
+
+/// A thread that makes step after step does not delay the end of a process.
+#[test]
+fn a_flush_takes_its_turn_beside_a_thread_that_spins() {
+    let spin = Duration::from_secs(60);
+    let options =
+        HcaOptions::default().with_progress_mode(ProgressMode::Thread { spin, core: None });
+    let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
+    let context = Context::open_with(link, options).unwrap();
+    let flush = || context.soft().unwrap().flush(WAIT);
+    testkit::once_within(Duration::from_millis(100), "a flush", flush);
+}

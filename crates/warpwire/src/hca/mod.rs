@@ -282,7 +282,7 @@ impl Hca {
         while idle_steps < 2 && start.elapsed() < limit {
             let (mut is_idle, mut pauses) = (true, false);
             for engine in &self.0.engines {
-                match engine.try_step() {
+                match engine.step_in_turn() {
                     Ok(Some(progress)) => is_idle &= progress.is_idle(),
                     Ok(None) => (is_idle, pauses) = (false, true),
                     Err(_) => {}

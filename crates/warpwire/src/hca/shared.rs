@@ -91,6 +91,20 @@ impl EngineShared {
         Ok(self.try_step()?.unwrap_or_default())
     }
 
+    /// Makes a step, in turn with a thread that makes one after the other; `None` if another thread
+    /// has the engine for longer.
+    pub(super) fn step_in_turn(&self) -> error::Result<Option<StepSummary>> {
+        /// Some microseconds.
+        const ATTEMPTS: u32 = 2000;
+        for _ in 0..ATTEMPTS {
+            if let Some(progress) = self.try_step()? {
+                return Ok(Some(progress));
+            }
+            std::hint::spin_loop();
+        }
+        Ok(None)
+    }
+
     /// Makes a step; `None` if another thread is making one.
     #[inline]
     pub(super) fn try_step(&self) -> error::Result<Option<StepSummary>> {
