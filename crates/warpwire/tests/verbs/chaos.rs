@@ -385,7 +385,7 @@ fn a_network_that_is_cut_and_healed(fixture: &Fixture) {
     let a = FaultInjector::new(a, "loss=0%,seed=1".parse().unwrap());
     let wire = a.partition();
     let testbed = Testbed::over(a, b, ProgressMode::Manual);
-    let conn = testbed.join(QpOptions::default().with_timeout(12));
+    let conn = testbed.join(QpOptions::default().with_timeout(15));
     let doomed = testbed.join(short_timeouts());
     testbed.check_traffic(&conn);
     wire.cut();

@@ -585,6 +585,15 @@ fn device_specific(status: Status) -> &'static [Status] {
     }
 }
 
+/// Whether memory that was deregistered is unused: a peer that waits for a CPU in the middle of an
+/// access is reported after half a second.
+pub fn is_unused(deregistered: warpwire::Result<()>) -> bool {
+    if let Err(why) = &deregistered {
+        assert_eq!(why.kind(), &warpwire::error::Kind::Busy, "{why}");
+    }
+    deregistered.is_ok()
+}
+
 pub fn connect(one: &Qp, two: &Qp) {
     let (first, second) = (one.endpoint(), two.endpoint());
     one.connect(&second).unwrap();
