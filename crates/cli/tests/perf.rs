@@ -574,7 +574,7 @@ fn a_client_believes_no_server() {
 #[test]
 fn stat_believes_no_process() {
     use std::os::linux::net::SocketAddrExt;
-    use std::os::unix::net::{SocketAddr, UnixListener};
+    use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
     let pid = std::process::id();
     let name = SocketAddr::from_abstract_name(format!("warpwire-stat-{pid}")).unwrap();
     let listener = UnixListener::bind_addr(&name).unwrap();
@@ -585,9 +585,9 @@ fn stat_believes_no_process() {
     // Other tests may ask too, with `stat --all`.
     let round = Arc::new(AtomicUsize::new(0));
     let current = Arc::clone(&round);
-    std::thread::spawn(move || {
+    let serving = std::thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
-            let reply = replies[current.load(Ordering::Relaxed)].clone();
+            let Some(reply) = replies.get(current.load(Ordering::Relaxed)).cloned() else { return };
             std::thread::spawn(move || {
                 while reply.is_empty() && stream.write_all(b" ").is_ok() {
                     std::thread::sleep(Duration::from_millis(20));
@@ -612,6 +612,8 @@ fn stat_believes_no_process() {
     let escapes = stat();
     assert!(escapes.status.success(), "{}", stderr(&escapes));
     assert!(!stdout(&escapes).contains('\u{1b}'), "{:?}", stdout(&escapes));
+    drop(UnixStream::connect_addr(&name)); // ends the thread
+    serving.join().unwrap();
     // A name that is not this process's.
     let other = std::process::Command::new("true").spawn().unwrap();
     let name = format!("warpwire-stat-{}", other.id());

@@ -146,7 +146,7 @@ pub(super) fn receive(link: &mut dyn Link, count: usize) -> Vec<(SocketAddr, Vec
 }
 
 /// Receives until the link has dropped so many packets; it must deliver none. `icrc` and
-/// `unverified` together are those with a wrong ICRC: one in 65 536 fits some identification.
+/// `unverified` together are those with a wrong ICRC: one in 32 768 fits some identification.
 pub(super) fn receive_until_dropped(link: &mut dyn Link, count: u64) -> Drops {
     testkit::until("all packets are dropped", || {
         link.receive(&mut |frame| panic!("{} bytes delivered", frame.bytes.len())).unwrap();

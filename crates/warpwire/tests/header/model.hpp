@@ -225,10 +225,10 @@ class Device {
         stop_ = true;
         thread_.join();
     }
-    // Returns when the thread is between two steps.
+    // Returns when the thread has seen it, between two steps.
     void hold(bool held) {
         held_ = held;
-        while (held && !holding_) std::this_thread::yield();
+        while (holding_ != held) std::this_thread::yield();
     }
 
   private:

@@ -172,7 +172,7 @@ fn corruption_is_detected_on_a_socket_too() {
         let (mut one, mut two) = (FaultInjector::with_clock(bind(), plan, clock.clone()), bind());
         let run = run(&mut one, &mut two, &clock);
         let drops = run.receiver.drops;
-        // One damaged packet in 65 536 has an ICRC that fits some identification.
+        // One truncated packet in 32 768 has an ICRC that fits some identification.
         let found = (drops.icrc + drops.unverified + drops.short) as usize;
         assert!(about(found, 0.04 - 0.0012), "{drops:?}");
         assert_eq!(drops.overrun, 0, "the socket's buffer is large enough for this");
