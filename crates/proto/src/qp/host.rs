@@ -203,10 +203,22 @@ pub enum Source {
         at: Remote,
         /// Bytes of the request from here to its end.
         left: u32,
-        /// The PSN of the request. Data may be read ahead within a request, but not for the next
-        /// one.
+        /// The PSN of the request. Data may be read ahead within a request, and for those that have
+        /// arrived behind it, but not for others.
         request: Psn,
+        /// With the first packet of a request: the requests that have arrived behind it and
+        /// continue where it ends.
+        following: FollowingReads,
     },
+}
+
+/// Reads that have arrived and continue where another one ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FollowingReads {
+    /// Their bytes; 0 if there are none.
+    pub len: u32,
+    /// The PSN of the last of them; that of the first read if there are none.
+    pub last: Psn,
 }
 
 /// The owner of memory, keys and receives, as a queue pair sees it.

@@ -61,7 +61,9 @@ use core::time::Duration;
 
 pub use access::{Access, AccessError};
 pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
-pub use host::{Atomic, AtomicWidth, Host, HostStatus, Receive, Remote, Source, Target};
+pub use host::{
+    Atomic, AtomicWidth, FollowingReads, Host, HostStatus, Receive, Remote, Source, Target,
+};
 pub use selective::HOLD_SLOTS;
 pub use stats::{DiscardReason, Stats};
 pub use uc::Uc;

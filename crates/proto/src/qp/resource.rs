@@ -8,8 +8,11 @@
 use alloc::boxed::Box;
 use alloc::vec;
 
-use super::host::Remote;
+use super::host::{FollowingReads, Remote};
 use crate::psn::Psn;
+
+/// So many bytes of following reads are enough to read ahead.
+const MAX_FOLLOWING: u32 = 1 << 20;
 
 /// The operation that was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +51,19 @@ impl Resource {
 
     fn is_pending(&self) -> bool {
         self.next != self.stop
+    }
+
+    /// The length of this read, if it was not answered yet and continues where another one ends.
+    fn continues(&self, before: &Self) -> Option<u32> {
+        let (RdAtomicOp::Read { at, len }, RdAtomicOp::Read { at: before_at, len: before_len }) =
+            (self.requested, before.requested)
+        else {
+            return None;
+        };
+        let continues = at == before_at.forward(before_len)
+            && self.first == before.first.add(before.packets)
+            && !self.was_sent();
+        continues.then_some(len)
     }
 
     fn covers(&self, psn: Psn) -> bool {
@@ -126,6 +142,27 @@ impl ResourceRing {
         }
         let slot = self.slot(self.pending);
         self.records[slot].as_mut()
+    }
+
+    /// The reads behind the pending one that continue where it ends, and were not answered yet.
+    pub(super) fn following(&self) -> FollowingReads {
+        let Some(mut before) = self.record(self.pending) else {
+            return FollowingReads::default();
+        };
+        let mut following = FollowingReads { len: 0, last: before.first };
+        let mut position = self.pending.wrapping_add(1);
+        while let Some(next) = self.record(position)
+            && let Some(len) = next.continues(before)
+            && following.len < MAX_FOLLOWING
+        {
+            following = FollowingReads { len: following.len + len, last: next.first };
+            (before, position) = (next, position.wrapping_add(1));
+        }
+        following
+    }
+
+    fn record(&self, position: u32) -> Option<&Resource> {
+        if position == self.end { None } else { self.records[self.slot(position)].as_ref() }
     }
 
     /// Advances the pending record by one packet.
@@ -241,5 +278,41 @@ impl ResourceRing {
         if self.pending == self.end || from_oldest(position) < from_oldest(self.pending) {
             self.pending = position;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_follow_if_they_continue() {
+        let mut ring = ResourceRing::new(8);
+        assert_eq!(ring.following(), FollowingReads::default());
+        let at = |address| Remote { address, rkey: 7 };
+        let mut psn = Psn::new(0xff_fffe);
+        let mut push = |ring: &mut ResourceRing, at: Remote, len: u32| {
+            let first = psn;
+            ring.push(psn, len / 4096, RdAtomicOp::Read { at, len });
+            psn = psn.add(len / 4096);
+            first
+        };
+        let first = push(&mut ring, at(0x1000), 8192);
+        assert_eq!(ring.following(), FollowingReads { len: 0, last: first });
+        push(&mut ring, at(0x3000), 4096);
+        let last = push(&mut ring, at(0x4000), 4096);
+        // Another key, and an address that was read before.
+        push(&mut ring, Remote { address: 0x5000, rkey: 8 }, 4096);
+        let again = push(&mut ring, at(0x4000), 4096);
+        assert_eq!(ring.following(), FollowingReads { len: 8192, last });
+        // Two packets of the first, one of the second.
+        (0..3).for_each(|_| ring.sent());
+        assert_eq!(ring.following(), FollowingReads { len: 0, last });
+        (0..2).for_each(|_| ring.sent());
+        assert_eq!(ring.following(), FollowingReads { len: 0, last: again });
+        // An atomic is in between.
+        ring.push(again.add(1), 1, RdAtomicOp::Atomic { before: 0 });
+        ring.push(again.add(2), 1, RdAtomicOp::Read { at: at(0x5000), len: 4096 });
+        assert_eq!(ring.following(), FollowingReads { len: 0, last: again });
     }
 }

@@ -1,6 +1,6 @@
 //! The responder's packets: read responses, results of atomics, ACKs and NAKs.
 
-use super::host::{Host, HostStatus, Source};
+use super::host::{FollowingReads, Host, HostStatus, Source};
 use super::resource::RdAtomicOp;
 use super::responder::{ConnParams, Reply, Responder};
 use super::work::QpEvent;
@@ -63,7 +63,12 @@ impl Responder {
         let left = len - offset;
         let len = left.min(params.mtu.bytes());
         if len > 0 {
-            let from = Source::Remote { at: at.forward(offset), left, request: resource.first };
+            let request = resource.first;
+            let following = match is_first {
+                true => self.resource.following(),
+                false => FollowingReads { len: 0, last: request },
+            };
+            let from = Source::Remote { at: at.forward(offset), left, request, following };
             match host.fetch(from, len, headers.len()) {
                 HostStatus::Ready => {
                     (self.stalled, self.parked) = (false, false);

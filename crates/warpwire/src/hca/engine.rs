@@ -363,8 +363,8 @@ fn gather(
 ) -> std::result::Result<(), crate::mr::AccessDenied> {
     match payload.from {
         Source::SendWr { id, offset } => qp_memory.gather(registry, id, offset, into),
-        Source::Remote { at, left, request } => {
-            qp_memory.gather_read_response(registry, at, left, request, into)
+        Source::Remote { at, left, request, following } => {
+            qp_memory.gather_read_response(registry, at, left, request, following, into)
         }
     }
 }

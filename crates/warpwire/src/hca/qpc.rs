@@ -136,8 +136,9 @@ pub(super) struct QpMemory {
     active_receives: [Option<TakenReceive>; 2],
     /// The protection domain, with the number of the queue pair.
     pub pd: PdId,
-    /// Read-ahead of payload in device memory.
+    /// Read-ahead of device memory for requests and for responses, which take turns.
     read_ahead: ReadAhead,
+    response_read_ahead: ReadAhead,
     /// Packets that arrived out of order.
     pub held: HeldPackets,
     /// Why the last range was denied, for queries.
@@ -177,7 +178,8 @@ impl QpContext {
             receives,
             active_receives: [None; 2],
             pd: spec.pd.of_qp(number),
-            read_ahead: ReadAhead::default(),
+            read_ahead: ReadAhead::new(!spec.is_unreliable && spec.datagrams.is_none()),
+            response_read_ahead: ReadAhead::new(true),
             held: HeldPackets::default(),
             denied: None,
             staged: Cell::new(false),
@@ -216,7 +218,8 @@ impl QpContext {
         (self.failed, self.error_reported, self.wait) = (false, false, None);
         self.qp_memory.ring.reset();
         self.qp_memory.release(srqs);
-        self.qp_memory.read_ahead = ReadAhead::default();
+        self.qp_memory.read_ahead.forget();
+        self.qp_memory.response_read_ahead.forget();
         self.direct.reset();
         if let RecvSource::Rq(ring) = &mut self.qp_memory.receives {
             ring.reset();
@@ -472,6 +475,8 @@ impl QpMemory {
             let address = data.address.wrapping_add(u64::from(offset));
             let fetch_request = FetchRequest {
                 message: MessageId::Work(wqe_index),
+                last: MessageId::Work(wqe_index),
+                following: 0,
                 key: data.lkey,
                 pd: self.pd,
                 need: Access::NONE,
@@ -507,17 +512,20 @@ impl QpMemory {
         at: qp::Remote,
         remaining: u32,
         request: Psn,
+        following: qp::FollowingReads,
         into: &mut [u8],
     ) -> Result<(), AccessDenied> {
         let fetch_request = FetchRequest {
             message: MessageId::Read(request),
+            last: MessageId::Read(following.last),
+            following: following.len,
             key: at.rkey,
             pd: self.pd,
             need: Access::REMOTE_READ,
             address: at.address,
             remaining,
         };
-        self.read_ahead.gather(registry, &fetch_request, into)
+        self.response_read_ahead.gather(registry, &fetch_request, into)
     }
 
     /// Checks that the payload of a work request is accessible.

@@ -69,6 +69,12 @@ fn out_of_range(offset: u64, len: u64, total: u64, object: &'static str) -> Erro
     range_error(offset, len, total, object.to_owned())
 }
 
+/// Of the `len` bytes at `start`, at least one: how many of the last share an aligned 8-byte word.
+#[inline]
+pub(crate) fn last_word_len(start: u64, len: u64) -> u64 {
+    (start.wrapping_add(len).wrapping_sub(1) % 8 + 1).min(len)
+}
+
 /// Whether `offset..offset + len` is inside `total` bytes, without overflow.
 #[inline]
 pub(crate) fn is_inside(offset: u64, len: u64, total: u64) -> bool {

@@ -45,6 +45,7 @@ mod stream;
 mod window;
 
 pub use address::DeviceAddr;
+pub(crate) use address::last_word_len;
 pub use agent::CopyAgent;
 pub(crate) use allocation::WeakAllocation;
 pub use allocation::{
@@ -54,7 +55,8 @@ pub use allocation::{
 pub use bytes::SharedBytes;
 pub use copy_list::{CopyList, CopyRange, ScatterGather};
 pub(crate) use copy_list::{
-    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST, load_program,
+    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST, PinnedReader,
+    load_program,
 };
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;

@@ -587,6 +587,31 @@ impl DeviceMemory {
         })
     }
 
+    /// Whether the copy engine is the fastest way to read `len` bytes.
+    pub(super) fn reads_by_engine(&self, len: u64) -> bool {
+        let DeviceAccess { window_only, on_demand, agent, .. } = &self.device_access;
+        if *window_only || *on_demand || agent.is_some() {
+            return false;
+        }
+        let Ok(copier) = self.revocable_slot.enter(|_| true) else { return false };
+        match copier.method(CopyDirection::Read, len) {
+            CopyMethod::Staged => true,
+            CopyMethod::Engine => !self.is_staged(),
+            CopyMethod::Window | CopyMethod::Threads | CopyMethod::Agent => false,
+        }
+    }
+
+    /// Precedes a read by the copy engine.
+    pub(super) fn begin_read(
+        &self,
+        cancelled: CancelCheck<'_>,
+    ) -> std::result::Result<(), AccessDenied> {
+        self.flush_staged(cancelled)?;
+        drop(self.revocable_slot.enter(|_| true).map_err(|(label, _)| self.closed_reason(label))?);
+        self.clear_absent();
+        Ok(())
+    }
+
     pub(super) fn write(
         &self,
         at: u64,

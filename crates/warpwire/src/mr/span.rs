@@ -9,7 +9,7 @@ use super::denied::AccessDenied;
 use super::kernel_use::KernelUse;
 use super::registration::{Registration, Target};
 use super::revocable_slot::SlotGuard;
-use crate::mem::{CopyTicket, Region, SharedBytes};
+use crate::mem::{CopyTicket, Device, Region, SharedBytes};
 use crate::mlx5::Atomic;
 
 /// A range of registered memory, checked for access.
@@ -178,6 +178,28 @@ impl<'a> Span<'a> {
                 region.allocation().region(region.offset() + self.offset, self.len).ok()
             }
             _ => None,
+        }
+    }
+
+    /// The GPU, if its copy engine is the fastest way to read this memory.
+    pub(crate) fn copy_engine(&self) -> Option<Device> {
+        match &self.guard.as_deref()?.target {
+            Target::Device { memory, region } if memory.reads_by_engine(self.len) => {
+                Some(region.allocation().device().clone())
+            }
+            _ => None,
+        }
+    }
+
+    /// The region to read, in which everything that was written has arrived.
+    pub(crate) fn begin_read(&self) -> Result<Region, AccessDenied> {
+        match self.guard.as_deref().map(|registration| &registration.target) {
+            Some(Target::Device { memory, region }) => {
+                memory.begin_read(&|| self.is_revoked())?;
+                let at = region.offset() + self.offset;
+                region.allocation().region(at, self.len).map_err(|_| AccessDenied::Range)
+            }
+            _ => Err(AccessDenied::Range),
         }
     }
 

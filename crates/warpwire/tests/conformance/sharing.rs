@@ -51,8 +51,25 @@ fn check_opened(f: &Fixture, memory: Allocation) {
     stream.copy(&copy.whole().unwrap(), &memory.whole().unwrap()).unwrap();
     stream.synchronize(crate::conformance::fixture::test_timeout()).unwrap();
     expect_pattern(&copy, 2);
+    check_window(&memory);
     memory.free().unwrap();
     assert_eq!(memory.whole().unwrap_err().kind(), &Kind::Freed);
+}
+
+/// The CPU sees the memory through a window, where it can have one: CUDA's pools cannot.
+fn check_window(memory: &Allocation) {
+    let Ok(window) = memory.window() else { return };
+    let len = memory.len() as usize;
+    let (mut through_window, mut copied) = (vec![0; len], vec![0; len]);
+    window.read(0, &mut through_window).unwrap();
+    memory.read(0, &mut copied).unwrap();
+    assert!(through_window == copied, "the window shows other memory");
+    let flipped: Vec<u8> = copied.iter().map(|byte| !byte).collect();
+    window.write(0, &flipped).unwrap();
+    window.flush();
+    memory.read(0, &mut through_window).unwrap();
+    assert!(through_window == flipped, "the window changes other memory");
+    memory.write(0, &copied).unwrap();
 }
 
 fn descriptors_travel_with_a_handle(f: &Fixture) {

@@ -83,13 +83,18 @@ impl Fixture {
     }
 }
 
-/// A new simulated GPU.
+/// The GPU that the environment names, such as `cuda:0`, or a new simulated one.
 pub fn gpu() -> Device {
-    let config = SimConfig::default().with_memory(1 << 30);
-    Sim::start(config).unwrap().device(0).unwrap()
+    match std::env::var("WARPWIRE_TEST_GPU") {
+        Ok(label) => warpwire::mem::open(&label).unwrap(),
+        Err(_) => {
+            let config = SimConfig::default().with_memory(1 << 30);
+            Sim::start(config).unwrap().device(0).unwrap()
+        }
+    }
 }
 
-/// A registered buffer in host memory or on a new simulated GPU.
+/// A registered buffer in host memory or on a GPU.
 pub fn buffer(comm: &Comm, memory_kind: MemoryKind, len: u64) -> Buffer {
     match memory_kind {
         MemoryKind::Host => comm.alloc(len).unwrap(),

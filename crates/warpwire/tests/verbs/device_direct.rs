@@ -96,7 +96,8 @@ fn device_copies_where_possible(fixture: &Fixture) {
         assert_eq!(transfer.is_direct(SendRequest::new(1, op).with(&[large])), direct, "{op:?}");
         let sent = conn.a.qp.stats().unwrap().packets_sent - packets;
         assert_eq!(sent > 0, !direct, "{sent} packets for {op:?}");
-        assert!(!transfer.is_direct(SendRequest::new(1, op).with(&[small])), "{op:?} of 8 bytes");
+        // By the CPU, through a window.
+        assert_eq!(transfer.is_direct(SendRequest::new(1, op).with(&[small])), direct, "{op:?}");
     }
     let add = WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 });
     assert!(!transfer.is_direct(SendRequest::new(1, add).with(&[small])));
@@ -124,7 +125,9 @@ fn device_copies_of_every_size(fixture: &Fixture) {
     let transfer = Transfer::new(fixture, QpOptions::default());
     let Transfer { testbed, conn, near, far } = &transfer;
     let mut seed = 7;
-    for len in [16_383, 16_384, 16_385, 16_391, 20_001, 65_536, 65_537, 131_072, 300_003] {
+    let short = [1, 2, 7, 8, 9, 100, 256, 257, 4096, 16_383];
+    let long = [16_384, 16_385, 16_391, 20_001, 65_536, 65_537, 131_072, 300_003];
+    for len in short.into_iter().chain(long) {
         for (from, to) in [(0, 0), (1, 0), (0, 3), (5, 5), (4, 8)] {
             seed += 1;
             let wanted = near.pattern(from, len, seed);
@@ -302,7 +305,9 @@ fn device_copies_end_with_the_registration(fixture: &Fixture) {
     let transfer = Transfer::new(fixture, QpOptions::default().with_timeout(10));
     let Transfer { testbed, .. } = &transfer;
     fixture.control().delay_copies(Duration::from_millis(2));
-    for round in 0..16_u64 {
+    for round in 0..24_u64 {
+        // By the GPU, and by the CPU.
+        let len = if round % 3 == 2 { 700 } else { 300_000 };
         let conn = testbed.join(QpOptions::default().with_timeout(10).with_retry_count(7));
         let memories = [(); 2].map(|()| fixture.gpu().alloc(LEN).unwrap());
         memories[0].write(0, &vec![round as u8 | 1; LEN as usize]).unwrap();
@@ -313,7 +318,7 @@ fn device_copies_end_with_the_registration(fixture: &Fixture) {
         let (near, far) = (register(&testbed.a, 0), register(&testbed.b, 1));
         transfer.warm_up(fixture, &conn, far.remote(0));
         let (stop, reads) = (AtomicBool::new(false), round % 2 == 1);
-        let (remote, data) = (far.remote(0), [near.sge(0, 300_000)]);
+        let (remote, data) = (far.remote(0), [near.sge(0, len)]);
         // Writes end with the target's registration, reads with that of their local memory.
         let (ending, memory) = if reads { (near, &memories[0]) } else { (far, &memories[1]) };
         let is_unused = std::thread::scope(|scope| {
@@ -363,9 +368,9 @@ fn device_copies_end_with_the_queue_pair(fixture: &Fixture) {
                 assert_eq!(completion.id, id);
                 completion.status
             });
-            let flushed = statuses.iter().position(|status| *status != Status::Success);
-            let (before, after) = statuses.split_at(flushed.expect("the last one is flushed"));
-            assert!(before.iter().all(|status| *status == Status::Success), "{statuses:?}");
+            let succeeded =
+                statuses.iter().take_while(|status| **status == Status::Success).count();
+            let (_, after) = statuses.split_at(succeeded);
             assert!(after.iter().all(|status| *status == Status::Flushed), "{statuses:?}");
         }
         fixture.control().delay_copies(Duration::ZERO);

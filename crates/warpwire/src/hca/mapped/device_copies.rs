@@ -433,13 +433,13 @@ fn hull(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
 }
 
 /// The local memory of a work request. While it exists, deregistration waits.
-struct LocalSpans<'a> {
+pub(super) struct LocalSpans<'a> {
     spans: [Option<Span<'a>>; MAX_SEGMENTS],
     count: usize,
 }
 
 impl<'a> LocalSpans<'a> {
-    fn resolve(
+    pub(super) fn resolve(
         qp_memory: &QpMemory,
         registry: &'a Registry,
         work: &WireWork,
@@ -464,7 +464,7 @@ impl<'a> LocalSpans<'a> {
     }
 
     /// The region of a segment, if it is memory that the GPU's copies may access in place.
-    fn region(&self, at: usize) -> Option<Region> {
+    pub(super) fn region(&self, at: usize) -> Option<Region> {
         self.spans.get(at)?.as_ref()?.device_region()
     }
 }

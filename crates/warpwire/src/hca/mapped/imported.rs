@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use super::device_window::PeerWindow;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, CopyQueue, Device, IpcHandle};
 use crate::mr;
@@ -27,7 +28,11 @@ pub(super) struct ImportedMemory {
     handle_type: &'static str,
     /// What the peer sent; taken when it is opened.
     shared: Mutex<Option<SharedHandle>>,
+    /// It is being opened, or has been.
+    requested: AtomicBool,
     opened: OnceLock<std::result::Result<Allocation, Error>>,
+    /// For short operations; set before `opened`.
+    window: OnceLock<PeerWindow>,
     /// A queue of copies that was created for an engine that has none on this GPU.
     queue: Mutex<Option<CopyQueue>>,
     /// A queue of copies is being created, or that failed.
@@ -70,7 +75,9 @@ impl ImportedMemory {
         Ok(Self {
             handle_type,
             shared: Mutex::new(Some(shared)),
+            requested: AtomicBool::new(false),
             opened: OnceLock::new(),
+            window: OnceLock::new(),
             queue: Mutex::default(),
             queue_state: AtomicU8::new(NO_QUEUE),
             queue_failure: OnceLock::new(),
@@ -91,12 +98,19 @@ impl ImportedMemory {
             Some(Err(_)) => return ImportState::Failed,
             None => {}
         }
-        if let Some(SharedHandle { handle, descriptors }) = self.shared.lock().take() {
+        if !self.requested.swap(true, Ordering::Relaxed)
+            && let Some(SharedHandle { handle, descriptors }) = self.shared.lock().take()
+        {
             let (this, device) = (self.clone(), device.clone());
             mr::run_on_pager(move || {
                 let opened = device.open_ipc_with(&handle, descriptors);
-                if let Err(why) = &opened {
-                    tracing::debug!(%why, "cannot map a peer's device memory; packets are used");
+                match opened.as_ref().map(PeerWindow::open) {
+                    Ok(Ok(Some(window))) => drop(this.window.set(window)),
+                    Ok(Ok(None)) => {}
+                    Ok(Err(why)) => tracing::debug!(%why, "short operations use packets"),
+                    Err(why) => {
+                        tracing::debug!(%why, "cannot map a peer's device memory; packets are used");
+                    }
                 }
                 let _ = this.opened.set(opened);
             });
@@ -124,6 +138,18 @@ impl ImportedMemory {
             };
             this.queue_state.store(state, Ordering::Release);
         });
+    }
+
+    /// The window for short operations, if there is one.
+    #[inline]
+    pub(super) fn window(&self) -> Option<&PeerWindow> {
+        self.window.get()
+    }
+
+    /// Whether nobody has asked to open it.
+    #[inline]
+    pub(super) fn is_new(&self) -> bool {
+        !self.requested.load(Ordering::Relaxed)
     }
 
     /// Takes the queue of copies that was created; the next who needs one gets another.

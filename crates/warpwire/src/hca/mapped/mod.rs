@@ -4,7 +4,8 @@
 //! A queue pair's work has two ways: packets (the protocol over a link), and this one, tried first
 //! by [`Mapped::try_execute`]. Host memory is accessed by the CPU (`host_memory.rs`; `fast_path.rs`
 //! is its exception for single writes) or, if it cannot be mapped, by the kernel
-//! (`process_memory.rs`), device memory by copies of the GPU (`device_copies.rs`).
+//! (`process_memory.rs`), device memory by copies of the GPU (`device_copies.rs`) or, if the
+//! operation is short, by the CPU (`device_window.rs`).
 //!
 //! The owner's side is a table that peers read ([`ExportTable`]): a row per queue pair that accepts
 //! requests, and a row per registration that peers may access (`rows.rs`). The requester's side is
@@ -26,6 +27,7 @@
 //!    between, and a revocation waits for one quantum at most.
 
 mod device_copies;
+mod device_window;
 mod fast_path;
 mod host_memory;
 mod imported;

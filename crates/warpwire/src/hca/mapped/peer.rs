@@ -12,6 +12,7 @@ use super::super::numbers::qp_row;
 use super::super::qpc::QpContext;
 use super::super::stats::IndirectReason;
 use super::device_copies::{self, DeviceCopies, PostedWork, RemoteRange};
+use super::device_window;
 use super::host_memory::RemoteTarget;
 use super::imported::{ImportState, ImportedMemory};
 use super::kernel_table::{KernelRange, KernelTable};
@@ -363,13 +364,22 @@ impl DirectPeer {
                 self.show_kernels(table, known, memory, rows, direct.remote_access);
             }
         }
-        if let Some(outcome) = self.must_wait(memory, qp, direct, requested)? {
+        let window = match memory {
+            PeerMemory::Device(memory) => {
+                if len < device_copies::MIN_COPY && memory.is_new() {
+                    device_window::request(memory, qp_memory, work, registry);
+                }
+                memory.window().filter(|window| window.is_for(need, len))
+            }
+            _ => None,
+        };
+        if let Some(outcome) = self.must_wait(memory, window.is_some(), qp, direct, requested)? {
             return Ok(outcome);
         }
         let allowed = RemoteRows::new(row, direct.generation, remote.rkey, known.generation);
         let RemoteRows { rows, generations } = allowed;
         let outcome = match memory {
-            PeerMemory::Device(memory) => {
+            PeerMemory::Device(memory) if window.is_none() => {
                 let peer = &self.peer;
                 let remote = RemoteRange { peer, rows: allowed, memory, offset };
                 let (index, qpn, bytes) = (qpc.index, qp.number(), len.into());
@@ -378,16 +388,18 @@ impl DirectPeer {
             }
             _ if *budget == 0 => return Ok(DirectOutcome::OutOfBudget),
             memory => {
-                let step = (len - direct.done).min(*budget);
+                // A short operation through a window is executed as a whole.
+                let step = if window.is_some() { len } else { (len - direct.done).min(*budget) };
                 match self.peer.begin_access(rows, generations, step.into()) {
                     None => Err(IndirectReason::Revoked),
                     Some(_guard) => {
                         let at = offset.saturating_add(direct.done.into());
                         let (done, peer) = (direct.done, &*self.peer);
-                        *budget -= step;
+                        *budget = budget.saturating_sub(step);
                         direct.done += step;
-                        match memory {
-                            PeerMemory::Host(memory) => RemoteTarget { memory, at }
+                        match (memory, window) {
+                            (_, Some(window)) => window.execute(at, qp_memory, registry, work),
+                            (PeerMemory::Host(memory), _) => RemoteTarget { memory, at }
                                 .execute(qp_memory, registry, work, done, step),
                             _ => ProcessTarget { peer, address: at }
                                 .execute(qp_memory, registry, work, done, step),
@@ -457,6 +469,7 @@ impl DirectPeer {
     fn must_wait(
         &self,
         memory: &PeerMemory,
+        by_window: bool,
         qp: &qp::RcQp,
         direct: &mut DirectState,
         requested: &Requested<'_>,
@@ -464,6 +477,7 @@ impl DirectPeer {
         let (need, len) = (requested.need, requested.work.len);
         let min = match memory {
             PeerMemory::Host(_) => 0,
+            PeerMemory::Device(_) if by_window => 0,
             PeerMemory::Device(_) => device_copies::MIN_COPY,
             PeerMemory::Process if self.peer.is_process_accessible() => process_memory::MIN_COPY,
             PeerMemory::Process => return Err(IndirectReason::KeyNotExported),
@@ -471,7 +485,7 @@ impl DirectPeer {
         if len < min || min > 0 && need == Access::REMOTE_ATOMIC {
             return Err(IndirectReason::Small);
         }
-        if direct.in_flight > 0 && !matches!(memory, PeerMemory::Device(_)) {
+        if direct.in_flight > 0 && (by_window || !matches!(memory, PeerMemory::Device(_))) {
             return Ok(Some(DirectOutcome::WaitForCopies));
         }
         if qp.outstanding() > 0 {
@@ -642,12 +656,13 @@ impl DirectPeer {
 
     /// A description for people: what of the peer is mapped.
     pub(super) fn describe(&self) -> String {
-        let (mut host, mut device, mut handle_types) = (0, 0, Vec::new());
+        let (mut host, mut device, mut windows, mut handle_types) = (0, 0, 0, Vec::new());
         for memory in self.memories.iter().filter_map(Memory::upgrade) {
             match memory {
                 PeerMemory::Host(_) | PeerMemory::Process => host += 1,
                 PeerMemory::Device(memory) if memory.failure().is_none() => {
                     device += 1;
+                    windows += u32::from(memory.window().is_some());
                     if !handle_types.contains(&memory.handle_type()) {
                         handle_types.push(memory.handle_type());
                     }
@@ -659,7 +674,11 @@ impl DirectPeer {
         let refusal = self.refusal.as_ref().map_or_else(String::new, |why| format!("; {why}"));
         let on_device = match device {
             0 => String::new(),
-            count => format!(", of device memory: {count} by {}", handle_types.join(", ")),
+            count => {
+                let by = handle_types.join(", ");
+                let short = if windows > 0 { "the CPU" } else { "packets" };
+                format!(", of device memory: {count} by {by}, short operations by {short}")
+            }
         };
         let by_kernel = match self.peer.is_process_accessible() {
             true => "",

@@ -228,6 +228,14 @@ impl CopyPlan {
         self.window_writes.min(MIN_PARALLEL_WRITE - 1)
     }
 
+    /// Maximum length of a copy through the window by one thread.
+    pub(crate) fn max_window_copy(&self, direction: CopyDirection) -> u64 {
+        match direction {
+            CopyDirection::Write => self.max_window_write(),
+            CopyDirection::Read => self.window_reads,
+        }
+    }
+
     /// Whether several threads were clearly faster at the maximum measured size; larger writes gain
     /// more.
     fn parallel_wins(&self) -> bool {

@@ -3,6 +3,7 @@
 //! A call of the copy engine costs some microseconds, whatever its size. A kernel that walks a list
 //! pays once for all of them: 100 000 pieces of 16 KiB move at the speed of the memory.
 
+mod pinned_reader;
 mod queue;
 
 use std::ops::Range;
@@ -17,6 +18,7 @@ use super::sim::{Block, KernelFault};
 use super::stream::Stream;
 use crate::error::{Error, Kind, Result};
 
+pub(crate) use pinned_reader::PinnedReader;
 pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST};
 
 const KERNEL: &str = "copy_list";

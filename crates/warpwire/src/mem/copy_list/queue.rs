@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::address::{DeviceAddr, is_inside};
+use super::super::address::{DeviceAddr, is_inside, last_word_len};
 use super::super::allocation::{Allocation, Region};
 use super::super::bytes::SharedBytes;
 use super::super::device::{Backend, Device};
@@ -129,28 +129,46 @@ impl CopyTicket {
     }
 }
 
+/// What a queue shares with its tickets.
 #[derive(Debug)]
-struct QueueState {
-    /// Pinned memory: the number of the last batch that has ended, then the descriptors of
-    /// batches, then the ring for those of lists.
+pub(super) struct QueueState {
+    /// Pinned memory: the number of the last batch that has ended, then what the queue needs.
     memory: Allocation,
     /// The device has failed: batches that have not ended never will.
     failed: AtomicBool,
 }
 
 impl QueueState {
-    fn completed(&self) -> u64 {
+    pub(super) fn new(memory: Allocation) -> Self {
+        Self { memory, failed: AtomicBool::new(false) }
+    }
+
+    pub(super) fn ticket(self: &Arc<Self>, number: u64) -> CopyTicket {
+        CopyTicket { number, state: self.clone() }
+    }
+
+    #[inline]
+    pub(super) fn completed(&self) -> u64 {
         self.bytes().and_then(|bytes| bytes.load_u64(0)).unwrap_or(0)
     }
 
-    fn bytes(&self) -> Result<SharedBytes<'_>> {
+    pub(super) fn fail(&self) {
+        self.failed.store(true, Ordering::Release);
+    }
+
+    pub(super) fn memory(&self) -> &Allocation {
+        &self.memory
+    }
+
+    #[inline]
+    pub(super) fn bytes(&self) -> Result<SharedBytes<'_>> {
         self.memory.host_bytes()
     }
 }
 
-/// Where the descriptors of the first slot begin.
+/// Where the descriptors of the first slot begin, in the memory of the queue's state.
 const FIRST_SLOT: usize = 128;
-/// Where the ring begins.
+/// Where the ring for descriptors of lists begins.
 const RING_AT: usize = FIRST_SLOT + MAX_BATCHES * SLOT_LEN;
 
 /// A stream for batches of copies on one device. Creating one may wait for the device; submitting
@@ -208,7 +226,7 @@ impl CopyQueue {
             stream: device.stream()?,
             kernel: program.kernel(KERNEL)?,
             few_kernel: program.kernel(FEW_KERNEL)?,
-            state: Arc::new(QueueState { memory, failed: AtomicBool::new(false) }),
+            state: Arc::new(QueueState::new(memory)),
             arrived: arrived.region(0, 4)?,
             submitted: 0,
             chunks: Vec::new(),
@@ -234,7 +252,7 @@ impl CopyQueue {
 
     /// The ticket of the next batch. If that is not submitted after all, call [`fail`](Self::fail).
     pub(crate) fn next_ticket(&self) -> CopyTicket {
-        CopyTicket { number: self.submitted + 1, state: self.state.clone() }
+        self.state.ticket(self.submitted + 1)
     }
 
     /// Whether the device can still end batches; asks the driver.
@@ -252,7 +270,7 @@ impl CopyQueue {
 
     /// Declares all batches ended, after the device has failed.
     pub(crate) fn fail(&self) {
-        self.state.failed.store(true, Ordering::Release);
+        self.state.fail();
     }
 
     /// Submits a batch of at most [`MAX_BATCH`] copies, of which no target overlaps another target
@@ -394,8 +412,7 @@ impl CopyQueue {
 
 /// Length of the tail of a copy to this region: its last bytes in one aligned word.
 fn tail_len(to: &Region) -> u64 {
-    let last = to.address().raw() + to.len() - 1;
-    (last % 8 + 1).min(to.len())
+    last_word_len(to.address().raw(), to.len())
 }
 
 pub(super) fn batch_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {

@@ -18,7 +18,7 @@ use super::deferred_free::{HostPointer, PendingFree};
 use super::device::CudaDevice;
 use super::driver::{call, get};
 use super::share;
-use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
+use super::sys::{self, AccessDesc, AllocationProp, Opaque64, PoolHandle, pointer};
 use super::window;
 use crate::error::{Error, Kind, Result};
 use crate::units;
@@ -46,9 +46,11 @@ pub(super) enum Origin {
         base: NonNull<u8>,
         io: bool,
     },
-    /// Opened from another process's `cuMemAlloc`; `base` is the start of that allocation.
+    /// Opened from another process's `cuMemAlloc`, with this handle; `base` is the start of that
+    /// allocation.
     Imported {
         base: u64,
+        handle: Opaque64,
     },
     /// From virtual memory handles of another process.
     ImportedVmm(ImportedPieces),
@@ -556,7 +558,7 @@ impl MemoryBackend for CudaMemory {
             }
             // The CPU may hold views of it: it is freed with the last handle.
             Origin::Pinned(_) | Origin::Registered { .. } => Ok(()),
-            Origin::Imported { base } => {
+            Origin::Imported { base, .. } => {
                 device.deferred_free.defer(device, PendingFree::Imported(*base));
                 Ok(())
             }

@@ -77,37 +77,72 @@ pub(super) fn by_handle(
     let (mut base, mut size) = (0, 0);
     call!(driver, address_range(&mut base, &mut size, anchor))?;
     let handle = get!(driver, Opaque64([0; 64]), ipc_export(anchor))?;
-    let word = |at: usize| {
-        let mut bytes = [0; 4];
-        bytes.copy_from_slice(&handle.0[at * 4..at * 4 + 4]);
-        u64::from(u32::from_le_bytes(bytes))
-    };
-    let (allocation, object_pages, offset) = (word(4) | word(5) << 32, word(6), word(7));
-    let (client, object) = (word(12), word(13));
-    let object_len = object_pages * PAGE;
-    let plausible = client >> 16 == 0xc1d0
-        && object != 0
-        && word(2) == u64::from(std::process::id())
-        && allocation >= size as u64
-        && offset + size as u64 <= object_len;
-    if !plausible {
-        return Err(naming_error("this driver's inter-process handle has a different layout"));
+    let object = PlainObject::parse(&handle, size as u64)?;
+    if object.pid != std::process::id() {
+        return Err(naming_error(OTHER_LAYOUT));
     }
-    // Offset of the range in the object.
-    let object_start = base.checked_sub(offset);
-    let first = object_start.and_then(|start| address.checked_sub(start));
-    let Some(first) = first.filter(|first| first + len <= object_len) else {
-        return Err(naming_error("the range extends beyond the memory object that it begins in"));
-    };
-    let start = first - first % PAGE;
-    let end = (first + len).next_multiple_of(PAGE).min(object_len);
-    let object_range = ObjectRange {
-        client: client as u32,
-        object: object as u32,
-        offset: start,
-        len: end - start,
-    };
-    Ok(RmRange { start: address - (first - start), object_ranges: vec![object_range] })
+    object.range(base, address, len)
+}
+
+/// The same for another process's plain memory that was opened at `base` with this handle.
+pub(super) fn by_foreign_handle(
+    handle: &Opaque64,
+    base: u64,
+    address: u64,
+    len: u64,
+) -> Result<RmRange> {
+    PlainObject::parse(handle, 0)?.range(base, address, len)
+}
+
+const OTHER_LAYOUT: &str = "this driver's inter-process handle has a different layout";
+
+/// What the inter-process handle of plain memory says.
+struct PlainObject {
+    pid: u32,
+    client: u32,
+    object: u32,
+    object_len: u64,
+    /// Where the allocation begins in the object.
+    offset: u64,
+}
+
+impl PlainObject {
+    /// Rejects handles that cannot be of an allocation of at least `size` bytes.
+    fn parse(handle: &Opaque64, size: u64) -> Result<Self> {
+        let word = |at: usize| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(&handle.0[at * 4..at * 4 + 4]);
+            u32::from_le_bytes(bytes)
+        };
+        let allocation = u64::from(word(4)) | u64::from(word(5)) << 32;
+        let (object_len, offset) = (u64::from(word(6)) * PAGE, u64::from(word(7)));
+        let (client, object) = (word(12), word(13));
+        let plausible = client >> 16 == 0xc1d0
+            && object != 0
+            && allocation >= size
+            && offset + allocation.min(size) <= object_len;
+        match plausible {
+            true => Ok(Self { pid: word(2), client, object, object_len, offset }),
+            false => Err(naming_error(OTHER_LAYOUT)),
+        }
+    }
+
+    /// The range of `len` bytes at `address`, where the allocation begins at `base`.
+    fn range(&self, base: u64, address: u64, len: u64) -> Result<RmRange> {
+        // Offset of the range in the object.
+        let object_start = base.checked_sub(self.offset);
+        let first = object_start.and_then(|start| address.checked_sub(start));
+        let Some(first) = first.filter(|first| first + len <= self.object_len) else {
+            return Err(naming_error(
+                "the range extends beyond the memory object that it begins in",
+            ));
+        };
+        let start = first - first % PAGE;
+        let end = (first + len).next_multiple_of(PAGE).min(self.object_len);
+        let &Self { client, object, .. } = self;
+        let object_range = ObjectRange { client, object, offset: start, len: end - start };
+        Ok(RmRange { start: address - (first - start), object_ranges: vec![object_range] })
+    }
 }
 
 fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<RmRange> {
@@ -122,4 +157,47 @@ fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<RmRange> {
 #[cold]
 fn naming_error(why: &'static str) -> Error {
     Error::new(Kind::Unsupported, "identify GPU memory to the resource manager").why(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A handle of 3 pages at offset 512 of an object of 8 pages.
+    fn handle() -> Opaque64 {
+        let mut handle = Opaque64([0; 64]);
+        let words = [(2, 77), (4, 3 * PAGE as u32), (6, 8), (7, 512), (12, 0xc1d0_0005), (13, 9)];
+        words.into_iter().for_each(|(at, word)| set(&mut handle, at, word));
+        handle
+    }
+
+    fn set(handle: &mut Opaque64, at: usize, word: u32) {
+        handle.0[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
+    }
+
+    #[test]
+    fn foreign_handles_name_whole_pages() {
+        let base = 0x10_0200;
+        let found = by_foreign_handle(&handle(), base, base + 5000, 100).unwrap();
+        let [object] = found.object_ranges[..] else { panic!("{found:?}") };
+        assert_eq!((object.client, object.object), (0xc1d0_0005, 9));
+        assert_eq!((object.offset, object.len), (PAGE, PAGE));
+        assert_eq!(found.start, 0x10_0000 + PAGE);
+    }
+
+    #[test]
+    fn wrong_handles_are_refused() {
+        let refused = |handle: &Opaque64, base, address, len| {
+            by_foreign_handle(handle, base, address, len).unwrap_err().to_string()
+        };
+        for (at, word) in [(12, 5), (13, 0), (7, 9 * PAGE as u32)] {
+            let mut wrong = handle();
+            set(&mut wrong, at, word);
+            assert!(refused(&wrong, 1 << 20, 1 << 20, 8).contains("different layout"), "{at}");
+        }
+        // Beyond the object, before it, and where no object can begin.
+        for (base, address, len) in [(1 << 20, 1 << 20, 8 * PAGE), (1 << 20, 0, 8), (8, 8, 8)] {
+            assert!(refused(&handle(), base, address, len).contains("beyond"), "{base}, {address}");
+        }
+    }
 }

@@ -193,7 +193,7 @@ fn open_body(
                 drop(call!(driver, ipc_close(base)));
                 return Err(malformed("it describes more than the memory's size"));
             }
-            Ok((base + offset, Origin::Imported { base }))
+            Ok((base + offset, Origin::Imported { base, handle: *handle }))
         }
         IpcPayload::Vmm { pid, offset, pieces } => {
             let total = pieces.iter().try_fold(0, |sum: u64, piece| sum.checked_add(piece.size));

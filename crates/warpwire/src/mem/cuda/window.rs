@@ -14,10 +14,10 @@ use super::super::window::{CpuMapping, MappingType, WindowPath};
 use super::device::CudaDevice;
 use super::gdrdrv;
 use super::hook::ObjectRange;
-use super::memory::{self, CudaMemory, export_pages};
+use super::memory::{self, CudaMemory, Origin, export_pages};
 use super::naming::{self, AllocKind, RmRange};
 use super::rm;
-use super::sys::pointer;
+use super::sys::{Opaque64, pointer};
 use crate::error::{Error, Kind, Result};
 
 /// An address range with device memory mapped into it, from one descriptor or several; unmapped as
@@ -133,7 +133,12 @@ pub(super) fn map(
     }
     let mapped = match path {
         WindowPath::DmaBuf => by_dmabuf(device, start, len),
-        WindowPath::ResourceManager => by_resource_manager(device, start, len),
+        WindowPath::ResourceManager => match &memory.origin {
+            Origin::Imported { base, handle } => {
+                imported_by_resource_manager(device, (*base, handle), start, len)
+            }
+            _ => by_resource_manager(device, start, len),
+        },
         WindowPath::Gdrdrv => gdrdrv::map(start, len),
         WindowPath::Memfd => {
             Err(Error::new(Kind::Unsupported, "").why("only simulated memory is a memfd"))
@@ -171,6 +176,20 @@ fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result
     verify(device, alloc_kind)?;
     let mapped =
         map_rm_range(device, naming::resolve(device, alloc_kind, start, len)?, start, len)?;
+    compare(device, mapped.base(), start, len)?;
+    Ok(mapped)
+}
+
+/// Maps plain memory of another process, which was opened at this address with this handle.
+fn imported_by_resource_manager(
+    device: &Arc<CudaDevice>,
+    (base, handle): (u64, &Opaque64),
+    start: u64,
+    len: u64,
+) -> Result<CpuMapping> {
+    verify(device, AllocKind::Plain)?;
+    let rm_range = naming::by_foreign_handle(handle, base, start, len)?;
+    let mapped = map_rm_range(device, rm_range, start, len)?;
     compare(device, mapped.base(), start, len)?;
     Ok(mapped)
 }
