@@ -206,8 +206,10 @@ impl Requester {
     /// packet alone, after a wait that doubles each time, until it accepts it.
     fn on_rnr_nak(&mut self, now: Instant, code: u8) -> Outcome {
         const INFINITE: u8 = 7;
-        if now < self.resume {
-            return Accepted; // a duplicate
+        // A duplicate, unless the wait is our own, for memory that was paged out: the refused packet
+        // is then still counted as sent.
+        if now < self.resume && self.next == self.unacked {
+            return Accepted;
         }
         if self.rnr_left != INFINITE {
             match self.rnr_left.checked_sub(1) {
@@ -221,7 +223,7 @@ impl Requester {
         let asked = rnr_time(code);
         let wait = asked * (1 << self.rnr_streak.min(MAX_RNR_DOUBLINGS));
         self.rnr_streak = self.rnr_streak.saturating_add(1);
-        self.resume = now + wait.min(asked.max(MAX_RNR_WAIT));
+        self.resume = self.resume.max(now + wait.min(asked.max(MAX_RNR_WAIT)));
         Accepted
     }
 

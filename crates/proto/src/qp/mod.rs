@@ -589,6 +589,8 @@ impl RcQp {
     /// and asks the host again. No retry is consumed.
     #[cold]
     pub fn undo_transmit(&mut self, packet: &Transmit) {
+        self.stats.packets_sent -= 1;
+        self.stats.bytes_sent -= packet.payload.map_or(0, |payload| u64::from(payload.len));
         match packet.payload.map(|payload| payload.from) {
             Some(Source::SendWr { .. }) => self.requester.undo(packet.headers.psn),
             Some(Source::Remote { .. }) => self.responder.resource.undo_sent(packet.headers.psn),

@@ -122,7 +122,7 @@ pub(super) struct Requester {
     /// Read requests and atomics between `unacked` and `next`.
     pub(super) outstanding_reads: u32,
     /// Packets since the last one with `ack_request`.
-    since_ack_request: u32,
+    pub(super) since_ack_request: u32,
     /// The PSN after the last packet that needs a response: the timer runs while it is ahead of
     /// `unacked`.
     pub(super) ack_due: Psn,
@@ -361,6 +361,13 @@ impl Requester {
         self.ack_until(self.unacked);
     }
 
+    /// Whether the path has room again without another packet. The allowance may have shrunk since
+    /// packets were sent that request no ACK: one more packet must, or none would ever come.
+    #[inline]
+    pub(super) fn may_wait_for_room(&self, in_flight: u32) -> bool {
+        in_flight == 0 || self.since_ack_request == 0
+    }
+
     #[inline(always)] // the only caller is hot, and seven arguments cost more than the body
     fn request<H: Host>(
         &mut self,
@@ -372,10 +379,7 @@ impl Requester {
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.in_flight();
-        // The allowance may have shrunk since packets were sent that request no ACK: one more
-        // packet must, or none would ever come.
-        let may_wait = in_flight == 0 || self.since_ack_request == 0;
-        if in_flight >= self.allowance && may_wait {
+        if in_flight >= self.allowance && self.may_wait_for_room(in_flight) {
             self.blocked_by_path = true;
             if self.next == self.unacked {
                 self.deadline = Instant::NEVER; // the link has room again, and nothing is due
@@ -505,11 +509,24 @@ impl Requester {
         self.rto.forget_sample();
     }
 
-    /// The packet with this PSN was not sent after all.
+    /// The packet with this PSN, the last one that was made, was not sent after all.
     pub(super) fn undo(&mut self, psn: Psn) {
         self.rto.forget_sample();
-        if !self.lose(psn) {
-            self.go_back();
+        // Perhaps it was the one that requested an ACK of those before it.
+        self.since_ack_request = self.since_ack_request.max(1);
+        if self.ack_due == psn.next() {
+            (self.ack_due, self.deadline) = (self.unacked, Instant::NEVER);
+        }
+        if self.lose(psn) {
+            return;
+        }
+        if self.unsent == psn.next() {
+            self.unsent = psn;
+        }
+        self.next = psn;
+        let before = self.current.wrapping_sub(1);
+        if self.current != self.tail && self.entry(before).end() == psn.next() {
+            self.current = before; // it was the last one of its message
         }
     }
 

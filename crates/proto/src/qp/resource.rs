@@ -198,14 +198,6 @@ impl ResourceRing {
         }
     }
 
-    /// Stops sending what is pending until it is requested again.
-    pub(super) fn park(&mut self) {
-        for record in self.records.iter_mut().flatten() {
-            record.stop = record.next;
-        }
-        self.pending = self.end;
-    }
-
     /// Stops sending the oldest pending record until it is requested again.
     pub(super) fn skip(&mut self) {
         if let Some(record) = self.pending() {

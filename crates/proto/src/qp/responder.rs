@@ -47,8 +47,6 @@ pub(super) enum Reply {
     Sequence(Psn),
     /// RNR NAK for the expected PSN.
     NotReady,
-    /// RNR NAK for this PSN: the data of a read is not resident.
-    Stalled(Psn),
     /// This PSN failed, and the queue pair with it.
     Fatal(Nak, Psn),
 }
@@ -129,10 +127,9 @@ pub(super) struct Responder {
     pub(super) acknowledged: Psn,
     pub(super) reply: Reply,
     pub(super) resource: ResourceRing,
-    /// The data to be sent next was not resident when it was last requested.
-    pub(super) stalled: bool,
-    /// The peer got an RNR NAK for that data, and does not have the data yet.
-    pub(super) parked: bool,
+    /// The PSN of the data to be sent next, if the peer has requested it again: if it is not
+    /// resident, the peer gets an RNR NAK.
+    pub(super) requested_again: Option<Psn>,
     /// How many times in a row memory was not resident.
     pub(super) fault_streak: u8,
     receive_completion: Option<ReceiveCompletion>,
@@ -153,8 +150,7 @@ impl Responder {
             acknowledged: Psn::new(0),
             reply: Reply::None,
             resource: ResourceRing::new(0),
-            stalled: false,
-            parked: false,
+            requested_again: None,
             fault_streak: 0,
             receive_completion: None,
             held: None,
@@ -165,6 +161,10 @@ impl Responder {
     /// Whether the NAK for our failure is still to be sent.
     pub(super) fn has_fatal_nak(&self) -> bool {
         matches!(self.reply, Reply::Fatal(..))
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.fatal.is_some()
     }
 
     pub(super) fn has_receive_completion(&self) -> bool {
@@ -320,7 +320,7 @@ impl Responder {
         let psn = headers.psn;
         // It requests exactly the missing data, so the peer has everything before it.
         let misses = |resource: &mut Resource| resource.first.add(resource.next) == psn;
-        let stalled = self.stalled && self.resource.pending().is_some_and(misses);
+        let is_pending = self.resource.pending().is_some_and(misses);
         let found = match headers.extension {
             Extension::Reth(reth) if headers.opcode == Opcode::ReadRequest => {
                 if reth.len > MAX_MESSAGE_LEN {
@@ -349,22 +349,10 @@ impl Responder {
                 true
             }
         };
-        if found && stalled {
-            self.park(psn);
+        if found && is_pending {
+            self.requested_again = Some(psn);
         }
         if found { DiscardReason::Duplicate } else { DiscardReason::NoRecord }
-    }
-
-    /// The peer waits for data that is not resident: it gets an RNR NAK, so that its retries do not
-    /// run out. It will request everything behind that data again as well.
-    #[cold]
-    pub(super) fn park(&mut self, psn: Psn) {
-        if self.fatal.is_none() {
-            self.resource.park();
-            self.reply = Reply::Stalled(psn);
-            (self.stalled, self.parked) = (false, true);
-            self.fault_streak = self.fault_streak.saturating_add(1);
-        }
     }
 
     #[inline(always)]

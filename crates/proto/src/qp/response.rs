@@ -71,26 +71,17 @@ impl Responder {
             let from = Source::Remote { at: at.forward(offset), left, request, following };
             match host.fetch(from, len, headers.len()) {
                 HostStatus::Ready => {
-                    (self.stalled, self.parked) = (false, false);
+                    self.requested_again = None;
                     packet.payload = Some(Payload { from, len });
                 }
-                // Most page faults are short, and the peer need not know. If it got an RNR NAK
-                // before, it gets another one.
-                HostStatus::Retry if self.parked => {
-                    self.park(headers.psn);
-                    return Ok(self.acknowledge(params, stats, packet));
-                }
-                HostStatus::Retry => {
-                    self.stalled = true;
-                    return Ok(false);
-                }
+                HostStatus::Retry => return Ok(self.report_not_resident(params, stats, packet)),
                 HostStatus::Denied if was_sent_before => {
                     // A late duplicate of the request may arrive after the peer has the data and
                     // the registration has ended, which is legal. The peer then ignores this PSN.
                     // If the data was lost, the NAK tells the peer why it does not get it.
                     let (psn, syndrome) = (headers.psn, Syndrome::Nak(Nak::RemoteAccess));
                     self.resource.skip();
-                    (self.stalled, self.parked) = (false, false);
+                    self.requested_again = None;
                     *headers = without_data(params, psn, syndrome, completed);
                     return Ok(true);
                 }
@@ -104,6 +95,28 @@ impl Responder {
         }
         self.resource.sent();
         Ok(true)
+    }
+
+    /// The data to be sent next is not resident. Most page faults are short, and the peer need not
+    /// know. If it requests that data again it gets an RNR NAK, so that its retries do not run out.
+    /// The data is sent as soon as it is resident in any case: the NAK may be about a request from
+    /// before the peer got what was in flight, and it then ignores it.
+    #[cold]
+    fn report_not_resident(
+        &mut self,
+        params: &ConnParams,
+        stats: &mut Stats,
+        packet: &mut Transmit,
+    ) -> bool {
+        let Some(psn) = self.requested_again.take().filter(|_| !self.has_failed()) else {
+            return false;
+        };
+        stats.rnr_sent += 1;
+        self.fault_streak = self.fault_streak.saturating_add(1);
+        let code = rnr_timer_code(params.min_rnr_timer, self.fault_streak);
+        packet.headers = without_data(params, psn, Syndrome::RnrNak(code), self.completed);
+        packet.payload = None;
+        true
     }
 
     fn acknowledge(
@@ -138,10 +151,6 @@ impl Responder {
                 Syndrome::RnrNak(rnr_timer_code(params.min_rnr_timer, self.fault_streak)),
                 self.expected,
             ),
-            Reply::Stalled(psn) => {
-                stats.rnr_sent += 1;
-                (Syndrome::RnrNak(rnr_timer_code(params.min_rnr_timer, self.fault_streak)), psn)
-            }
             Reply::Sequence(_) => {
                 stats.sequence_naks_sent += 1;
                 self.nak_sent = true;

@@ -421,7 +421,7 @@ impl Requester {
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.in_flight();
-        if in_flight >= self.allowance {
+        if in_flight >= self.allowance && self.may_wait_for_room(in_flight) {
             self.blocked_by_path = true;
             return Ok(false);
         }
@@ -440,6 +440,7 @@ impl Requester {
         self.absent = known.absent();
         self.selective = Some(known);
         let Some((_, end)) = outcome? else { return Ok(false) };
+        self.since_ack_request = 0;
         if end.distance_from(self.ack_due) > 0 {
             self.ack_due = end;
         }

@@ -155,7 +155,8 @@ fn long_absent_memory_at_any_host_call_does_not_fail_the_connection() {
 #[test]
 fn a_read_of_absent_memory_gets_rnr_naks_when_the_peer_retries() {
     let mut pair = Pair::with(ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() });
-    pair.endpoints[B].host.answer(FetchRemote, [Ready, Retry, Retry, Retry]);
+    // A second time with each NAK: after it, to send the data if it is resident by now.
+    pair.endpoints[B].host.answer(FetchRemote, [&[Ready][..], &[Retry; 5]].concat());
     pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
     let requests = pair.transfer(A);
     let data = pair.send_all(B);
@@ -221,6 +222,66 @@ fn transmits_can_be_undone() {
             pair.endpoints[end].qp.undo_transmit(&lost);
             pair.assert_all_succeed(2);
         }
+    }
+}
+
+/// The requester waits for its own memory when the peer refuses a later request: both waits end,
+/// without a timer, with selective repeat and without.
+#[test]
+fn an_rnr_nak_during_a_wait_for_own_memory_is_heeded() {
+    for selective in [false, true] {
+        let params = ConnParams {
+            timeout: 0,
+            retry_count: 0,
+            rnr_retry: 7,
+            selective,
+            ..Default::default()
+        };
+        let mut pair = Pair::with(params);
+        pair.endpoints[A].host.answer(PlaceResponse, [Retry]);
+        // Ready for the read, and not for the write behind it.
+        pair.endpoints[B].host.answer(MayAccess, [Ready, Retry]);
+        pair.post(A, 0, SendOp::Read(REMOTE_ADDR), MTU);
+        pair.post(A, 1, SendOp::Write(REMOTE_ADDR), 10);
+        let requests = pair.send_all(A);
+        pair.deliver_all(B, &requests);
+        let responses = pair.send_all(B);
+        let [data, refusal] = &responses[..] else { panic!("{responses:?}") };
+        assert!(matches!(syndrome(refusal), Syndrome::RnrNak(_)), "{refusal:?}");
+        assert_eq!(pair.deliver(A, data), Err(DiscardReason::Busy));
+        // A copy of the data, as after a read that was requested twice.
+        pair.deliver(A, data).unwrap();
+        let _ = pair.deliver(A, refusal);
+        pair.assert_all_succeed(2);
+    }
+}
+
+/// A read is requested three times, and its data is paged out after it was sent in part. The RNR
+/// NAK is about data that the peer has when it arrives: the rest comes nevertheless.
+#[test]
+fn an_outdated_rnr_nak_stops_no_response() {
+    for selective in [false, true] {
+        let params = ConnParams {
+            timeout: 0,
+            retry_count: 0,
+            rnr_retry: 7,
+            selective,
+            ..Default::default()
+        };
+        let mut pair = Pair::with(params);
+        pair.endpoints[B].host.answer(FetchRemote, [Ready, Ready, Retry, Retry, Retry]);
+        pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
+        let requests = pair.transfer(A);
+        let mut responses = pair.send_all(B);
+        for _ in 0..2 {
+            let _ = pair.deliver(B, &requests[0]);
+            responses.extend(pair.send(B));
+        }
+        let [_, _, refusal] = &responses[..] else { panic!("{responses:?}") };
+        assert!(matches!(syndrome(refusal), Syndrome::RnrNak(_)), "{refusal:?}");
+        let outcomes = pair.deliver_all(A, &responses);
+        assert_eq!(outcomes, [Ok(()), Ok(()), Err(DiscardReason::StaleResponse)]);
+        pair.assert_all_succeed(1);
     }
 }
 

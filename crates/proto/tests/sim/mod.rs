@@ -6,6 +6,7 @@
 //! sets the number of seeds.
 
 mod congested;
+mod faults;
 mod goodput;
 mod link;
 mod matrix;

@@ -433,6 +433,11 @@ impl Network {
             let (to, random) = (peer.0, &mut self.random);
             let mut host = SimHost { memory, app, payload: &[], random, frame: &[], held };
             let Some(packet) = qp.poll_transmit(now, &mut host) else { break };
+            // Memory may be paged out after the check, too.
+            if packet.payload.is_some() && host.fault() {
+                qp.undo_transmit(&packet);
+                break;
+            }
             let payload =
                 packet.payload.map_or_else(Vec::new, |p| fetch(memory, app, p.from, p.len));
             if self.trace {

@@ -139,7 +139,7 @@ pub struct SimHost<'a> {
 }
 
 impl SimHost<'_> {
-    fn fault(&mut self) -> bool {
+    pub fn fault(&mut self) -> bool {
         let fault = self.random.chance(self.app.page_faults);
         self.app.faulted |= fault;
         fault
