@@ -206,7 +206,7 @@ impl Requester {
     /// packet alone, after a wait that doubles each time, until it accepts it.
     fn on_rnr_nak(&mut self, now: Instant, code: u8) -> Outcome {
         const INFINITE: u8 = 7;
-        // A duplicate, unless the wait is our own, for memory that was paged out: the refused packet
+        // A duplicate, unless the wait is our own, for memory that is paged out: the refused packet
         // is then still counted as sent.
         if now < self.resume && self.next == self.unacked {
             return Accepted;
