@@ -241,8 +241,10 @@ impl Registry {
         SoftPd(Arc::new(PdId(NEXT.fetch_add(1, Ordering::Relaxed))))
     }
 
-    /// The number of live registrations and windows.
+    /// The number of live registrations and windows, with those that are
+    /// [kept](Self::quarantined).
     pub fn len(&self) -> usize {
+        self.release_quarantined();
         self.0.keys.lock().live
     }
 
@@ -666,7 +668,8 @@ impl Registry {
     }
 
     /// The number of registrations that have ended, but whose memory is kept because a peer process
-    /// that does not run may still access it. Released by later registrations and deregistrations.
+    /// that does not run may still access it. Released by later registrations and deregistrations,
+    /// and by [`len`](Self::len).
     pub fn quarantined(&self) -> usize {
         self.0.quarantine.len()
     }

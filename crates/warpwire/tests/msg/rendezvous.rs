@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,10 +34,13 @@ cases!(Fixture; ONCE:
 
 const SHORT: Duration = Duration::from_secs(2);
 
-/// An address with a port that is currently free.
+/// An address that nobody uses, of this process alone: a port of 127.0.0.1 that is free now may be
+/// another's a moment later.
 fn free_address() -> String {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    format!("127.0.0.1:{port}")
+    static NEXT_PORT: AtomicU16 = AtomicU16::new(20_000);
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    let port = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
+    format!("127.{}.{middle}.{low}:{port}", 128 | high)
 }
 
 fn rank_info(rank: usize, size: usize, address: &str, token: &str) -> RankInfo {

@@ -22,7 +22,7 @@ use warpwire::verbs::{
 use crate::registration::child;
 use crate::registration::harness::{Backing, Buffer, Harness, MemKind};
 use crate::verbs::fixture::{QpPair, Rng, TestLink, Testbed, connect, test_timeout};
-use testkit::{Effort, cases};
+use testkit::{Effort, cases, until};
 
 cases!(Harness; CASES: ; change: soak);
 
@@ -129,7 +129,8 @@ fn one_seed(seed: u64, counters: &Counters) {
         }
         counters.moves.fetch_add(mover.map_or(0, Mover::stop), Ordering::Relaxed);
         drop(flows);
-        assert!(registries.iter().all(|registry| registry.is_empty()));
+        // On a starved machine copies of the simulated GPU outlast deregistration's patience.
+        until("no registration is left", || registries.iter().all(|registry| registry.is_empty()));
     }
     harness.check_nothing_left();
 }
