@@ -108,9 +108,10 @@ impl Responder {
         stats: &mut Stats,
         packet: &mut Transmit,
     ) -> bool {
-        let Some(psn) = self.requested_again.take().filter(|_| !self.has_failed()) else {
+        let psn = packet.headers.psn;
+        if self.requested_again.take() != Some(psn) || self.has_failed() {
             return false;
-        };
+        }
         stats.rnr_sent += 1;
         self.fault_streak = self.fault_streak.saturating_add(1);
         let code = rnr_timer_code(params.min_rnr_timer, self.fault_streak);
