@@ -16,6 +16,11 @@ use HostCall::{
     PlaceResponse, StoreResult, TakeReceive,
 };
 
+/// Whatever is lost stays lost.
+fn without_timer() -> ConnParams {
+    ConnParams { timeout: 0, retry_count: 0, rnr_retry: 7, ..ConnParams::default() }
+}
+
 /// The host calls of an operation, with the end that makes each.
 fn calls_of(op: SendOp) -> &'static [(usize, HostCall)] {
     match op {
@@ -208,8 +213,7 @@ fn transmits_can_be_undone() {
     for op in [SendOp::Send, SendOp::Write(REMOTE_ADDR), SendOp::Read(REMOTE_ADDR)] {
         let end = if matches!(op, SendOp::Read(_)) { B } else { A };
         for nth in 0..3 {
-            let params = ConnParams { timeout: 0, retry_count: 0, ..ConnParams::default() };
-            let mut pair = Pair::with_receives(params, 2);
+            let mut pair = Pair::with_receives(without_timer(), 2);
             (0..2).for_each(|id| pair.post(A, id, op, 3 * MTU));
             if end == B {
                 pair.transfer(A);
@@ -230,14 +234,7 @@ fn transmits_can_be_undone() {
 #[test]
 fn an_rnr_nak_during_a_wait_for_own_memory_is_heeded() {
     for selective in [false, true] {
-        let params = ConnParams {
-            timeout: 0,
-            retry_count: 0,
-            rnr_retry: 7,
-            selective,
-            ..Default::default()
-        };
-        let mut pair = Pair::with(params);
+        let mut pair = Pair::with(ConnParams { selective, ..without_timer() });
         pair.endpoints[A].host.answer(PlaceResponse, [Retry]);
         // Ready for the read, and not for the write behind it.
         pair.endpoints[B].host.answer(MayAccess, [Ready, Retry]);
@@ -261,14 +258,7 @@ fn an_rnr_nak_during_a_wait_for_own_memory_is_heeded() {
 #[test]
 fn an_outdated_rnr_nak_stops_no_response() {
     for selective in [false, true] {
-        let params = ConnParams {
-            timeout: 0,
-            retry_count: 0,
-            rnr_retry: 7,
-            selective,
-            ..Default::default()
-        };
-        let mut pair = Pair::with(params);
+        let mut pair = Pair::with(ConnParams { selective, ..without_timer() });
         pair.endpoints[B].host.answer(FetchRemote, [Ready, Ready, Retry, Retry, Retry]);
         pair.post(A, 0, SendOp::Read(REMOTE_ADDR), 3 * MTU);
         let requests = pair.transfer(A);

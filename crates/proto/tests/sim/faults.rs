@@ -2,9 +2,8 @@
 //! help of a timer.
 
 use core::time::Duration;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use testkit::Effort;
+use testkit::{Effort, for_each_seed};
 use warpwire_proto::qp::Status;
 
 use crate::sim::link::Faults;
@@ -41,16 +40,8 @@ fn run_seed(seed: u64) {
     }
 }
 
+/// `WARPWIRE_SEED=n` runs a single seed, `WARPWIRE_SEEDS=n` sets their number.
 #[test]
 fn page_faults_need_no_timer() {
-    let seeds = Effort::pick("WARPWIRE_FAULT_SEEDS", [400, 2000, 50_000]);
-    let first = std::env::var("WARPWIRE_FAULT_SEED").ok().and_then(|text| text.parse().ok());
-    for seed in first.map_or(0..seeds, |only| only..only + 1) {
-        if catch_unwind(AssertUnwindSafe(|| run_seed(seed))).is_err() {
-            panic!(
-                "seed {seed} fails; to reproduce: WARPWIRE_FAULT_SEED={seed} WARPWIRE_TRACE=1 \
-                 cargo test -p warpwire-proto --test proto page_faults_need_no_timer"
-            );
-        }
-    }
+    for_each_seed(0..Effort::pick("WARPWIRE_SEEDS", [400, 2000, 50_000]), run_seed);
 }

@@ -4,7 +4,7 @@
 use core::time::Duration;
 use std::collections::BTreeMap;
 
-use testkit::Effort;
+use testkit::{Effort, for_each_seed};
 use warpwire_proto::qp::{Status, TransportOptions};
 
 use crate::sim::congested::{Bottleneck, Congestion};
@@ -65,19 +65,12 @@ fn run_seed(seed: u64) {
     net.drain();
     let plans = net.nodes.iter().flat_map(|node| &node.conns).flat_map(|conn| &conn.app.plan);
     for planned in plans {
-        assert_eq!(planned.status, Some(Status::Success), "seed {seed}");
+        assert_eq!(planned.status, Some(Status::Success));
     }
 }
 
 /// `WARPWIRE_SEED=n` runs a single seed, `WARPWIRE_SEEDS=n` sets their number.
 #[test]
 fn work_on_a_shared_path_completes() {
-    if let Some(only) = std::env::var("WARPWIRE_SEED").ok().and_then(|text| text.parse().ok()) {
-        return run_seed(only);
-    }
-    for seed in 0..Effort::pick("WARPWIRE_SEEDS", [100, 500, 5000]) {
-        if std::panic::catch_unwind(|| run_seed(seed)).is_err() {
-            panic!("seed {seed} fails; to reproduce: WARPWIRE_SEED={seed}");
-        }
-    }
+    for_each_seed(0..Effort::pick("WARPWIRE_SEEDS", [100, 500, 5000]), run_seed);
 }
