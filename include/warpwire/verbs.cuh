@@ -328,6 +328,66 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
 }
 
 // -------------------------------------------------------------------------------------------------
+// The peer's memory, mapped
+
+// What threads do with memory that they map.
+constexpr u32 kMapRead = detail::kReadRemote, kMapWrite = detail::kWriteRemote, kMapAtomic = detail::kAtomicRemote;
+
+// Memory of the peer that this kernel may access like its own, from map_remote to unmap.
+struct Mapping {
+    void *pointer;  // null: not mapped
+    detail::DirectEntry *entry;
+    u32 rkey;
+};
+
+// Maps `length` bytes of the peer's memory, if threads may access it by themselves and everything
+// that was posted is complete; otherwise `pointer` is null, and the memory must be accessed by put
+// and get. All threads of the group get the mapping; other threads may use it too. Nothing orders
+// loads and stores through it with work that is posted later.
+//
+// Until unmap, the owner cannot take the memory back: it waits for half a second. So call
+// is_revoked more often than that, and unmap when it is true, and before the kernel ends.
+template <class Group = Thread> WARPWIRE_FN Mapping map_remote(Qp &qp, Remote at, u64 length, u32 access, Group group = Group()) {
+    u64 address = 0;
+    group.sync();
+    if (group.rank() == 0 && qp.direct && (!(access & kMapAtomic) || (qp.flags & kDirectAtomics))) {
+        detail::DirectRange range = detail::remote_range(qp, at, length, access), none = detail::no_range();
+        if (detail::enter(qp, range, none, none)) {
+            detail::add_system(&detail::direct_table(qp)->operations, 1);
+            address = range.address;
+        }
+    }
+    address = group.broadcast(address);
+    if (!address) return Mapping{nullptr, nullptr, at.rkey};
+    return Mapping{reinterpret_cast<void *>(address), detail::remote_entry(qp, at.rkey), at.rkey};
+}
+
+// Whether the memory is to be unmapped: its owner takes it back, or the connection has ended.
+WARPWIRE_FN bool is_revoked(const Mapping &mapping) {
+    return !mapping.pointer || detail::load_system_relaxed(&mapping.entry->tag) >> 32 != mapping.rkey;
+}
+
+// Ends a mapping, once for each map_remote, when all threads that use it have arrived.
+template <class Group = Thread> WARPWIRE_FN void unmap(Mapping &mapping, Group group = Group()) {
+    group.sync();
+    if (group.rank() == 0 && mapping.pointer) {
+        detail::fence_system();
+        detail::add_system(&mapping.entry->users, ~0ull);
+    }
+    mapping.pointer = nullptr;
+}
+
+// Stores to a word, mapped or not, which wait_signal waits for: who sees the value sees everything
+// that the group has stored before.
+template <class Group = Thread> WARPWIRE_FN void set_signal(u64 *word, u64 value, Group group = Group()) {
+    group.sync();
+    if (group.rank() == 0) {
+        detail::fence_system();
+        detail::store_system(word, value);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
 // Waiting
 
 // Waits until the operation is complete: its data was acknowledged, or what it fetched has arrived.

@@ -1,6 +1,6 @@
 //! Kernels that post verbs, on a real GPU: every call between two processes, a million operations
-//! by a thousand threads, the round trip of a put compared with a relay without HCA, posted and by
-//! direct stores, also between two processes; replayed graphs.
+//! by a thousand threads, the round trip of a put compared with a relay without HCA, posted, by
+//! direct stores, and by stores to mapped memory, also between two processes; replayed graphs.
 //!
 //! ```console
 //! $ 10_kernels                 # cuda:0; a line for each part: PASS, FAIL or skipped, and figures
@@ -140,18 +140,27 @@ fn ping(
 ) -> Result<f64, String> {
     let [first, second] = spinning_contexts(fixture, test_link);
     let second = if shared { first.clone() } else { second };
-    time_pings(fixture, &fixture.connected([first, second], options.clone()), rounds)
+    time_pings(fixture, &fixture.connected([first, second], options.clone()), PUTS, rounds)
 }
 
+/// The kernels that play ping-pong: by puts, and by stores to mapped memory.
+const PUTS: &str = "calls_ping";
+const STORES: &str = "calls_ping_mapped";
+
 /// Microseconds of a round trip between two kernels.
-fn time_pings(fixture: &Fixture, ends: &[Endpoint; 2], rounds: u64) -> Result<f64, String> {
+fn time_pings(
+    fixture: &Fixture,
+    ends: &[Endpoint; 2],
+    kernel: &str,
+    rounds: u64,
+) -> Result<f64, String> {
     for end in ends {
         end.memory.write(WORD, &[0; 8]).map_err(|why| why.to_string())?;
     }
     let ended = fixture.gpu.alloc(16).unwrap();
     ended.write(0, &[0xff; 16]).unwrap();
     let streams = [(); 2].map(|()| fixture.gpu.stream().unwrap());
-    let kernel = fixture.kernel("calls_ping");
+    let kernel = fixture.kernel(kernel);
     let start = Instant::now();
     for (side, end) in ends.iter().enumerate().rev() {
         let at = ended.address().raw() + side as u64 * 8;
@@ -177,16 +186,18 @@ fn direct_latency(fixture: &Fixture) -> Result<String, String> {
     let ends = fixture.connected_with(contexts, MemoryKind::Vmm, deep_options(fixture));
     let start = Instant::now();
     while ends.iter().any(|end| direct(end) == 0) {
-        time_pings(fixture, &ends, 10)?;
+        time_pings(fixture, &ends, PUTS, 10)?;
         if start.elapsed() > test_timeout() {
             return Err(format!("never direct: {}", ends[0].qp.qp().path().unwrap()));
         }
     }
-    let (mut relays, mut pings) = (f64::MAX, f64::MAX);
+    let (mut relays, mut pings, mut stores) = (f64::MAX, f64::MAX, f64::MAX);
     for _ in 0..3 {
         relays = relays.min(relay(fixture, rounds)?);
-        pings = pings.min(time_pings(fixture, &ends, rounds)?);
+        pings = pings.min(time_pings(fixture, &ends, PUTS, rounds)?);
+        stores = stores.min(time_pings(fixture, &ends, STORES, rounds)?);
     }
+    println!("     store to mapped memory and wait: {stores:.2} µs round trip");
     let posted = ends[0].qp.progress().unwrap().posted;
     let text = format!(
         "put by a direct store and wait: {pings:.2} µs round trip, {:.2} × the relay (limit: 1.0); \
@@ -438,29 +449,38 @@ fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result
     Ok(format!("every call, by a block of 256 threads, verified on both sides, in {time:.2?}"))
 }
 
-/// Runs a side of [`ping`] once; returns the time and whether it was direct.
-fn run_side(fixture: &Fixture, end: &Endpoint, side: u64, rounds: u64) -> warpwire::Result<f64> {
+/// Runs a side of [`ping`] once; returns the time of a round trip.
+fn run_side(
+    fixture: &Fixture,
+    end: &Endpoint,
+    kernel: &str,
+    side: u64,
+    rounds: u64,
+) -> warpwire::Result<f64> {
     let (stream, ended) = (fixture.gpu.stream()?, fixture.gpu.alloc(8)?);
     ended.write(0, &[0xff; 8])?;
     let (start, at) = (Instant::now(), ended.address().raw());
-    end.start(&stream, &fixture.kernel("calls_ping"), 1, &[side, rounds, at]);
+    end.start(&stream, &fixture.kernel(kernel), 1, &[side, rounds, at]);
     stream.synchronize(test_timeout())?;
     end.qp.check()?;
     assert_eq!(end.word(), rounds);
     Ok(start.elapsed().as_secs_f64() * 1e6 / rounds as f64)
 }
 
-/// What [`ping_process`] asks the other process for: rounds; none ends it.
+/// What [`ping_process`] asks the other process for: a kernel and rounds; none ends it.
+type PingRequest = (String, u64);
+
 fn pong(fixture: &Fixture, bootstrap: &mut Bootstrap) -> warpwire::Result<()> {
     let end = open_endpoint(fixture);
     connect_peer(&end, bootstrap)?;
     loop {
         end.memory.write(WORD, &[0; 8])?;
-        let (rounds, _): (u64, u64) = bootstrap.swap(&(0_u64, direct(&end)))?;
+        let nothing: PingRequest = (String::new(), 0);
+        let ((kernel, rounds), _): (PingRequest, u64) = bootstrap.swap(&(nothing, direct(&end)))?;
         if rounds == 0 {
             return Ok(());
         }
-        run_side(fixture, &end, 1, rounds)?;
+        run_side(fixture, &end, &kernel, 1, rounds)?;
     }
 }
 
@@ -474,23 +494,26 @@ fn ping_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<S
     let mut bootstrap = Bootstrap::accept(listener, test_timeout())?;
     let end = open_endpoint(fixture);
     connect_peer(&end, &mut bootstrap)?;
-    let mut run = |rounds| -> warpwire::Result<(f64, u64)> {
+    let mut run = |kernel: &str, rounds| -> warpwire::Result<(f64, u64)> {
         end.memory.write(WORD, &[0; 8])?;
-        let (_, theirs): (u64, u64) = bootstrap.swap(&(rounds, direct(&end)))?;
+        let request: PingRequest = (kernel.to_owned(), rounds);
+        let (_, theirs): (PingRequest, u64) = bootstrap.swap(&(request, direct(&end)))?;
         match rounds {
             0 => Ok((0.0, theirs)),
-            _ => Ok((run_side(fixture, &end, 0, rounds)?, theirs)),
+            _ => Ok((run_side(fixture, &end, kernel, 0, rounds)?, theirs)),
         }
     };
     let start = Instant::now();
-    while run(warm_up)?.1 == 0 || direct(&end) == 0 {
+    while run(PUTS, warm_up)?.1 == 0 || direct(&end) == 0 {
         assert!(start.elapsed() < test_timeout(), "never direct: {}", end.qp.qp().path()?);
     }
-    let mut best = f64::MAX;
+    let (mut best, mut stores) = (f64::MAX, f64::MAX);
     for _ in 0..3 {
-        best = best.min(run(rounds)?.0);
+        best = best.min(run(PUTS, rounds)?.0);
+        stores = stores.min(run(STORES, rounds)?.0);
     }
-    run(0)?;
+    run(PUTS, 0)?;
+    println!("     store to mapped memory and wait: {stores:.2} µs round trip");
     let sharing = if has_mps { "MPS" } else { "taking turns" };
     let Ok(relay) = relay(fixture, scaled_rounds(fixture, 20_000, 50)) else {
         return Ok(format!("{best:.2} µs round trip ({sharing})"));

@@ -48,8 +48,10 @@ struct DirectRange {
 
 WARPWIRE_FN DirectTable *direct_table(const Qp &qp) { return reinterpret_cast<DirectTable *>(qp.direct); }
 
+WARPWIRE_FN DirectEntry *remote_entry(const Qp &qp, u32 rkey) { return &direct_table(qp)->remote[(rkey >> 8) % kDirectSlots]; }
+
 WARPWIRE_FN DirectRange remote_range(const Qp &qp, Remote at, u64 length, u32 need) {
-    return DirectRange{&direct_table(qp)->remote[(at.rkey >> 8) % kDirectSlots], at.address, length, at.rkey, need, 0};
+    return DirectRange{remote_entry(qp, at.rkey), at.address, length, at.rkey, need, 0};
 }
 WARPWIRE_FN DirectRange local_range(const Qp &qp, Local at, u64 length, u32 need) {
     return DirectRange{&direct_table(qp)->local[(at.lkey >> 8) % kDirectSlots], at.address, length, at.lkey, need, 0};

@@ -55,8 +55,8 @@ pub use allocation::{
 pub use bytes::SharedBytes;
 pub use copy_list::{CopyList, CopyRange, ScatterGather};
 pub(crate) use copy_list::{
-    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST, PinnedReader,
-    load_program,
+    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_BATCHES, MAX_LIST,
+    PinnedReader, load_program,
 };
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;

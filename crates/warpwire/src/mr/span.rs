@@ -171,6 +171,16 @@ impl<'a> Span<'a> {
         }
     }
 
+    /// The GPU, if this is device memory that its copies may access where it is.
+    pub(crate) fn device(&self) -> Option<&Device> {
+        match &self.guard.as_deref()?.target {
+            Target::Device { memory, region } if memory.is_in_place() => {
+                Some(region.allocation().device())
+            }
+            _ => None,
+        }
+    }
+
     /// The region, if this is device memory that a GPU's copies may access where it is.
     pub(crate) fn device_region(&self) -> Option<Region> {
         match &self.guard.as_deref()?.target {

@@ -248,10 +248,88 @@ void revoked_memory_is_not_touched() {
     CHECK(direct.is_unused(), "a user is left");
 }
 
+void mapped_memory() {
+    Direct direct;
+    static u64 words[8];
+    DirectEntry &entry = direct.table.remote[Direct::slot(kKey)];
+    CHECK(!map_remote(direct.qp(), Remote{kThere, kKey}, 8, kMapWrite).pointer, "not in the table");
+    direct.open_remote(kThere, words, sizeof words, 2 | 4);
+    Mapping mapping = map_remote(direct.qp(), Remote{kThere + 8, kKey}, 16, kMapRead | kMapWrite);
+    CHECK_EQ(address(static_cast<char *>(mapping.pointer)), address(reinterpret_cast<char *>(&words[1])));
+    CHECK(entry.users == 1 && !is_revoked(mapping), "%llu", entry.users);
+    Mapping refused[] = {
+        map_remote(direct.qp(), Remote{kThere + 8, kKey}, 16, kMapAtomic),  // access that it lacks
+        map_remote(direct.qp(), Remote{kThere, kKey}, sizeof words + 1, kMapRead),
+        map_remote(direct.qp(), Remote{kThere - 1, kKey}, 8, kMapRead),
+        map_remote(direct.qp(), Remote{kThere, kKey ^ 1}, 8, kMapRead),
+    };
+    for (Mapping &one : refused) {
+        CHECK(!one.pointer && is_revoked(one), "mapped");
+        unmap(one);
+    }
+    CHECK_EQ(entry.users, 1);
+    set_signal(static_cast<u64 *>(mapping.pointer), 7);
+    CHECK_EQ(words[1], 7);
+    // The owner waits, and memory that is taken back cannot be mapped again.
+    CHECK(!Direct::revoke(entry) && is_revoked(mapping), "revoked");
+    CHECK(!map_remote(direct.qp(), Remote{kThere + 8, kKey}, 8, kMapWrite).pointer, "revoked");
+    unmap(mapping);
+    CHECK(Direct::revoke(entry) && direct.is_unused(), "a user is left");
+    // Atomics need the option; what was posted must be complete.
+    direct.open_remote(kThere, words, sizeof words);
+    direct.qp().flags &= ~kDirectAtomics;
+    CHECK(!map_remote(direct.qp(), Remote{kThere, kKey}, 8, kMapAtomic).pointer, "without the option");
+    direct.link.device.hold(true);
+    CHECK_EQ(put_imm(direct.qp(), Remote{0, kNowhere}, Local{0, kKey}, 0, 1).status, kOk);
+    CHECK(!map_remote(direct.qp(), Remote{kThere, kKey}, 8, kMapWrite).pointer && direct.is_unused(), "posted work");
+}
+
+// Groups map, signal and unmap, while the owner takes the memory back again and again.
+void mapped_memory_is_not_touched_after_it_was_revoked() {
+    constexpr u32 kThreads = 2, kGroups = 2, kRounds = 200;
+    Direct direct;
+    static u64 places[2][kThreads * kGroups];
+    std::atomic<bool> stop{false};
+    std::atomic<u64> mapped{0};
+    ThreadGroup thread_groups[kGroups] = {ThreadGroup(kThreads), ThreadGroup(kThreads)};
+    std::thread owner([&] {
+        DirectEntry &entry = direct.table.remote[Direct::slot(kKey)];
+        u64 failures = 0;
+        for (u32 round = 0; round < kRounds; round++) {
+            u64 *place = places[round % 2], before = mapped;
+            direct.open_remote(kThere, place, sizeof places[0]);
+            while (mapped == before) sched_yield();
+            while (!Direct::revoke(entry)) sched_yield();
+            for (u32 i = 0; i < kThreads * kGroups; i++) __atomic_store_n(&place[i], 0xdead, __ATOMIC_RELAXED);
+            for (u32 i = 0; i < 20; i++) sched_yield();
+            for (u32 i = 0; i < kThreads * kGroups; i++) failures += __atomic_load_n(&place[i], __ATOMIC_RELAXED) != 0xdead;
+        }
+        stop = true;
+        CHECK_EQ(failures, 0);
+    });
+    in_parallel(kThreads * kGroups, [&](u32 number) {
+        GroupMember me{&thread_groups[number / kThreads], number % kThreads};
+        bool ended = false;
+        while (!ended) {
+            Mapping mapping = map_remote(direct.qp(), Remote{kThere, kKey}, 8 * kThreads * kGroups, kMapWrite, me);
+            if (mapping.pointer) mapped++;
+            for (u64 round = 1; !me.any(is_revoked(mapping)); round++) {
+                u64 *words = static_cast<u64 *>(mapping.pointer);
+                __atomic_store_n(&words[number], round, __ATOMIC_RELAXED);
+                set_signal(&words[number / kThreads * kThreads], round, me);
+            }
+            unmap(mapping, me);
+            ended = me.any(stop);
+        }
+    });
+    owner.join();
+    CHECK(direct.is_unused(), "a user is left");
+}
+
 const Case kCases[] = {
     CASE(copies_of_every_length_and_alignment), CASE(atomics_and_signals), CASE(what_is_not_allowed_is_posted),
     CASE(direct_work_waits_for_nothing_and_follows_what_was_posted), CASE(groups_copy_together),
-    CASE(revoked_memory_is_not_touched),
+    CASE(revoked_memory_is_not_touched), CASE(mapped_memory), CASE(mapped_memory_is_not_touched_after_it_was_revoked),
 };
 
 }  // namespace

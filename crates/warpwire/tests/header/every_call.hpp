@@ -17,6 +17,9 @@ WARPWIRE_FN int every_call(warpwire::Qp &qp, warpwire::Local here, warpwire::Rem
     sum += wait_receive(qp, receive, &message, kDefaultTimeout, group) + test_receive(qp, receive, &message, group);
     sum += next_receive(qp, &message, &number, 0) + quiet(qp, kDefaultTimeout, group) + static_cast<int>(message.length + number);
     sum += wait_signal(narrow, Condition::AtLeast, 1u, 0, group) + wait_signal(wide, Condition::Nor, 1ull, kNoTimeout, group);
+    Mapping mapping = map_remote(qp, there, 64, kMapRead | kMapWrite | kMapAtomic, group);
+    if (!is_revoked(mapping)) set_signal(static_cast<u64 *>(mapping.pointer), 1, group);
+    unmap(mapping, group);
     return sum + name(kOk)[0];
 }
 

@@ -92,3 +92,31 @@ extern "C" __global__ void calls_loop(u64 qp, u64 words, u64 rounds, u64 length)
 }
 
 extern "C" __global__ void calls_order(u64 qp, u64 words, u64 rounds) { order(*(Qp *)qp, (u64 *)words, rounds); }
+
+extern "C" __global__ void calls_exchange(u64 qp, u64 words) {
+    if (blockDim.x == 1)
+        exchange(*(Qp *)qp, (u64 *)words, Thread{});
+    else if (blockDim.x == 32)
+        exchange(*(Qp *)qp, (u64 *)words, Warp{});
+    else
+        exchange(*(Qp *)qp, (u64 *)words, Block{});
+}
+
+extern "C" __global__ void calls_hold(u64 qp, u64 words, u64 stubborn) { hold(*(Qp *)qp, (u64 *)words, stubborn); }
+
+// As calls_ping, by stores to mapped memory.
+extern "C" __global__ void calls_ping_mapped(u64 qp, u64 list, u64 side, u64 rounds, u64 status_at) {
+    const u64 *words = (const u64 *)list;
+    u64 timeout = words[kAtTimeout];
+    const u64 *mine = (const u64 *)words[kAtOwnWord];
+    Mapping word = map_remote(*(Qp *)qp, Remote{words[kAtWord], (u32)words[kAtWordKey]}, 8, kMapWrite);
+    Status status = word.pointer ? kOk : kNotReady;
+    for (u64 i = 1; i <= rounds && status == kOk; i++) {
+        if (side == 1) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+        if (status == kOk) *(volatile u64 *)word.pointer = i;
+        if (side == 0 && status == kOk) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+        if (i % 64 == 0 && status == kOk && is_revoked(word)) status = kClosed;
+    }
+    unmap(word);
+    *(u64 *)status_at = (u32)status;
+}

@@ -142,3 +142,36 @@ WARPWIRE_FN void order(Qp &qp, u64 *words, u64 rounds) {
     results.note(static_cast<u64>(static_cast<i64>(status)));
     results.note(static_cast<u64>(static_cast<i64>(quiet(qp, timeout))));
 }
+
+// Exchanges 4 KiB with the peer's memory by loads and stores, then stores 1 to its word. Results:
+// whether it could be mapped, whether it is revoked.
+template <class Group> WARPWIRE_FN void exchange(Qp &qp, u64 *words, Group group) {
+    Results<Group> results{words, 0, group};
+    Remote there{words[kAtThere], static_cast<u32>(words[kAtThereKey])}, word{words[kAtWord], static_cast<u32>(words[kAtWordKey])};
+    Mapping memory = map_remote(qp, there, 65536, kMapRead | kMapWrite, group), signal = map_remote(qp, word, 8, kMapWrite, group);
+    results.note(memory.pointer && signal.pointer);
+    if (memory.pointer && signal.pointer) {
+        const u64 *from = reinterpret_cast<const u64 *>(words[kAtHere]);
+        volatile u64 *to = static_cast<volatile u64 *>(memory.pointer), *back = reinterpret_cast<volatile u64 *>(words[kAtHere] + 16384);
+        for (u32 i = group.rank(); i < 512; i += group.size()) to[i] = from[i], back[i] = to[2048 + i];
+        set_signal(static_cast<u64 *>(signal.pointer), 1, group);
+    }
+    results.note(is_revoked(memory));
+    unmap(signal, group);
+    unmap(memory, group);
+    // For nothing: it has ended.
+    unmap(memory, group);
+}
+
+// Stores 1, 2, 3, … to mapped memory until that is revoked or, if `stubborn`, until the own word is
+// not 0. Results: the last number, whether the memory was revoked.
+WARPWIRE_FN void hold(Qp &qp, u64 *words, u64 stubborn) {
+    Results<Thread> results{words, 0, Thread{}};
+    const volatile u64 *own = reinterpret_cast<const volatile u64 *>(words[kAtOwnWord]);
+    Mapping memory = map_remote(qp, Remote{words[kAtThere], static_cast<u32>(words[kAtThereKey])}, 64, kMapWrite);
+    u64 stored = 0;
+    while (memory.pointer && (stubborn ? !*own : !is_revoked(memory))) *static_cast<volatile u64 *>(memory.pointer) = ++stored;
+    results.note(stored);
+    results.note(memory.pointer && is_revoked(memory));
+    unmap(memory);
+}

@@ -6,7 +6,7 @@ use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Condition, Device, DeviceAddr, Module, Program, WordWidth};
 use warpwire::stream::kernel::KernelStatus;
 use warpwire::stream::kernel::device::{DeviceQp, DeviceTicket, Local, wait_signal};
-use warpwire::verbs::Remote;
+use warpwire::verbs::{Access, Remote};
 
 use crate::ptx;
 
@@ -30,7 +30,7 @@ type FaultResult<T> = Result<T, KernelFault>;
 pub const PTX: &str = "kernels/calls";
 
 /// The kernels of the program.
-pub const NAMES: [&str; 9] = [
+pub const NAMES: [&str; 12] = [
     "calls_active",
     "calls_passive",
     "calls_fail",
@@ -40,6 +40,9 @@ pub const NAMES: [&str; 9] = [
     "calls_relay",
     "calls_loop",
     "calls_order",
+    "calls_exchange",
+    "calls_hold",
+    "calls_ping_mapped",
 ];
 
 pub fn load(gpu: &Device) -> warpwire::Result<Module> {
@@ -52,7 +55,10 @@ pub fn load(gpu: &Device) -> warpwire::Result<Module> {
         .block("calls_ping", ping)
         .block("calls_relay", relay)
         .block("calls_loop", repeat)
-        .block("calls_order", order);
+        .block("calls_order", order)
+        .block("calls_exchange", exchange)
+        .block("calls_hold", hold)
+        .block("calls_ping_mapped", ping_mapped);
     ptx::load(gpu, PTX, program)
 }
 
@@ -208,8 +214,26 @@ fn storm(block: &Block<'_>) -> FaultResult<()> {
 fn ping(block: &Block<'_>) -> FaultResult<()> {
     let qp = DeviceQp::open(block, block.address(0)?)?;
     let list = List::new(block, block.value(1)?);
+    let (word, timeout) = (list.counter()?, list.timeout()?);
+    ping_by(block, |i| Ok(qp.put_inline(word, &i.to_le_bytes(), timeout)?.status))
+}
+
+/// The same by stores to mapped memory.
+fn ping_mapped(block: &Block<'_>) -> FaultResult<()> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
+    let word = List::new(block, block.value(1)?).counter()?;
+    let mapped = qp.map_remote(word, 8, Access::REMOTE_WRITE)?;
+    ping_by(block, |i| match &mapped {
+        None => Ok(KernelStatus::NotReady),
+        Some(word) if word.is_revoked()? => Ok(KernelStatus::Closed),
+        Some(word) => block.store_u64(word.address(), i).map(|()| KernelStatus::Ok),
+    })
+}
+
+fn ping_by(block: &Block<'_>, put: impl Fn(u64) -> FaultResult<KernelStatus>) -> FaultResult<()> {
+    let list = List::new(block, block.value(1)?);
     let (side, rounds, timeout) = (block.value(2)?, block.value(3)?, list.timeout()?);
-    let (mine, word) = (DeviceAddr::new(list.word(at::OWN_WORD)?), list.counter()?);
+    let mine = DeviceAddr::new(list.word(at::OWN_WORD)?);
     let wait = |i| wait_signal(block, mine, WordWidth::Bits64, Condition::AtLeast, i, timeout);
     let mut status = KernelStatus::Ok;
     for i in 1..=rounds {
@@ -217,7 +241,7 @@ fn ping(block: &Block<'_>) -> FaultResult<()> {
             status = wait(i)?;
         }
         if status.is_ok() {
-            status = qp.put_inline(word, &i.to_le_bytes(), timeout)?.status;
+            status = put(i)?;
         }
         if side == 0 && status.is_ok() {
             status = wait(i)?;
@@ -301,4 +325,45 @@ fn order(block: &Block<'_>) -> FaultResult<()> {
     }
     list.status(status)?;
     list.status(qp.quiet(timeout)?)
+}
+
+/// Exchanges 4 KiB with the peer's memory by loads and stores, then stores 1 to its word.
+fn exchange(block: &Block<'_>) -> FaultResult<()> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
+    let mut list = List::new(block, block.value(1)?);
+    let (here, there, word) = (list.here()?.address, list.there(0)?, list.counter()?);
+    let both = Access::REMOTE_READ | Access::REMOTE_WRITE;
+    let memory = qp.map_remote(there, 65536, both)?;
+    let signal = qp.map_remote(word, 8, Access::REMOTE_WRITE)?;
+    let (Some(memory), Some(signal)) = (memory, signal) else {
+        list.push_result(0)?;
+        return list.push_result(1);
+    };
+    let mut bytes = [0; 4096];
+    block.read(DeviceAddr::new(here), &mut bytes)?;
+    block.write(memory.address(), &bytes)?;
+    block.read(DeviceAddr::new(memory.address().raw() + 16384), &mut bytes)?;
+    block.write(DeviceAddr::new(here + 16384), &bytes)?;
+    block.store_u64(signal.address(), 1)?;
+    list.push_result(1)?;
+    list.push_result(memory.is_revoked()?.into())
+}
+
+/// Stores 1, 2, 3, … to mapped memory until that is revoked or, if stubborn, until the own word is
+/// not 0.
+fn hold(block: &Block<'_>) -> FaultResult<()> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
+    let mut list = List::new(block, block.value(1)?);
+    let own = DeviceAddr::new(list.word(at::OWN_WORD)?);
+    let stubborn = block.value(2)? != 0;
+    let (mut stored, mut revoked) = (0, false);
+    if let Some(memory) = qp.map_remote(list.there(0)?, 64, Access::REMOTE_WRITE)? {
+        while !(if stubborn { block.load_u64(own)? != 0 } else { memory.is_revoked()? }) {
+            stored += 1;
+            block.store_u64(memory.address(), stored)?;
+        }
+        revoked = memory.is_revoked()?;
+    }
+    list.push_result(stored)?;
+    list.push_result(revoked.into())
 }

@@ -5,13 +5,14 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::mem::Stream;
+use warpwire::error::Kind;
+use warpwire::mem::{Allocation, Stream};
 use warpwire::stream::kernel::KernelStatus;
 use warpwire::verbs::{QpOptions, Status};
 
 use crate::kernels::calls::at;
 use crate::kernels::device_calls::{MODES, make_every_call};
-use crate::kernels::fixture::{Endpoint, Fixture, TestLink, test_timeout};
+use crate::kernels::fixture::{Endpoint, Fixture, TestLink, WORD, bytes, test_timeout};
 use testkit::{cases, until};
 
 cases!(Fixture; CASES:
@@ -26,6 +27,9 @@ cases!(Fixture; CASES:
     memory_that_moves_is_followed,
     memory_that_is_freed_is_an_error,
     more_memory_than_the_table_has_slots,
+    mapped_memory_is_the_peers,
+    mapped_memory_is_revoked,
+    mapped_memory_that_is_not_unmapped_is_busy,
 );
 
 fn code(status: KernelStatus) -> i64 {
@@ -126,7 +130,7 @@ fn round_trips_of_every_length(fixture: &Fixture) {
         [(1, 8), (1, 24), (1, 512), (1, 520), (32, 1000), (32, 8192), (256, 16384)]
     {
         seed = seed.wrapping_add(17);
-        let pattern = crate::kernels::fixture::bytes(16384, seed);
+        let pattern = bytes(16384, seed);
         a.memory.write(0, &pattern).unwrap();
         b.memory.write(0, &[0xee; 16384 + 64]).unwrap();
         a.start(&stream, &fixture.kernel("calls_loop"), threads, &[3, len]);
@@ -287,4 +291,89 @@ fn more_memory_than_the_table_has_slots(fixture: &Fixture) {
     let [direct, posted] = [direct(&a) - before, a.qp.progress().unwrap().posted];
     assert_eq!(direct > 0, fixture.test_link == TestLink::Shm);
     assert!(posted > COUNT as u64, "{posted} were posted, {direct} not");
+}
+
+fn mapped_memory_is_the_peers(fixture: &Fixture) {
+    let stream = fixture.gpu.stream().unwrap();
+    for threads in [1, 32, 256] {
+        let [a, b] = fixture.shareable_ends(fixture.options());
+        // Memory that no work request has used is not mapped.
+        a.start(&stream, &fixture.kernel("calls_exchange"), threads, &[]);
+        stream.synchronize(test_timeout()).unwrap();
+        assert_eq!(a.results(), [0, 1]);
+        warm_up(fixture, &a);
+        let (sent, fetched) = (bytes(4096, 1), bytes(4096, 2));
+        a.memory.write(0, &sent).unwrap();
+        b.memory.write(16384, &fetched).unwrap();
+        a.start(&stream, &fixture.kernel("calls_exchange"), threads, &[]);
+        stream.synchronize(test_timeout()).unwrap();
+        if fixture.test_link == TestLink::Loopback {
+            assert_eq!(a.results(), [0, 1]);
+            continue;
+        }
+        assert_eq!(a.results(), [1, 0]);
+        assert_eq!((b.read(0, 4096), a.read(16384, 4096), b.word()), (sent, fetched, 1));
+        // Nothing is left that deregistration would wait for.
+        b.mr.deregister().unwrap();
+    }
+}
+
+/// Starts a kernel that stores to mapped memory, and waits until it does.
+fn start_storing(fixture: &Fixture, [a, b]: &[Endpoint; 2], stubborn: bool) -> Stream {
+    warm_up(fixture, a);
+    b.memory.write(0, &[0; 8]).unwrap();
+    let stream = fixture.gpu.stream().unwrap();
+    a.start(&stream, &fixture.kernel("calls_hold"), 1, &[stubborn.into()]);
+    until("the kernel stores", || b.read64(0) > 0);
+    stream
+}
+
+fn mapped_memory_is_revoked(fixture: &Fixture) {
+    if fixture.test_link == TestLink::Loopback {
+        let [a, _b] = fixture.shareable_ends(fixture.options());
+        let stream = fixture.gpu.stream().unwrap();
+        a.start(&stream, &fixture.kernel("calls_hold"), 1, &[0]);
+        stream.synchronize(test_timeout()).unwrap();
+        return assert_eq!(a.results(), [0, 0]);
+    }
+    for end_qp in [false, true] {
+        let ends = fixture.shareable_ends(fixture.options());
+        let stream = start_storing(fixture, &ends, false);
+        let [a, Endpoint { qp, memory, mr, .. }] = ends;
+        let qp = (!end_qp).then_some(qp);
+        mr.deregister().unwrap();
+        memory.write(0, &[0x77; 64]).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
+        let [stored, revoked] = a.results();
+        assert!(stored > 0 && revoked == 1, "{stored}, {revoked}");
+        let mut bytes = [0; 64];
+        memory.read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [0x77; 64], "deregistered memory was written");
+        drop(qp);
+    }
+}
+
+/// A kernel that does not unmap is waited for no longer than others that access the memory.
+fn mapped_memory_that_is_not_unmapped_is_busy(fixture: &Fixture) {
+    if fixture.test_link == TestLink::Loopback {
+        testkit::skip("nothing is mapped over loopback");
+    }
+    let ends = fixture.shareable_ends(fixture.options());
+    let stream = start_storing(fixture, &ends, true);
+    let [a, Endpoint { qp, memory, mr, .. }] = ends;
+    let error = mr.deregister().unwrap_err();
+    assert_eq!(error.kind(), &Kind::Busy, "{error}");
+    // The memory is kept, and the kernel stores on.
+    let word = |memory: &Allocation| {
+        let mut bytes = [0; 8];
+        memory.read(0, &mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    };
+    let before = word(&memory);
+    until("the kernel stores on", || word(&memory) > before);
+    a.memory.write(WORD, &1_u64.to_le_bytes()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
+    let [stored, revoked] = a.results();
+    assert_eq!((stored as u64, revoked), (word(&memory), 1));
+    drop(qp);
 }

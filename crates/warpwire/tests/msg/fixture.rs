@@ -87,11 +87,14 @@ impl Fixture {
 pub fn gpu() -> Device {
     match std::env::var("WARPWIRE_TEST_GPU") {
         Ok(label) => warpwire::mem::open(&label).unwrap(),
-        Err(_) => {
-            let config = SimConfig::default().with_memory(1 << 30);
-            Sim::start(config).unwrap().device(0).unwrap()
-        }
+        Err(_) => simulated_gpu(),
     }
+}
+
+/// A GPU that no other is.
+pub fn simulated_gpu() -> Device {
+    let config = SimConfig::default().with_memory(1 << 30);
+    Sim::start(config).unwrap().device(0).unwrap()
 }
 
 /// A registered buffer in host memory or on a GPU.

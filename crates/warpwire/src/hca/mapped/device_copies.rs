@@ -24,7 +24,7 @@ use super::{DirectOutcome, DirectState};
 use crate::error::Error;
 use crate::link::{DeviceAccess, ShmPeer};
 use crate::mem::{
-    Allocation, CopyQueue, CopyTicket, Device, DeviceCopy, ListDescriptors, MAX_BATCH, Region,
+    Allocation, CopyQueue, CopyTicket, Device, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_BATCHES,
 };
 use crate::mlx5::DataSegment;
 use crate::mr::{Access, PdId, Registry, Span};
@@ -92,6 +92,10 @@ struct Lane {
     /// Gathers copies.
     open: Batch,
     in_flight: VecDeque<Batch>,
+    /// Batches that have ended, for their capacity.
+    spare: Vec<Batch>,
+    /// The copies of the work request that is being started; kept for its capacity.
+    pending: Vec<DeviceCopy>,
     /// When the driver was asked last, or a batch ended.
     checked: Instant,
     failed: bool,
@@ -137,34 +141,17 @@ impl DeviceCopies {
     ) -> Result<DirectOutcome, IndirectReason> {
         let writes = matches!(posted.work.op, SendOp::Write(_));
         let local = LocalSpans::resolve(qp_memory, registry, &posted.work, writes)?;
-        let first = local.region(0).ok_or(IndirectReason::LocalMemory)?;
-        let device = first.allocation().device();
-        let (memory, lane) = self.open(remote.memory, device)?;
+        let first =
+            local.iter().next().and_then(Span::device).ok_or(IndirectReason::LocalMemory)?;
+        let (memory, lane) = self.open(remote.memory, first)?;
         let lane = &mut self.lanes[lane];
-        let mut at = remote.offset;
-        let (mut copies, mut count) = (std::array::from_fn::<_, MAX_SEGMENTS, _>(|_| None), 0);
-        while let Some(local) = local.region(count) {
-            let there = memory.region(at, local.len()).map_err(|_| IndirectReason::AccessDenied)?;
-            at = at.saturating_add(local.len());
-            let (to, from) = if writes { (there, local) } else { (local, there) };
-            if to.allocation().device() != from.allocation().device() {
-                return Err(IndirectReason::LocalMemory);
-            }
-            copies[count] = Some(DeviceCopy { to, from });
-            count += 1;
+        let started = lane.start(remote, memory, posted, &local, writes);
+        match started {
+            Ok(DirectOutcome::Started) => direct.in_flight += 1,
+            // They hold memory.
+            _ => lane.pending.clear(),
         }
-        if count < local.count {
-            return Err(IndirectReason::LocalMemory);
-        }
-        if !lane.make_room(copies[..count].iter().flatten()) {
-            return Ok(DirectOutcome::OutOfBudget);
-        }
-        if !lane.open.announce(remote.peer, &remote.rows, posted.bytes) {
-            return remote.rows.refusal(remote.peer);
-        }
-        lane.add(copies.into_iter().flatten(), posted, &local);
-        direct.in_flight += 1;
-        Ok(DirectOutcome::Started)
+        started
     }
 
     /// The peer's memory on this GPU, and the index of the GPU's lane.
@@ -273,6 +260,8 @@ impl Lane {
             queue,
             open: Batch::default(),
             in_flight: VecDeque::new(),
+            spare: Vec::new(),
+            pending: Vec::new(),
             checked: Instant::from_nanos(0),
             failed: false,
         }
@@ -282,13 +271,43 @@ impl Lane {
         self.open.works.is_empty() && self.in_flight.is_empty()
     }
 
-    /// Makes the open batch one that these copies can join; `false` if that is not possible now.
-    fn make_room<'a>(&mut self, copies: impl Iterator<Item = &'a DeviceCopy> + Clone) -> bool {
-        let fits = |batch: &Batch| {
-            batch.copies.len() + copies.clone().count() <= MAX_BATCH
-                && !copies.clone().any(|copy| batch.conflicts(copy))
-        };
-        if fits(&self.open) {
+    /// Adds the copies of a write or read to the open batch. If it cannot, some may be pending.
+    fn start(
+        &mut self,
+        remote: &RemoteRange<'_>,
+        memory: &Allocation,
+        posted: PostedWork,
+        local: &LocalSpans<'_>,
+        writes: bool,
+    ) -> Result<DirectOutcome, IndirectReason> {
+        let mut at = remote.offset;
+        for span in local.iter() {
+            let here = span.device_region().ok_or(IndirectReason::LocalMemory)?;
+            let there = memory.region(at, here.len()).map_err(|_| IndirectReason::AccessDenied)?;
+            at = at.saturating_add(here.len());
+            if here.allocation().device() != there.allocation().device() {
+                return Err(IndirectReason::LocalMemory);
+            }
+            let (to, from) = if writes { (there, here) } else { (here, there) };
+            self.pending.push(DeviceCopy { to, from });
+        }
+        if !self.make_room() {
+            return Ok(DirectOutcome::OutOfBudget);
+        }
+        if !self.open.announce(remote.peer, &remote.rows, posted.bytes) {
+            return remote.rows.refusal(remote.peer);
+        }
+        self.add(posted, local);
+        Ok(DirectOutcome::Started)
+    }
+
+    /// Makes the open batch one that the pending copies can join; `false` if that is not possible
+    /// now.
+    fn make_room(&mut self) -> bool {
+        let Self { open, pending, .. } = self;
+        if open.copies.len() + pending.len() <= MAX_BATCH
+            && !pending.iter().any(|copy| open.conflicts(copy))
+        {
             return true;
         }
         let launched = self.checked;
@@ -296,22 +315,18 @@ impl Lane {
         self.open.works.is_empty()
     }
 
-    fn add(
-        &mut self,
-        copies: impl Iterator<Item = DeviceCopy>,
-        posted: PostedWork,
-        local: &LocalSpans<'_>,
-    ) {
-        let Self { queue, open, .. } = self;
+    /// Adds the pending copies to the open batch.
+    fn add(&mut self, posted: PostedWork, local: &LocalSpans<'_>) {
+        let Self { queue, open, pending, .. } = self;
         let ticket = open.ticket.get_or_insert_with(|| queue.next_ticket());
-        local.spans.iter().flatten().for_each(|span| span.add_copies(ticket));
-        for copy in copies {
-            let [to, from, len] = range(&copy);
+        local.iter().for_each(|span| span.add_copies(ticket));
+        for copy in pending.iter() {
+            let [to, from, len] = range(copy);
             open.targets = hull(&open.targets, &(to..to + len));
             open.sources = hull(&open.sources, &(from..from + len));
             open.ranges.push([to, from, len]);
-            open.copies.push(copy);
         }
+        open.copies.append(pending);
         open.works.push(posted);
     }
 
@@ -319,7 +334,8 @@ impl Lane {
         if self.open.works.is_empty() || !self.failed && !self.queue.has_room() {
             return;
         }
-        let mut batch = std::mem::take(&mut self.open);
+        let next = self.spare.pop().unwrap_or_default();
+        let mut batch = std::mem::replace(&mut self.open, next);
         match self.queue.submit(&batch.copies) {
             Ok(number) => batch.number = number,
             Err(why) => self.fail(&why),
@@ -362,14 +378,15 @@ impl Lane {
     }
 
     /// Keeps the capacity of a batch that has ended, and ends its accesses.
-    fn recycle(&mut self, mut batch: Batch) {
-        batch.accesses.clear();
-        if self.open.works.is_empty() && self.open.works.capacity() == 0 {
-            batch.copies.clear();
-            batch.ranges.clear();
-            batch.works.clear();
-            let Batch { copies, ranges, works, accesses, .. } = batch;
-            self.open = Batch { copies, ranges, works, accesses, ..Batch::default() };
+    fn recycle(&mut self, batch: Batch) {
+        let Batch { mut copies, mut ranges, mut works, mut accesses, .. } = batch;
+        accesses.clear();
+        copies.clear();
+        ranges.clear();
+        works.clear();
+        // As many as may be in flight.
+        if self.spare.len() < MAX_BATCHES {
+            self.spare.push(Batch { copies, ranges, works, accesses, ..Batch::default() });
         }
     }
 }
@@ -434,8 +451,9 @@ fn hull(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
 
 /// The local memory of a work request. While it exists, deregistration waits.
 pub(super) struct LocalSpans<'a> {
-    spans: [Option<Span<'a>>; MAX_SEGMENTS],
-    count: usize,
+    /// Mostly the only one.
+    first: Option<Span<'a>>,
+    more: Vec<Span<'a>>,
 }
 
 impl<'a> LocalSpans<'a> {
@@ -447,24 +465,25 @@ impl<'a> LocalSpans<'a> {
     ) -> Result<Self, IndirectReason> {
         let need = if writes { Access::NONE } else { Access::LOCAL_WRITE };
         let pd: PdId = qp_memory.pd;
-        let mut local = Self { spans: std::array::from_fn(|_| None), count: 0 };
+        let mut local = Self { first: None, more: Vec::new() };
         let resolved = qp_memory.data_segments(work.id, 0, work.len, |segment, skip, len| {
-            let (DataSegment::Memory(data), Some(slot)) =
-                (segment, local.spans.get_mut(local.count))
-            else {
+            let DataSegment::Memory(data) = segment else {
                 return Err(crate::mr::AccessDenied::Range);
             };
             let address = data.address.wrapping_add(skip.into());
-            *slot = Some(registry.resolve(data.lkey, pd, need, address, len.into())?);
-            local.count += 1;
+            let span = registry.resolve(data.lkey, pd, need, address, len.into())?;
+            match local.first {
+                None => local.first = Some(span),
+                Some(_) if local.more.len() < MAX_SEGMENTS - 1 => local.more.push(span),
+                Some(_) => return Err(crate::mr::AccessDenied::Range),
+            }
             Ok(())
         });
         resolved.map_err(|_| IndirectReason::LocalMemory)?;
         Ok(local)
     }
 
-    /// The region of a segment, if it is memory that the GPU's copies may access in place.
-    pub(super) fn region(&self, at: usize) -> Option<Region> {
-        self.spans.get(at)?.as_ref()?.device_region()
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Span<'a>> {
+        self.first.iter().chain(&self.more)
     }
 }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::mem::copy::{CopyDirection, CopyPlan};
 use crate::mem::{Allocation, Window, last_word_len};
 use crate::mlx5::DataSegment;
-use crate::mr::{Access, AccessDenied, Registry};
+use crate::mr::{Access, AccessDenied, Registry, Span};
 
 /// No window onto longer memory: some GPUs have little address space for windows.
 const MAX_WINDOW: u64 = 1 << 30;
@@ -113,9 +113,9 @@ pub(super) fn request(
 ) {
     let writes = matches!(work.op, SendOp::Write(_));
     if let Ok(local) = LocalSpans::resolve(qp_memory, registry, work, writes)
-        && let Some(region) = local.region(0)
+        && let Some(device) = local.iter().next().and_then(Span::device)
     {
-        memory.open_on(region.allocation().device(), false);
+        memory.open_on(device, false);
     }
 }
 

@@ -19,7 +19,9 @@ use super::stream::Stream;
 use crate::error::{Error, Kind, Result};
 
 pub(crate) use pinned_reader::PinnedReader;
-pub(crate) use queue::{CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_LIST};
+pub(crate) use queue::{
+    CopyQueue, CopyTicket, DeviceCopy, ListDescriptors, MAX_BATCH, MAX_BATCHES, MAX_LIST,
+};
 
 const KERNEL: &str = "copy_list";
 const THREADS: u32 = 512;

@@ -6,6 +6,8 @@
 
 mod direct;
 
+pub use direct::Mapping;
+
 use std::time::{Duration, Instant};
 
 use super::layout::{self, Constants, NO_FAILURE, field, queue};

@@ -8,6 +8,7 @@ use super::super::layout::{self, NO_FAILURE, queue};
 use super::{DeviceQp, DeviceTicket, FaultResult, Local};
 use crate::hca::kernel_table_layout as table;
 use crate::mem::DeviceAddr;
+use crate::mem::sim::Block;
 use crate::verbs::{Access, Remote};
 
 /// The number in tickets of operations that were complete when they returned.
@@ -15,7 +16,36 @@ pub(super) const DONE: u64 = u64::MAX;
 /// Longer transfers are posted: the GPU's copies are faster than a few threads.
 const MAX_BYTES_PER_THREAD: u64 = 512;
 
-/// Memory that may be accessed until [`DeviceQp::leave`].
+/// Memory of the peer that a block function may access like its own: `map_remote` of `verbs.cuh`.
+/// Dropping it ends that.
+pub struct Mapping<'b> {
+    block: &'b Block<'b>,
+    entry: u64,
+    rkey: u32,
+    address: u64,
+}
+
+impl Mapping<'_> {
+    /// Where the memory is.
+    pub fn address(&self) -> DeviceAddr {
+        DeviceAddr::new(self.address)
+    }
+
+    /// Whether it is to be dropped: the owner takes the memory back, or the connection has ended.
+    pub fn is_revoked(&self) -> FaultResult<bool> {
+        let tag = self.block.load_u64(DeviceAddr::new(self.entry + table::TAG))?;
+        Ok(tag >> 32 != u64::from(self.rkey))
+    }
+}
+
+impl Drop for Mapping<'_> {
+    fn drop(&mut self) {
+        // Without the table there is nobody who waits for it.
+        let _ = leave(self.block, self.entry);
+    }
+}
+
+/// Memory that may be accessed until [`leave`].
 #[derive(Clone, Copy)]
 struct Entered {
     entry: u64,
@@ -28,7 +58,28 @@ enum Side {
     Local(Local, Access, u64),
 }
 
-impl DeviceQp<'_> {
+impl<'b> DeviceQp<'b> {
+    /// Maps `len` bytes of the peer's memory, if the kernel may access it by itself and everything
+    /// that was posted is complete; otherwise it must be accessed by `put` and `get`. The owner
+    /// cannot take the memory back until the mapping is dropped: it waits for half a second.
+    pub fn map_remote(
+        &self,
+        at: Remote,
+        len: u64,
+        access: Access,
+    ) -> FaultResult<Option<Mapping<'b>>> {
+        let has_option = !access.contains(Access::REMOTE_ATOMIC) || self.has_direct_atomics();
+        if self.constants.direct == 0 || !has_option || !self.is_idle()? {
+            return Ok(None);
+        }
+        let Some(Entered { entry, address }) = self.enter(&Side::Remote(at, access, len))? else {
+            return Ok(None);
+        };
+        let mapping = Mapping { block: self.block, entry, rkey: at.rkey, address };
+        self.count(1)?;
+        Ok(Some(mapping))
+    }
+
     /// Writes, and adds to a word of the peer after that; `None` if that must be posted.
     pub(super) fn try_put(
         &self,
@@ -127,13 +178,18 @@ impl DeviceQp<'_> {
         }
         if count == N {
             operation(entered.map(|found| found.address))?;
-            let counter = DeviceAddr::new(self.constants.direct + table::OPERATIONS);
-            self.block.fetch_add_u64(counter, work_requests)?;
+            self.count(work_requests)?;
         }
         for found in &entered[..count] {
-            self.leave(found.entry)?;
+            leave(self.block, found.entry)?;
         }
         Ok((count == N).then_some(DeviceTicket { number: DONE, status: KernelStatus::Ok }))
+    }
+
+    /// Counts work requests that were not posted.
+    fn count(&self, work_requests: u64) -> FaultResult<()> {
+        let counter = DeviceAddr::new(self.constants.direct + table::OPERATIONS);
+        self.block.fetch_add_u64(counter, work_requests).map(drop)
     }
 
     /// Whether everything that was posted has completed, with success.
@@ -173,14 +229,10 @@ impl DeviceQp<'_> {
         // A word for atomics is aligned; otherwise the HCA reports it.
         let aligned = need != Access::REMOTE_ATOMIC || at.is_multiple_of(8);
         if !allowed || !aligned {
-            self.leave(entry)?;
+            leave(self.block, entry)?;
             return Ok(None);
         }
         Ok(Some(Entered { entry, address: load(table::ADDRESS)?.wrapping_add(offset) }))
-    }
-
-    fn leave(&self, entry: u64) -> FaultResult<()> {
-        self.block.fetch_add_u64(DeviceAddr::new(entry + table::USERS), u64::MAX).map(drop)
     }
 
     fn copy(&self, to: u64, from: u64, len: u64) -> FaultResult<()> {
@@ -188,4 +240,9 @@ impl DeviceQp<'_> {
         self.block.read(DeviceAddr::new(from), &mut bytes)?;
         self.block.write(DeviceAddr::new(to), &bytes)
     }
+}
+
+/// Ends an access that was announced.
+fn leave(block: &Block<'_>, entry: u64) -> FaultResult<()> {
+    block.fetch_add_u64(DeviceAddr::new(entry + table::USERS), u64::MAX).map(drop)
 }
