@@ -28,6 +28,11 @@ pub(super) const FEW_KERNEL: &str = "copy_few";
 const FEW: usize = 4;
 const FEW_BLOCKS: u64 = 512;
 
+/// Blocks of a launch whose chunks have at least this length: all run at a time on a large GPU, two
+/// on each multiprocessor, and read memory more sequentially than more blocks would.
+const LONG_CHUNK: u64 = 1 << 20;
+const LONG_BLOCKS: u64 = 264;
+
 /// Maximum number of copies of one batch.
 pub(crate) const MAX_BATCH: usize = 512;
 /// Batches that may be submitted before the first one has ended.
@@ -315,7 +320,8 @@ impl CopyQueue {
         let bytes = self.state.bytes()?;
         bytes.write(slot as u64, &self.chunks)?;
         bytes.write((slot + self.chunks.len()) as u64, &self.tails)?;
-        self.launch_listed(launch, slot as u64, self.chunks.len(), self.tails.len())
+        let max_blocks = if chunk < LONG_CHUNK { MAX_BLOCKS } else { LONG_BLOCKS };
+        self.launch_listed(launch, slot as u64, (self.chunks.len(), self.tails.len()), max_blocks)
     }
 
     /// Submits at most [`FEW`] copies.
@@ -356,7 +362,7 @@ impl CopyQueue {
         let launch = to.iter().chain(from).fold(launch, Launch::keep_alive);
         let begin = RING_AT as u64 + at % RING_LEN as u64;
         self.state.bytes()?.write(begin, &list.bytes)?;
-        let number = self.launch_listed(launch, begin, len, 0)?;
+        let number = self.launch_listed(launch, begin, (len, 0), MAX_BLOCKS)?;
         self.lists.next = at + len as u64;
         self.lists.used.push_back((number, self.lists.next));
         Ok(Some(number))
@@ -367,8 +373,8 @@ impl CopyQueue {
         &mut self,
         launch: Launch,
         at: u64,
-        chunks: usize,
-        tails: usize,
+        (chunks, tails): (usize, usize),
+        max_blocks: u64,
     ) -> Result<u64> {
         let (memory, count) = (&self.state.memory, |len: usize| (len / DESCRIPTOR_LEN) as u64);
         let list = memory.region(at, (chunks + tails) as u64)?;
@@ -377,7 +383,7 @@ impl CopyQueue {
             _ => memory.region(at + chunks as u64, tails as u64)?,
         };
         let launch = launch
-            .grid(self.blocks(count(chunks), MAX_BLOCKS))
+            .grid(self.blocks(count(chunks), max_blocks))
             .region(&list)
             .value(count(chunks))
             .region(&tail_list)
