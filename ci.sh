@@ -31,15 +31,15 @@ ptx        | change full | PTX in git matches its sources; test kernels and head
 headers    | change full | the CUDA headers as C++ on CPU threads, under sanitizers
 wire       | change full | scapy and tshark decode a packet of every kind
 clients    | change full | redis, nc, curl and Python as peers of sockets inside kernels
-faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 verbs      | change full | RDMA programs over libibverbs.so.1 and librdmacm.so.1, as a user
 nixl       | change full | NIXL's wheel over our backend; three versions in ./ci.sh full
 lines      | change full | one program with five libraries; the table of docs/agents.md
 python     | change full | the wheel, installed into a fresh environment: pytest, stubs, the page
 lab        | change full | Linux soft-RoCE in a guest: core cases; all cases in ./ci.sh full
+demo       | change full | the README's first command, doctor, and six examples
+faults     | change full | peers killed, stopped, starved: 16 random trials; 500 in ./ci.sh full
 network    | change full | a bottleneck between namespaces: core rows; all rows in ./ci.sh full
 fuzz       | change full | packets and queue pairs for seconds; in full every target for five minutes
-demo       | change full | the README's first command, doctor, and six examples
 sanitizers | full        | the sock suite with the headers under ASan and UBSan
 release    | full        | the protocol's tests without debug assertions, optimized as for users
 counts     | full        | machine instructions per packet do not exceed their ceilings
@@ -223,8 +223,9 @@ prepare() {
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
-# Steps that run beside `tests`, which leave CPU time idle; their output is printed in their turn.
-BESIDE="docs book ptx headers python lab"
+# Steps that run beside `tests`, as neither uses both cores all the time; their output is printed in
+# their turn. What comes after them finds the machine quiet.
+BESIDE="docs book ptx headers wire clients verbs nixl lines python lab demo"
 
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {

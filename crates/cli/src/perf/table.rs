@@ -253,13 +253,13 @@ pub(super) fn direct(stats: &DirectStats) -> String {
     if stats.operations + packets == 0 {
         return String::new();
     }
-    let mut text = format!("# in mapped memory: {} operations", stats.operations);
+    let mut text = format!("in mapped memory: {} operations", stats.operations);
     if packets > 0 {
         let reasons: Vec<_> =
             stats.not.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
         text += &format!("; as packets: {packets} ({})", reasons.join(", "));
     }
-    text + "\n"
+    wrap("# ", "#   ", &text)
 }
 
 /// The link without its properties, as in `udp 127.0.0.1:4791`.

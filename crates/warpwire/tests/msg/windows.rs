@@ -9,7 +9,7 @@ use warpwire::msg::{Signal, Writer, wait_all};
 use crate::msg::fixture::{
     Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
 };
-use testkit::cases;
+use testkit::{Effort, cases};
 
 cases!(Fixture; CASES:
     put_and_get,
@@ -20,7 +20,9 @@ cases!(Fixture; CASES:
     windows_of_several_lengths,
 );
 
-const SIZES: [usize; 7] = [0, 1, 8, 63, 5000, 70_000, (16 << 20) + 1];
+fn sizes() -> [usize; 7] {
+    [0, 1, 8, 63, 5000, 70_000, Effort::choose([4 << 20, 4 << 20, 16 << 20]) + 1]
+}
 
 fn put_and_get(fixture: &Fixture) {
     fixture.ranks(3, |comm| {
@@ -29,7 +31,7 @@ fn put_and_get(fixture: &Fixture) {
             let exposed = buffer(&comm, memory_kind, 20 << 20);
             let mine = buffer(&comm, memory_kind, 40 << 20);
             let window = comm.window(&exposed).unwrap();
-            for len in SIZES {
+            for len in sizes() {
                 for step in 0..size {
                     // To itself, to the next rank, to the one after that.
                     let to = (rank + step) % size;
