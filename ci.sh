@@ -88,21 +88,7 @@ step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
 # nothing twice; without the tests, dependencies would have other features. `cargo test` alone would
 # leave the shared libraries in a folder of its own.
 step_build() { cargo build --workspace --lib --bins --tests --examples --quiet; }
-# All of `cargo test`, the suites beside the rest: each waits a lot. No other test's name begins
-# with an s.
-step_tests() {
-  local rest suites=0 others=0
-  rest=$(mktemp)
-  {
-    cargo test --workspace --quiet --lib --bins --test '[!s]*'
-    cargo test --workspace --quiet --doc
-  } >"$rest" 2>&1 &
-  cargo test --workspace --quiet --test suites || suites=$?
-  wait $! || others=$?
-  cat "$rest"
-  rm "$rest"
-  [ "$suites$others" = 00 ]
-}
+step_tests() { cargo test --workspace --quiet; }
 step_docs() {
   RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --features warpwire/tokio --quiet
   tools/public-api --check

@@ -390,7 +390,7 @@ impl DeviceMemory {
             while !ticket.is_done() && Instant::now() < deadline {
                 backoff.snooze();
             }
-            ticket.is_done()
+            ticket.has_ended()
         });
         self.copies.lock().retain(|ticket| !ticket.is_done());
         ended && by_kernels

@@ -105,10 +105,11 @@ impl DoubleBuffer {
         let len = len.min(fetch_request.readable());
         let span = fetch_request.resolve(registry, len)?;
         let region = span.begin_read()?;
-        // The end of the registration, and of the memory, waits for the copy.
-        span.add_copies(&reader.next_ticket());
         match reader.start(index, &region) {
             Ok(copy) => {
+                // The end of the registration, and of the memory, waits for the span, then for the
+                // copy.
+                span.add_copies(&reader.ticket(copy));
                 let chunk = Chunk::new(fetch_request, len);
                 self.buffers[index] = Some(Buffer { chunk, copy: Some(copy) });
             }
@@ -238,6 +239,21 @@ mod tests {
             Err(AccessDenied::Stale),
             "no further copy is started"
         );
+    }
+
+    #[test]
+    fn a_copy_that_fails_after_its_message_was_forgotten_keeps_no_memory() {
+        let fail = FailNth { kind: OpKind::Copy, number: 1 };
+        for is_dropped in [false, true] {
+            let memory = Memory::new(SimConfig::default().with_fail(fail));
+            let mut buffer = DoubleBuffer::new(&memory.gpu);
+            buffer.begin(&memory.registry, &memory.request(1, 0), PACKET).unwrap();
+            buffer.forget();
+            let buffer = (!is_dropped).then_some(buffer);
+            memory.mr.deregister().unwrap();
+            assert!(memory.registry.is_empty());
+            drop(buffer);
+        }
     }
 
     #[test]

@@ -32,16 +32,17 @@ impl PinnedReader {
         let memory = device.alloc_pinned(FIRST_BUFFER + buffers as u64 * buffer_len)?;
         memory.host_bytes()?.store_u64(0, 0)?;
         let (stream, word) = (device.stream()?, memory.word64(0)?);
-        let state = Arc::new(QueueState::new(memory));
+        let state = Arc::new(QueueState::with_stream(memory, stream.clone()));
         Ok(Self { device: device.clone(), stream, state, word, buffer_len, started: 0 })
     }
 
-    /// The ticket of the next copy. If that fails to start, call [`fail`](Self::fail).
-    pub(crate) fn next_ticket(&self) -> CopyTicket {
-        self.state.ticket(self.started + 1)
+    /// The ticket of a copy that was started.
+    pub(crate) fn ticket(&self, number: u64) -> CopyTicket {
+        self.state.ticket(number)
     }
 
-    /// Starts a copy into a buffer; returns its number. It runs after those before it.
+    /// Starts a copy into a buffer; returns its number. It runs after those before it. After an
+    /// error call [`fail`](Self::fail).
     pub(crate) fn start(&mut self, buffer: usize, from: &Region) -> Result<u64> {
         let to = self.state.memory().region(self.offset(buffer), from.len())?;
         self.stream.copy(&to, from)?;

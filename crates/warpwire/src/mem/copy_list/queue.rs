@@ -132,6 +132,12 @@ impl CopyTicket {
     pub(crate) fn is_done(&self) -> bool {
         self.state.completed() >= self.number || self.state.failed.load(Ordering::Acquire)
     }
+
+    /// The same, of copies that may have failed after the last time that their owner looked. Asks
+    /// the driver.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.is_done() || self.state.check_failed(self.number)
+    }
 }
 
 /// What a queue shares with its tickets.
@@ -141,11 +147,31 @@ pub(super) struct QueueState {
     memory: Allocation,
     /// The device has failed: batches that have not ended never will.
     failed: AtomicBool,
+    /// The stream, if there are tickets of submitted batches only, and the queue may be gone before
+    /// these have ended.
+    stream: Option<Stream>,
 }
 
 impl QueueState {
     pub(super) fn new(memory: Allocation) -> Self {
-        Self { memory, failed: AtomicBool::new(false) }
+        Self { memory, failed: AtomicBool::new(false), stream: None }
+    }
+
+    pub(super) fn with_stream(memory: Allocation, stream: Stream) -> Self {
+        Self { stream: Some(stream), ..Self::new(memory) }
+    }
+
+    /// Whether the stream has failed before that batch ended.
+    fn check_failed(&self, number: u64) -> bool {
+        let Some(stream) = &self.stream else { return false };
+        let failed = match stream.is_idle() {
+            Ok(idle) => idle && self.completed() < number,
+            Err(_) => true,
+        };
+        if failed {
+            self.fail();
+        }
+        failed
     }
 
     pub(super) fn ticket(self: &Arc<Self>, number: u64) -> CopyTicket {
