@@ -53,6 +53,8 @@ pub struct DeviceInfo {
     pub numa_node: Option<u32>,
     /// Device memory in bytes.
     pub total_memory: u64,
+    /// Number of multiprocessors; 1 for simulated devices.
+    pub multiprocessors: u32,
 }
 
 impl DeviceInfo {

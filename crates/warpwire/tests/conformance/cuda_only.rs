@@ -18,6 +18,7 @@ cases!(Fixture; CASES:
     managed_memory_is_copied_but_has_no_window,
     windows_span_several_handles,
     memory_of_several_handles_is_shared,
+    memory_of_the_default_pool_is_shared,
     windows_show_whole_pages_around_small_memory,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
@@ -71,6 +72,28 @@ impl ForeignContext {
         // SAFETY: as cuda.h declares it.
         assert_eq!(unsafe { self.call("cuMemAlloc_v2", |f: Alloc| f(&mut address, len)) }, 0);
         address
+    }
+
+    /// From the default pool, as PyTorch's `backend:cudaMallocAsync`.
+    fn alloc_async(&self, len: usize) -> u64 {
+        let (mut address, stream) = (0, std::ptr::null_mut());
+        type Alloc = unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> i32;
+        type Synchronize = unsafe extern "C" fn(*mut c_void) -> i32;
+        // SAFETY: as cuda.h declares them; the null stream.
+        unsafe {
+            let alloc = |f: Alloc| f(&mut address, len, stream);
+            assert_eq!(self.call("cuMemAllocAsync", alloc), 0);
+            assert_eq!(self.call("cuStreamSynchronize", |f: Synchronize| f(stream)), 0);
+        }
+        address
+    }
+
+    fn free_async(&self, address: u64) {
+        type Free = unsafe extern "C" fn(u64, *mut c_void) -> i32;
+        // SAFETY: as cuda.h declares it; allocated above.
+        let code =
+            unsafe { self.call("cuMemFreeAsync", |f: Free| f(address, std::ptr::null_mut())) };
+        assert_eq!(code, 0);
     }
 
     fn free(&self, address: u64) {
@@ -159,6 +182,8 @@ fn managed_memory_is_copied_but_has_no_window(f: &Fixture) {
     let error = memory.window().unwrap_err();
     assert!(error.to_string().contains("managed memory"), "{error}");
     assert!(memory.export_dmabuf(0, 4096).is_err());
+    let error = memory.export_ipc().unwrap_err();
+    assert!(error.to_string().contains("managed memory"), "{error}");
     drop(memory);
     foreign.free(managed);
 }
@@ -191,22 +216,40 @@ fn memory_of_several_handles_is_shared(f: &Fixture) {
     let foreign = ForeignContext::new();
     foreign.enter();
     let size = 2 << 20;
-    let address = foreign.reserve_and_map(size, 3, 1) + 4096;
-    let memory = borrow(&f.gpu, DeviceAddr::new(address), 3 * size as u64 - 10_000).unwrap();
-    put_pattern(&memory, 1);
-    let handle = memory.export_ipc().unwrap();
-    assert_eq!(memory.ipc_descriptors().unwrap().len(), 3);
-    Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
-    expect_pattern(&memory, 2);
-    put_pattern(&memory, 1);
+    // Handles that were made to be shared, and others: those by their memory objects.
+    for (handle_types, handle_type) in [(1, "VMM descriptors"), (0, "memory objects")] {
+        let address = foreign.reserve_and_map(size, 3, handle_types) + 4096;
+        let memory = borrow(&f.gpu, DeviceAddr::new(address), 3 * size as u64 - 10_000).unwrap();
+        put_pattern(&memory, 1);
+        let handle = memory.export_ipc().unwrap();
+        assert!(handle.handle_type().contains(handle_type), "{}", handle.handle_type());
+        assert_eq!(memory.ipc_descriptors().unwrap().len(), 3);
+        Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
+        expect_pattern(&memory, 2);
+    }
     Task::CopyListToIpc(f.backend, memory_of(f, &foreign, 1 << 20).to_bytes())
         .spawn()
         .expect_success();
-    // Handles that were not made to be shared.
-    let address = foreign.reserve_and_map(size, 1, 0);
-    let memory = borrow(&f.gpu, DeviceAddr::new(address), 4096).unwrap();
-    let error = memory.export_ipc().unwrap_err();
-    assert!(error.to_string().contains("shareable handle"), "{error}");
+}
+
+/// Short allocations, and long ones across several memory objects.
+fn memory_of_the_default_pool_is_shared(f: &Fixture) {
+    let foreign = ForeignContext::new();
+    foreign.enter();
+    let lens = [1000, 300_001, 3 << 20, 100 << 20, 300_001];
+    let addresses = lens.map(|len| foreign.alloc_async(len));
+    for (address, len) in addresses.into_iter().zip(lens) {
+        let memory = borrow(&f.gpu, DeviceAddr::new(address + 8), len as u64 - 16).unwrap();
+        put_pattern(&memory, 1);
+        let handle = memory.export_ipc().unwrap();
+        assert!(handle.handle_type().contains("memory objects"), "{}", handle.handle_type());
+        Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
+        expect_pattern(&memory, 2);
+        drop(memory);
+        // The descriptors are gone with it.
+        Task::FailToOpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
+    }
+    addresses.into_iter().for_each(|address| foreign.free_async(address));
 }
 
 /// A handle to `len` bytes with pattern 1, across two allocations.

@@ -28,10 +28,10 @@ pub(super) const FEW_KERNEL: &str = "copy_few";
 const FEW: usize = 4;
 const FEW_BLOCKS: u64 = 512;
 
-/// Blocks of a launch whose chunks have at least this length: all run at a time on a large GPU, two
-/// on each multiprocessor, and read memory more sequentially than more blocks would.
+/// A launch whose chunks have at least this length has so many blocks for each multiprocessor: all
+/// run at a time, and read memory more sequentially than more blocks would.
 const LONG_CHUNK: u64 = 1 << 20;
-const LONG_BLOCKS: u64 = 264;
+const LONG_BLOCKS_EACH: u64 = 2;
 
 /// Maximum number of copies of one batch.
 pub(crate) const MAX_BATCH: usize = 512;
@@ -346,7 +346,8 @@ impl CopyQueue {
         let bytes = self.state.bytes()?;
         bytes.write(slot as u64, &self.chunks)?;
         bytes.write((slot + self.chunks.len()) as u64, &self.tails)?;
-        let max_blocks = if chunk < LONG_CHUNK { MAX_BLOCKS } else { LONG_BLOCKS };
+        let long_blocks = LONG_BLOCKS_EACH * u64::from(self.device.info().multiprocessors);
+        let max_blocks = if chunk < LONG_CHUNK { MAX_BLOCKS } else { long_blocks };
         self.launch_listed(launch, slot as u64, (self.chunks.len(), self.tails.len()), max_blocks)
     }
 

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::ffi::{CStr, c_char};
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
@@ -23,6 +23,7 @@ use super::driver::{Driver, call, get, version_text};
 use super::foreign::CudaForeignStream;
 use super::memory::{self, CudaMemory};
 use super::module::CudaModule;
+use super::rm::ExportMetadata;
 use super::share;
 use super::stream::{CudaEvent, CudaStream};
 use super::sys::{self, Context, PoolHandle, StreamHandle, attribute as a};
@@ -34,6 +35,8 @@ pub(super) struct CudaDevice {
     pub(super) driver: &'static Driver,
     pub(super) deferred_free: DeferredFree,
     pub(super) verified_kinds: VerifiedKinds,
+    /// What descriptors of memory objects need, once verified (`object_export.rs`).
+    pub(super) object_exports: OnceLock<Result<ExportMetadata>>,
     info: DeviceInfo,
     capabilities: Capabilities,
     handle: i32,
@@ -75,6 +78,7 @@ impl CudaDevice {
             driver,
             deferred_free: DeferredFree::default(),
             verified_kinds: VerifiedKinds::default(),
+            object_exports: OnceLock::new(),
             info,
             capabilities: capabilities(driver, handle),
             handle,
@@ -270,6 +274,7 @@ fn info(driver: &Driver, handle: i32, ordinal: u32) -> Result<DeviceInfo> {
         pci: Some(pci),
         numa_node: System::live().numa_node_of(&pci),
         total_memory: get!(driver, 0, device_total_memory(handle))? as u64,
+        multiprocessors: query(a::MULTIPROCESSORS)? as u32,
     })
 }
 

@@ -1,22 +1,27 @@
-//! A hook on libcuda's `ioctl` calls, to see how it identifies memory when it exports a dma-buf.
+//! A hook on libcuda's `ioctl` calls, to see how it identifies memory when it exports it.
 //!
 //! `cuMemGetHandleForAddressRange` issues one ioctl that contains the handles of the memory
-//! objects, for every kind of memory that CUDA can export. libcuda calls `ioctl` through its
-//! dynamic symbol table, so that symbol's GOT entry in libcuda is redirected to a function here. It
-//! forwards every call unchanged; on a thread that requested it, it also records that one ioctl's
-//! parameters.
+//! objects, for every kind of memory that CUDA can export as a dma-buf, and
+//! `cuMemExportToShareableHandle` one with what an importer finds in the descriptor. libcuda calls
+//! `ioctl` through its dynamic symbol table, so that symbol's GOT entry in libcuda is redirected to
+//! a function here. It forwards every call unchanged; on a thread that requested it, it also
+//! records the parameters of these two.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_int, c_ulong, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
+use super::rm::{CONTROL_EXPORT_OBJECTS, Control, ExportMetadata, ExportObjects};
 use crate::error::{Error, Kind, Result};
 
 const MAX_OBJECTS: usize = 128;
 /// `_IOWR('F', 217, 2608 bytes)`.
 const EXPORT_REQUEST: c_ulong =
     3 << 30 | (size_of::<ExportParams>() as c_ulong) << 16 | 0x46 << 8 | 217;
+/// `_IOWR('F', 0x2a, 32 bytes)`: a control call to the resource manager.
+const CONTROL_REQUEST: c_ulong =
+    3 << 30 | (size_of::<Control>() as c_ulong) << 16 | 0x46 << 8 | 0x2a;
 
 /// The export request, as the open kernel modules declare it.
 #[repr(C)]
@@ -52,19 +57,26 @@ pub(super) struct ObjectRange {
     pub(super) len: u64,
 }
 
-thread_local! {
-    static RECORDED: RefCell<Option<Vec<ObjectRange>>> = const { RefCell::new(None) };
+/// What CUDA passed to the kernel while a recorded call ran.
+#[derive(Default)]
+pub(super) struct Recorded {
+    /// The parts of a range that it exported as a dma-buf.
+    pub(super) object_ranges: Vec<ObjectRange>,
+    /// What it attached to a descriptor of a memory object.
+    pub(super) metadata: Option<ExportMetadata>,
 }
 
-/// Runs `export` and returns the object ranges that CUDA passed to the kernel, on this thread.
-pub(super) fn record_exports<R>(
-    export: impl FnOnce() -> Result<R>,
-) -> Result<(R, Vec<ObjectRange>)> {
+thread_local! {
+    static RECORDED: RefCell<Option<Recorded>> = const { RefCell::new(None) };
+}
+
+/// Runs `export` and returns what CUDA passed to the kernel on this thread.
+pub(super) fn record_exports<R>(export: impl FnOnce() -> Result<R>) -> Result<(R, Recorded)> {
     install()?;
-    RECORDED.with(|recorded| *recorded.borrow_mut() = Some(Vec::new()));
+    RECORDED.with(|recorded| *recorded.borrow_mut() = Some(Recorded::default()));
     let exported = export();
-    let object_ranges = RECORDED.with(|recorded| recorded.borrow_mut().take()).unwrap_or_default();
-    Ok((exported?, object_ranges))
+    let recorded = RECORDED.with(|recorded| recorded.borrow_mut().take()).unwrap_or_default();
+    Ok((exported?, recorded))
 }
 
 type Ioctl = unsafe extern "C" fn(c_int, c_ulong, *mut c_void) -> c_int;
@@ -82,30 +94,53 @@ unsafe extern "C" fn ioctl_hook(fd: c_int, request: c_ulong, argument: *mut c_vo
     let original: Ioctl = unsafe { std::mem::transmute::<usize, Ioctl>(original) };
     // SAFETY: the arguments are forwarded unchanged.
     let result = unsafe { original(fd, request, argument) };
-    // Some callers sign-extend the request.
-    if request as u32 == EXPORT_REQUEST as u32 && result == 0 && !argument.is_null() {
-        // SAFETY: the kernel has just accessed a structure of this size there.
-        record(unsafe { &*argument.cast::<ExportParams>() });
+    if result == 0 && !argument.is_null() {
+        // Some callers sign-extend the request.
+        match c_ulong::from(request as u32) {
+            // SAFETY: the kernel has just accessed a structure of this size there.
+            EXPORT_REQUEST => record(unsafe { &*argument.cast::<ExportParams>() }),
+            // SAFETY: likewise.
+            CONTROL_REQUEST => record_control(unsafe { &*argument.cast::<Control>() }),
+            _ => {}
+        }
     }
     result
 }
 
 fn record(export: &ExportParams) {
-    if export.status != 0 {
-        return;
-    }
-    // Thread-local storage is gone on an exiting thread; then nothing is being recorded.
-    let _ = RECORDED.try_with(|recorded| {
-        if let Ok(mut recorded) = recorded.try_borrow_mut()
-            && let Some(object_ranges) = recorded.as_mut()
-        {
+    if export.status == 0 {
+        with_recorded(|recorded| {
             let count = (export.object_count as usize).min(MAX_OBJECTS);
-            object_ranges.extend((0..count).map(|at| ObjectRange {
+            recorded.object_ranges.extend((0..count).map(|at| ObjectRange {
                 client: export.client,
                 object: export.handles[at],
                 offset: export.offsets[at],
                 len: export.sizes[at],
             }));
+        });
+    }
+}
+
+fn record_control(control: &Control) {
+    let is_export = control.command == CONTROL_EXPORT_OBJECTS
+        && control.params_size as usize == size_of::<ExportObjects>();
+    if is_export && control.status == 0 {
+        with_recorded(|recorded| {
+            // SAFETY: the resource manager has just read a structure of this size there, and
+            // libcuda is still inside the call that owns it.
+            let export = unsafe { &*(control.params as *const ExportObjects) };
+            recorded.metadata = Some(export.metadata);
+        });
+    }
+}
+
+fn with_recorded(apply: impl FnOnce(&mut Recorded)) {
+    // Thread-local storage is gone on an exiting thread; then nothing is being recorded.
+    let _ = RECORDED.try_with(|recorded| {
+        if let Ok(mut recorded) = recorded.try_borrow_mut()
+            && let Some(recorded) = recorded.as_mut()
+        {
+            apply(recorded);
         }
     });
 }

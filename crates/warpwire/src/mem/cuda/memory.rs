@@ -28,8 +28,8 @@ pub(super) struct CudaMemory {
     pub(super) address: DeviceAddr,
     pub(super) len: u64,
     pub(super) origin: Origin,
-    /// The descriptors behind an inter-process handle; open as long as the memory is allocated.
-    pub(super) exported: Mutex<Vec<OwnedFd>>,
+    /// What an inter-process handle refers to; open as long as the memory is allocated.
+    pub(super) exported: Mutex<Option<share::Exported>>,
     /// Keeps registered memory mapped.
     owner: Option<HostOwner>,
 }
@@ -549,7 +549,7 @@ impl MemoryBackend for CudaMemory {
         let driver = device.driver;
         let _current = device.make_current()?;
         // An open descriptor would keep the memory allocated and its handle valid.
-        drop(std::mem::take(&mut *self.exported.lock()));
+        drop(self.exported.lock().take());
         let outcome = match &self.origin {
             Origin::Borrowed => Ok(()),
             Origin::Plain => {

@@ -15,6 +15,7 @@ mod hook;
 mod memory;
 mod module;
 mod naming;
+mod object_export;
 mod rm;
 mod share;
 mod stream;

@@ -145,9 +145,11 @@ impl PlainObject {
     }
 }
 
-fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<RmRange> {
+/// The same for memory of any kind that CUDA exports as a dma-buf.
+pub(super) fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<RmRange> {
     let export = || export_pages(device, address, len, DmaBufRoute::Default);
-    let ((_descriptor, start), object_ranges): ((OwnedFd, u64), _) = hook::record_exports(export)?;
+    let ((_descriptor, start), recorded): ((OwnedFd, u64), _) = hook::record_exports(export)?;
+    let object_ranges = recorded.object_ranges;
     if object_ranges.is_empty() {
         return Err(naming_error("CUDA exported the memory without the expected ioctl"));
     }

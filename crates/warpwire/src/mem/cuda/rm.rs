@@ -30,6 +30,11 @@ mod request {
 const CLASS_CLIENT: u32 = 0x41;
 const CLASS_DEVICE: u32 = 0x80;
 const CONTROL_GPU_ID_INFO: u32 = 0x205;
+const CONTROL_SURFACE_INFO: u32 = 0x41_0110;
+/// Puts memory objects into a descriptor, from which other clients import them.
+pub(super) const CONTROL_EXPORT_OBJECTS: u32 = 0x3d0b;
+/// An index of [`CONTROL_SURFACE_INFO`]: the size of the physical memory, in units of 4 KiB.
+const SURFACE_SIZE: u32 = 7;
 const FIRST_HANDLE: u32 = 0xcaf1_0001;
 /// Bits 25..23 of the map flags: write-combining.
 const MAP_WRITE_COMBINING: u32 = 2 << 23;
@@ -58,14 +63,43 @@ struct DeviceParams {
 
 #[repr(C)]
 #[derive(Default)]
-struct Control {
+pub(super) struct Control {
     client: u32,
     object: u32,
-    command: u32,
+    pub(super) command: u32,
     flags: u32,
-    params: u64,
-    params_size: u32,
-    status: u32,
+    pub(super) params: u64,
+    pub(super) params_size: u32,
+    pub(super) status: u32,
+}
+
+#[repr(C)]
+struct SurfaceInfo {
+    count: u32,
+    padding: u32,
+    values: u64,
+}
+
+#[repr(C)]
+struct SurfaceValue {
+    index: u32,
+    value: u32,
+}
+
+/// What an exporter attaches to a descriptor for its importer; the resource manager only keeps it.
+pub(super) type ExportMetadata = [u8; 64];
+
+const MAX_EXPORTED: usize = 512;
+
+#[repr(C)]
+pub(super) struct ExportObjects {
+    fd: i32,
+    device: u32,
+    max_objects: u16,
+    pub(super) metadata: ExportMetadata,
+    objects: [u32; MAX_EXPORTED],
+    count: u16,
+    first: u16,
 }
 
 #[repr(C)]
@@ -149,6 +183,9 @@ const _: () = {
     assert!(size_of::<Alloc>() == 32);
     assert!(size_of::<DeviceParams>() == 56);
     assert!(size_of::<Control>() == 32);
+    assert!(size_of::<SurfaceInfo>() == 16);
+    assert!(size_of::<ExportObjects>() == 2128);
+    assert!(std::mem::offset_of!(ExportObjects, objects) == 76);
     assert!(size_of::<GpuIdInfo>() == 32);
     assert!(size_of::<CardInfo>() == 72);
     assert!(std::mem::offset_of!(CardInfo, gpu_id) == 16);
@@ -233,16 +270,8 @@ impl Client {
             Error::new(Kind::Unavailable, "map GPU memory").why(why)
         })?;
         let mut info = GpuIdInfo { gpu_id: card.gpu_id, ..GpuIdInfo::default() };
-        let mut control = Control {
-            client: self.handle,
-            object: self.handle,
-            command: CONTROL_GPU_ID_INFO,
-            params: &raw mut info as u64,
-            params_size: size_of::<GpuIdInfo>() as u32,
-            ..Control::default()
-        };
-        call(&self.control, request::CONTROL, &mut control)?;
-        check("query a GPU's instance number", control.status)?;
+        let done = self.control(self.handle, CONTROL_GPU_ID_INFO, &mut info);
+        done.and_then(|status| check("query a GPU's instance number", status))?;
         let mut params = DeviceParams { instance: info.device_instance, ..DeviceParams::default() };
         let device = self.new_handle();
         let mut alloc = Alloc {
@@ -257,6 +286,20 @@ impl Client {
         call(&self.control, request::ALLOC, &mut alloc)?;
         check("open the GPU", alloc.status)?;
         Ok(Gpu { device, minor: card.minor })
+    }
+
+    /// Issues a control call on an object of this client; returns the resource manager's status.
+    fn control<T>(&self, object: u32, command: u32, params: &mut T) -> Result<u32> {
+        let mut control = Control {
+            client: self.handle,
+            object,
+            command,
+            params: std::ptr::from_mut(params) as u64,
+            params_size: size_of::<T>() as u32,
+            ..Control::default()
+        };
+        call(&self.control, request::CONTROL, &mut control)?;
+        Ok(control.status)
     }
 
     /// Duplicates another client's memory object.
@@ -308,6 +351,36 @@ impl Object {
         call(&self.client.control, request::MAP, &mut map)?;
         check("map the memory", map.status)?;
         Ok((Mapping { object: self, linear: map.linear }, node))
+    }
+
+    /// Size of the physical memory in bytes.
+    pub(super) fn size(&self) -> Result<u64> {
+        let mut value = SurfaceValue { index: SURFACE_SIZE, value: 0 };
+        let mut info = SurfaceInfo { count: 1, padding: 0, values: &raw mut value as u64 };
+        let status = self.client.control(self.handle, CONTROL_SURFACE_INFO, &mut info)?;
+        check("query the size of a memory object", status)?;
+        Ok(u64::from(value.value) << 12)
+    }
+
+    /// A descriptor that holds the object, as `cuMemExportToShareableHandle` makes them; it keeps
+    /// the memory alive.
+    pub(super) fn export(&self, metadata: &ExportMetadata) -> Result<OwnedFd> {
+        let fd = open_node(CONTROL_NODE)?;
+        let mut objects = [0; MAX_EXPORTED];
+        objects[0] = self.handle;
+        let mut export = ExportObjects {
+            fd: fd.as_raw_fd(),
+            device: self.gpu.device,
+            max_objects: 1,
+            metadata: *metadata,
+            objects,
+            count: 1,
+            first: 0,
+        };
+        let client = &self.client;
+        let status = client.control(client.handle, CONTROL_EXPORT_OBJECTS, &mut export)?;
+        check("export a memory object", status)?;
+        Ok(fd)
     }
 }
 

@@ -6,7 +6,8 @@
 //!
 //! Virtual memory may consist of several allocations that are mapped side by side, as with
 //! PyTorch's expandable segments: there is a descriptor for each, and the importer maps them side
-//! by side again.
+//! by side again. Memory that CUDA does not export is described in the same way, by its memory
+//! objects (`object_export.rs`).
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -19,12 +20,14 @@ use super::super::share::IpcHandle;
 use super::device::CudaDevice;
 use super::driver::{call, get};
 use super::memory::{self, CudaMemory, ImportedPieces, Origin};
+use super::object_export;
 use super::sys::{self, AccessDesc, Opaque64, PoolHandle, pointer};
 use crate::error::{Error, Kind, Result};
 
 const PLAIN: u8 = 1;
 const VMM: u8 = 2;
 const POOL: u8 = 3;
+const OBJECTS: u8 = 4;
 const UUID_LEN: usize = 40;
 /// Bytes of a piece in a handle: its descriptor, and its size.
 const PIECE_LEN: usize = 12;
@@ -34,8 +37,24 @@ const MAX_PIECES: usize = 4096;
 /// Contents of a handle's body, after the device UUID.
 enum IpcPayload {
     Plain { offset: u64, handle: Opaque64 },
-    Vmm { pid: u32, offset: u64, pieces: Vec<Piece> },
+    Vmm { by: ExportedBy, pid: u32, offset: u64, pieces: Vec<Piece> },
     Pool { pid: u32, fd: i32, pointer: Opaque64 },
+}
+
+/// What made the descriptors of pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ExportedBy {
+    Cuda,
+    ResourceManager,
+}
+
+/// The allocations behind exported memory, side by side.
+pub(super) struct Exported {
+    by: ExportedBy,
+    /// Where the memory begins in the first of them.
+    offset: u64,
+    /// Their descriptors and sizes.
+    pieces: Vec<(OwnedFd, u64)>,
 }
 
 /// A virtual memory allocation: a descriptor of the exporting process, and the mapped size.
@@ -53,18 +72,21 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
         Origin::Plain => export_plain(memory)?,
         Origin::Borrowed if is_legacy_capable(memory) => export_plain(memory)?,
         Origin::Vmm(_) | Origin::Borrowed => {
-            let (offset, pieces) = exported_pieces(memory)?;
-            IpcPayload::Vmm { pid, offset, pieces }
+            let mut exported = memory.exported.lock();
+            let Exported { by, offset, pieces } = match &mut *exported {
+                Some(known) => known,
+                none => none.insert(export_pieces(memory)?),
+            };
+            let pieces = pieces.iter().map(|(fd, size)| Piece { fd: fd.as_raw_fd(), size: *size });
+            IpcPayload::Vmm { by: *by, pid, offset: *offset, pieces: pieces.collect() }
         }
         Origin::Pool => {
-            let pool = device.pool()?;
             let mut exported = memory.exported.lock();
-            if exported.is_empty() {
-                let fd = get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0))?;
-                // SAFETY: the driver has just opened the descriptor for the caller.
-                exported.push(unsafe { OwnedFd::from_raw_fd(fd) });
-            }
-            let fd = exported.first().map_or(-1, AsRawFd::as_raw_fd);
+            let exported = match &mut *exported {
+                Some(known) => known,
+                none => none.insert(export_pool(device, memory.len)?),
+            };
+            let fd = exported.pieces.first().map_or(-1, |(fd, _)| fd.as_raw_fd());
             let pointer =
                 get!(device.driver, Opaque64([0; 64]), pool_export_address(memory.address.raw()))?;
             IpcPayload::Pool { pid, fd, pointer }
@@ -86,7 +108,8 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
 pub(super) fn descriptors(memory: &CudaMemory) -> Result<Vec<OwnedFd>> {
     export(memory)?;
     let exported = memory.exported.lock();
-    let copies: std::io::Result<_> = exported.iter().map(OwnedFd::try_clone).collect();
+    let pieces = exported.iter().flat_map(|exported| &exported.pieces);
+    let copies: std::io::Result<_> = pieces.map(|(fd, _)| fd.try_clone()).collect();
     copies.map_err(|why| Error::os("", &why))
 }
 
@@ -104,48 +127,66 @@ fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
     Ok(IpcPayload::Plain { offset: address - base, handle })
 }
 
-/// The virtual memory allocations behind memory, exported once and kept with it; and where in the
-/// first of them it begins.
-fn exported_pieces(memory: &CudaMemory) -> Result<(u64, Vec<Piece>)> {
+fn export_pool(device: &CudaDevice, len: u64) -> Result<Exported> {
+    let pool = device.pool()?;
+    let fd = get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0))?;
+    // SAFETY: the driver has just opened the descriptor for the caller.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    Ok(Exported { by: ExportedBy::Cuda, offset: 0, pieces: vec![(fd, len)] })
+}
+
+/// The allocations behind memory, as CUDA exports them, or else the memory objects.
+fn export_pieces(memory: &CudaMemory) -> Result<Exported> {
+    let exported = export_allocations(memory).or_else(|refused| {
+        match object_export::export(&memory.device, memory.address.raw(), memory.len) {
+            Ok(objects) => Ok(Exported {
+                by: ExportedBy::ResourceManager,
+                offset: objects.offset,
+                pieces: objects.pieces,
+            }),
+            Err(error) => {
+                let why =
+                    format!("{}; by its memory objects: {}", refused.reason(), error.reason());
+                Err(refused.why(why))
+            }
+        }
+    })?;
+    if exported.pieces.len() > MAX_PIECES {
+        return Err(Error::new(Kind::Unsupported, "")
+            .why(format!("it consists of more than {MAX_PIECES} allocations"))
+            .fix("export a smaller range"));
+    }
+    Ok(exported)
+}
+
+/// The virtual memory allocations behind memory, and where in the first of them it begins.
+fn export_allocations(memory: &CudaMemory) -> Result<Exported> {
     let driver = memory.device.driver;
     let start = memory.address.raw();
     let end = start + memory.len;
-    let mut exported = memory.exported.lock();
-    let (mut pieces, mut fds) = (Vec::new(), Vec::new());
+    let mut pieces = Vec::new();
     let (mut at, mut first) = (start, start);
-    while at < end {
+    while at < end && pieces.len() <= MAX_PIECES {
         let (mut base, mut size) = (0, 0);
         call!(driver, address_range(&mut base, &mut size, at))?;
-        if base > at || base + size as u64 <= at || pieces.len() == MAX_PIECES {
-            return Err(Error::new(Kind::Unsupported, "")
-                .why(format!("it consists of more than {MAX_PIECES} allocations"))
-                .fix("export a smaller range"));
+        if base > at || base + size as u64 <= at {
+            return Err(Error::new(Kind::Unsupported, "").why("CUDA names no allocation there"));
         }
         if pieces.is_empty() {
             first = base;
         }
-        let fd = match exported.get(pieces.len()) {
-            Some(known) => known.as_raw_fd(),
-            None => {
-                let fd = export_piece(&memory.device, base)?;
-                let number = fd.as_raw_fd();
-                fds.push(fd);
-                number
-            }
-        };
-        pieces.push(Piece { fd, size: size as u64 });
+        pieces.push((export_piece(&memory.device, base)?, size as u64));
         at = base + size as u64;
     }
-    exported.append(&mut fds);
-    Ok((start - first, pieces))
+    Ok(Exported { by: ExportedBy::Cuda, offset: start - first, pieces })
 }
 
 /// A descriptor of the virtual memory allocation that is mapped at `base`.
-fn export_piece(device: &CudaDevice, base: u64) -> Result<OwnedFd> {
+pub(super) fn export_piece(device: &CudaDevice, base: u64) -> Result<OwnedFd> {
     let driver = device.driver;
     let handle = get!(driver, 0, vmm_retain(base)).map_err(|error| {
         error
-            .why("it comes from another library's memory pool, or is managed memory")
+            .why("CUDA does not export it: memory of a pool, or managed memory")
             .fix("allocate it with cuMemAlloc or cuMemCreate")
     })?;
     let exported = get!(driver, -1, vmm_export(handle, sys::HANDLE_POSIX_FD, 0));
@@ -195,7 +236,7 @@ fn open_body(
             }
             Ok((base + offset, Origin::Imported { base, handle: *handle }))
         }
-        IpcPayload::Vmm { pid, offset, pieces } => {
+        IpcPayload::Vmm { pid, offset, pieces, .. } => {
             let total = pieces.iter().try_fold(0, |sum: u64, piece| sum.checked_add(piece.size));
             let total = total.filter(|total| isize::try_from(*total).is_ok()).unwrap_or(0);
             if offset.checked_add(len).is_none_or(|end| end > total) {
@@ -276,6 +317,7 @@ pub(in crate::mem) fn handle_type(body: &[u8]) -> &'static str {
         Some(&PLAIN) => "CUDA IPC handle",
         Some(&VMM) => "CUDA VMM descriptors",
         Some(&POOL) => "CUDA pool descriptor",
+        Some(&OBJECTS) => "descriptors of GPU memory objects",
         _ => "unknown handle",
     }
 }
@@ -292,8 +334,11 @@ fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
             bytes.extend_from_slice(&offset.to_le_bytes());
             bytes.extend_from_slice(&handle.0);
         }
-        IpcPayload::Vmm { pid, offset, pieces } => {
-            bytes.push(VMM);
+        IpcPayload::Vmm { by, pid, offset, pieces } => {
+            bytes.push(match by {
+                ExportedBy::Cuda => VMM,
+                ExportedBy::ResourceManager => OBJECTS,
+            });
             bytes.extend_from_slice(&offset.to_le_bytes());
             bytes.extend_from_slice(&pid.to_le_bytes());
             for piece in pieces {
@@ -328,13 +373,14 @@ fn decode(uuid: &str, bytes: &[u8]) -> Result<IpcPayload> {
             offset: u64::from_le_bytes(*head),
             handle: Opaque64(tail.try_into().map_err(|_| short())?),
         }),
-        VMM => {
+        VMM | OBJECTS => {
             let (pid, tail) = tail.split_first_chunk::<4>().ok_or_else(short)?;
             let (pieces, rest) = tail.as_chunks::<PIECE_LEN>();
             if pieces.is_empty() || !rest.is_empty() {
                 return Err(short());
             }
             Ok(IpcPayload::Vmm {
+                by: if *kind == VMM { ExportedBy::Cuda } else { ExportedBy::ResourceManager },
                 pid: u32::from_le_bytes(*pid),
                 offset: u64::from_le_bytes(*head),
                 pieces: pieces.iter().map(Piece::decode).collect(),
@@ -375,21 +421,28 @@ mod tests {
 
     const UUID: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 
+    fn pieces() -> Vec<Piece> {
+        vec![Piece { fd: 12, size: 2 << 20 }, Piece { fd: -1, size: u64::MAX }]
+    }
+
     #[test]
     fn payloads_round_trip() {
         assert_eq!(UUID.len(), UUID_LEN);
-        let pieces = vec![Piece { fd: 12, size: 2 << 20 }, Piece { fd: -1, size: u64::MAX }];
-        let sent = IpcPayload::Vmm { pid: 77, offset: 5 << 40, pieces: pieces.clone() };
-        let bytes = encode(UUID, &sent);
-        let IpcPayload::Vmm { pid, offset, pieces: found } = decode(UUID, &bytes).unwrap() else {
-            panic!("wrong kind")
-        };
-        assert_eq!((pid, offset, found), (77, 5 << 40, pieces));
-        for cut in 0..bytes.len() {
-            // A handle with fewer pieces is one of less memory.
-            let pieces = (cut.checked_sub(UUID_LEN + 13)).filter(|rest| *rest > 0);
-            let whole = pieces.is_some_and(|rest| rest % PIECE_LEN == 0);
-            assert_eq!(decode(UUID, &bytes[..cut]).is_ok(), whole, "cut at {cut}");
+        for made_by in [ExportedBy::Cuda, ExportedBy::ResourceManager] {
+            let sent = IpcPayload::Vmm { by: made_by, pid: 77, offset: 5 << 40, pieces: pieces() };
+            let bytes = encode(UUID, &sent);
+            let IpcPayload::Vmm { by, pid, offset, pieces: found } = decode(UUID, &bytes).unwrap()
+            else {
+                panic!("wrong kind")
+            };
+            assert_eq!((by, pid, offset), (made_by, 77, 5 << 40));
+            assert_eq!(found, pieces());
+            for cut in 0..bytes.len() {
+                // A handle with fewer pieces is one of less memory.
+                let pieces = (cut.checked_sub(UUID_LEN + 13)).filter(|rest| *rest > 0);
+                let whole = pieces.is_some_and(|rest| rest % PIECE_LEN == 0);
+                assert_eq!(decode(UUID, &bytes[..cut]).is_ok(), whole, "cut at {cut}");
+            }
         }
         let pool = IpcPayload::Pool { pid: 8, fd: -3, pointer: Opaque64([9; 64]) };
         let IpcPayload::Pool { pid, fd, pointer } = decode(UUID, &encode(UUID, &pool)).unwrap()

@@ -51,6 +51,7 @@ pub(super) const STICKY_ERRORS: [CuResult; 12] =
     [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 pub(super) mod attribute {
+    pub(crate) const MULTIPROCESSORS: i32 = 16;
     pub(crate) const PCI_BUS_ID: i32 = 33;
     pub(crate) const PCI_DEVICE_ID: i32 = 34;
     pub(crate) const PCI_DOMAIN_ID: i32 = 50;

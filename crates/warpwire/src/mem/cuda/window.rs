@@ -291,7 +291,7 @@ fn verify_kind(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
 
 /// A word that differs by seed and offset (SplitMix64), so that neither stale nor misplaced memory
 /// matches what was written.
-fn test_word(seed: u64, at: u64) -> u64 {
+pub(super) fn test_word(seed: u64, at: u64) -> u64 {
     let mut z = seed.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

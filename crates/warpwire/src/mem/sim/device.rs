@@ -86,6 +86,7 @@ impl SimDevice {
             pci: None,
             numa_node: None,
             total_memory: config.memory,
+            multiprocessors: 1,
         };
         let no_nic =
             || Capability::No("NICs cannot access simulated memory; the software HCA can".into());
