@@ -22,8 +22,7 @@ exec </dev/null
 # name | loops | what it does
 STEPS="
 format     | change full | rustfmt on all sources
-lints      | change full | clippy on all targets, warnings are errors
-build      | change full | tests, examples and the command, once for all later steps
+build      | change full | everything, with clippy, once for all later steps; warnings are errors
 tests      | change full | unit tests, layering, protocol seeds, the command, the docs, every suite
 docs       | change full | rustdoc without warnings
 book       | change full | the book of docs/, its links and diagrams; its pictures in ./ci.sh full
@@ -77,17 +76,32 @@ skip() { # skip NAME WHY
   ! required "$1"
 }
 
+# Clippy compiles the workspace: as a step of its own it would check again what the build checks,
+# a quarter of the CPU time of both. What it compiles is kept apart from what plain cargo compiles.
+lint_builds() {
+  local driver
+  driver=$(rustc --print sysroot)/bin/clippy-driver
+  [ -x "$driver" ] || driver=$(command -v clippy-driver) || {
+    echo "missing: clippy; rustup component add clippy" >&2
+    exit 1
+  }
+  export RUSTC_WORKSPACE_WRAPPER=$driver
+  # As `cargo clippy -- -D warnings` passes it.
+  export CLIPPY_ARGS=-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__
+}
+UNLINTED=(-u RUSTC_WORKSPACE_WRAPPER -u CLIPPY_ARGS)
+plain() { env "${UNLINTED[@]}" "$@"; }
+
 bin() { echo "${CARGO_TARGET_DIR:-target}/debug/$1"; }
 
 step_format() {
   cargo fmt --all -- --check
   cargo fmt --manifest-path fuzz/Cargo.toml -- --check
 }
-step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
 # All steps build the whole workspace with its tests, so that cargo unifies features once and builds
 # nothing twice; without the tests, dependencies would have other features. `cargo test` alone would
 # leave the shared libraries in a folder of its own.
-step_build() { cargo build --workspace --lib --bins --tests --examples --quiet; }
+step_build() { cargo build --workspace --all-targets --quiet; }
 step_tests() { cargo test --workspace --quiet; }
 step_docs() {
   RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --features warpwire/tokio --quiet
@@ -135,11 +149,11 @@ step_python() { tools/python-tests; }
 step_lab() { tools/rxe-lab test; }
 step_fuzz() {
   if [ "$WARPWIRE_EFFORT" = change ]; then
-    tools/fuzz
+    plain tools/fuzz
     return
   fi
-  tools/fuzz all 300
-  SANITIZE=address tools/fuzz verbs 300
+  plain tools/fuzz all 300
+  SANITIZE=address plain tools/fuzz verbs 300
 }
 step_demo() {
   "$(bin warpwire)" demo
@@ -156,13 +170,13 @@ step_network() {
   if [ "$WARPWIRE_EFFORT" = change ]; then
     tools/net-lab --binary "$(bin warpwire)"
   else
-    cargo build --release -p warpwire-cli --quiet
-    tools/net-lab --full --seconds 8
+    plain cargo build --release -p warpwire-cli --quiet
+    plain tools/net-lab --full --seconds 8
   fi
 }
 step_sanitizers() { tools/sock-sanitizers; }
-step_release() { cargo test --release -p warpwire-proto --quiet; }
-step_counts() { tools/instructions; }
+step_release() { plain cargo test --release -p warpwire-proto --quiet; }
+step_counts() { plain tools/instructions; }
 step_msrv() {
   local version
   version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -170,7 +184,7 @@ step_msrv() {
     skip msrv "no toolchain $version; rustup toolchain install $version"
     return
   fi
-  cargo "+$version" check --workspace --all-targets --quiet --target-dir target/msrv
+  plain cargo "+$version" check --workspace --all-targets --quiet --target-dir target/msrv
 }
 step_no-std() {
   local target=thumbv7em-none-eabi
@@ -178,11 +192,11 @@ step_no-std() {
     skip no-std "no target $target; rustup target add $target"
     return
   fi
-  cargo build -p warpwire-proto --target $target --quiet
+  plain cargo build -p warpwire-proto --target $target --quiet
 }
 # The other crates are `publish = false`.
 step_package() {
-  cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
+  plain cargo package -p warpwire-proto -p warpwire -p warpwire-doctor -p warpwire-apps \
     -p warpwire-gdrapi -p warpwire-cabi -p warpwire-ibverbs -p warpwire-rdmacm \
     -p warpwire-ibpaths -p warpwire-nccl -p warpwire-capi -p warpwire-cli --allow-dirty --quiet
 }
@@ -214,6 +228,7 @@ prepare() {
     echo "missing: cargo 1.88 or newer, with rustfmt and clippy; see https://rustup.rs" >&2
     exit 1
   fi
+  lint_builds
   need cc gcc libc6-dev
   need python3 python3 python3-pip
   # Optional for tests: a C++ compiler for the headers, and mlx5dv.h for the emulated ConnectX.
@@ -291,14 +306,14 @@ run() { # run NAME...
         if [ "$all" ]; then
           # What is installed meanwhile would change what tests see.
           until [ -e "$folder/fetched" ]; do sleep 1; done
-          setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 &
+          setsid nice -n 19 env "${UNLINTED[@]}" tools/fuzz --build >/dev/null 2>&1 &
           building=$!
           setsid "$BASH" "$0" $([ $WARPWIRE_EFFORT = change ] || echo full) beside "$folder" &
           lane=$!
         fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
       fuzz) stop "$building"; building= ;;
-      format | lints | build) ;;
+      format | build) ;;
       *) until [ -e "$folder/fetched" ]; do sleep 1; done ;;
     esac
     start=$SECONDS

@@ -76,7 +76,7 @@ pub const TABLE: &[(&str, How)] = &[
     ("warpwire report --long --device cuda:0", GPU),
     (
         "warpwire report --json | jq '.figures[] | [.name, .kind, .points[-1].value]'",
-        Run(&[], "--quick --no-peers"),
+        Skip("tests/report.rs runs it"),
     ),
     ("warpwire report --from elsewhere.json --out elsewhere.html", Skip("tests/report.rs runs it")),
     ("warpwire verbs -- ibv_devinfo", CLIENTS),
