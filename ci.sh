@@ -104,7 +104,7 @@ step_format() {
 step_build() { cargo build --workspace --all-targets --quiet; }
 step_tests() { cargo test --workspace --quiet; }
 step_docs() {
-  RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --features warpwire/tokio --quiet
+  RUSTDOCFLAGS=-Dwarnings plain cargo doc --workspace --no-deps --features warpwire/tokio --quiet
   tools/public-api --check
 }
 step_book() {

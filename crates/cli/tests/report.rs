@@ -12,10 +12,11 @@ fn run(folder: &tempfile::TempDir, arguments: &[&str]) -> Output {
 #[test]
 fn figures_as_json_and_then_as_a_page() {
     let folder = tempfile::tempdir().unwrap();
-    let measured = run(&folder, &["--quick", "--no-peers", "-d", "sim:0", "--json"]);
+    let options = ["--quick", "--no-peers", "-d", "sim:0", "--json", "--out", "report.html"];
+    let measured = run(&folder, &options);
     assert!(measured.status.success(), "{}", stderr(&measured));
     let report: serde_json::Value = serde_json::from_slice(&measured.stdout).unwrap();
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "--json alone writes no file");
+    assert!(fs::read_to_string(folder.path().join("report.html")).unwrap().contains("<svg"));
     let figures = report["figures"].as_array().unwrap();
     for (kind, name) in [
         ("latency", "shared memory"),
@@ -40,7 +41,10 @@ fn figures_as_json_and_then_as_a_page() {
     assert!(stdout(&made).contains("elsewhere.html ("), "{}", stdout(&made));
     let page = fs::read_to_string(folder.path().join("elsewhere.html")).unwrap();
     assert!(page.contains("<svg") && page.contains("simulated GPU memory, shared memory"));
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing else is left");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "nothing else is left");
+    let again = run(&folder, &["--from", "elsewhere.json", "--json"]);
+    assert!(again.status.success(), "{}", stderr(&again));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "--json alone writes no file");
 }
 
 #[test]

@@ -38,10 +38,12 @@ const BOTH: &[&[Case<Testbed>]] = &[
     ends::CASES,
     gpunet::CASES,
     killed::CASES,
-    scale::CASES,
 ];
 const INET: &[&[Case<Testbed>]] = &[datagrams::CASES, keys::CASES, similar::CASES];
 const WARP: &[&[Case<Testbed>]] = &[warp::CASES, killed::of_warp::CASES];
+/// Many sockets: for both families, and for the second. On the simulated GPU once, as where the
+/// rings are makes no difference to them.
+const SCALE: [&[Case<Testbed>]; 2] = [scale::CASES, warp::SCALE];
 
 fn collect(suite: &mut Collector) {
     let mut platforms = vec![Platform::Sim];
@@ -60,10 +62,12 @@ fn collect(suite: &mut Collector) {
         let run = |family| {
             move |case: &'static Case<Testbed>| (case.run)(&Testbed::new(platform, family))
         };
-        for cases in BOTH.iter().chain(INET) {
+        let is_scaled = platform != Platform::SimPinned || suite.effort() == Effort::Full;
+        let scale = if is_scaled { &SCALE[..] } else { &[] };
+        for cases in BOTH.iter().chain(INET).chain(scale.first()) {
             suite.add(&platform.to_string(), cases, run(Family::Inet));
         }
-        for cases in BOTH.iter().chain(WARP) {
+        for cases in BOTH.iter().chain(WARP).chain(scale) {
             suite.add(&format!("{platform}::warp"), cases, run(Family::Warp));
         }
     }

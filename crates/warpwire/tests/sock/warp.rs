@@ -31,7 +31,6 @@ cases!(Testbed; CASES:
     a_reset_between_kernels,
     the_other_host_ends,
     the_other_host_dies,
-    a_thousand_between_kernels,
     a_storm_between_kernels,
     strangers_are_refused,
     silent_strangers_do_no_harm,
@@ -44,6 +43,7 @@ cases!(Testbed; CASES:
     a_peer_that_reads_no_more_breaks_the_pipe,
     a_kernel_that_reads_no_more_breaks_the_pipe,
 );
+cases!(Testbed; SCALE: a_thousand_between_kernels);
 
 /// Two hosts with scripted kernels.
 struct HostPair {
