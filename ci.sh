@@ -238,9 +238,11 @@ prepare() {
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
-# Steps that run beside `tests`, as neither uses both cores all the time; their output is printed in
-# their turn. What comes after them finds the machine quiet.
-BESIDE="docs book ptx headers wire clients verbs nixl lines python lab demo"
+# Steps that run beside `build` because they need nothing of it, and beside `tests`, as none of these
+# uses both cores all the time; their output is printed in their turn. What comes after them finds
+# the machine quiet.
+BESIDE_BUILD="book ptx headers"
+BESIDE_TESTS="docs wire clients verbs nixl lines python lab demo"
 
 # Installs what later steps need while the first compile: packages, the PTX compiler, the guest.
 fetch() {
@@ -257,17 +259,25 @@ step() { # step NAME: runs it; not as a condition, in which `set -e` has no effe
   (set -e; "step_$1") 2>&1
 }
 
-beside() { # beside FOLDER: runs those steps one after another
-  local name start
-  set +e
+beside() { # beside FOLDER NAME...: runs these steps one after another
+  local folder=$1 name start
+  shift
   # Concurrent installs would wait for apt's lock, or write the same files.
-  until [ -e "$1/fetched" ]; do sleep 1; done
-  for name in $BESIDE; do
+  until [ -e "$folder/fetched" ]; do sleep 1; done
+  prepare
+  set +e
+  for name in "$@"; do
     start=$SECONDS
-    step "$name" >"$1/$name.log"
-    echo "$? $((SECONDS - start))" >"$1/$name.end.new"
-    mv "$1/$name.end.new" "$1/$name.end"
+    step "$name" >"$folder/$name.log"
+    echo "$? $((SECONDS - start))" >"$folder/$name.end.new"
+    mv "$folder/$name.end.new" "$folder/$name.end"
   done
+}
+
+start_lane() { # start_lane NAME...: `beside` as a process of its own
+  local effort=
+  [ $WARPWIRE_EFFORT = change ] || effort=full
+  setsid nice -n "$NICE" "$BASH" "$0" $effort beside "$folder" "$@" &
 }
 
 names() { # names LOOP
@@ -279,8 +289,8 @@ stop() { # stop PID: kills a session started with setsid, if it still runs
 }
 
 run() { # run NAME...
-  local name start status seconds begun=$SECONDS times=() all= log
-  building= folder= lane=
+  local name start status seconds begun=$SECONDS times=() all= log runs_beside
+  building= folder= early= lane=
   prepare
   for name in "$@"; do
     case " $(names . | tr '\n' ' ') " in
@@ -291,10 +301,12 @@ run() { # run NAME...
   [ $# -le 8 ] || all=1
   folder=$(mktemp -d)
   # Background jobs end with this script.
-  trap 'stop "$building"; stop "$lane"; kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
+  trap 'stop "$building"; stop "$early"; stop "$lane"; kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
   [ ! -t 1 ] || export CARGO_TERM_COLOR=always
   if [ "$all" ]; then
     (fetch >/dev/null 2>&1; touch "$folder/fetched") &
+    NICE=5 start_lane $BESIDE_BUILD
+    early=$!
   else
     touch "$folder/fetched"
   fi
@@ -308,7 +320,7 @@ run() { # run NAME...
           until [ -e "$folder/fetched" ]; do sleep 1; done
           setsid nice -n 19 env "${UNLINTED[@]}" tools/fuzz --build >/dev/null 2>&1 &
           building=$!
-          setsid "$BASH" "$0" $([ $WARPWIRE_EFFORT = change ] || echo full) beside "$folder" &
+          NICE=0 start_lane $BESIDE_TESTS
           lane=$!
         fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
@@ -317,8 +329,11 @@ run() { # run NAME...
       *) until [ -e "$folder/fetched" ]; do sleep 1; done ;;
     esac
     start=$SECONDS
-    if [ "$lane" ] && [[ " $BESIDE " = *" $name "* ]]; then
-      until [ -e "$folder/$name.end" ] || ! kill -0 "$lane" 2>/dev/null; do sleep 1; done
+    runs_beside=
+    [[ " $BESIDE_BUILD " != *" $name "* ]] || runs_beside=$early
+    [[ " $BESIDE_TESTS " != *" $name "* ]] || runs_beside=$lane
+    if [ "$runs_beside" ]; then
+      until [ -e "$folder/$name.end" ] || ! kill -0 "$runs_beside" 2>/dev/null; do sleep 1; done
       cat "$log"
       read -r status seconds <"$folder/$name.end" || status=1 seconds=$((SECONDS - start))
     else
@@ -340,7 +355,7 @@ run() { # run NAME...
     printf '== %s: %d s\n' "$name" $seconds
   done
   printf '\nall checks passed in %d s: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
-  [ -z "$all" ] || echo "(beside tests: $BESIDE)"
+  [ -z "$all" ] || echo "(beside build: $BESIDE_BUILD; beside tests: $BESIDE_TESTS)"
 }
 
 export WARPWIRE_EFFORT=change
@@ -353,6 +368,6 @@ case "${1-}" in
   "" | all) run $(names "$WARPWIRE_EFFORT") ;;
   list) echo "$STEPS" | sed '/^$/d' ;;
   step) shift; run "$@" ;;
-  beside) prepare; beside "$2" ;; # internal
+  beside) shift; beside "$@" ;; # internal
   *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
 esac

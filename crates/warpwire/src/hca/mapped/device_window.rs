@@ -10,15 +10,15 @@ use super::imported::ImportedMemory;
 use crate::error::Result;
 use crate::mem::copy::{CopyDirection, CopyPlan};
 use crate::mem::{Allocation, Window, last_word_len};
-use crate::mlx5::DataSegment;
-use crate::mr::{Access, AccessDenied, Registry, Span};
+use crate::mlx5::{Data, DataSegment};
+use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
 
 /// No window onto longer memory: some GPUs have little address space for windows.
 const MAX_WINDOW: u64 = 1 << 30;
 /// The longest operation.
 const MAX_LEN: usize = device_copies::MIN_COPY as usize - 1;
-/// Most are shorter than this.
-const SHORT_LEN: usize = 256;
+/// Most are not longer than this.
+pub(super) const SHORT_LEN: usize = 256;
 
 /// A window onto a peer's device memory, and the lengths for which it is the fastest way.
 pub(super) struct PeerWindow {
@@ -82,6 +82,28 @@ impl PeerWindow {
                 qp_memory.scatter(registry, work.id, 0, bytes).map_err(local)
             }
             _ => Err(AccessDenied::Range),
+        }
+    }
+
+    /// Executes a write of one range, or of inline bytes, of which there are at most
+    /// [`SHORT_LEN`].
+    #[inline]
+    pub(super) fn put(
+        &self,
+        at: u64,
+        payload: DataSegment<'_>,
+        pd: PdId,
+        registry: &Registry,
+    ) -> std::result::Result<(), AccessDenied> {
+        match payload {
+            DataSegment::Inline(bytes) => self.write(at, bytes),
+            DataSegment::Memory(Data { len, lkey, address }) => {
+                let mut buffer = [0; SHORT_LEN];
+                let bytes = buffer.get_mut(..len as usize).ok_or(AccessDenied::Range)?;
+                let span = registry.resolve(lkey, pd, Access::NONE, address, len.into())?;
+                span.gather(0, bytes)?;
+                self.write(at, bytes)
+            }
         }
     }
 

@@ -1,6 +1,7 @@
-//! The fast path: an RDMA write that a CPU thread executes into mapped host memory without writing
-//! a WQE. It is the one exception to the rule that work reaches the engine through queues in
-//! memory, and all of it is here.
+//! The fast path: an RDMA write that a CPU thread executes into mapped memory without writing a
+//! WQE: into host memory, or, if it is short, through a window into device memory. It is the one
+//! exception to the rule that work reaches the engine through queues in memory, and all of it is
+//! here.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -10,13 +11,15 @@ use super::super::complete;
 use super::super::engine::{Core, Engine};
 use super::super::numbers::qp_row;
 use super::super::qpc::QpContext;
+use super::device_window::{PeerWindow, SHORT_LEN};
 use super::host_memory::RemoteTarget;
 use super::peer::{DirectPeers, MappingState};
 use super::rows::FIRST_KEY_ROW;
 use super::{DirectState, PeerMemory};
+use crate::mem::SharedBytes;
 use crate::mem::copy::prefetch_for_write;
 use crate::mlx5::{self, DataSegment};
-use crate::mr::{Access, PdId, Registry};
+use crate::mr::{Access, AccessDenied, PdId, PeerMapping, Registry};
 use crate::sync::Guard;
 
 /// The locked engine, for inline writes: see [`Hca::fast_path`](crate::hca::Hca::fast_path).
@@ -119,6 +122,46 @@ impl Core {
     }
 }
 
+/// A peer's memory that the fast path writes to.
+enum FastTarget<'a> {
+    Host(&'a PeerMapping, SharedBytes<'a>),
+    Device(&'a PeerWindow),
+}
+
+impl<'a> FastTarget<'a> {
+    /// `None` if it is left to other ways. Those show device memory to the queue pair's kernels,
+    /// if it has any.
+    #[inline]
+    fn of(memory: &'a PeerMemory, len: u32, has_kernels: bool) -> Option<Self> {
+        match memory {
+            PeerMemory::Host(memory) => Some(Self::Host(memory, memory.bytes(true)?)),
+            PeerMemory::Device(memory) if len as usize <= SHORT_LEN && !has_kernels => {
+                let window = memory.window()?;
+                window.is_for(Access::REMOTE_WRITE, len).then_some(Self::Device(window))
+            }
+            _ => None,
+        }
+    }
+
+    #[inline]
+    fn put(
+        &self,
+        at: u64,
+        write: &FastWrite<'_>,
+        len: u32,
+        pd: PdId,
+        registry: &Registry,
+    ) -> Result<(), AccessDenied> {
+        match self {
+            Self::Host(memory, peer_bytes) => {
+                write.prefetch_hint.take(&write.remote, peer_bytes.address().wrapping_add(at));
+                RemoteTarget { memory, at }.put(peer_bytes, at, write.payload, 0, len, pd, registry)
+            }
+            Self::Device(window) => window.put(at, write.payload, pd, registry),
+        }
+    }
+}
+
 impl DirectPeers {
     /// Executes a write without a WQE, all of it, to the queue pair with that row. Only the fast
     /// path: whatever differs from the last time is left to [`DirectPeers::try_execute`].
@@ -144,27 +187,22 @@ impl DirectPeers {
             return false;
         }
         let Some(known) = direct_peer.key(write.remote.rkey) else { return false };
-        let MappingState::Mapped(PeerMemory::Host(memory)) = &known.mapping else { return false };
+        let MappingState::Mapped(memory) = &known.mapping else { return false };
+        let has_kernels = direct.kernel_table.is_some();
+        let Some(target) = FastTarget::of(memory, len, has_kernels) else { return false };
         known.used.set(direct_peer.epoch);
         let Ok(at) = known.offset(direct.pd, need, write.remote.address, len.into()) else {
             return false;
         };
-        let Some(peer_bytes) = memory.bytes(true) else { return false };
         let rows = [row, FIRST_KEY_ROW + (known.key >> 8)];
         let Some(guard) =
             peer.begin_access(rows, [direct.generation, known.generation], len.into())
         else {
             return false;
         };
-        let moved = match write.payload {
-            DataSegment::Inline(bytes) => peer_bytes.write_cached(at, bytes).is_ok(),
-            segment => RemoteTarget { memory, at }
-                .put(&peer_bytes, at, segment, 0, len, pd, registry)
-                .is_ok(),
-        };
+        let moved = target.put(at, write, len, pd, registry);
         drop(guard);
-        write.prefetch_hint.take(&write.remote, peer_bytes.address().wrapping_add(at));
         direct.consecutive_indirect = 0;
-        moved
+        moved.is_ok()
     }
 }
