@@ -238,9 +238,9 @@ prepare() {
   [ -e /usr/include/rdma/rdma_cma.h ] || missing librdmacm-dev || true
 }
 
-# Steps that run beside `build` because they need nothing of it, and beside `tests`, as none of these
-# uses both cores all the time; their output is printed in their turn. What comes after them finds
-# the machine quiet.
+# Steps that run beside `build` because they need nothing of it, and beside `tests`, as none of
+# these uses both cores all the time; their output is printed in their turn. What comes after them
+# finds the machine quiet.
 BESIDE_BUILD="book ptx headers"
 BESIDE_TESTS="docs wire clients verbs nixl lines python lab demo"
 

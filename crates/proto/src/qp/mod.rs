@@ -150,6 +150,17 @@ pub struct Transmit {
     pub payload: Option<Payload>,
 }
 
+/// What a queue pair may have to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pending {
+    /// Nothing until another input.
+    Nothing,
+    /// Answers to the peer's requests only.
+    Responses,
+    /// Requests, or anything else.
+    Requests,
+}
+
 impl Transmit {
     /// A packet for [`RcQp::transmit_into`] to fill.
     pub fn new() -> Self {
@@ -563,6 +574,19 @@ impl RcQp {
     pub fn poll_transmit<H: Host>(&mut self, now: Instant, host: &mut H) -> Option<Transmit> {
         let mut packet = Transmit::new();
         self.transmit_into(now, host, &mut packet).then_some(packet)
+    }
+
+    /// What [`RcQp::transmit_into`] may find to send: much cheaper than the call itself.
+    #[inline]
+    pub fn pending(&mut self, now: Instant) -> Pending {
+        let is_connected = matches!(self.state, State::Rts | State::Sqd | State::Rtr);
+        if !is_connected || self.cnp_due || self.requester.may_transmit(now) {
+            return Pending::Requests;
+        }
+        match self.responder.has_responses() {
+            true => Pending::Responses,
+            false => Pending::Nothing,
+        }
     }
 
     /// As [`RcQp::poll_transmit`], into a packet that is reused, which saves clearing it. Returns

@@ -287,6 +287,12 @@ impl Requester {
         self.current != self.posted || self.has_lost()
     }
 
+    /// Whether [`poll_transmit`](Self::poll_transmit) may find a request.
+    #[inline]
+    pub(super) fn may_transmit(&self, now: Instant) -> bool {
+        now >= self.resume && (self.current != self.posted || self.absent > 0)
+    }
+
     /// Puts the next request into `packet`; returns whether there is one. `may_start` is whether a
     /// new message may be started. `Err` fails the queue pair.
     #[inline]

@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, HOLD_SLOTS, Mtu, PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RcQp,
+    Access, HOLD_SLOTS, Mtu, PathAttributes, Pending, ProtocolEvent, QpAttributes, QpEvent, RcQp,
     ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, SendOp, SendQueueError, State,
     Status, TransportOptions,
 };
@@ -432,7 +432,13 @@ impl Network {
             let SimConn { qp, app, peer, held, .. } = &mut conns[conn];
             let (to, random) = (peer.0, &mut self.random);
             let mut host = SimHost { memory, app, payload: &[], random, frame: &[], held };
+            let pending = qp.pending(now);
             let Some(packet) = qp.poll_transmit(now, &mut host) else { break };
+            match pending {
+                Pending::Nothing => panic!("not pending: {}", packet.headers),
+                Pending::Responses => assert!(packet.headers.opcode.is_response()),
+                Pending::Requests => {}
+            }
             // Memory may be paged out after the check, too.
             if packet.payload.is_some() && host.fault() {
                 qp.undo_transmit(&packet);

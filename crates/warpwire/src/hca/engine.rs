@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    PathAttributes, Payload, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source, State, Status,
-    Transmit,
+    PathAttributes, Payload, Pending, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source,
+    State, Status, Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
@@ -187,7 +187,7 @@ impl Engine {
         let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
         core.reap_copies(now);
         core.check_kernel_tables(now);
-        core.poll_doorbells(now);
+        let has_work = core.poll_doorbells(now);
         core.launch_copies();
         let copied = core.totals.direct_operations != direct;
         // Copying to a peer's memory takes time. A deadline counts from when its packet is sent.
@@ -195,8 +195,8 @@ impl Engine {
         let mut sent = self.transmit(now)?;
         let Self { link, core, clock, .. } = self;
         // A wait that a packet asks for begins when the packet has been read, which may be long
-        // after the step began. One reading of the clock per batch.
-        let mut read_at = None;
+        // after the step began if it had work. One reading of the clock per batch.
+        let mut read_at = (!has_work && !copied && sent == 0).then_some(now);
         let received = link.receive(&mut |frame| {
             core.on_packet(*read_at.get_or_insert_with(|| clock.now()), &frame);
         })?;
@@ -289,12 +289,23 @@ impl Engine {
         let max_len = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
         let max_len = max_len.min(self.link.max_packet_to(flow));
         let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
+        let mut has_requests = false;
         let outcome = loop {
             if count == BUDGET || bytes >= BUDGET_BYTES {
                 break TxOutcome::More;
             }
-            match self.link.reserve(flow, max_len) {
-                Ok(_) => {}
+            match qp.pending(now) {
+                Pending::Nothing => break TxOutcome::Done,
+                // The peer's program may be waiting for the requests; an ACK only frees resources.
+                Pending::Responses if has_requests => {
+                    has_requests = false;
+                    self.link.publish();
+                }
+                Pending::Responses => {}
+                Pending::Requests => has_requests = true,
+            }
+            match self.link.has_room(flow, max_len) {
+                Ok(()) => {}
                 Err(crate::link::ReserveError::Full) => break TxOutcome::LinkFull,
                 Err(_) => {
                     totals.count_drop(DropReason::NoFlow);
@@ -593,12 +604,14 @@ impl Core {
         }
     }
 
-    fn poll_doorbells(&mut self, now: Instant) {
+    /// Serves the queue pairs whose doorbells were rung; returns whether there was any.
+    fn poll_doorbells(&mut self, now: Instant) -> bool {
         // Each queue pair that still is in such a state rings for itself and sets these again.
         (self.blocked, self.wqe_missing, self.has_more_work) = (false, false, false);
         self.waits_for_others = false;
         let mut rung_scratch = std::mem::take(&mut self.rung_scratch);
         self.doorbell_bitmap.take(|index| rung_scratch.push(index));
+        let any = !rung_scratch.is_empty() || !self.poll_doorbell.is_empty();
         for index in rung_scratch.drain(..) {
             self.service_qp(now, index);
         }
@@ -607,6 +620,7 @@ impl Core {
             let index = self.poll_doorbell[at];
             self.service_qp(now, index);
         }
+        any
     }
 
     /// Whether a polled doorbell has been rung; cheaper than a step.

@@ -151,6 +151,12 @@ impl EngineShared {
                 Some(mapped::Remaining::NeedsEngine) | None => break,
             }
         }
+        self.request_service(index);
+    }
+
+    /// Lets the next step look at a queue pair.
+    #[inline]
+    fn request_service(&self, index: u32) {
         self.doorbell_bitmap.ring(index);
         self.waker.wake();
     }
@@ -228,5 +234,12 @@ impl EngineRef {
     #[inline]
     pub(crate) fn ring(&self, qpn: u32) {
         self.0.ring(qpn);
+    }
+
+    /// Receives were posted: a failed queue pair flushes them; a working one reads its queue when a
+    /// message arrives.
+    #[inline]
+    pub(crate) fn ring_receives(&self, qpn: u32) {
+        self.0.request_service(self.0.numbering.index(qpn));
     }
 }

@@ -252,6 +252,17 @@ impl Link for Auto {
     }
 
     #[inline]
+    fn has_room(&mut self, flow: FlowId, len: usize) -> std::result::Result<(), ReserveError> {
+        let Some(Flow { transport, inner, .. }) = self.flows.get_mut(flow) else {
+            return Err(ReserveError::Closed);
+        };
+        match (*transport, &mut self.shm) {
+            (Transport::Shm, Ok(shm)) => shm.has_room(*inner, len),
+            _ => self.udp.has_room(*inner, len),
+        }
+    }
+
+    #[inline]
     fn reserve(
         &mut self,
         flow: FlowId,
@@ -295,6 +306,13 @@ impl Link for Auto {
             flushed.waiting += more.waiting;
         }
         Ok(flushed)
+    }
+
+    #[inline]
+    fn publish(&mut self) {
+        if let Ok(shm) = &mut self.shm {
+            shm.publish();
+        }
     }
 
     #[inline]

@@ -143,6 +143,15 @@ pub trait Link: Send {
     fn reserve(&mut self, flow: FlowId, len: usize)
     -> std::result::Result<&mut [u8], ReserveError>;
 
+    /// Whether a packet of up to `len` bytes can be reserved, for callers that do not know its
+    /// length yet. Discards an uncommitted reservation.
+    ///
+    /// # Errors
+    /// As for [`reserve`](Link::reserve).
+    fn has_room(&mut self, flow: FlowId, len: usize) -> std::result::Result<(), ReserveError> {
+        self.reserve(flow, len).map(drop)
+    }
+
     /// Appends the ICRC to the reserved packet and queues it. Returns the packet as it will appear
     /// on the wire, for captures; `None` if nothing was reserved, or if an injected fault dropped
     /// the packet.
@@ -161,6 +170,10 @@ pub trait Link: Send {
     /// # Errors
     /// If the link has failed permanently. Backpressure from the network is not an error.
     fn flush(&mut self) -> Result<Flushed>;
+
+    /// Sends the committed packets now if that costs little: less than it costs to build the next
+    /// one. Otherwise [`flush`](Link::flush) does.
+    fn publish(&mut self) {}
 
     /// Receives up to one batch of packets and returns the number delivered. Each has a valid ICRC,
     /// or needs none; others were dropped and counted. All other headers are unvalidated, and the
@@ -270,6 +283,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).reserve(flow, len)
     }
 
+    fn has_room(&mut self, flow: FlowId, len: usize) -> std::result::Result<(), ReserveError> {
+        (**self).has_room(flow, len)
+    }
+
     fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         (**self).commit_corrupted(corruption)
     }
@@ -280,6 +297,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
 
     fn flush(&mut self) -> Result<Flushed> {
         (**self).flush()
+    }
+
+    fn publish(&mut self) {
+        (**self).publish();
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {

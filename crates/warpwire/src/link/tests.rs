@@ -243,6 +243,9 @@ fn invalid_requests_are_rejected() {
         assert!(one.max_packet_to(flow) >= one.max_packet(), "{name}");
         let long = one.max_packet_to(flow) + 1;
         assert_eq!(one.reserve(flow, long).err(), Some(ReserveError::Length), "{name}");
+        for len in [MIN_PACKET - 1, long] {
+            assert_eq!(one.has_room(flow, len), Err(ReserveError::Length), "{name}");
+        }
         assert!(one.commit().is_none(), "{name}: nothing was reserved");
         assert_eq!(one.flush().unwrap(), Flushed::default(), "{name}");
         let other = if one.local().is_ipv4() { "[::1]:5" } else { "127.0.0.1:5" };
@@ -279,10 +282,71 @@ fn a_full_batch_is_reported_and_a_flush_empties_it() {
             assert!(count < 10_000, "{name}: the batch never fills");
         }
         assert_eq!(one.reserve(flow, 64).err(), Some(ReserveError::Full), "{name}");
+        assert_eq!(one.has_room(flow, 64), Err(ReserveError::Full), "{name}");
         let flushed = one.flush().unwrap();
         assert_eq!((flushed.sent, flushed.waiting), (count as usize, 0), "{name}");
+        assert_eq!(one.has_room(flow, 64), Ok(()), "{name}");
         assert!(one.reserve(flow, 64).is_ok(), "{name}");
         assert_eq!(receive(&mut *two, count as usize).len(), count as usize, "{name}");
+        one.close(flow);
+        assert_eq!(one.has_room(flow, 64), Err(ReserveError::Closed), "{name}");
+    }
+}
+
+/// Where there is room for a long packet, there is for a short one, whatever has been sent before.
+#[test]
+fn room_for_a_long_packet_is_room_for_a_short_one() {
+    for Trio { name, links: [mut one, mut two, _] } in trios() {
+        let flow = one.open(two.local(), 0).unwrap();
+        let longest = one.max_packet_to(flow);
+        let (mut full, mut number) = (0, 0);
+        while number < 300 {
+            if one.has_room(flow, longest).is_err() {
+                full += 1;
+                testkit::until("the peer has read", || {
+                    two.receive(&mut |_| ()).unwrap();
+                    one.flush().unwrap();
+                    one.has_room(flow, longest).is_ok()
+                });
+            }
+            send_at_once(&mut *one, flow, MIN_PACKET + number as usize * 37 % 1500, number, &name);
+            number += 1;
+        }
+        assert!(full > 0 || !name.contains("ring="), "{name}");
+    }
+}
+
+fn send_at_once(link: &mut dyn Link, flow: FlowId, len: usize, number: u32, name: &str) {
+    match link.reserve(flow, len) {
+        Ok(packet) => fill(packet, number),
+        Err(why) => panic!("{name}: {why}"),
+    }
+    link.commit();
+}
+
+/// Early, where that is cheap, and otherwise by the flush: once, and in order.
+#[test]
+fn packets_that_are_published_arrive_once() {
+    for Trio { name, links: [mut one, mut two, _] } in trios() {
+        let flow = one.open(two.local(), 0).unwrap();
+        let mut got = Vec::new();
+        for number in 0..8 {
+            send(&mut *one, flow, 64, number);
+            if number % 3 == 1 {
+                one.publish();
+            }
+            if name.starts_with("shm") && number == 1 {
+                got = receive(&mut *two, 2);
+            }
+        }
+        one.publish();
+        one.publish();
+        one.flush().unwrap();
+        let missing = 8 - got.len();
+        got.extend(receive(&mut *two, missing));
+        let wanted: Vec<_> = (0..8).map(|number| expected(one.local(), 64, number)).collect();
+        assert_eq!(got, wanted, "{name}");
+        assert_eq!(one.counters().sent, 8, "{name}");
     }
 }
 

@@ -26,8 +26,7 @@ impl ReceiveRequest<'_> {
 pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> PostResult {
     let _only = core.receive.lock();
     fill(core, &core.wr_table, requests)?;
-    // A failed queue pair flushes them; a working one reads the queue when a message arrives.
-    core.engine.ring(core.number);
+    core.engine.ring_receives(core.number);
     Ok(())
 }
 

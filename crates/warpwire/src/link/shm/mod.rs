@@ -420,6 +420,18 @@ impl Shm {
         known.gone.get()
     }
 
+    /// Publishes the committed packets of all rings and returns their number.
+    #[inline]
+    fn publish_dirty(&mut self) -> usize {
+        let mut sent = 0;
+        for at in self.dirty.drain(..) {
+            if let Some(known) = self.outgoing.get_mut(at).and_then(Option::as_mut) {
+                sent += publish(known, &self.peer_lost, &mut self.counters);
+            }
+        }
+        sent as usize
+    }
+
     #[cold]
     fn open_error(&self, peer: SocketAddr, source: &io::Error) -> Error {
         let what = format!("open a flow to {peer} through shared memory");
@@ -594,14 +606,38 @@ impl Link for Shm {
     }
 
     #[inline]
+    fn has_room(&mut self, flow: FlowId, len: usize) -> std::result::Result<(), ReserveError> {
+        if !(MIN_PACKET..=self.max_packet()).contains(&len) {
+            return Err(ReserveError::Length);
+        }
+        self.reserved = None;
+        let Some(ring) = self.flows.get_mut(flow).map(|flow| flow.ring) else {
+            return Err(ReserveError::Closed);
+        };
+        let Some(Some(out)) = self.outgoing.get_mut(ring) else {
+            return Err(ReserveError::Closed);
+        };
+        if out.gone.get() {
+            return Ok(()); // the packet will be dropped
+        }
+        if out.writer.packets >= BATCH {
+            return Err(ReserveError::Full);
+        }
+        match out.writer.has_room(len) {
+            Err(why) if !self.no_room(ring, why) => Err(ReserveError::Full),
+            _ => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn publish(&mut self) {
+        self.publish_dirty();
+    }
+
+    #[inline]
     fn flush(&mut self) -> Result<Flushed> {
         self.reserved = None;
-        let mut sent = 0;
-        for at in self.dirty.drain(..) {
-            if let Some(known) = self.outgoing.get_mut(at).and_then(Option::as_mut) {
-                sent += publish(known, &self.peer_lost, &mut self.counters) as usize;
-            }
-        }
+        let sent = self.publish_dirty();
         if self.peer_lost.get() {
             self.reconnect_lost();
         }

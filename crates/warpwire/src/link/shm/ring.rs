@@ -118,14 +118,12 @@ impl Writer {
         }
     }
 
-    /// Reserves space for a packet, which [`Writer::reserved_mut`] returns.
+    /// Whether there is space for a packet. If so, there is for a shorter one.
     #[inline]
-    pub(super) fn reserve(&mut self, len: usize) -> Result<(), NoRoom> {
-        let offset = self.tail as usize & (self.size - 1);
-        let to_end = self.size - offset;
-        let wraps = stride(len) > to_end;
+    pub(super) fn has_room(&mut self, len: usize) -> Result<(), NoRoom> {
+        let to_end = self.to_end();
         // Plus a line for the 0 behind it.
-        let needed = stride(len) + CACHE_LINE + if wraps { to_end } else { 0 };
+        let needed = stride(len) + CACHE_LINE + if stride(len) > to_end { to_end } else { 0 };
         // At most half the ring per batch: the reader reads the other half meanwhile.
         if (self.tail - self.published) as usize + needed > self.size / 2 {
             return Err(NoRoom::Batch);
@@ -136,9 +134,24 @@ impl Writer {
                 return Err(NoRoom::Ring);
             }
         }
+        Ok(())
+    }
+
+    /// Bytes between the committed packets and the end of the ring.
+    #[inline]
+    fn to_end(&self) -> usize {
+        self.size - (self.tail as usize & (self.size - 1))
+    }
+
+    /// Reserves space for a packet, which [`Writer::reserved_mut`] returns.
+    #[inline]
+    pub(super) fn reserve(&mut self, len: usize) -> Result<(), NoRoom> {
+        self.has_room(len)?;
+        let to_end = self.to_end();
+        let wraps = stride(len) > to_end;
         self.in_stage = self.first.is_none() && !wraps && len <= MAX_SMALL;
         self.wraps = wraps;
-        self.start = if wraps { 0 } else { offset };
+        self.start = if wraps { 0 } else { self.size - to_end };
         self.len = len;
         Ok(())
     }
