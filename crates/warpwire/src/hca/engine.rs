@@ -187,7 +187,7 @@ impl Engine {
         let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
         core.reap_copies(now);
         core.check_kernel_tables(now);
-        let has_work = core.poll_doorbells(now);
+        core.poll_doorbells(now);
         core.launch_copies();
         let copied = core.totals.direct_operations != direct;
         // Copying to a peer's memory takes time. A deadline counts from when its packet is sent.
@@ -195,8 +195,8 @@ impl Engine {
         let mut sent = self.transmit(now)?;
         let Self { link, core, clock, .. } = self;
         // A wait that a packet asks for begins when the packet has been read, which may be long
-        // after the step began if it had work. One reading of the clock per batch.
-        let mut read_at = (!has_work && !copied && sent == 0).then_some(now);
+        // after the step began. One reading of the clock per batch.
+        let mut read_at = None;
         let received = link.receive(&mut |frame| {
             core.on_packet(*read_at.get_or_insert_with(|| clock.now()), &frame);
         })?;
@@ -604,14 +604,12 @@ impl Core {
         }
     }
 
-    /// Serves the queue pairs whose doorbells were rung; returns whether there was any.
-    fn poll_doorbells(&mut self, now: Instant) -> bool {
+    fn poll_doorbells(&mut self, now: Instant) {
         // Each queue pair that still is in such a state rings for itself and sets these again.
         (self.blocked, self.wqe_missing, self.has_more_work) = (false, false, false);
         self.waits_for_others = false;
         let mut rung_scratch = std::mem::take(&mut self.rung_scratch);
         self.doorbell_bitmap.take(|index| rung_scratch.push(index));
-        let any = !rung_scratch.is_empty() || !self.poll_doorbell.is_empty();
         for index in rung_scratch.drain(..) {
             self.service_qp(now, index);
         }
@@ -620,7 +618,6 @@ impl Core {
             let index = self.poll_doorbell[at];
             self.service_qp(now, index);
         }
-        any
     }
 
     /// Whether a polled doorbell has been rung; cheaper than a step.

@@ -306,8 +306,8 @@ fn device_copies_end_with_the_registration(fixture: &Fixture) {
     let Transfer { testbed, .. } = &transfer;
     fixture.control().delay_copies(Duration::from_millis(2));
     for round in 0..24_u64 {
-        // By the GPU, and by the CPU.
-        let len = if round % 3 == 2 { 700 } else { 300_000 };
+        // By the GPU, and by the CPU, with and without a WQE; writes and reads of each.
+        let len = [300_000, 700, 300_000, 200][round as usize / 2 % 4];
         let conn = testbed.join(QpOptions::default().with_timeout(10).with_retry_count(7));
         let memories = [(); 2].map(|()| fixture.gpu().alloc(LEN).unwrap());
         memories[0].write(0, &vec![round as u8 | 1; LEN as usize]).unwrap();
@@ -388,17 +388,18 @@ fn device_copies_follow_memory_that_moves(fixture: &Fixture) {
     let transfer = Transfer::new(fixture, QpOptions::default());
     let Transfer { testbed, conn, near, far } = &transfer;
     for (round, moved) in [far, near, far, near].into_iter().enumerate() {
-        let data = [near.mr.sge(0, LARGE)];
-        let write = SendRequest::new(1, WrOp::Write(far.mr.remote(0))).with(&data);
-        for step in 0..10_u64 {
-            let wanted = near.pattern(0, LARGE as usize, round as u64 * 100 + step);
+        for step in 0..20_u64 {
+            let len = if step.is_multiple_of(2) { LARGE } else { 100 };
+            let data = [near.mr.sge(0, len)];
+            let write = SendRequest::new(1, WrOp::Write(far.mr.remote(0))).with(&data);
+            let wanted = near.pattern(0, len as usize, round as u64 * 100 + step);
             conn.a.qp.post_send(&[write]).unwrap();
-            if step == 5 {
+            if step == 10 {
                 testbed.step();
                 fixture.control().relocate(moved.allocation()).unwrap();
             }
             testbed.done(&conn.a.sends, 1);
-            same(&far.read(0, LARGE as usize), &wanted, "a write beside a move");
+            same(&far.read(0, len as usize), &wanted, "a write beside a move");
         }
     }
     // What is registered at the new place is direct again.
