@@ -257,7 +257,7 @@ template <class Group = Block> WARPWIRE_CALL i64 send(const Table &table, int so
     for (;;) {
         detail::RingCopy ring_copy = detail::RingCopy();
         detail::HeldRing held;
-        if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length - done, nullptr, &held);
+        if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length - done, nullptr, true, &held);
         ring_copy = detail::broadcast(group, ring_copy);
         if (ring_copy.result < 0) return done ? static_cast<i64>(done) : ring_copy.result;
         if (ring_copy.advance) {
@@ -277,7 +277,7 @@ WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 l
     detail::RingCopy ring_copy = detail::RingCopy();
     detail::HeldRing held;
     group.sync();
-    if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length, &to, &held);
+    if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length, &to, false, &held);
     ring_copy = detail::broadcast(group, ring_copy);
     if (ring_copy.result < 0) return ring_copy.result;
     detail::copy_in(group, ring_copy, static_cast<const u8 *>(bytes));

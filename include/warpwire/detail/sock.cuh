@@ -141,6 +141,9 @@ struct HeldRing {
     u64 ring, size;
     u64 reported;        // receiving on `warp` sockets
     u32 report_at, flags, qp_slot;
+    // Sending on `warp` sockets, if the group itself stores to the peer: its ring and its counter.
+    bool stores;
+    warpwire::detail::DirectRange peer_ring, peer_count;
 };
 
 // Free bytes of the send ring; more than its size if the peer's counter is impossible.
@@ -403,8 +406,9 @@ WARPWIRE_FN i64 check_sendable(const StateSnapshot &snapshot) {
     return state & (kConnected | kConnecting | kIsDatagram) ? 0 : -kEnotconn;
 }
 
-// Waits for room and takes the lock. For a datagram, writes the record with its destination.
-WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 length, const Address *to, HeldRing *held) {
+// Waits for room and takes the lock. For a datagram, writes the record with its destination. With
+// `may_store`, the ring is that of the peer, if it is mapped.
+WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 length, const Address *to, bool may_store, HeldRing *held) {
     StateSnapshot snapshot = take_snapshot(ref, &DeviceSocketState::send_timeout);
     if (!snapshot.state) return no_copy(-kEbadf);
     bool datagram = snapshot.state & kIsDatagram;
@@ -425,6 +429,8 @@ WARPWIRE_CALL RingCopy begin_send(const Table &table, const SocketRef &ref, u64 
         if (locked) {
             u64 sent = held->local_count, free = free_of(*held, size);
             if (free <= size && free >= needs) {
+                held->stores = may_store && begin_stores(table, held);
+                if (held->stores) ring = held->peer_ring.address, size = held->peer_ring.length;
                 if (!datagram) return RingCopy{static_cast<i64>(min_u64(length, free)), ring, size, sent, min_u64(length, free)};
                 Record *record = reinterpret_cast<Record *>(ring + (sent & (size - 1)));
                 record->value = static_cast<u32>(length), record->error = 0;
@@ -450,6 +456,10 @@ WARPWIRE_FN void notify_host(const Table &table, const SocketRef &ref) {
 // Publishes the bytes sent to the host, or, by RDMA, to the peer.
 WARPWIRE_FN void publish_sent(const Table &table, const SocketRef &ref, const HeldRing &held, u64 ring, u64 size, u64 sent) {
     store_gpu_relaxed(&ref.device_state->sent, sent);
+    if (held.stores) {
+        end_stores(table, held, sent);
+        return;
+    }
     if (held.flags & kFlagWarp) {
         post_sent(table, ref, held.qp_slot, ring, size, held.local_count, sent);
         return;
@@ -603,7 +613,7 @@ WARPWIRE_FN HeldRing held_span(const SocketRef &ref, const u64 *local_count, con
     HeldRing held;
     held.local_count = load_gpu_relaxed(local_count), held.reported = load_gpu_relaxed(&ref.device_state->reported);
     held.flags = load_gpu_relaxed(&ref.device_state->flags), held.qp_slot = load_gpu_relaxed(&ref.device_state->qp_slot);
-    held.report_at = load_system_relaxed(&ref.host_state->report_at);
+    held.report_at = load_system_relaxed(&ref.host_state->report_at), held.stores = false;
     held.remote_count = load_system(remote_count);
     return held;
 }
@@ -627,7 +637,7 @@ WARPWIRE_CALL RingSpan reserve_thread(const Table &table, int socket, u64 max_le
     if (state & kIsDatagram) return no_span(-kEopnotsupp);
     if (max_len == 0) return no_span(-kEinval);
     HeldRing held;
-    RingCopy ring_copy = begin_send(table, ref, max_len, nullptr, &held);
+    RingCopy ring_copy = begin_send(table, ref, max_len, nullptr, false, &held);
     if (ring_copy.result <= 0) return no_span(ring_copy.result);
     u64 offset = ring_copy.at & (ring_copy.size - 1);
     store_gpu(&ref.device_state->send_lock, kSpanOut);

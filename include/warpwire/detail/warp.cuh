@@ -1,5 +1,5 @@
 // The `warp` family: the caller writes into the peer's ring and counters through its own queue
-// pair. Part of sock.cuh.
+// pair, or stores there by itself if they are mapped on this GPU (direct.cuh). Part of sock.cuh.
 //
 // The peer's HCA writes two counters here, `received` and `taken` of the host state, and neither is
 // trusted: an impossible value aborts the connection.
@@ -47,6 +47,9 @@ WARPWIRE_CALL i64 no_room(const Table &table, const SocketRef &ref, const HeldRi
     return read_closed ? -kEpipe : give_up(table, ref, kEproto);
 }
 
+// The QP slot with this number, which is its index plus one.
+WARPWIRE_FN QpSlot *slot_at(const Table &table, u32 qp_slot) { return reinterpret_cast<QpSlot *>(table.qp_slots) + (qp_slot - 1); }
+
 // Initialises the QP slot, on first use.
 WARPWIRE_CALL QpSlot *init_qp_slot(const Table &table, const SocketRef &ref, const QpDescriptor *qp_descriptor) {
     u32 number = load_system(&qp_descriptor->peer.qp_slot);
@@ -67,7 +70,7 @@ WARPWIRE_CALL QpSlot *init_qp_slot(const Table &table, const SocketRef &ref, con
 // The QP slot, or null if it is not initialised.
 WARPWIRE_FN QpSlot *qp_slot_of(const Table &table, const SocketRef &ref) {
     u32 number = load_gpu(&ref.device_state->qp_slot);
-    return number ? reinterpret_cast<QpSlot *>(table.qp_slots) + (number - 1) : nullptr;
+    return number ? slot_at(table, number) : nullptr;
 }
 
 // The result of reserving entries, with the lock for posting held.
@@ -112,7 +115,7 @@ WARPWIRE_FN PostReservation begin_post(const Table &table, const SocketRef &ref,
         if (waiter.step(table)) return PostReservation{nullptr, 0, {}, {}};
     if (qp_slot) {
         PostReservation post;
-        post.qp_slot = reinterpret_cast<QpSlot *>(table.qp_slots) + (qp_slot - 1);
+        post.qp_slot = slot_at(table, qp_slot);
         post.poster = warpwire::detail::poster(post.qp_slot->qp), post.peer = post.qp_slot->peer;
         if (warpwire::detail::try_reserve(warpwire::detail::sends(post.qp_slot->qp), count, &post.first) == kOk) return post;
     }
@@ -123,6 +126,41 @@ WARPWIRE_FN PostReservation begin_post(const Table &table, const SocketRef &ref,
 WARPWIRE_FN void end_post(const SocketRef &ref, const PostReservation &post, u32 count) {
     warpwire::detail::publish_single_poster(post.qp_slot->qp, post.poster, post.first + count);
     store_gpu(&ref.device_state->post_lock, kUnlocked);
+}
+
+// Stores a value to a counter that was entered, after what any thread of the group has stored, and
+// leaves the ranges.
+WARPWIRE_FN void store_counter(Qp &qp, const warpwire::detail::DirectRange &counter, const warpwire::detail::DirectRange &other, u64 value, u32 count) {
+    fence_system();
+    store_system(reinterpret_cast<u64 *>(counter.address), value);
+    fence_system();
+    warpwire::detail::end(qp, counter, other, warpwire::detail::no_range(), count);
+}
+
+// Enters a counter, and the ring before it if there is one. An HCA can write a counter anywhere, but
+// a store needs an aligned address.
+WARPWIRE_FN bool enter_counter(Qp &qp, warpwire::detail::DirectRange &counter, warpwire::detail::DirectRange &ring) {
+    warpwire::detail::DirectRange none = warpwire::detail::no_range();
+    if (!warpwire::detail::enter(qp, counter, ring, none)) return false;
+    if (counter.address % 8 == 0) return true;
+    warpwire::detail::leave(counter), warpwire::detail::leave(ring);
+    return false;
+}
+
+// Begins to store into the peer's ring and counter, by one thread; false if it must be posted. The
+// lock for sending is held.
+WARPWIRE_CALL bool begin_stores(const Table &table, HeldRing *held) {
+    if (!(held->flags & kFlagWarp) || !held->qp_slot) return false;
+    QpSlot *slot = slot_at(table, held->qp_slot);
+    if (!slot->qp.direct) return false;
+    const PeerInfo &peer = slot->peer;
+    held->peer_ring = warpwire::detail::remote_range(slot->qp, Remote{peer.ring, peer.ring_key}, peer.ring_size, warpwire::detail::kWriteRemote);
+    held->peer_count = warpwire::detail::remote_range(slot->qp, Remote{peer.received, peer.received_key}, 8, warpwire::detail::kWriteRemote);
+    return enter_counter(slot->qp, held->peer_count, held->peer_ring);
+}
+// Ends it, with the new counter.
+WARPWIRE_CALL void end_stores(const Table &table, const HeldRing &held, u64 sent) {
+    store_counter(slot_at(table, held.qp_slot)->qp, held.peer_count, held.peer_ring, sent, 2);
 }
 
 WARPWIRE_FN void write_span(const PostReservation &post, u64 number, u64 ring, u64 size, u64 from, u64 to) {
@@ -152,16 +190,28 @@ WARPWIRE_CALL void post_sent(const Table &table, const SocketRef &ref, u32 qp_sl
     end_post(ref, post, count);
 }
 
-// Posts the bytes sent, with FIN, or else those consumed. What may change until the entry is
-// reserved, such as flags, is loaded afterwards.
+// The bytes sent, with FIN, or else those consumed.
+WARPWIRE_FN u64 counter_value(const SocketRef &ref, bool fin, u64 consumed) {
+    if (fin) return load_gpu(&ref.device_state->sent) | kFin;
+    return load_gpu(&ref.device_state->flags) & kFlagShutReceive ? consumed | kReadClosed : consumed;
+}
+// Stores that counter of the peer, or posts it. What may change until the entry is reserved, such
+// as flags, is loaded afterwards.
 WARPWIRE_CALL void post_counter(const Table &table, const SocketRef &ref, u32 qp_slot, bool fin, u64 consumed) {
+    if (qp_slot && slot_at(table, qp_slot)->qp.direct) {
+        QpSlot *slot = slot_at(table, qp_slot);
+        Remote at{fin ? slot->peer.received : slot->peer.taken, fin ? slot->peer.received_key : slot->peer.taken_key};
+        warpwire::detail::DirectRange no_ring = warpwire::detail::no_range();
+        warpwire::detail::DirectRange counter = warpwire::detail::remote_range(slot->qp, at, 8, warpwire::detail::kWriteRemote);
+        if (enter_counter(slot->qp, counter, no_ring)) {
+            store_counter(slot->qp, counter, no_ring, counter_value(ref, fin, consumed), 1);
+            return;
+        }
+    }
     PostReservation post = begin_post(table, ref, qp_slot, 1);
     if (!post.qp_slot) return;
-    u64 value = consumed;
-    if (fin) value = load_gpu(&ref.device_state->sent) | kFin;
-    else if (load_gpu(&ref.device_state->flags) & kFlagShutReceive) value |= kReadClosed;
     const PeerInfo &peer = post.peer;
-    write_word(post, post.first, fin ? peer.received : peer.taken, fin ? peer.received_key : peer.taken_key, value);
+    write_word(post, post.first, fin ? peer.received : peer.taken, fin ? peer.received_key : peer.taken_key, counter_value(ref, fin, consumed));
     end_post(ref, post, 1);
 }
 

@@ -70,6 +70,11 @@ struct SockTarget {
     #[arg(long)]
     pinned: bool,
 
+    /// Let kernels store into the receive ring of a `warp` peer by themselves, where it is memory
+    /// of the same GPU
+    #[arg(long, conflicts_with = "pinned")]
+    direct: bool,
+
     /// Socket family
     #[arg(long, value_enum, default_value = "inet")]
     family: Family,
@@ -84,7 +89,8 @@ impl SockTarget {
     /// Starts a socket host for kernels of `device`.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
         let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
-        Ok(SockHost::start(device, options.with_memory(memory))?)
+        let options = options.with_memory(memory).with_direct(self.direct);
+        Ok(SockHost::start(device, options)?)
     }
 
     /// Loads the kernels, for sockets of this family.

@@ -62,6 +62,8 @@ struct State {
     transfers: BTreeMap<u64, Arc<Active>>,
     control: Option<Bootstrap>,
     failure: Option<Failure>,
+    /// Why it failed, also after that has been told.
+    cause: Option<Error>,
     /// When the oldest cancelled transfer with outstanding work was cancelled.
     cancelled_at: Option<Instant>,
 }
@@ -115,6 +117,7 @@ impl Connection {
             transfers: BTreeMap::new(),
             control: None,
             failure: None,
+            cause: None,
             cancelled_at: None,
         };
         let connection = Arc::new(Self {
@@ -244,6 +247,11 @@ impl Connection {
         Ok(())
     }
 
+    /// Why it failed, if it did.
+    pub(super) fn cause(&self) -> Option<Error> {
+        self.state.lock().cause.clone()
+    }
+
     /// Posts what there is room for.
     fn pump(&self, state: &mut State, ended: &mut Ended) {
         if !self.is_ready() {
@@ -320,6 +328,7 @@ impl Connection {
         if culprit.is_none() {
             state.lanes.iter_mut().filter(|lane| !lane.failed).for_each(Lane::flush);
         }
+        state.cause = Some(error.clone());
         state.failure = Some(Failure { error, culprit, since: Instant::now(), drained: None });
         self.set_phase(FAILING);
     }

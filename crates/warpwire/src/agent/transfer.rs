@@ -212,17 +212,20 @@ fn create(
 /// Gives a transfer to the connection to its peer.
 pub(super) fn start(agent: &Arc<Shared>, mut transfer: Arc<Active>) -> Result<()> {
     let peer = transfer.lists.peer.clone();
+    let mut cause = None;
     for _ in 0..MAX_CONNECTIONS {
         let connection = peer.connection(agent)?;
         match connection.post(agent, transfer) {
             Ok(()) => return Ok(()),
             // It failed between the two calls.
-            Err(back) => transfer = back,
+            Err(back) => (transfer, cause) = (back, connection.cause()),
         }
     }
-    Err(Error::new(Kind::PeerLost, "post a transfer")
-        .why(format!("connections to peer {:?} fail as soon as they are made", peer.name()))
-        .fix("see the output of the peer"))
+    Err(cause.unwrap_or_else(|| {
+        Error::new(Kind::PeerLost, "post a transfer")
+            .why(format!("connections to peer {:?} fail as soon as they are made", peer.name()))
+            .fix("see the output of the peer")
+    }))
 }
 
 impl Transfer {

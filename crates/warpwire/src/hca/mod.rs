@@ -556,8 +556,9 @@ impl Hca {
     }
 
     /// Lets kernels of `device` access memory by themselves where that is possible, with a table in
-    /// this memory: zeroed, [`kernel_table_layout::LEN`] bytes. `false` if peers on the link cannot
-    /// map memory.
+    /// this memory: [`kernel_table_layout::LEN`] bytes, zeroed or with the table of a queue pair
+    /// that is gone. `false` if peers on the link cannot map memory, or if kernels still use that
+    /// table.
     pub(crate) fn set_kernel_table(
         &self,
         qpn: u32,
@@ -565,7 +566,7 @@ impl Hca {
         device: &Device,
     ) -> Result<bool> {
         let mut engine = self.engine_of(qpn)?.engine.lock();
-        if engine.core.mapped.export_table.is_err() {
+        if engine.core.mapped.export_table.is_err() || !KernelTable::clear(&memory)? {
             return Ok(false);
         }
         engine.set_kernel_table(qpn, KernelTable::new(memory, device.clone()))?;

@@ -1,12 +1,15 @@
 //! Memory of `warp` connections: send queues that kernels fill, completions and descriptors that
-//! they poll, and QP slots that only they use. All of it is allocated at start, because CUDA may
-//! block an allocation while kernels run.
+//! they poll, tables of the peer's memory, and QP slots that only they use. All of it is allocated
+//! at start, because CUDA may block an allocation while kernels run.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::{PeerMemory, QpDescriptor, qp_descriptor, qp_slot};
 use super::warp::Hello;
 use super::{SockMemory, SockOptions};
 use crate::error::Result;
-use crate::hca::QueueMemory;
+use crate::hca::{QueueMemory, kernel_table_layout};
 use crate::mem::copy::CopyPlan;
 use crate::mem::{Allocation, Device, MemoryKind};
 use crate::stream::kernel::PreallocQp;
@@ -22,12 +25,36 @@ pub(super) struct QpSlots {
     queues_len: u64,
     polled: QueueMemory,
     /// A window does not keep its memory alive.
-    _polled_memory: Allocation,
+    polled_memory: Allocation,
     polled_addr: u64,
     polled_len: u64,
+    /// Where the table of a slot begins in its part of `polled`, and the device whose kernels use
+    /// it; `None` without [`SockOptions::direct`], and where the CPU cannot access device memory
+    /// while kernels run.
+    tables: Option<(u64, Device)>,
     _qp_slots: Allocation,
     qp_slots_addr: u64,
     free: Vec<u32>,
+    /// All slots that were ever used are below this one.
+    used: Arc<AtomicU32>,
+}
+
+/// Counters of what kernels executed by themselves, of all slots since the start.
+pub(super) struct DirectCounts {
+    polled: QueueMemory,
+    _polled_memory: Allocation,
+    first: u64,
+    stride: u64,
+    used: Arc<AtomicU32>,
+}
+
+impl DirectCounts {
+    /// Work requests that kernels did not need to post.
+    pub(super) fn sum(&self) -> u64 {
+        let used = u64::from(self.used.load(Ordering::Relaxed));
+        let counts = (0..used).map(|slot| self.first + slot * self.stride);
+        counts.map(|at| self.polled.bytes().load_u64(at).unwrap_or(0)).sum()
+    }
 }
 
 impl QpSlots {
@@ -38,7 +65,9 @@ impl QpSlots {
             return Ok(None);
         }
         let (queues_len, completions_len) = PreallocQp::required_memory(DEPTH)?;
-        let polled_len = (qp_descriptor::LEN + completions_len).next_multiple_of(128);
+        let table = qp_descriptor::LEN + completions_len;
+        let table_len = if options.direct { kernel_table_layout::LEN } else { 0 };
+        let polled_len = (table + table_len).next_multiple_of(128);
         let use_window = options.memory == SockMemory::Auto;
         let at = |memory: &Allocation| match options.memory {
             // Threads of this process use host addresses.
@@ -52,10 +81,15 @@ impl QpSlots {
                 // kernel could block the measurement later.
                 CopyPlan::for_device(device)?;
                 let memory = device.alloc_kind(count * polled_len, MemoryKind::Vmm)?;
+                if options.direct {
+                    memory.write(0, &vec![0; (count * polled_len) as usize])?;
+                }
                 memory.window().ok().map(|window| (memory, QueueMemory::window(window)))
             }
             false => None,
         };
+        let tables = windowed.as_ref().filter(|_| options.direct);
+        let tables = tables.map(|_| (table, device.clone()));
         let (polled_memory, polled) = match windowed {
             Some(windowed) => windowed,
             None => {
@@ -74,12 +108,14 @@ impl QpSlots {
             queues: QueueMemory::pinned(queues)?,
             queues_len,
             polled_addr: at(&polled_memory)?,
-            _polled_memory: polled_memory,
+            polled_memory,
             polled,
             polled_len,
+            tables,
             qp_slots_addr: at(&qp_slots)?,
             _qp_slots: qp_slots,
             free: (0..count as u32).rev().collect(),
+            used: Arc::default(),
         }))
     }
 
@@ -101,20 +137,31 @@ impl QpSlots {
         pd: &Pd,
         options: QpOptions,
     ) -> Result<PreallocQp> {
-        let (queues, polled) =
+        let (queues, begin) =
             (u64::from(qp_slot) * self.queues_len, u64::from(qp_slot) * self.polled_len);
-        let completions = polled + qp_descriptor::LEN;
-        PreallocQp::create(
-            context,
-            pd,
-            (self.queues.slice(queues, self.queues_len), self.queues_addr + queues),
-            (
-                self.polled.slice(completions, self.polled_len - qp_descriptor::LEN),
-                self.polled_addr + completions,
-            ),
-            DEPTH,
-            options,
-        )
+        self.used.fetch_max(qp_slot + 1, Ordering::Relaxed);
+        let (_, completions_len) = PreallocQp::required_memory(DEPTH)?;
+        let queues = (self.queues.slice(queues, self.queues_len), self.queues_addr + queues);
+        let polled = |at: u64, len| (self.polled.slice(at, len), self.polled_addr + at);
+        let completions = polled(begin + qp_descriptor::LEN, completions_len);
+        let table = self
+            .tables
+            .as_ref()
+            .map(|(at, device)| (device, polled(begin + at, kernel_table_layout::LEN)));
+        PreallocQp::create(context, pd, (queues, completions), table, DEPTH, options)
+    }
+
+    /// Counts what kernels have executed by themselves, for [`DirectCounts::sum`].
+    pub(super) fn direct_counts(&self) -> Option<DirectCounts> {
+        let (table, _) = self.tables.as_ref()?;
+        let first = table + kernel_table_layout::OPERATIONS;
+        Some(DirectCounts {
+            polled: self.polled.clone(),
+            _polled_memory: self.polled_memory.clone(),
+            first,
+            stride: self.polled_len,
+            used: self.used.clone(),
+        })
     }
 
     /// Device address of a slot's [`qp_descriptor`].

@@ -84,7 +84,7 @@ impl Testbed {
             Platform::SimPinned | Platform::CudaPinned => SockMemory::Pinned,
             Platform::Threads => SockMemory::Threads,
         };
-        SockOptions::default().with_memory(memory)
+        SockOptions::default().with_memory(memory).with_direct(true)
     }
 
     /// Sockets with few slots, and `scripted_kernels` kernels that use them.

@@ -19,13 +19,14 @@ use warpwire::verbs::{
 
 use crate::sock::polling::poll;
 use crate::sock::scripted::{KernelOp, ScriptedKernel};
-use crate::sock::testbed::{Harness, Testbed, WARP_STREAM, errno, loopbacks, until};
+use crate::sock::testbed::{Harness, Platform, Testbed, WARP_STREAM, errno, loopbacks, until};
 use testkit::{cases, deadline};
 
 cases!(Testbed; CASES:
     one_byte_each_way,
     random_pieces_between_kernels,
     rings_of_different_sizes,
+    kernels_store_into_the_peers_ring,
     half_closed_between_kernels,
     bytes_arrive_after_close,
     a_reset_between_kernels,
@@ -157,6 +158,54 @@ fn rings_of_different_sizes(testbed: &Testbed) {
     for scripted in hosts.here.scripted_kernels.iter().chain(&hosts.there.scripted_kernels) {
         assert_eq!(scripted.finish().result, total as i64, "or -84: a byte differs");
     }
+}
+
+/// Where the rings are device memory, kernels store to the peer, once its memory has been mapped.
+fn kernels_store_into_the_peers_ring(testbed: &Testbed) {
+    const RING: u64 = 4096;
+    let options = testbed.options().with_sockets(16).with_ring(RING).with_arena(16 << 20);
+    let hosts = HostPair::new(testbed, 1, options);
+    let (client, server) = (hosts.here.first(), hosts.there.first());
+    let stored = || hosts.here.host.stats().warp_direct;
+    let carry = |from: (&ScriptedKernel, u64), to: (&ScriptedKernel, u64), bytes: &[u8]| {
+        assert_eq!(from.0.send(from.1, bytes), bytes.len() as i64);
+        let mut found = Vec::new();
+        while found.len() < bytes.len() {
+            found.extend(to.0.recv(to.1, bytes.len() - found.len()).unwrap());
+        }
+        assert_eq!(found, bytes);
+    };
+    let echo = |socket, accepted, bytes: &[u8]| {
+        carry((client, socket), (server, accepted), bytes);
+        carry((server, accepted), (client, socket), bytes);
+    };
+    let is_mapped = matches!(testbed.platform, Platform::Sim | Platform::Cuda);
+    // Each connection takes over the table of the one before.
+    for round in 0..4 {
+        let (socket, accepted) = hosts.connected(loopbacks()[round % 2]);
+        let before = stored();
+        if is_mapped {
+            until("kernels store", || {
+                echo(socket, accepted, b"to be posted");
+                stored() > before
+            });
+        }
+        let (before, mut count) = (stored(), 0);
+        // Until the ring has wrapped, at each offset modulo 16.
+        for len in (1..RING).step_by(113) {
+            let bytes: Vec<_> = (0..len).map(|at| (at * 7 + len) as u8).collect();
+            echo(socket, accepted, &bytes);
+            count += 1;
+        }
+        let wanted = if is_mapped { 2 * count } else { 0 };
+        assert!(stored() >= before + wanted, "{} of {wanted}", stored() - before);
+        client.expect(KernelOp::Close, &[socket], None);
+        assert_eq!(server.recv(accepted, 10).unwrap(), b"");
+        server.expect(KernelOp::Close, &[accepted], None);
+    }
+    assert_eq!(is_mapped, stored() > 0);
+    let (here, there) = (hosts.here.host.stats(), hosts.there.host.stats());
+    assert_eq!((here.warp_sent, here.misused), (there.warp_received, 0));
 }
 
 fn half_closed_between_kernels(testbed: &Testbed) {

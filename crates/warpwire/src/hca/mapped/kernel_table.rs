@@ -27,6 +27,7 @@ use super::super::memory::QueueMemory;
 use super::super::qpc::QpMemory;
 use super::imported::ImportedMemory;
 use super::peer::RemoteRows;
+use crate::error::Result;
 use crate::link::{DeviceAccess, ShmPeer};
 use crate::mem::{Device, Region};
 use crate::mr::{Access, KernelUse, Registry};
@@ -180,6 +181,23 @@ impl KernelTable {
     pub(in crate::hca) fn new(memory: QueueMemory, device: Device) -> Self {
         let slots = [const { None }; 2 * SLOTS as usize];
         Self { memory, device, slots, opened: 0, has_new: false }
+    }
+
+    /// Closes the entries of an earlier table in this memory; `false` if kernels still use one:
+    /// the next user of its slot could not be told from them.
+    pub(in crate::hca) fn clear(memory: &QueueMemory) -> Result<bool> {
+        let bytes = memory.bytes();
+        let entries = (0..2 * SLOTS).map(|slot| slot * layout::ENTRY_LEN);
+        for at in entries.clone() {
+            bytes.store_u64(at + layout::TAG, 0)?;
+        }
+        fence(Ordering::SeqCst);
+        for at in entries {
+            if bytes.load_u64(at + layout::USERS)? != 0 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     pub(super) fn device(&self) -> &Device {

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::{Sock, SockResult, SocketRef, Sockets, StateSnapshot, device_state, state};
+use super::{Sock, SockResult, SocketRef, Sockets, StateSnapshot, at, device_state, state};
 use crate::sock::layout::{ADDRESS_LEN, address_from, record};
 
 /// What a receive would return.
@@ -93,8 +93,13 @@ impl Sockets<'_> {
             if count == 0 {
                 return Ok(None);
             }
-            let sent = self.sent(socket_ref)?;
-            self.copy_in(self.send_ring(socket_ref)?, sent, &bytes[..count])?;
+            let (sent, part) = (self.sent(socket_ref)?, &bytes[..count]);
+            if snapshot.is_warp() && self.store_sent(socket_ref, sent, part)? {
+                let counter = at(socket_ref.device_state + device_state::SENT);
+                self.block.store_u64(counter, sent + count as u64)?;
+                return Ok(Some(count));
+            }
+            self.copy_in(self.send_ring(socket_ref)?, sent, part)?;
             self.publish_sent(socket_ref, sent + count as u64)?;
             Ok(Some(count))
         })

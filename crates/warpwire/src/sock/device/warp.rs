@@ -76,6 +76,32 @@ impl Sockets<'_> {
         }
     }
 
+    /// Stores bytes into the peer's ring at counter `from`, then the new counter; `false` if that
+    /// must be posted. The caller holds the lock, and the bytes fit.
+    pub(super) fn store_sent(
+        &self,
+        socket_ref: SocketRef,
+        from: u64,
+        bytes: &[u8],
+    ) -> SockResult<bool> {
+        let Some(qp_slot) = self.qp_slot(socket_ref)? else { return Ok(false) };
+        let (qp, peer) = self.open_qp_slot(qp_slot)?;
+        let ring = (peer.ring, peer.ring_size);
+        Ok(qp.try_put_ring(ring, from, bytes, (peer.received, from + bytes.len() as u64))?)
+    }
+
+    /// Stores a counter of the peer; `false` if that must be posted.
+    fn store_counter(
+        &self,
+        socket_ref: SocketRef,
+        of: impl Fn(&PeerInfo) -> Remote,
+        value: u64,
+    ) -> SockResult<bool> {
+        let Some(qp_slot) = self.qp_slot(socket_ref)? else { return Ok(false) };
+        let (qp, peer) = self.open_qp_slot(qp_slot)?;
+        Ok(qp.try_put_word(of(&peer), value)?)
+    }
+
     /// Posts the bytes of the send ring from counter `from` to `to`, then the new counter.
     pub(super) fn post_sent(&self, socket_ref: SocketRef, from: u64, to: u64) -> SockResult<()> {
         let (begin, size) = self.send_ring(socket_ref)?;
@@ -104,8 +130,11 @@ impl Sockets<'_> {
             return Ok(());
         }
         self.change_flags(socket_ref, |before| before | device_state::FIN)?;
-        let sent = self.sent(socket_ref)?;
-        self.post(socket_ref, |peer| (Vec::new(), peer.received, sent | FIN))
+        let word = self.sent(socket_ref)? | FIN;
+        if self.store_counter(socket_ref, |peer| peer.received, word)? {
+            return Ok(());
+        }
+        self.post(socket_ref, |peer| (Vec::new(), peer.received, word))
     }
 
     /// Posts the consumed count to the peer, if the report threshold is reached.
@@ -121,6 +150,9 @@ impl Sockets<'_> {
         }
         self.block.store_u64(at(socket_ref.device_state + device_state::REPORTED), consumed)?;
         let word = consumed | if is_read_closed { READ_CLOSED } else { 0 };
+        if self.store_counter(socket_ref, |peer| peer.taken, word)? {
+            return Ok(());
+        }
         self.post(socket_ref, |peer| (Vec::new(), peer.taken, word))
     }
 
@@ -209,6 +241,11 @@ impl Sockets<'_> {
                 }
             }
         };
+        self.open_qp_slot(qp_slot).map(Some)
+    }
+
+    /// The queue pair and the peer, from an initialised slot.
+    fn open_qp_slot(&self, qp_slot: u64) -> SockResult<(DeviceQp<'_>, PeerInfo)> {
         let wide = |offset: u64| self.block.load_u64(at(qp_slot + qp_slot::PEER + offset));
         let narrow = |offset: u64| self.block.load_u32(at(qp_slot + qp_slot::PEER + offset));
         let peer = PeerInfo {
@@ -218,7 +255,7 @@ impl Sockets<'_> {
             taken: Remote { address: wide(peer::TAKEN)?, rkey: narrow(peer::TAKEN_KEY)? },
             send_key: narrow(peer::SEND_KEY)?,
         };
-        Ok(Some((DeviceQp::open(self.block, at(qp_slot + qp_slot::HANDLE))?, peer)))
+        Ok((DeviceQp::open(self.block, at(qp_slot + qp_slot::HANDLE))?, peer))
     }
 
     fn init_qp_slot(&self, socket_ref: SocketRef, qp_descriptor: u64) -> SockResult<u64> {

@@ -3,6 +3,7 @@
 
 use crate::error::Result;
 use crate::hca::{QpLayout, QueueMemory};
+use crate::mem::Device;
 use crate::mlx5::{self, CqeSyndrome, CqeTail, Status, WQEBB_LEN, owner_bit};
 use crate::verbs::{Context, Cq, CqOptions, Pd, Qp, QpOptions};
 
@@ -71,12 +72,13 @@ impl PreallocQp {
         Ok((queues.next_multiple_of(128), Cq::required_memory(depth).next_multiple_of(128)))
     }
 
-    /// Creates a queue pair, which keeps the memory alive.
+    /// Creates a queue pair, which keeps the memory alive. With a table, kernels of the device
+    /// access the peer's memory by themselves where that is possible.
     pub(crate) fn create(
         context: &Context,
         pd: &Pd,
-        queues: MappedQueue,
-        completions: MappedQueue,
+        (queues, completions): (MappedQueue, MappedQueue),
+        table: Option<(&Device, MappedQueue)>,
         depth: u32,
         options: QpOptions,
     ) -> Result<Self> {
@@ -87,10 +89,10 @@ impl PreallocQp {
             ..KernelQpOptions::default()
         };
         check(context, &options)?;
-        if context.soft().is_none() {
+        let Some(hca) = context.soft() else {
             let why = "an RDMA NIC allocates its own queues";
             return Err(wrong(why.into()).fix("open the software HCA"));
-        }
+        };
         let cq = context.create_cq_with(CqOptions {
             entries: depth,
             memory: Some(completions.0.clone()),
@@ -104,6 +106,11 @@ impl PreallocQp {
         let at = completions.1;
         let mut constants = constants(&qp, queues.1, [at, at], [depth, 1])?;
         constants.flags |= layout::SINGLE_POSTER;
+        if let Some((device, (memory, address))) = table
+            && hca.set_kernel_table(qp.number(), memory, device)?
+        {
+            constants.direct = address;
+        }
         Ok(Self { qp, _cq: cq, constants, completions: completions.0, depth })
     }
 

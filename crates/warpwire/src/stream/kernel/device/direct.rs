@@ -56,6 +56,8 @@ struct Entered {
 enum Side {
     Remote(Remote, Access, u64),
     Local(Local, Access, u64),
+    /// A word of the peer that is stored as a whole.
+    Word(Remote),
 }
 
 impl<'b> DeviceQp<'b> {
@@ -102,6 +104,34 @@ impl<'b> DeviceQp<'b> {
             self.copy(to, from, len)?;
             self.block.fetch_add_u64(DeviceAddr::new(word), add).map(drop)
         })
+    }
+
+    /// Writes bytes into a ring of the peer of `size` bytes, where counter `at` is, and after that
+    /// a word; `false` if that must be posted.
+    pub(crate) fn try_put_ring(
+        &self,
+        (ring, size): (Remote, u64),
+        at: u64,
+        bytes: &[u8],
+        (word, value): (Remote, u64),
+    ) -> FaultResult<bool> {
+        let sides = [Side::Remote(ring, Access::REMOTE_WRITE, size), Side::Word(word)];
+        let done = self.try_with(sides, 2, |[ring, word]| {
+            let offset = at & (size - 1);
+            let (first, rest) = bytes.split_at(bytes.len().min((size - offset) as usize));
+            self.block.write(DeviceAddr::new(ring + offset), first)?;
+            self.block.write(DeviceAddr::new(ring), rest)?;
+            self.block.store_u64(DeviceAddr::new(word), value)
+        });
+        Ok(done?.is_some())
+    }
+
+    /// Writes a word; `false` if that must be posted.
+    pub(crate) fn try_put_word(&self, word: Remote, value: u64) -> FaultResult<bool> {
+        let done = self.try_with([Side::Word(word)], 1, |[word]| {
+            self.block.store_u64(DeviceAddr::new(word), value)
+        });
+        Ok(done?.is_some())
     }
 
     /// Writes bytes of the kernel.
@@ -211,6 +241,7 @@ impl<'b> DeviceQp<'b> {
             Side::Local(Local { address, lkey }, need, len) => {
                 (table::SLOTS, lkey, address, need, len)
             }
+            Side::Word(Remote { address, rkey }) => (0, rkey, address, Access::REMOTE_WRITE, 8),
         };
         let entry = self.constants.direct + (first + table::slot_of(key)) * table::ENTRY_LEN;
         let load = |field| self.block.load_u64(DeviceAddr::new(entry + field));
@@ -226,13 +257,18 @@ impl<'b> DeviceQp<'b> {
             && access.contains(need)
             && offset <= length
             && len <= length - offset;
-        // A word for atomics is aligned; otherwise the HCA reports it.
-        let aligned = need != Access::REMOTE_ATOMIC || at.is_multiple_of(8);
+        let address = load(table::ADDRESS)?.wrapping_add(offset);
+        // A word for atomics is aligned; otherwise the HCA reports it. Other words it can write
+        // anywhere.
+        let aligned = match side {
+            Side::Word(_) => address.is_multiple_of(8),
+            _ => need != Access::REMOTE_ATOMIC || at.is_multiple_of(8),
+        };
         if !allowed || !aligned {
             leave(self.block, entry)?;
             return Ok(None);
         }
-        Ok(Some(Entered { entry, address: load(table::ADDRESS)?.wrapping_add(offset) }))
+        Ok(Some(Entered { entry, address }))
     }
 
     fn copy(&self, to: u64, from: u64, len: u64) -> FaultResult<()> {
