@@ -137,8 +137,8 @@ WARPWIRE_FN void store_counter(Qp &qp, const warpwire::detail::DirectRange &coun
     warpwire::detail::end(qp, counter, other, warpwire::detail::no_range(), count);
 }
 
-// Enters a counter, and the ring before it if there is one. An HCA can write a counter anywhere, but
-// a store needs an aligned address.
+// Enters a counter, and the ring if there is one. An HCA can write a counter anywhere, but a store
+// needs an aligned address.
 WARPWIRE_FN bool enter_counter(Qp &qp, warpwire::detail::DirectRange &counter, warpwire::detail::DirectRange &ring) {
     warpwire::detail::DirectRange none = warpwire::detail::no_range();
     if (!warpwire::detail::enter(qp, counter, ring, none)) return false;
