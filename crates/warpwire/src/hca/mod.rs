@@ -565,8 +565,10 @@ impl Hca {
         memory: QueueMemory,
         device: &Device,
     ) -> Result<bool> {
+        // Reads device memory, which takes its time: not under the lock.
+        let is_clear = KernelTable::clear(&memory)?;
         let mut engine = self.engine_of(qpn)?.engine.lock();
-        if engine.core.mapped.export_table.is_err() || !KernelTable::clear(&memory)? {
+        if engine.core.mapped.export_table.is_err() || !is_clear {
             return Ok(false);
         }
         engine.set_kernel_table(qpn, KernelTable::new(memory, device.clone()))?;
