@@ -88,6 +88,11 @@ impl SockTarget {
 
     /// Starts a socket host for kernels of `device`.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
+        if self.direct && matches!(self.family, Family::Inet) {
+            let why = "cannot use --direct with --family inet, whose data goes through the host: \
+                       add --family warp";
+            return Err(Failure::Usage(why.to_owned()));
+        }
         let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
         let options = options.with_memory(memory).with_direct(self.direct);
         Ok(SockHost::start(device, options)?)

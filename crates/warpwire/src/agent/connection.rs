@@ -62,14 +62,13 @@ struct State {
     transfers: BTreeMap<u64, Arc<Active>>,
     control: Option<Bootstrap>,
     failure: Option<Failure>,
-    /// Why it failed, also after that has been told.
+    /// Why it failed: set with `failure`, and kept.
     cause: Option<Error>,
     /// When the oldest cancelled transfer with outstanding work was cancelled.
     cancelled_at: Option<Instant>,
 }
 
 struct Failure {
-    error: Error,
     /// The transfer whose fault it is: the others are posted again.
     culprit: Option<u64>,
     since: Instant,
@@ -328,8 +327,8 @@ impl Connection {
         if culprit.is_none() {
             state.lanes.iter_mut().filter(|lane| !lane.failed).for_each(Lane::flush);
         }
-        state.cause = Some(error.clone());
-        state.failure = Some(Failure { error, culprit, since: Instant::now(), drained: None });
+        state.cause = Some(error);
+        state.failure = Some(Failure { culprit, since: Instant::now(), drained: None });
         self.set_phase(FAILING);
     }
 
@@ -378,10 +377,11 @@ impl Connection {
                 return;
             }
             let Some(failure) = state.failure.take() else { return };
+            let Some(cause) = state.cause.clone() else { return };
             if let Some(culprit) = failure.culprit {
                 again = state.take_restartable(culprit);
             }
-            self.close(agent, &mut state, &failure.error, &mut ended);
+            self.close(agent, &mut state, &cause, &mut ended);
         }
         agent.end(ended);
         for transfer in again {

@@ -14,7 +14,7 @@ use warpwire::sock::layout::events;
 use warpwire::sock::warp::{FIN, Handshake, Hello, READ_CLOSED, RemoteAddr};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::verbs::{
-    Access, Context, Cq, Mr, ProgressMode, Qp, QpOptions, Remote, SendRequest, WrOp,
+    Access, Context, Cq, Mr, Pd, ProgressMode, Qp, QpOptions, Remote, SendRequest, WrOp,
 };
 
 use crate::sock::polling::poll;
@@ -38,6 +38,7 @@ cases!(Testbed; CASES:
     servers_that_are_not_warp_sockets,
     the_family_is_limited,
     impossible_counters_of_a_peer,
+    counters_that_cannot_be_stored_are_posted,
     peers_reach_nothing_else,
     a_device_that_does_not_answer,
     bytes_are_counted,
@@ -487,14 +488,25 @@ impl RawPeer {
     }
 
     fn with(name: SocketAddr, options: HcaOptions) -> Self {
+        let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        Self::with_memory(name, options, |context, pd| {
+            context.register(pd, HostMemory::new(2 * Self::RING).unwrap(), all).unwrap()
+        })
+    }
+
+    /// With a ring, and counters behind it, in memory that the caller registers.
+    fn with_memory(
+        name: SocketAddr,
+        options: HcaOptions,
+        register: impl FnOnce(&Context, &Pd) -> Mr,
+    ) -> Self {
         let tcp = TcpStream::connect(name).unwrap();
         let any = SocketAddr::new(name.ip(), 0);
         let link = Auto::bind(any, UdpOptions::default(), ShmOptions::default()).unwrap();
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.alloc_pd(), context.create_cq(64).unwrap());
         let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
-        let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-        let memory = context.register(&pd, HostMemory::new(2 * Self::RING).unwrap(), all).unwrap();
+        let memory = register(&context, &pd);
         let remote_addr = |offset| {
             let Remote { address, rkey } = memory.remote(offset);
             RemoteAddr { address, rkey }
@@ -627,6 +639,44 @@ fn peers_reach_nothing_else(testbed: &Testbed) {
     }
     assert_eq!(hosts.here.first().send(socket, b"fine"), 4);
     assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
+}
+
+/// A peer may register its memory at an address that is aligned, whereas the memory is not.
+fn counters_that_cannot_be_stored_are_posted(testbed: &Testbed) {
+    const MAX_SENDS: u64 = RawPeer::RING / 8;
+    let is_mapped = matches!(testbed.platform, Platform::Sim | Platform::Cuda);
+    let memories = [0, 4].map(|offset| (offset, testbed.gpu.alloc(3 * RawPeer::RING).unwrap()));
+    let hosts = HostPair::small(testbed, 1);
+    let server = hosts.there.first();
+    let (listener, name, _) = with_bystanders(&hosts);
+    let stored = || hosts.there.host.stats().warp_direct;
+    let mut limit = MAX_SENDS;
+    for (offset, memory) in &memories {
+        memory.write(0, &vec![0; memory.len() as usize]).unwrap();
+        let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
+        let options = HcaOptions::default().with_progress_mode(progress_mode);
+        let _raw_peer = RawPeer::with_memory(name, options, |context, pd| {
+            let region = memory.region(*offset, 2 * RawPeer::RING).unwrap();
+            let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+            context.register_at(pd, region, Some(1 << 30), access).unwrap()
+        });
+        let victim = server.expect(KernelOp::Accept, &[listener], None) as u64;
+        let (before, mut sent) = (stored(), 0);
+        while sent < limit && (*offset > 0 || stored() == before) {
+            assert_eq!(server.send(victim, &[7; 8]), 8, "a kernel that stores there would fail");
+            sent += 1;
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let word = |at: u64| {
+            let mut word = [0; 8];
+            memory.read(offset + at, &mut word).unwrap();
+            u64::from_le_bytes(word)
+        };
+        until("all has arrived", || word(RawPeer::RING) == 8 * sent);
+        assert_eq!(word(8 * (sent - 1)), u64::from_le_bytes([7; 8]));
+        assert_eq!(stored() > before, is_mapped && *offset == 0, "offset {offset}");
+        limit = (2 * sent).min(MAX_SENDS);
+    }
 }
 
 fn a_device_that_does_not_answer(testbed: &Testbed) {

@@ -90,16 +90,20 @@ impl Sockets<'_> {
         Ok(qp.try_put_ring(ring, from, bytes, (peer.received, from + bytes.len() as u64))?)
     }
 
-    /// Stores a counter of the peer; `false` if that must be posted.
-    fn store_counter(
+    /// Stores a counter of the peer, or posts it.
+    fn put_counter(
         &self,
         socket_ref: SocketRef,
         of: impl Fn(&PeerInfo) -> Remote,
         value: u64,
-    ) -> SockResult<bool> {
-        let Some(qp_slot) = self.qp_slot(socket_ref)? else { return Ok(false) };
-        let (qp, peer) = self.open_qp_slot(qp_slot)?;
-        Ok(qp.try_put_word(of(&peer), value)?)
+    ) -> SockResult<()> {
+        if let Some(qp_slot) = self.qp_slot(socket_ref)? {
+            let (qp, peer) = self.open_qp_slot(qp_slot)?;
+            if qp.try_put_word(of(&peer), value)? {
+                return Ok(());
+            }
+        }
+        self.post(socket_ref, |peer| (Vec::new(), of(peer), value))
     }
 
     /// Posts the bytes of the send ring from counter `from` to `to`, then the new counter.
@@ -131,10 +135,7 @@ impl Sockets<'_> {
         }
         self.change_flags(socket_ref, |before| before | device_state::FIN)?;
         let word = self.sent(socket_ref)? | FIN;
-        if self.store_counter(socket_ref, |peer| peer.received, word)? {
-            return Ok(());
-        }
-        self.post(socket_ref, |peer| (Vec::new(), peer.received, word))
+        self.put_counter(socket_ref, |peer| peer.received, word)
     }
 
     /// Posts the consumed count to the peer, if the report threshold is reached.
@@ -150,10 +151,7 @@ impl Sockets<'_> {
         }
         self.block.store_u64(at(socket_ref.device_state + device_state::REPORTED), consumed)?;
         let word = consumed | if is_read_closed { READ_CLOSED } else { 0 };
-        if self.store_counter(socket_ref, |peer| peer.taken, word)? {
-            return Ok(());
-        }
-        self.post(socket_ref, |peer| (Vec::new(), peer.taken, word))
+        self.put_counter(socket_ref, |peer| peer.taken, word)
     }
 
     /// Number of work requests posted so far.
