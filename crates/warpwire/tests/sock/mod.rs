@@ -7,6 +7,7 @@
 //! a failure.
 mod control;
 mod datagrams;
+mod direct;
 mod ends;
 mod gpunet;
 mod keys;
@@ -40,7 +41,7 @@ const BOTH: &[&[Case<Testbed>]] = &[
     killed::CASES,
 ];
 const INET: &[&[Case<Testbed>]] = &[datagrams::CASES, keys::CASES, similar::CASES];
-const WARP: &[&[Case<Testbed>]] = &[warp::CASES, killed::of_warp::CASES];
+const WARP: &[&[Case<Testbed>]] = &[warp::CASES, direct::CASES, killed::of_warp::CASES];
 /// Many sockets: for both families, and for the second. On the simulated GPU once, as where the
 /// rings are makes no difference to them.
 const SCALE: [&[Case<Testbed>]; 2] = [scale::CASES, warp::SCALE];
