@@ -26,7 +26,7 @@ use Page::{Like, Shows};
 
 const DEMO: Edits = &[("cargo run --release --", "warpwire")];
 const SEND_RECV: Edits =
-    &[("cargo run -q -p warpwire --example 15_send_recv", "{examples}/15_send_recv")];
+    &[("cargo run -q -p examples --example 15_send_recv", "{examples}/15_send_recv")];
 const RANKS: Edits =
     &[("target/debug/warpwire", "warpwire"), ("target/debug/examples", "{examples}")];
 const SIMILAR: &str =
@@ -35,7 +35,7 @@ const SIMILAR: &str =
 /// Commands of the pages that are not examples of a help page.
 const COMMANDS: &[(&str, Page)] = &[
     ("cargo run --release -- demo", Shows(DEMO, "--size 64KiB")),
-    ("cargo run -q -p warpwire --example 15_send_recv", Shows(SEND_RECV, "")),
+    ("cargo run -q -p examples --example 15_send_recv", Shows(SEND_RECV, "")),
     ("target/debug/warpwire run -n 2 -- target/debug/examples/16_ranks", Shows(RANKS, "")),
     (
         "WARPWIRE_SIM=gpus=4,copy_delay=1ms cargo run --release -- demo",
@@ -81,7 +81,7 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("stage/", "needs a GPU machine"),
     ("WARPWIRE_SIM=fail=", "fails on purpose; crates/cli/tests/cli.rs tests it"),
     ("cargo build", "./ci.sh builds"),
-    ("cargo run --release -p warpwire --example", "step demo of ./ci.sh runs examples"),
+    ("cargo run --release -p examples --example", "step demo of ./ci.sh runs examples"),
     ("WARPWIRE_EFFORT=change cargo test", "./ci.sh runs the suites"),
     ("WARPWIRE_SOAK=", "./ci.sh runs the suites"),
     ("WARPWIRE_SEED=", "./ci.sh runs the suites"),

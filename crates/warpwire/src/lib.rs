@@ -26,8 +26,8 @@
 //! | packet loss and delay; captures | [`link::fault`], [`link::pcap`] | `warpwire perf --help` |
 //! | tuning of staged device memory | [`mem::copy::StagingOptions`] | `09_staging` |
 //!
-//! The examples are in `crates/warpwire/examples`:
-//! `cargo run --release -p warpwire --example 04_write`. The protocol alone, sans-IO and without
+//! The examples are in the folder `examples` of the repository:
+//! `cargo run --release -p examples --example 04_write`. The protocol alone, sans-IO and without
 //! dependencies, is the crate `warpwire-proto`; what a machine can do, and its topology, is
 //! `warpwire-doctor`.
 //!

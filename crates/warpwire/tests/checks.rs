@@ -6,5 +6,4 @@ mod hca_options;
 mod layering;
 mod loom_registration;
 mod loom_sync;
-#[cfg(feature = "tokio")]
 mod tokio;

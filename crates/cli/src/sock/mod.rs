@@ -70,10 +70,10 @@ struct SockTarget {
     #[arg(long)]
     pinned: bool,
 
-    /// Let kernels store into the receive ring of a `warp` peer by themselves, where it is memory
-    /// of the same GPU
-    #[arg(long, conflicts_with = "pinned")]
-    direct: bool,
+    /// Post all that kernels send to `warp` peers, even where they could store into the peer's
+    /// receive ring, in memory of the same GPU
+    #[arg(long)]
+    no_direct: bool,
 
     /// Socket family
     #[arg(long, value_enum, default_value = "inet")]
@@ -88,13 +88,8 @@ impl SockTarget {
 
     /// Starts a socket host for kernels of `device`.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
-        if self.direct && matches!(self.family, Family::Inet) {
-            let why = "cannot use --direct with --family inet, whose data goes through the host: \
-                       add --family warp";
-            return Err(Failure::Usage(why.to_owned()));
-        }
         let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
-        let options = options.with_memory(memory).with_direct(self.direct);
+        let options = options.with_memory(memory).with_direct(!self.no_direct);
         Ok(SockHost::start(device, options)?)
     }
 

@@ -564,7 +564,9 @@ fn a_span_and_a_slot_stay_small() {
     assert_eq!(size_of::<AccessDenied>(), 1);
 }
 
-/// `WARPWIRE_MEASURE=1 cargo test --release -p warpwire --lib mr::tests::cost -- --nocapture`
+/// ```console
+/// $ WARPWIRE_MEASURE=1 cargo test --release --test unit mr::tests::cost -- --nocapture
+/// ```
 #[test]
 fn cost_of_resolving_and_copying() {
     if std::env::var_os("WARPWIRE_MEASURE").is_none() {

@@ -62,8 +62,8 @@ fn build() -> Result<PathBuf, String> {
     let mut compiler = Command::new("g++");
     compiler.args(["-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-O1", "-g"]);
     compiler.args(["-pthread", "-shared", "-fPIC"]);
-    compiler.arg(format!("-I{}", crate_root.join("../../include").display()));
-    compiler.arg(crate_root.join("tests/kernels/cpu.cpp")).arg("-o").arg(&out);
+    compiler.arg(format!("-I{}", crate_root.join("../../../include").display()));
+    compiler.arg(crate_root.join("kernels/cpu.cpp")).arg("-o").arg(&out);
     let built = compiler.output().map_err(|why| format!("g++ does not run: {why}"))?;
     match built.status.success() {
         true => Ok(out),

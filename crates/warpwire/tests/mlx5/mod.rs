@@ -53,7 +53,7 @@ fn build_fake_nic() -> Result<PathBuf, String> {
     }
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let (source, library) = (
-        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mlx5/nic.c"),
+        concat!(env!("CARGO_MANIFEST_DIR"), "/mlx5/nic.c"),
         folder.join(format!("nic-{}.so", std::process::id())),
     );
     if !std::path::Path::new("/usr/include/infiniband/mlx5dv.h").exists() {

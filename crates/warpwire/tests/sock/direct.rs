@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use warpwire::hca::HcaOptions;
+use warpwire::mem::MemoryKind;
 use warpwire::verbs::{Access, ProgressMode};
 
 use crate::sock::scripted::{KernelOp, ScriptedKernel};
@@ -67,7 +68,9 @@ fn kernels_store_into_the_peers_ring(testbed: &Testbed) {
 fn counters_that_cannot_be_stored_are_posted(testbed: &Testbed) {
     const MAX_SENDS: u64 = RawPeer::RING / 8;
     let is_mapped = matches!(testbed.platform, Platform::Sim | Platform::Cuda);
-    let memories = [0, 4].map(|offset| (offset, testbed.gpu.alloc(3 * RawPeer::RING).unwrap()));
+    // CUDA does not open plain memory a second time in the process that has allocated it.
+    let alloc = || testbed.gpu.alloc_kind(3 * RawPeer::RING, MemoryKind::Vmm).unwrap();
+    let memories = [0, 4].map(|offset| (offset, alloc()));
     let hosts = HostPair::small(testbed, 1);
     let server = hosts.there.first();
     let (listener, name, _) = with_bystanders(&hosts);

@@ -84,7 +84,7 @@ impl Testbed {
             Platform::SimPinned | Platform::CudaPinned => SockMemory::Pinned,
             Platform::Threads => SockMemory::Threads,
         };
-        SockOptions::default().with_memory(memory).with_direct(true)
+        SockOptions::default().with_memory(memory)
     }
 
     /// Sockets with few slots, and `scripted_kernels` kernels that use them.
@@ -327,10 +327,10 @@ pub fn compile_for_threads() -> Result<(), String> {
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
     let sources = [
-        "tests/sock/scripted.cu",
-        "tests/sock/echo_client_threads.cpp",
-        "../apps/src/kv/kv.cu",
-        "../apps/src/similarity/similarity.cu",
+        "sock/scripted.cu",
+        "sock/echo_client_threads.cpp",
+        "../../apps/src/kv/kv.cu",
+        "../../apps/src/similarity/similarity.cu",
     ]
     .map(|path| root.join(path));
     if !sources[0].exists() {
@@ -345,7 +345,7 @@ fn build_library() -> Result<libloading::Library, String> {
         .args(more.split_whitespace())
         .args(["-x", "c++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC"])
         .args(["-shared", "-pthread", "-I"])
-        .arg(root.join("../../include"))
+        .arg(root.join("../../../include"))
         .args(sources)
         .arg("-o")
         .arg(&library)

@@ -2,7 +2,7 @@
 //! one launch for the whole list.
 //!
 //! ```text
-//! cargo run --release -p warpwire --example 13_copy_lists -- cuda:0
+//! cargo run --release -p examples --example 13_copy_lists -- cuda:0
 //! ```
 //!
 //! The process starts itself once more; the second one opens the first one's memory. A handle that

@@ -2,8 +2,8 @@
 //! comparison.
 //!
 //! ```console
-//! $ cargo run --release --example 05_shm_rate
-//! $ cargo run --release --example 05_shm_rate -- shm ring=4MiB
+//! $ cargo run --release -p examples --example 05_shm_rate
+//! $ cargo run --release -p examples --example 05_shm_rate -- shm ring=4MiB
 //! ```
 //!
 //! The program starts itself a second time. Both sides poll, as an engine does under load. The

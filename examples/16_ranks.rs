@@ -2,7 +2,7 @@
 //! previous.
 //!
 //! ```console
-//! $ cargo build -p warpwire-cli -p warpwire --bins --examples
+//! $ cargo build -p warpwire-cli -p examples --bins --examples
 //! $ target/debug/warpwire run -n 2 -- target/debug/examples/16_ranks
 //! $ torchrun --nproc-per-node 4 --no-python target/debug/examples/16_ranks cuda
 //! ```

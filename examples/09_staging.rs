@@ -2,8 +2,8 @@
 //! (copied through pinned memory), in chunks whose sizes can be tuned.
 //!
 //! ```console
-//! $ cargo run --release -p warpwire --example 09_staging -- cuda:0
-//! $ cargo run --release -p warpwire --example 09_staging -- sim:0 0.05
+//! $ cargo run --release -p examples --example 09_staging -- cuda:0
+//! $ cargo run --release -p examples --example 09_staging -- sim:0 0.05
 //! ```
 //!
 //! Two software HCAs in one process, with staged memory of one GPU on both sides. First, values of

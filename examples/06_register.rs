@@ -2,8 +2,8 @@
 //! `06_register.py` loads it and passes it addresses of PyTorch tensors.
 //!
 //! ```text
-//! cargo build --release --example 06_register -p warpwire
-//! cd crates/warpwire/examples
+//! cargo build --release -p examples --example 06_register
+//! cd examples
 //! python3 06_register.py ../../../target/release/examples/lib06_register.so
 //! ```
 #![allow(unsafe_code)] // for `no_mangle` and for registering by address

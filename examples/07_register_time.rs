@@ -2,7 +2,7 @@
 //! size.
 //!
 //! ```text
-//! cargo run --release --example 07_register_time -p warpwire
+//! cargo run --release -p examples --example 07_register_time
 //! ```
 //! Each figure is the best of 200 rounds, in microseconds. The last line has the ratios of the
 //! longest range to the shortest.

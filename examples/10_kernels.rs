@@ -9,13 +9,13 @@
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
 
-#[path = "../tests/kernels"]
+#[path = "../crates/warpwire/tests/kernels"]
 #[allow(dead_code)] // shared with the tests
 mod kernels {
     pub mod calls;
     pub mod fixture;
 }
-#[path = "../tests/ptx.rs"]
+#[path = "../crates/warpwire/tests/ptx.rs"]
 mod ptx;
 
 use std::net::TcpListener;

@@ -1,7 +1,7 @@
 //! Copies a megabyte from one GPU to another and from there to the host, and checks it.
 //!
 //! ```text
-//! cargo run --release --example 01_move -p warpwire
+//! cargo run --release -p examples --example 01_move
 //! ```
 
 use std::time::Duration;

@@ -2,7 +2,7 @@
 //! and in lists of many, with notifications.
 //!
 //! ```text
-//! cargo run --release -p warpwire --example 14_agents -- cuda:0
+//! cargo run --release -p examples --example 14_agents -- cuda:0
 //! ```
 //!
 //! The first argument is where the memory is: `host` (the default), `sim:0`, `cuda:0`. The process

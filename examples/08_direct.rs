@@ -2,9 +2,9 @@
 //! one thread, two devices on a shared-memory link, one write at a time.
 //!
 //! ```console
-//! $ cargo run --release -p warpwire --example 08_direct        # 8 bytes, a million times
-//! $ cargo run --release -p warpwire --example 08_direct 65536 20000
-//! $ cargo run --release -p warpwire --example 08_direct 65536 20000 64    # target offset 64
+//! $ cargo run --release -p examples --example 08_direct        # 8 bytes, a million times
+//! $ cargo run --release -p examples --example 08_direct 65536 20000
+//! $ cargo run --release -p examples --example 08_direct 65536 20000 64    # target offset 64
 //! $ valgrind --tool=callgrind target/release/examples/08_direct 8 100000
 //! ```
 #![allow(missing_docs)]

@@ -6,7 +6,7 @@
 //!
 //! ```console
 //! # Two ranks as threads, on the simulated GPU:
-//! $ cargo run --release --example 11_jacobi
+//! $ cargo run --release -p examples --example 11_jacobi
 //! # Four processes; size, steps, device:
 //! $ warpwire run -n 4 -- target/release/examples/11_jacobi 1024 500 cuda:0
 //! ```

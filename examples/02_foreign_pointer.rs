@@ -2,8 +2,8 @@
 //! it and passes it the address of a PyTorch tensor.
 //!
 //! ```text
-//! cargo build --release --example 02_foreign_pointer -p warpwire
-//! cd crates/warpwire/examples
+//! cargo build --release -p examples --example 02_foreign_pointer
+//! cd examples
 //! python3 02_foreign_pointer.py ../../../target/release/examples/lib02_foreign_pointer.so
 //! ```
 #![allow(unsafe_code)] // for `no_mangle` and for borrowing memory

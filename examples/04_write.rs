@@ -2,7 +2,7 @@
 //! process; across processes and machines it works the same way.
 //!
 //! ```console
-//! $ cargo run --release -p warpwire --example 04_write
+//! $ cargo run --release -p examples --example 04_write
 //! ```
 //!
 //! RDMA in five terms: *device* (a [`Context`]), *memory region* (an `Mr`: registered memory, with

@@ -1,7 +1,7 @@
 //! Two processes and a message each way: send and receive by verbs, over a reliable connection.
 //!
 //! ```console
-//! $ cargo run -p warpwire --example 15_send_recv              # starts itself as the other process
+//! $ cargo run -p examples --example 15_send_recv              # starts itself as the other process
 //! ```
 //!
 //! On two machines, or in two terminals:

@@ -1,7 +1,7 @@
 //! Measures the UDP link over the loopback interface, with and without each offload.
 //!
 //! ```console
-//! $ cargo run --release --example 03_udp_rate
+//! $ cargo run --release -p examples --example 03_udp_rate
 //! ```
 //!
 //! One thread alternates between sending and receiving, so the figures are the cost of both sides

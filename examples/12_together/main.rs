@@ -5,7 +5,7 @@
 //!
 //! ```console
 //! # Four ranks as threads, on the simulated GPU:
-//! $ cargo run --release --example 12_together
+//! $ cargo run --release -p examples --example 12_together
 //! # Four processes; numbers, rounds, device:
 //! $ warpwire run -n 4 -- target/release/examples/12_together 4096 16 cuda:0
 //! ```
