@@ -256,8 +256,11 @@ fetch() {
 }
 
 step() { # step NAME: runs it; not as a condition, in which `set -e` has no effect
-  (set -e; "step_$1") 2>&1
+  local TIMEFORMAT='%U %S'
+  { time { (set -e; "step_$1") 2>&1; }; } 2>"$folder/$1.cpu"
 }
+
+cpu() { awk '{ printf "%d", $1 + $2 }' "$folder/$1.cpu"; } # cpu NAME: seconds, of both cores
 
 beside() { # beside FOLDER NAME...: runs these steps one after another
   local folder=$1 name start
@@ -351,10 +354,10 @@ run() { # run NAME...
       tail -n 40 "$log"
       exit 1
     fi
-    times+=("$name $seconds")
-    printf '== %s: %d s\n' "$name" $seconds
+    times+=("$name $seconds ($(cpu "$name"))")
+    printf '== %s: %d s, CPU time %d s\n' "$name" $seconds "$(cpu "$name")"
   done
-  printf '\nall checks passed in %d s: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
+  printf '\nall checks passed in %d s; each step, with its CPU time: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
   [ -z "$all" ] || echo "(beside build: $BESIDE_BUILD; beside tests: $BESIDE_TESTS)"
 }
 

@@ -27,6 +27,15 @@ impl Rng {
     }
 }
 
+/// Pseudo-random bytes, different for each seed.
+pub fn random_bytes(seed: u64, len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let words = len.div_ceil(8);
+    let mut bytes: Vec<u8> = (0..words).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
+    bytes.truncate(len);
+    bytes
+}
+
 /// Runs a test for each seed, or only for the one in `WARPWIRE_SEED`. A failure prints the seed and
 /// how to replay it.
 pub fn for_each_seed(seeds: Range<u64>, mut run: impl FnMut(u64)) {

@@ -102,7 +102,7 @@ impl ServiceThread {
             if let Socket::Rdma(rdma) = &mut slot.socket {
                 slot.common.options.abort = true;
                 slot.common.close_descriptor();
-                rdma.detach(&mut self.resources);
+                rdma.detach();
             }
         }
         // If that fails, kernels notice that the heartbeat has stopped.

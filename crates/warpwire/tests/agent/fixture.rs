@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
-use testkit::Rng;
 pub use testkit::assert_same as same;
+use testkit::random_bytes;
 use warpwire::agent::{Agent, AgentOptions, Descriptor, Memory, Peer, RemoteMemory};
 use warpwire::link::{Auto, Hub, Shm, ShmOptions, Udp, UdpOptions};
 use warpwire::mem::sim::{Sim, SimConfig};
@@ -162,10 +162,7 @@ impl Block {
 
     /// Fills it with bytes of a seed; returns them.
     pub fn fill(&self, seed: u64) -> Vec<u8> {
-        let mut rng = Rng::new(seed);
-        let words = self.memory.len().div_ceil(8);
-        let mut bytes: Vec<u8> = (0..words).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
-        bytes.truncate(self.memory.len() as usize);
+        let bytes = random_bytes(seed, self.memory.len() as usize);
         self.write(0, &bytes);
         bytes
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::rdma_device;
-pub use testkit::assert_same as same;
+pub use testkit::{assert_same as same, random_bytes as pattern};
 use warpwire::link::Hub;
 use warpwire::mem::Device;
 use warpwire::mem::sim::{Sim, SimConfig};
@@ -103,23 +103,6 @@ pub fn buffer(comm: &Comm, memory_kind: MemoryKind, len: u64) -> Buffer {
         MemoryKind::Host => comm.alloc(len).unwrap(),
         MemoryKind::Device => comm.register(gpu().alloc(len).unwrap().whole().unwrap()).unwrap(),
     }
-}
-
-/// Pseudo-random bytes (xorshift64), different for each seed.
-pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        bytes.extend(next().to_le_bytes());
-    }
-    bytes.truncate(len);
-    bytes
 }
 
 pub fn read(buffer: &Buffer, offset: u64, len: usize) -> Vec<u8> {

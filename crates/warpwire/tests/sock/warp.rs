@@ -406,15 +406,24 @@ fn the_family_is_limited(testbed: &Testbed) {
     let hosts = HostPair { here, there };
     let (client, server) = (hosts.here.first(), hosts.there.first());
     let at = loopbacks()[0];
-    let (_, name) = listen(server, at, 8);
-    let [first, second, third] = [0; 3].map(|_| client.socket(at, WARP_STREAM));
+    let (listener, name) = listen(server, at, 8);
+    let [first, second, third, fourth] = [0; 4].map(|_| client.socket(at, WARP_STREAM));
     client.expect(KernelOp::Connect, &[first], Some(name));
     client.expect(KernelOp::Connect, &[second], Some(name));
     let full = client.call(KernelOp::Connect, &[third], Some(name)).result;
     assert_eq!(full, errno(Errno::NOBUFS));
     client.expect(KernelOp::Close, &[first], None);
-    until("its queue pair is free", || hosts.here.host.stats().open == 2);
+    until("its queue pair is free", || hosts.here.host.stats().open == 3);
     client.expect(KernelOp::Connect, &[third], Some(name));
+    // A kernel may be using the queue pair of a connection that fails: it is not given to others.
+    let [_, reset, _] = [0; 3].map(|_| server.expect(KernelOp::Accept, &[listener], None) as u64);
+    server.expect(KernelOp::Set, &[reset, SockOption::Linger as u64, 0], None);
+    server.expect(KernelOp::Close, &[reset], None);
+    until("it is reset", || client.send(second, b"x") == errno(Errno::CONNRESET));
+    let full = client.call(KernelOp::Connect, &[fourth], Some(name)).result;
+    assert_eq!(full, errno(Errno::NOBUFS));
+    client.expect(KernelOp::Close, &[second], None);
+    client.expect(KernelOp::Connect, &[fourth], Some(name));
     let off = none.first().call(KernelOp::Socket, &[4, WARP_STREAM], None).result;
     assert_eq!(off, errno(Errno::OPNOTSUPP), "the family is disabled");
 }

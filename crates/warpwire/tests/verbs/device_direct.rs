@@ -23,6 +23,7 @@ cases!(Fixture; CASES:
     device_copies_where_possible,
     device_copies_of_every_size,
     device_copies_between_two_gpus,
+    device_copies_by_each_gpu_of_a_process,
     device_copies_keep_their_order,
     device_copies_that_overlap_are_ordered,
     device_copies_are_gathered,
@@ -157,7 +158,8 @@ fn device_copies_of_every_size(fixture: &Fixture) {
 /// access to each other's memory, else by packets, with the reason.
 fn device_copies_between_two_gpus(fixture: &Fixture) {
     for peer_access in [true, false] {
-        let config = SimConfig::default().with_memory(1 << 28).with_peer_access(peer_access);
+        let config = SimConfig::default().with_gpus(3).with_memory(1 << 28);
+        let config = config.with_peer_access(peer_access);
         let sim = Sim::start(config).unwrap();
         let testbed = fixture.testbed();
         let conn = testbed.join(QpOptions::default());
@@ -195,6 +197,55 @@ fn device_copies_between_two_gpus(fixture: &Fixture) {
                 break;
             }
             assert!(start.elapsed() < test_timeout(), "{direct} were direct: {path}");
+        }
+        testbed.check_traffic(&conn);
+    }
+}
+
+/// One key is used with memory of three GPUs: each opens the peer's memory. Where only the GPU that
+/// it is on has access to it, the others use packets.
+fn device_copies_by_each_gpu_of_a_process(fixture: &Fixture) {
+    for peer_access in [true, false] {
+        let config = SimConfig::default().with_gpus(3).with_memory(1 << 28);
+        let config = config.with_peer_access(peer_access);
+        let sim = Sim::start(config).unwrap();
+        let testbed = fixture.testbed();
+        let conn = testbed.join(QpOptions::default());
+        let alloc = |gpu| sim.device(gpu).unwrap().alloc(LEN).unwrap();
+        let register = |end: &Endpoint, memory: &Allocation| {
+            end.context.register(&end.pd, memory.whole().unwrap(), Access::ALL).unwrap()
+        };
+        // The first is on the GPU of the peer's memory.
+        let gpus = [1, 0, 2];
+        let near = gpus.map(alloc);
+        let near_mrs = near.each_ref().map(|memory| register(&testbed.a, memory));
+        let far = alloc(1);
+        let far_mr = register(&testbed.b, &far);
+        let (mut seed, start) = (0, Instant::now());
+        // Writes with memory of one GPU; returns whether that was direct.
+        let mut write = |of: usize, len: u32| {
+            seed += 1;
+            let wanted: Vec<u8> = (0..u64::from(len)).map(|n| (n * 7 + seed) as u8).collect();
+            near[of].write(0, &wanted).unwrap();
+            let (before, data) = (operations(&testbed.a), [near_mrs[of].sge(0, len)]);
+            let op = WrOp::Write(far_mr.remote(0));
+            conn.a.qp.post_send(&[SendRequest::new(seed, op).with(&data)]).unwrap();
+            testbed.done(&conn.a.sends, seed);
+            let mut found = vec![0; len as usize];
+            far.read(0, &mut found).unwrap();
+            same(&found, &wanted, "by one of three GPUs");
+            operations(&testbed.a) > before
+        };
+        let opens = |of: usize| fixture.test_link.is_direct() && (peer_access || gpus[of] == 1);
+        for of in 0..3 {
+            while !write(of, LARGE) && opens(of) {
+                assert!(start.elapsed() < test_timeout(), "{}", conn.a.qp.path().unwrap());
+            }
+        }
+        for round in 0..30 {
+            let of = round % 3;
+            assert_eq!(write(of, LARGE), opens(of), "sim:{}", gpus[of]);
+            write(of, 8);
         }
         testbed.check_traffic(&conn);
     }

@@ -19,7 +19,7 @@ use super::super::qpc::{QpContext, QpMemory};
 use super::super::stats::IndirectReason;
 use super::imported::{ImportState, ImportedMemory};
 use super::lists::ListRegions;
-use super::peer::RemoteRows;
+use super::rows::RemoteRows;
 use super::{DirectOutcome, DirectState};
 use crate::error::Error;
 use crate::link::{DeviceAccess, ShmPeer};
@@ -161,10 +161,16 @@ impl DeviceCopies {
         device: &Device,
     ) -> Result<(&'m Allocation, usize), IndirectReason> {
         let lane = self.lanes.iter().position(|lane| lane.queue.device() == device);
+        let first = memory;
+        let memory = memory.on(device).ok_or(IndirectReason::MappingRequested)?;
         let opened = match memory.open_on(device, lane.is_none()) {
             ImportState::Opened(opened) => opened,
             ImportState::Opening => return Err(IndirectReason::MappingRequested),
-            ImportState::Failed => return Err(IndirectReason::KeyNotExported),
+            ImportState::Failed if Arc::ptr_eq(memory, first) => {
+                return Err(IndirectReason::KeyNotExported);
+            }
+            // Other GPUs may use it.
+            ImportState::Failed => return Err(IndirectReason::LocalMemory),
         };
         let at = match lane {
             Some(at) => at,
@@ -174,8 +180,7 @@ impl DeviceCopies {
                 self.lanes.len() - 1
             }
         };
-        // Memory that was opened on another GPU would need access between the two.
-        if self.lanes[at].failed || *opened.device() != *self.lanes[at].queue.device() {
+        if self.lanes[at].failed {
             return Err(IndirectReason::LocalMemory);
         }
         Ok((opened, at))

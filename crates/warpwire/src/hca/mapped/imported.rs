@@ -22,14 +22,19 @@ const QUEUE_CREATED: u8 = 2;
 const QUEUE_FAILED: u8 = 3;
 
 /// A peer's device memory. It is opened at its first use, on the GPU that the local memory is on,
-/// by the pager thread: the driver may take its time.
+/// by the pager thread: the driver may take its time. For another GPU of this process the peer is
+/// asked for its handle again, since keeping it would keep its descriptors open.
 pub(super) struct ImportedMemory {
     /// For people.
     handle_type: &'static str,
+    /// The GPU that it is opened on, once somebody has asked for that.
+    device: OnceLock<Device>,
+    /// The same memory for another GPU.
+    next: OnceLock<Arc<Self>>,
+    /// A GPU needs it that has no `next` yet.
+    wants_next: AtomicBool,
     /// What the peer sent; taken when it is opened.
     shared: Mutex<Option<SharedHandle>>,
-    /// It is being opened, or has been.
-    requested: AtomicBool,
     opened: OnceLock<std::result::Result<Allocation, Error>>,
     /// For short operations; set before `opened`.
     window: OnceLock<PeerWindow>,
@@ -74,14 +79,48 @@ impl ImportedMemory {
         let shared = SharedHandle { handle, descriptors: files.collect() };
         Ok(Self {
             handle_type,
+            device: OnceLock::new(),
+            next: OnceLock::new(),
+            wants_next: AtomicBool::new(false),
             shared: Mutex::new(Some(shared)),
-            requested: AtomicBool::new(false),
             opened: OnceLock::new(),
             window: OnceLock::new(),
             queue: Mutex::default(),
             queue_state: AtomicU8::new(NO_QUEUE),
             queue_failure: OnceLock::new(),
         })
+    }
+
+    /// The memory for this GPU; `None` if the peer must be asked for another handle, which
+    /// [`wants_next`](Self::wants_next) says from then on.
+    pub(super) fn on<'m>(self: &'m Arc<Self>, device: &Device) -> Option<&'m Arc<Self>> {
+        let mut found = self;
+        while found.device.get().is_some_and(|other| other != device) {
+            let Some(next) = found.next.get() else {
+                self.wants_next.store(true, Ordering::Relaxed);
+                return None;
+            };
+            found = next;
+        }
+        Some(found)
+    }
+
+    /// Whether the peer must be asked for another handle.
+    pub(super) fn wants_next(&self) -> bool {
+        self.wants_next.load(Ordering::Relaxed)
+    }
+
+    /// Adds the same memory for another GPU.
+    pub(super) fn add_next(&self, memory: Self) {
+        let mut last = self;
+        while let Some(next) = last.next.get() {
+            last = next;
+        }
+        // One that nobody has opened yet is the answer to a request that was repeated.
+        if !last.is_new() {
+            let _ = last.next.set(Arc::new(memory));
+        }
+        self.wants_next.store(false, Ordering::Relaxed);
     }
 
     /// The memory, if it has been opened; else it is being opened on this device. With
@@ -98,7 +137,7 @@ impl ImportedMemory {
             Some(Err(_)) => return ImportState::Failed,
             None => {}
         }
-        if !self.requested.swap(true, Ordering::Relaxed)
+        if self.device.set(device.clone()).is_ok()
             && let Some(SharedHandle { handle, descriptors }) = self.shared.lock().take()
         {
             let (this, device) = (self.clone(), device.clone());
@@ -149,7 +188,7 @@ impl ImportedMemory {
     /// Whether nobody has asked to open it.
     #[inline]
     pub(super) fn is_new(&self) -> bool {
-        !self.requested.load(Ordering::Relaxed)
+        self.device.get().is_none()
     }
 
     /// Takes the queue of copies that was created; the next who needs one gets another.

@@ -26,7 +26,7 @@ use super::super::engine::Core;
 use super::super::memory::QueueMemory;
 use super::super::qpc::QpMemory;
 use super::imported::ImportedMemory;
-use super::peer::RemoteRows;
+use super::rows::RemoteRows;
 use crate::error::Result;
 use crate::link::{DeviceAccess, ShmPeer};
 use crate::mem::{Device, Region};

@@ -16,7 +16,8 @@ use super::super::engine::Core;
 use super::super::qpc::QpContext;
 use super::super::stats::IndirectReason;
 use super::device_copies::{DeviceCopies, ListCopy, PostedWork};
-use super::peer::{DirectPeer, RemoteRows};
+use super::peer::DirectPeer;
+use super::rows::RemoteRows;
 use super::{DirectOutcome, Mapped};
 use crate::mem::{ListDescriptors, MAX_LIST, Region};
 use crate::mr::{Access, Registry, Span};
@@ -213,7 +214,13 @@ impl<'a> Resolved<'a> {
         let (mut remote, mut rows, mut lane) = (Vec::new(), Vec::new(), 0);
         for used in &list.remote {
             let (memory, offset, generation) = peer.device_memory(used, direct.pd, need, now)?;
-            let (opened, at) = copies.open(memory, device)?;
+            let (opened, at) = match copies.open(memory, device) {
+                Ok(opened) => opened,
+                Err(why) => {
+                    peer.request_next(used.key, now);
+                    return Err(why);
+                }
+            };
             let region = opened.region(offset, used.len());
             remote.push(region.map_err(|_| IndirectReason::AccessDenied)?);
             rows.push(RemoteRows::new(row, direct.generation, used.key, generation));

@@ -18,7 +18,7 @@ use super::imported::{ImportState, ImportedMemory};
 use super::kernel_table::{KernelRange, KernelTable};
 use super::lists::UsedKey;
 use super::process_memory::{self, ProcessTarget};
-use super::rows::{FIRST_KEY_ROW, address_words, decode_access, row_of};
+use super::rows::{FIRST_KEY_ROW, RemoteRows, address_words, decode_access, row_of};
 use super::{DirectOutcome, DirectState, PeerMemory};
 use crate::link::ShmPeer;
 use crate::mr::{self, Access, AccessDenied, PeerMapping, Registry, Sharing};
@@ -65,6 +65,8 @@ pub(super) struct RemoteKey {
     sharing: Sharing,
     /// When it was looked up first.
     since: Instant,
+    /// When the peer was asked for its memory again, for another GPU.
+    asked_again: Cell<Option<Instant>>,
     /// The epoch of its last use: see [`DirectPeer::epoch`].
     pub used: Cell<u64>,
     pub mapping: MappingState,
@@ -94,29 +96,6 @@ pub(in crate::hca) struct DirectPeer {
     users: u32,
     /// How many keys were left after the last sweep.
     swept: usize,
-}
-
-/// Rows of a peer's table that allow an access, and the generations that were checked: its queue
-/// pair's, and a key's.
-#[derive(Clone, Copy)]
-pub(super) struct RemoteRows {
-    pub rows: [u32; 2],
-    pub generations: [u64; 2],
-}
-
-impl RemoteRows {
-    pub(super) fn new(qp_row: u32, qp_generation: u64, key: u32, key_generation: u64) -> Self {
-        let rows = [qp_row, FIRST_KEY_ROW + (key >> 8)];
-        Self { rows, generations: [qp_generation, key_generation] }
-    }
-
-    /// What an access that could not be announced must do.
-    pub(super) fn refusal(&self, peer: &ShmPeer) -> Result<DirectOutcome, IndirectReason> {
-        match self.rows.map(|row| peer.generation(row)) == self.generations {
-            true => Ok(DirectOutcome::OutOfBudget), // too many are in progress
-            false => Err(IndirectReason::Revoked),
-        }
-    }
 }
 
 /// All peers, by index.
@@ -362,6 +341,7 @@ impl DirectPeer {
             if !table.has_remote(remote.rkey) {
                 let rows = RemoteRows::new(row, direct.generation, remote.rkey, known.generation);
                 self.show_kernels(table, known, memory, rows, direct.remote_access);
+                self.request_next(remote.rkey, now);
             }
         }
         let window = match memory {
@@ -454,10 +434,8 @@ impl DirectPeer {
         rows: RemoteRows,
         remote_access: u64,
     ) {
+        let Some(memory) = memory.on(table.device()) else { return };
         let ImportState::Opened(opened) = memory.open_on(table.device(), false) else { return };
-        if opened.device() != table.device() {
-            return; // opened on another GPU
-        }
         let Ok(region) = opened.region(known.start, known.len) else { return };
         let access = Access::from_bits_truncate(known.access.bits() & remote_access as u8);
         let range = KernelRange { key: known.key, access, iova: known.iova, region };
@@ -509,6 +487,7 @@ impl DirectPeer {
         requested: &Requested<'_>,
         now: Instant,
     ) -> Result<DirectOutcome, IndirectReason> {
+        self.request_next(requested.remote.rkey, now);
         let len = requested.work.len;
         let soon = self.key(requested.remote.rkey).is_some_and(|known| {
             known.sharing == Sharing::Device && now - known.since < device_copies::max_wait(len)
@@ -600,6 +579,7 @@ impl DirectPeer {
             start,
             sharing,
             since,
+            asked_again: Cell::new(None),
             used: Cell::new(self.epoch),
             mapping,
         };
@@ -615,6 +595,19 @@ impl DirectPeer {
         IndirectReason::MappingRequested
     }
 
+    /// Asks the peer for memory again that another GPU of this process needs as well.
+    #[cold]
+    pub(super) fn request_next(&self, key: u32, now: Instant) {
+        if let Some(known) = self.key(key)
+            && let MappingState::Mapped(PeerMemory::Device(memory)) = &known.mapping
+            && memory.wants_next()
+            && known.asked_again.get().is_none_or(|when| now - when >= MAPPING_REQUEST_RETRY)
+        {
+            known.asked_again.set(Some(now));
+            self.peer.request_file(key, known.generation);
+        }
+    }
+
     /// Processes the replies to mapping requests.
     #[cold]
     fn process_replies(&mut self) {
@@ -622,6 +615,13 @@ impl DirectPeer {
             let at = self.key_slot(reply.key);
             let Some(Some(known)) = self.keys.get_mut(at) else { continue };
             if (known.key, known.generation) != (reply.key, reply.word) {
+                continue;
+            }
+            if let MappingState::Mapped(PeerMemory::Device(memory)) = &known.mapping {
+                match ImportedMemory::new(reply.files) {
+                    Ok(next) => memory.add_next(next),
+                    Err(why) => tracing::debug!(%why, "cannot map a peer's memory on another GPU"),
+                }
                 continue;
             }
             let writable = known.access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);

@@ -9,7 +9,9 @@ use warpwire_proto::qp::State;
 
 use super::super::numbers::qp_row;
 use super::super::qpc::QpContext;
-use crate::link::ExportTable;
+use super::super::stats::IndirectReason;
+use super::DirectOutcome;
+use crate::link::{ExportTable, ShmPeer};
 use crate::mr::{Access, ExportObserver, MrExport, Sharing};
 
 /// Rows of queue pairs come first, then those of keys.
@@ -114,6 +116,29 @@ impl QpContext {
     pub(in crate::hca) fn unpublish(&mut self, export_table: Option<&Arc<ExportTable>>) {
         if let (Some(export_table), Some(_)) = (export_table, self.direct.published.take()) {
             export_table.close(qp_row(self.qp.number()) as usize);
+        }
+    }
+}
+
+/// Rows of a peer's table that allow an access, and the generations that were checked: its queue
+/// pair's, and a key's.
+#[derive(Clone, Copy)]
+pub(super) struct RemoteRows {
+    pub rows: [u32; 2],
+    pub generations: [u64; 2],
+}
+
+impl RemoteRows {
+    pub(super) fn new(qp_row: u32, qp_generation: u64, key: u32, key_generation: u64) -> Self {
+        let rows = [qp_row, FIRST_KEY_ROW + (key >> 8)];
+        Self { rows, generations: [qp_generation, key_generation] }
+    }
+
+    /// What an access that could not be announced must do.
+    pub(super) fn refusal(&self, peer: &ShmPeer) -> Result<DirectOutcome, IndirectReason> {
+        match self.rows.map(|row| peer.generation(row)) == self.generations {
+            true => Ok(DirectOutcome::OutOfBudget), // too many are in progress
+            false => Err(IndirectReason::Revoked),
         }
     }
 }

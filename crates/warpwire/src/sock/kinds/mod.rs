@@ -207,7 +207,7 @@ impl Slot {
         self.common.options.abort = true;
         self.common.close_descriptor();
         if let Socket::Rdma(rdma) = &mut self.socket {
-            rdma.detach(resources);
+            rdma.detach();
         }
         resources.publish_state(&self.common)
     }
@@ -219,7 +219,7 @@ impl Slot {
         self.common.close_descriptor();
         let mut released = Released::default();
         if let Socket::Rdma(rdma) = &mut self.socket {
-            rdma.detach(resources);
+            rdma.release(resources);
             released.parent = rdma.parent.take();
             let (index, generation) = (self.common.index, self.common.generation);
             resources.counters.warp.close(index, generation, None);

@@ -38,6 +38,9 @@ pub(in crate::sock) struct RdmaSocket {
     send_window: u64,
     /// Maximum number of bytes that the peer keeps in flight or unread.
     peer_window: u64,
+    /// The slot of the queue pair. Like the rings, it is kept until the socket is closed: a kernel
+    /// may be posting when the connection fails.
+    qp_slot: Option<u32>,
     conn_resources: Option<ConnResources>,
     handshake: Option<Handshake>,
     /// When the handshake must be complete.
@@ -55,6 +58,7 @@ impl Default for RdmaSocket {
             rings: Rings::default(),
             send_window: 0,
             peer_window: u64::MAX,
+            qp_slot: None,
             conn_resources: None,
             handshake: None,
             deadline: None,
@@ -176,31 +180,29 @@ impl RdmaSocket {
         let local = local.ok_or_else(|| missing("the connection has no local address"))?;
         let qp_slots = resources.qp_slots.as_mut();
         let qp_slots = qp_slots.ok_or_else(|| missing("the family `warp` is disabled"))?;
-        let qp_slot = qp_slots.take().ok_or_else(|| {
-            missing("all queue pairs are in use").fix("raise SockOptions::warp_sockets")
+        let qp_slot = self.qp_slot.or_else(|| qp_slots.take()).ok_or_else(|| {
+            missing("all queue pairs are in use")
+                .fix("raise SockOptions::warp_sockets, or close sockets that have failed")
         })?;
+        self.qp_slot = Some(qp_slot);
         let device_cache = &mut resources.device_cache;
-        match ConnResources::new(device_cache, qp_slots, qp_slot, local, conn_memory) {
-            Ok(conn_resources) => {
-                let hello = conn_resources.hello();
-                self.conn_resources = Some(conn_resources);
-                Ok(hello)
-            }
-            Err(error) => {
-                qp_slots.release(qp_slot);
-                Err(error)
-            }
-        }
+        let conn_resources =
+            ConnResources::new(device_cache, qp_slots, qp_slot, local, conn_memory)?;
+        let hello = conn_resources.hello();
+        self.conn_resources = Some(conn_resources);
+        Ok(hello)
     }
 
     /// Releases the connection's queue pair and registrations.
-    pub(in crate::sock) fn detach(&mut self, resources: &mut Resources) {
-        (self.handshake, self.deadline) = (None, None);
-        if let (Some(conn_resources), Some(qp_slots)) =
-            (self.conn_resources.take(), resources.qp_slots.as_mut())
+    pub(in crate::sock) fn detach(&mut self) {
+        (self.handshake, self.deadline, self.conn_resources) = (None, None, None);
+    }
+
+    /// The same, and the slot of the queue pair.
+    pub(super) fn release(&mut self, resources: &mut Resources) {
+        self.detach();
+        if let (Some(qp_slot), Some(qp_slots)) = (self.qp_slot.take(), resources.qp_slots.as_mut())
         {
-            let qp_slot = conn_resources.qp_slot;
-            drop(conn_resources);
             qp_slots.release(qp_slot);
         }
     }
@@ -355,7 +357,7 @@ impl RdmaSocket {
         common.close_descriptor();
         common.options.abort = before;
         resources.publish_state(common)?;
-        self.detach(resources);
+        self.detach();
         Ok(if common.closing.is_some() { Progress::Release } else { Progress::Idle })
     }
 
