@@ -51,7 +51,7 @@ impl Block {
         let gpu = mem::open(place)?;
         let vmm = gpu.capabilities().vmm.is_yes();
         let kind = if vmm { MemoryKind::Vmm } else { MemoryKind::Plain };
-        let len = if gpu.info().backend == Backend::Cuda { 2 << 30 } else { 64 << 20 };
+        let len = if gpu.info().backend == Backend::Cuda { 2 << 30 } else { 16 << 20 };
         let device = gpu.alloc_kind(len, kind)?;
         Ok(Self { memory: agent.register(device.whole()?)?, bytes: Bytes::Device(device) })
     }

@@ -30,8 +30,8 @@ impl Rng {
 /// Pseudo-random bytes, different for each seed.
 pub fn random_bytes(seed: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed);
-    let words = len.div_ceil(8);
-    let mut bytes: Vec<u8> = (0..words).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&rng.next_u64().to_le_bytes()));
     bytes.truncate(len);
     bytes
 }

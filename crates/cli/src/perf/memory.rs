@@ -212,11 +212,13 @@ impl Buffer {
             }
             self.read(at + done, &mut found[..step])?;
             fill_bytes(&mut wanted[..step], seed, done);
-            let differs = found[..step]
-                .iter()
-                .zip(&wanted[..step])
-                .position(|(found, wanted)| found != wanted && !(may_be_zero && *found == 0));
-            wrong = differs.map(|index| done + index as u64);
+            let (found, wanted) = (&found[..step], &wanted[..step]);
+            if found != wanted {
+                let is_wrong =
+                    |(&found, &wanted): (&u8, &u8)| found != wanted && !(may_be_zero && found == 0);
+                let differs = found.iter().zip(wanted).position(is_wrong);
+                wrong = differs.map(|index| done + index as u64);
+            }
             Ok(())
         })?;
         Ok(wrong)

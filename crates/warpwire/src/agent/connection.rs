@@ -62,7 +62,7 @@ struct State {
     transfers: BTreeMap<u64, Arc<Active>>,
     control: Option<Bootstrap>,
     failure: Option<Failure>,
-    /// Why it failed: set with `failure`, and kept.
+    /// Why it failed, or was closed.
     cause: Option<Error>,
     /// When the oldest cancelled transfer with outstanding work was cancelled.
     cancelled_at: Option<Instant>,
@@ -394,6 +394,7 @@ impl Connection {
 
     /// Destroys the queue pairs; all transfers that are left have failed.
     fn close(&self, agent: &Arc<Shared>, state: &mut State, error: &Error, ended: &mut Ended) {
+        state.cause.get_or_insert_with(|| error.clone());
         self.set_phase(CLOSED);
         for lane in state.lanes.drain(..) {
             agent.rails[lane.rail].destroyed_qps(1);

@@ -103,9 +103,7 @@ fn trios() -> Vec<Trio> {
 /// Fills a packet with content that is unique to `number`.
 pub(super) fn fill(packet: &mut [u8], number: u32) {
     let end = packet.len() - 4;
-    for (at, byte) in packet[..end].iter_mut().enumerate() {
-        *byte = (number as usize * 31 + at * 7) as u8;
-    }
+    packet[..end].copy_from_slice(&testkit::random_bytes(number.into(), end));
     packet[..4].copy_from_slice(&number.to_be_bytes());
 }
 

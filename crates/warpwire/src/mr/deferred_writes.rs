@@ -216,7 +216,7 @@ mod tests {
                 if random >> 60 < 3 || at + len > expected.len() {
                     at = (random >> 20) as usize % (expected.len() - len);
                 }
-                let bytes: Vec<u8> = (0..len).map(|i| (i as u64 ^ random) as u8).collect();
+                let bytes = testkit::random_bytes(random, len);
                 write_behind.write(at as u64, &bytes, &|| false).unwrap();
                 expected[at..at + len].copy_from_slice(&bytes);
                 at += len;

@@ -44,13 +44,13 @@ impl Memory {
     }
 
     /// Panics unless `data` is at `offset` and everything else is unchanged; then resets all bytes.
-    fn expect(&mut self, offset: usize, data: &[u8], case: &str) {
+    fn expect(&mut self, offset: usize, data: &[u8], case: &dyn Fn() -> String) {
         let bytes = self.bytes();
         let (before, rest) = bytes.split_at(GUARD + offset);
         let (copied, behind) = rest.split_at(data.len());
-        let untouched = |part: &[u8]| part.iter().all(|byte| *byte == BEFORE);
-        assert!(untouched(before) && untouched(behind), "{case}: bytes outside were changed");
-        assert!(copied == data, "{case}: wrong data");
+        let untouched = |part: &[u8]| *part == [BEFORE; 4 * GUARD][..part.len()];
+        assert!(untouched(before) && untouched(behind), "{}: bytes outside were changed", case());
+        assert!(copied == data, "{}: wrong data", case());
         bytes.fill(BEFORE);
     }
 }
@@ -63,7 +63,7 @@ fn sample(len: usize) -> Vec<u8> {
 /// Stores and loads once, and checks both.
 fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], memory: &mut Memory) {
     let len = data.len();
-    let case = format!("{routine}, {len} bytes, device +{device_at}, host +{host_at}");
+    let case = || format!("{routine}, {len} bytes, device +{device_at}, host +{host_at}");
     let mut source = vec![0; host_at + len];
     source[host_at..].copy_from_slice(data);
     // SAFETY: the memory has that many bytes at either offset, and the routine is available.

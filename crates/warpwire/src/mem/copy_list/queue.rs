@@ -487,7 +487,7 @@ mod tests {
         let mut queue = CopyQueue::new(&gpu).unwrap();
         let total = 280 << 20;
         let (to, from) = (gpu.alloc(total).unwrap(), gpu.alloc(total).unwrap());
-        let bytes: Vec<u8> = (0..total).map(|i| (i % 251) as u8).collect();
+        let bytes = testkit::random_bytes(1, total as usize);
         from.write(0, &bytes).unwrap();
         let lens = [1, 2, 7, 8, 9, 15, 16, 4096, 65_537, 3 << 20, 9 << 20, MIN_ENGINE_COPY + 5];
         let (mut copies, mut at) = (Vec::new(), 3);
@@ -550,7 +550,7 @@ mod tests {
         assert!(!list.push((0, 3993), (0, 0), 8) && !list.push((0, 0), (1, 0), 8));
         assert!(!list.push((0, u64::MAX), (0, 0), 8));
         let (mut refused, mut last) = (0, 0);
-        for round in 0..9_u64 {
+        for round in 0..5_u64 {
             from.write(0, &round.to_ne_bytes().repeat(512)).unwrap();
             last = loop {
                 match queue.submit_list(&list, &to_regions, &from_regions).unwrap() {
@@ -561,8 +561,8 @@ mod tests {
             };
         }
         wait(&queue, last);
-        assert!(refused > 0, "nine lists fit into a ring for two");
-        assert_eq!(to.word64(8).unwrap().load().unwrap(), 8);
+        assert!(refused > 0, "five lists fit into a ring for two");
+        assert_eq!(to.word64(8).unwrap().load().unwrap(), 4);
         assert_eq!(to.word64(0).unwrap().load().unwrap(), 0);
         // It is for these regions alone.
         let other = [to.region(16, 3992).unwrap()];
