@@ -270,6 +270,20 @@ impl Engine {
         Ok(sent)
     }
 
+    /// Sends what was just posted, if no other queue pair waits to send: the peer has it earlier
+    /// than if the next step sent it.
+    pub(super) fn transmit_posted(&mut self, now: Instant, index: u32) {
+        if self.acks_immediately || self.core.active.len() != 1 || self.core.active[0] != index {
+            return;
+        }
+        self.core.active.clear();
+        if self.transmit_one(now, index).1 != TxOutcome::Done {
+            self.core.requeue(index);
+        }
+        // If the link has failed, the next step reports it.
+        let _ = self.link.flush();
+    }
+
     fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
         let Core { qpcs, registry, srqs, totals, paths, .. } = &mut self.core;
         let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };

@@ -145,10 +145,15 @@ impl EngineShared {
             0
         };
         for _ in 0..quanta {
-            match self.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
-                Some(mapped::Remaining::Nothing) => return,
-                Some(mapped::Remaining::MoreQuanta) => {}
-                Some(mapped::Remaining::NeedsEngine) | None => break,
+            let Some(mut engine) = self.engine.try_lock() else { break };
+            match engine.core.execute_posted(index) {
+                mapped::Remaining::Nothing => return,
+                mapped::Remaining::MoreQuanta => {}
+                mapped::Remaining::Packets => {
+                    engine.transmit_posted(self.now(), index);
+                    break;
+                }
+                mapped::Remaining::NeedsEngine => break,
             }
         }
         self.request_service(index);

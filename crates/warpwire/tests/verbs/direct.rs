@@ -34,6 +34,7 @@ cases!(Fixture; CASES:
     direct_access_restarts_with_the_next_connection,
     direct_writes_wrap_the_queue_with_wqes_between,
     direct_batches_are_executed_when_posted,
+    messages_leave_when_they_are_posted,
     direct_copies_of_the_kernel,
 );
 
@@ -141,6 +142,32 @@ fn direct_batches_are_executed_when_posted(fixture: &Fixture) {
     for slot in 0..8 {
         testbed.done(&conn.a.sends, slot);
         assert_eq!(far.word(slot * EACH + EACH - 8), u64::from_ne_bytes([7; 8]));
+    }
+}
+
+/// On links with direct access the posting thread sends a message itself if at most one is
+/// outstanding; where only steps may send, nothing leaves before the next one.
+fn messages_leave_when_they_are_posted(fixture: &Fixture) {
+    const MESSAGES: u64 = 100;
+    for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
+        let testbed = fixture.with_progress(progress_mode);
+        let conn = testbed.join(QpOptions::default());
+        let sent = || testbed.a.context.stats().unwrap().pairs.packets_sent;
+        let mut left = 0;
+        for id in 0..MESSAGES {
+            conn.b.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
+            let before = sent();
+            conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Send)]).unwrap();
+            left += sent() - before;
+            testbed.done(&conn.a.sends, id);
+            testbed.done(&conn.b.receives, id);
+        }
+        match progress_mode {
+            ProgressMode::Manual => assert_eq!(left, 0),
+            // Another thread may be making a step, which then sends it.
+            _ if fixture.test_link.is_direct() => assert!(left > MESSAGES / 2, "{left} left"),
+            _ => {}
+        }
     }
 }
 

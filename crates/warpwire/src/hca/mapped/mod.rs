@@ -171,6 +171,8 @@ pub(super) enum Remaining {
     Nothing,
     /// Work that the poster can execute.
     MoreQuanta,
+    /// Packets, of a queue pair with little outstanding.
+    Packets,
     /// Work that only a step of the engine can execute.
     NeedsEngine,
 }
@@ -274,10 +276,13 @@ impl Core {
     /// Executes posted work that needs no packets, one quantum of it. Uses the time of the last
     /// step: what depends on the time is left to the next step.
     pub(super) fn execute_posted(&mut self, index: u32) -> Remaining {
+        /// In a ping-pong, the ACK of the message before comes behind the reply. With more, a step
+        /// sends them as one batch.
+        const MAX_OUTSTANDING: u32 = 1;
         let Some(Some(qpc)) = self.qpcs.get(index as usize) else { return Remaining::NeedsEngine };
         if qpc.direct.direct_peer.is_none()
             || qpc.qp.state() != State::Rts
-            || qpc.qp.outstanding() > 0
+            || qpc.qp.outstanding() > MAX_OUTSTANDING
         {
             return Remaining::NeedsEngine;
         }
@@ -295,6 +300,7 @@ impl Core {
         match self.totals.direct_operations != done {
             true if is_empty => Remaining::Nothing,
             true => Remaining::MoreQuanta,
+            false if qpc.active => Remaining::Packets,
             false => Remaining::NeedsEngine,
         }
     }
