@@ -280,7 +280,7 @@ beside() { # beside FOLDER NAME...: runs these steps one after another
 start_lane() { # start_lane NAME...: `beside` as a process of its own
   local effort=
   [ $WARPWIRE_EFFORT = change ] || effort=full
-  setsid nice -n "$NICE" "$BASH" "$0" $effort beside "$folder" "$@" &
+  setsid "$BASH" "$0" $effort beside "$folder" "$@" &
 }
 
 names() { # names LOOP
@@ -308,7 +308,7 @@ run() { # run NAME...
   [ ! -t 1 ] || export CARGO_TERM_COLOR=always
   if [ "$all" ]; then
     (fetch >/dev/null 2>&1; touch "$folder/fetched") &
-    NICE=5 start_lane $BESIDE_BUILD
+    start_lane $BESIDE_BUILD
     early=$!
   else
     touch "$folder/fetched"
@@ -323,7 +323,7 @@ run() { # run NAME...
           until [ -e "$folder/fetched" ]; do sleep 1; done
           setsid nice -n 19 env "${UNLINTED[@]}" tools/fuzz --build >/dev/null 2>&1 &
           building=$!
-          NICE=0 start_lane $BESIDE_TESTS
+          start_lane $BESIDE_TESTS
           lane=$!
         fi ;;
       # On a busy machine the background build may not have finished: the step builds the rest.
