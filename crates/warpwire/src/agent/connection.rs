@@ -246,7 +246,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Why it failed, if it did.
+    /// Why it failed, or was closed, if so.
     pub(super) fn cause(&self) -> Option<Error> {
         self.state.lock().cause.clone()
     }
