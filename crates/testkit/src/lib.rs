@@ -33,6 +33,6 @@ pub use cpu::cpu_share;
 pub use effort::Effort;
 pub use process::{Process, Role};
 pub use ptx::ptx;
-pub use random::{Rng, assert_same, for_each_seed, random_bytes};
+pub use random::{Rng, ascending_words, assert_same, for_each_seed, random_bytes};
 pub use requirement::{is_skip, skip};
 pub use suite::{Case, Collector, Suite, run};

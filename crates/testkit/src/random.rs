@@ -36,6 +36,13 @@ pub fn random_bytes(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
+/// The bytes of `first`, `first + step`, and so on: `count` words.
+// Not a closure for each word: the tests that call this are not optimized.
+pub fn ascending_words(first: u64, step: u64, count: usize) -> Vec<u8> {
+    let word = |index| first.wrapping_add(step.wrapping_mul(index));
+    (0..count as u64).flat_map(|index| word(index).to_le_bytes()).collect()
+}
+
 /// Runs a test for each seed, or only for the one in `WARPWIRE_SEED`. A failure prints the seed and
 /// how to replay it.
 pub fn for_each_seed(seeds: Range<u64>, mut run: impl FnMut(u64)) {
@@ -65,6 +72,15 @@ pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_ascend() {
+        let bytes = ascending_words(u64::MAX, 3, 3);
+        let words: Vec<_> =
+            bytes.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
+        assert_eq!(words, [u64::MAX, 2, 5]);
+        assert_eq!(ascending_words(1, 1, 0), []);
+    }
 
     #[test]
     fn numbers_are_reproducible_and_bounded() {

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use warpwire::hca::{HcaStats, IndirectReason};
+use warpwire::hca::IndirectReason;
 use warpwire::verbs::{Atomic, Completion, ReceiveRequest, WrOp};
 
 use super::control::{Done, Watchdog, YIELD_INTERVAL};
@@ -24,6 +24,9 @@ const WARM_UP_TIME: Duration = Duration::from_millis(10);
 /// Max warm-up time: memory of a peer on this machine is mapped after its first use, that of a GPU
 /// some hundred milliseconds after it; until then data travels in packets.
 const MAX_WARM_UP_TIME: Duration = Duration::from_secs(5);
+/// Max warm-up time while such a peer has not said which memory it has: one with `--no-direct` says
+/// nothing.
+const MAX_PEER_TIME: Duration = Duration::from_secs(1);
 /// Min window of a peak rate.
 const WINDOW: Duration = Duration::from_millis(1);
 
@@ -88,12 +91,20 @@ pub(super) fn run(
     };
     let mut senders: Vec<_> = (0..endpoint.cqs.len()).map(sender).collect();
     let some = depth.min((WARM_UP / size).max(1));
-    let (mut warm_up, begin, mut mapping) = (0, Instant::now(), true);
-    while mapping && begin.elapsed() < MAX_WARM_UP_TIME || begin.elapsed() < WARM_UP_TIME {
+    let (mut warm_up, begin) = (0, Instant::now());
+    loop {
         warm_up += some;
-        let before = while_mapping(endpoint);
+        let before = indirect_operations(endpoint);
         run_all(&mut senders, Limit { messages: warm_up, time: None }, watchdog)?;
-        mapping = while_mapping(endpoint) > before;
+        let [mapping, unknown] = indirect_operations(endpoint);
+        let max_time = match (mapping > before[0], unknown > before[1]) {
+            (true, _) => MAX_WARM_UP_TIME,
+            (false, true) => MAX_PEER_TIME,
+            _ => WARM_UP_TIME,
+        };
+        if begin.elapsed() >= max_time {
+            break;
+        }
     }
     let total = |senders: &[BwSender<'_>]| senders.iter().map(BwSender::total).sum::<u64>();
     let before = total(&senders);
@@ -114,12 +125,14 @@ pub(super) fn run(
     Ok((Done { per_qp, row }, received))
 }
 
-/// Number of operations that were sent as packets because the peer's memory was not mapped yet.
-fn while_mapping(endpoint: &Endpoint) -> u64 {
-    let stats = endpoint.context.stats();
-    let reason = IndirectReason::MappingRequested.name();
-    let count = |stats: HcaStats| stats.direct.not.get(reason).copied();
-    stats.and_then(count).unwrap_or(0)
+/// Number of operations that were sent as packets because the peer's memory was not mapped yet, and
+/// because the peer had not said yet which memory it has.
+fn indirect_operations(endpoint: &Endpoint) -> [u64; 2] {
+    let Some(stats) = endpoint.context.stats() else { return [0; 2] };
+    let count = |reason: IndirectReason| stats.direct.not.get(reason.name()).copied().unwrap_or(0);
+    let [no_exports, not_ready] =
+        [IndirectReason::NoExports, IndirectReason::QpNotReady].map(count);
+    [count(IndirectReason::MappingRequested), no_exports + not_ready]
 }
 
 /// Runs all senders up to the limit, each in a thread of its own: the first in this one, which also

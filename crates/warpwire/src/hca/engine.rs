@@ -6,10 +6,12 @@
 mod control;
 mod datagram;
 mod summary;
+mod transmit;
 mod unreliable;
 
 pub(super) use control::no_such_qp;
 pub use summary::StepSummary;
+pub(super) use transmit::MAX_PACKET_OVERHEAD;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -19,10 +21,8 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    PathAttributes, Payload, Pending, ProtocolEvent, QpAttributes, QpEvent, RxPacket, Source,
-    State, Status, Transmit,
+    PathAttributes, ProtocolEvent, QpAttributes, QpEvent, RxPacket, State, Status,
 };
-use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
@@ -39,12 +39,9 @@ use super::ring::{SharedReceiveQueue, WQE_POLL_INTERVAL};
 use super::stats::{DropReason, Totals};
 use crate::error::Result;
 use crate::link::{ExportTable, Frame, Link};
-use crate::mr::{AccessDenied, Registry};
+use crate::mr::Registry;
 use datagram::Destinations;
 
-/// How many packets, and how many bytes, a queue pair may send before the next one is served.
-const BUDGET: usize = 32;
-const BUDGET_BYTES: usize = 128 << 10;
 /// A step that received this many packets probably left more in the link; timers are then postponed
 /// until those have been handled, for at most [`MAX_POSTPONED_STEPS`] steps.
 const FULL_RX_BATCH: usize = 32;
@@ -52,6 +49,10 @@ const MAX_POSTPONED_STEPS: u32 = 16;
 /// When to retry access to memory that was not resident, and to look again at a completion queue
 /// that other engines write to.
 const RETRY_DELAY: Duration = Duration::from_micros(20);
+/// How often to look for room in the queue of a peer that takes no packets, at the least; before,
+/// it is 1/32 of the time that it has been full.
+const MAX_FULL_RETRY_DELAY: Duration = Duration::from_millis(1);
+const FULL_RETRY_DIVISOR: u32 = 32;
 
 /// All state that a step needs.
 pub(super) struct Engine {
@@ -113,6 +114,10 @@ pub(super) struct Core {
     wqe_missing: bool,
     /// A queue pair spent its quantum before its work was done.
     has_more_work: bool,
+    /// How many of `active` found no room in the queue of their peer in the last step.
+    full: usize,
+    /// Since when that is so for all of `active`.
+    full_since: Option<Instant>,
     /// Memory of peers that is mapped here, and of ours that they may map.
     pub mapped: Mapped,
     /// The time of the last step.
@@ -163,6 +168,8 @@ impl Engine {
             waits_for_others: false,
             wqe_missing: false,
             has_more_work: false,
+            full: 0,
+            full_since: None,
             mapped: Mapped::new(export_table, options.max_mappings),
             last_step: Instant::from_nanos(0),
             totals: Totals::default(),
@@ -214,13 +221,16 @@ impl Engine {
         if received > 0 && self.acks_immediately {
             sent += self.transmit(now)?;
         }
-        let core = &self.core;
+        let core = &mut self.core;
+        // Peers do not signal room. One that is stopped may have none for seconds.
+        let is_full = core.full > 0 && core.full == core.active.len() && sent == 0;
+        core.full_since = is_full.then(|| core.full_since.unwrap_or(now));
         // Completions written since the doorbells were handled may release a blocked queue pair.
         let blocked = core.blocked && core.totals.completions != completions_before;
-        let more =
-            !core.active.is_empty() || core.has_more_work || blocked || core.mapped.is_copying();
+        let may_send = !core.active.is_empty() && !is_full;
+        let more = may_send || core.has_more_work || blocked || core.mapped.is_copying();
         let direct = (core.totals.direct_operations - direct) as usize;
-        Ok(StepSummary { received, sent, direct, more })
+        Ok(StepSummary { received, sent, direct, more, is_full })
     }
 
     /// When the next step is due if nothing happens.
@@ -233,164 +243,12 @@ impl Engine {
             true => now + RETRY_DELAY,
             false => Instant::NEVER,
         };
+        let full = self.core.full_since.map_or(Instant::NEVER, |since| {
+            now + ((now - since) / FULL_RETRY_DIVISOR).clamp(RETRY_DELAY, MAX_FULL_RETRY_DELAY)
+        });
         let copies = if self.core.mapped.is_copying() { now } else { Instant::NEVER };
         let kernels = self.core.mapped.kernel_tables.deadline();
-        timer.min(link).min(wqe_missing).min(others).min(copies).min(kernels)
-    }
-
-    fn transmit(&mut self, now: Instant) -> Result<usize> {
-        let mut sent = 0;
-        // Each queue pair that is in the list now is served once.
-        for _ in 0..self.core.active.len() {
-            let Some(index) = self.core.active.pop_front() else { break };
-            let (mut count, mut outcome) = self.transmit_one(now, index);
-            if outcome == TxOutcome::LinkFull && self.link.flush()?.waiting == 0 {
-                // Those before it had filled the batch. Its turn is now: in the next step it would
-                // have the same ones before it.
-                let (more, again) = self.transmit_one(now, index);
-                (count, outcome) = (count + more, again);
-            }
-            sent += count;
-            match outcome {
-                TxOutcome::Done => {}
-                TxOutcome::More => self.core.requeue(index),
-                TxOutcome::LinkFull => {
-                    self.core.requeue(index);
-                    self.core.on_link_full(now, index);
-                    // The link is full for all peers; the next in the list is the first to retry.
-                    if self.link.flush()?.waiting > 0 {
-                        return Ok(sent);
-                    }
-                    // Otherwise only this peer's queue is full: no head-of-line blocking of the
-                    // others.
-                }
-            }
-        }
-        self.link.flush()?;
-        Ok(sent)
-    }
-
-    /// Sends what was just posted, if no other queue pair waits to send: the peer has it earlier
-    /// than if the next step sent it.
-    pub(super) fn transmit_posted(&mut self, now: Instant, index: u32) {
-        if self.acks_immediately || self.core.active.len() != 1 || self.core.active[0] != index {
-            return;
-        }
-        self.core.active.clear();
-        if self.transmit_one(now, index).1 != TxOutcome::Done {
-            self.core.requeue(index);
-        }
-        // If the link has failed, the next step reports it.
-        let _ = self.link.flush();
-    }
-
-    fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
-        let Core { qpcs, registry, srqs, totals, paths, .. } = &mut self.core;
-        let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };
-        let QpContext { qp: Protocol::Connected(qp), qp_memory, flow, active, path_use, .. } =
-            &mut **qpc
-        else {
-            return match qpc.qp {
-                Protocol::Unreliable(_) => self.transmit_unreliable(now, index),
-                _ => self.transmit_datagrams(now, index),
-            };
-        };
-        let Some(flow) = *flow else {
-            *active = false;
-            return (0, TxOutcome::Done);
-        };
-        path_use.admit(paths, qp);
-        let max_len = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
-        let max_len = max_len.min(self.link.max_packet_to(flow));
-        let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
-        let mut has_requests = false;
-        let outcome = loop {
-            if count == BUDGET || bytes >= BUDGET_BYTES {
-                break TxOutcome::More;
-            }
-            match qp.pending(now) {
-                Pending::Nothing => break TxOutcome::Done,
-                // The peer's program may be waiting for the requests; an ACK only frees resources.
-                Pending::Responses if has_requests => {
-                    has_requests = false;
-                    self.link.publish();
-                }
-                Pending::Responses => {}
-                Pending::Requests => has_requests = true,
-            }
-            match self.link.has_room(flow, max_len) {
-                Ok(()) => {}
-                Err(crate::link::ReserveError::Full) => break TxOutcome::LinkFull,
-                Err(_) => {
-                    totals.count_drop(DropReason::NoFlow);
-                    break TxOutcome::Done;
-                }
-            }
-            let mut view = HostView { qp_memory, registry, srqs, payload: &[], packet: &[] };
-            if !qp.transmit_into(now, &mut view, &mut packet) {
-                break TxOutcome::Done;
-            }
-            let len = packet.payload.map_or(0, |payload| payload.len as usize);
-            let wire_len = packet.headers.wire_len(len);
-            let Ok(slot) = self.link.reserve(flow, wire_len) else {
-                totals.count_drop(DropReason::TooLong);
-                continue;
-            };
-            let Some(at) = packet.headers.emit(slot, len) else { continue };
-            // Fails if the memory was deregistered or evicted since the packet was built.
-            let part = &mut slot[at..at + len];
-            if let Some(payload) = packet.payload
-                && let Err(denied) = gather(qp_memory, registry, payload, part)
-            {
-                totals.count_drop(DropReason::MemoryGone);
-                // If the next attempt will see the same, the packet is built again then. If the
-                // copy fails for another reason, the packet counts as lost: its retries run out and
-                // the work fails.
-                if denied.is_transient() || denied == AccessDenied::Gone {
-                    qp.undo_transmit(&packet);
-                    qp_memory.retry_soon = true;
-                    break TxOutcome::Done;
-                }
-                continue;
-            }
-            self.link.commit();
-            count += 1;
-            bytes += wire_len;
-        };
-        if matches!(outcome, TxOutcome::Done) {
-            *active = false;
-            path_use.wait_if_blocked(paths, qp, index);
-        }
-        if std::mem::take(&mut qp_memory.resets_faults) {
-            registry.reset_fault_state();
-        }
-        self.core.post_process(now, index);
-        (count, outcome)
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum TxOutcome {
-    Done,
-    More,
-    LinkFull,
-}
-
-/// Maximum bytes around a payload: the headers of a write with immediate, and the ICRC. A payload
-/// of the full MTU needs no padding.
-pub(super) const MAX_PACKET_OVERHEAD: usize = BTH_LEN + 20 + ICRC_LEN;
-
-fn gather(
-    qp_memory: &mut super::qpc::QpMemory,
-    registry: &Registry,
-    payload: Payload,
-    into: &mut [u8],
-) -> std::result::Result<(), crate::mr::AccessDenied> {
-    match payload.from {
-        Source::SendWr { id, offset } => qp_memory.gather(registry, id, offset, into),
-        Source::Remote { at, left, request, following } => {
-            qp_memory.gather_read_response(registry, at, left, request, following, into)
-        }
+        timer.min(link).min(wqe_missing).min(others).min(full).min(copies).min(kernels)
     }
 }
 

@@ -222,7 +222,7 @@ impl Thread {
                 continue;
             }
             match shared.step() {
-                Ok(progress) if !progress.is_idle() => self.idle_since = None,
+                Ok(progress) if !progress.is_waiting() => self.idle_since = None,
                 Ok(_) if self.should_spin() => std::hint::spin_loop(),
                 Ok(_) => self.sleep(shared),
                 Err(why) => {
@@ -248,7 +248,7 @@ impl Thread {
         loop {
             // One more step now that `asleep` is visible: work that came in between is found here,
             // or wakes this thread.
-            if !shared.step().is_ok_and(|progress| progress.is_idle()) {
+            if !shared.step().is_ok_and(|progress| progress.is_waiting()) {
                 self.idle_since = None;
                 break;
             }

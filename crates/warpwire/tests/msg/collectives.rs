@@ -8,7 +8,7 @@ use warpwire::msg::{DataType, ReduceOp};
 use crate::msg::fixture::{
     Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
 };
-use testkit::cases;
+use testkit::{ascending_words, cases};
 
 cases!(Fixture; CASES:
     barriers_hold_every_rank,
@@ -115,20 +115,20 @@ fn blocks_are_reduced(fixture: &Fixture) {
             // The last is more than one piece.
             for count in [0, 1, 1000, (5 << 20) / 8 / size] {
                 let memory = comm.alloc((size * count * 8 + 8) as u64).unwrap();
-                let value = |rank: usize, index: usize| (rank + 1) as u64 * (index + 7) as u64;
-                let input: Vec<u8> = (0..size * count)
-                    .flat_map(|index| value(comm.rank(), index).to_le_bytes())
-                    .collect();
+                // Element i of rank r is (r + 1) * (i + 7).
+                let factor = comm.rank() as u64 + 1;
+                let input = ascending_words(7 * factor, factor, size * count);
                 memory.write(0, &input).unwrap();
                 let slice = memory.slice(0, input.len() as u64).unwrap();
                 let (element, sum) = (DataType::U64, ReduceOp::Sum);
                 comm.reduce_scatter(slice, element, sum, test_timeout()).unwrap();
-                let first = comm.rank() * count;
+                let (first, factors) = (comm.rank() * count, (size * (size + 1) / 2) as u64);
                 let mut wanted = input;
-                for index in first..first + count {
-                    let sum: u64 = (0..size).map(|rank| value(rank, index)).sum();
-                    wanted[index * 8..index * 8 + 8].copy_from_slice(&sum.to_le_bytes());
-                }
+                wanted[first * 8..(first + count) * 8].copy_from_slice(&ascending_words(
+                    (first as u64 + 7) * factors,
+                    factors,
+                    count,
+                ));
                 same(&read(&memory, 0, wanted.len()), &wanted, "its block, and no other");
             }
             comm.finish(test_timeout()).unwrap();
@@ -170,8 +170,8 @@ fn reductions(fixture: &Fixture) {
             let big = comm.alloc(9 << 20).unwrap();
             big.write(0, &vec![1; 9 << 20]).unwrap();
             comm.all_reduce(&big, DataType::U64, ReduceOp::Sum, test_timeout()).unwrap();
-            let word = 0x0101_0101_0101_0101u64.wrapping_mul(size as u64).to_le_bytes();
-            assert!(read(&big, 0, 9 << 20).chunks_exact(8).all(|found| found == word));
+            let word = 0x0101_0101_0101_0101u64.wrapping_mul(size as u64);
+            same(&read(&big, 0, 9 << 20), &ascending_words(word, 0, 9 << 17), "the sums");
             comm.finish(test_timeout()).unwrap();
         });
     }

@@ -311,7 +311,8 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
     }
 }
 
-/// With default options a peer may pause for three seconds, in the middle of a transfer.
+/// With default options a peer may pause for three seconds, in the middle of a transfer; the engine
+/// sleeps meanwhile, though the peer takes no packets.
 fn a_process_that_pauses_for_three_seconds(fixture: &Fixture) {
     let LocalSetup { end, .. } = LocalSetup::new(fixture);
     let mut peer = Peer::start(fixture.test_link);
@@ -324,9 +325,14 @@ fn a_process_that_pauses_for_three_seconds(fixture: &Fixture) {
         (0..16).map(|id| SendRequest::new(id, WrOp::Write(peer.at(0))).with(&data)).collect();
     ours.qp.post_send(&writes).unwrap();
     let mut done = vec![next(&ours)];
+    let steps = || end.context.soft().unwrap().stats().steps;
     peer.signal(Signal::STOP);
+    let before = steps();
     std::thread::sleep(Duration::from_secs(3));
+    let steps = steps() - before;
     peer.signal(Signal::CONT);
+    // Without a pause it makes some hundred thousand each second.
+    assert!(steps < 20_000, "{steps} steps while the peer was stopped");
     done.extend((1..16).map(|_| next(&ours)));
     for (id, done) in (0..).zip(&done) {
         assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", ours.qp.stats());

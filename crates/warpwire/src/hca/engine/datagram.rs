@@ -9,7 +9,8 @@ use warpwire_proto::qp::{Datagram, RxPacket, Status};
 use warpwire_proto::wire::Transport;
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
-use super::{BUDGET, BUDGET_BYTES, Core, Engine, TxOutcome, gather};
+use super::transmit::{BUDGET, BUDGET_BYTES, TxOutcome, gather};
+use super::{Core, Engine};
 use crate::error::{Error, Kind, Result};
 use crate::hca::host::HostView;
 use crate::hca::protocol::{DatagramHostView, Protocol};

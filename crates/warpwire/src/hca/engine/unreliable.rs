@@ -6,7 +6,8 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::RxPacket;
 use warpwire_proto::wire::Transport;
 
-use super::{BUDGET, BUDGET_BYTES, Core, Engine, MAX_PACKET_OVERHEAD, TxOutcome, gather, is_from};
+use super::transmit::{BUDGET, BUDGET_BYTES, MAX_PACKET_OVERHEAD, TxOutcome, gather};
+use super::{Core, Engine, is_from};
 use crate::hca::host::HostView;
 use crate::hca::protocol::Protocol;
 use crate::hca::qpc::QpContext;

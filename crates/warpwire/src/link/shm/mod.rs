@@ -14,8 +14,7 @@
 //! to happen anyway.
 //!
 //! # When a ring is full
-//! [`ReserveError::Full`] until the peer has read; [`Link::poll_delay`] asks for an early retry,
-//! because the peer does not signal free space.
+//! [`ReserveError::Full`] until the peer has read, which it does not signal: senders try again.
 //!
 //! # When a peer exits
 //! Packets that a sender left in its ring are still received. Packets to a peer that has exited are
@@ -74,11 +73,9 @@ const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
 /// Free UDP ports to try if the name of each is taken by a link that chose it explicitly.
 const MAX_PORT_ATTEMPTS: usize = 64;
-/// Time after which a sender that found a ring full retries.
-const FULL_RETRY_DELAY: Duration = Duration::from_micros(20);
-/// Number of consecutive packets without space after which the sender checks that the peer is
-/// alive.
-const FULL_CHECK_INTERVAL: u32 = 1024;
+/// Number of packets without space after which the sender checks that the peer is alive; an engine
+/// tries again every millisecond at the least.
+const FULL_CHECK_INTERVAL: u32 = 64;
 /// The maximum packet length that an ICRC can cover: the IPv4 length field has 16 bits.
 const MAX_ICRC_PACKET: usize = 65_507;
 
@@ -114,8 +111,6 @@ pub struct Shm {
     sink: Box<[u8]>,
     /// The peer of some ring has exited.
     peer_lost: Cell<bool>,
-    /// The last packet found its ring full.
-    ring_full: bool,
     /// In a `RefCell` because `wait_fd`, which has no exclusive access, also accepts connections: a
     /// new connection alone must not wake the caller.
     incoming: RefCell<Incoming>,
@@ -247,7 +242,6 @@ impl Shm {
             sink: vec![0; options.max_packet].into_boxed_slice(),
             options,
             peer_lost: Cell::new(false),
-            ring_full: false,
             incoming: RefCell::new(incoming),
             append_icrc: false,
             wants_direct: false,
@@ -405,13 +399,12 @@ impl Shm {
         self.peer_lost.set(peer_lost);
     }
 
-    /// Handles a packet that found no space: notes a full ring, and checks from time to time
-    /// whether the peer is alive. Returns whether the peer has exited.
+    /// Handles a packet that found no space: checks from time to time whether the peer is alive.
+    /// Returns whether it has exited.
     #[cold]
     fn no_room(&mut self, ring: usize, why: NoRoom) -> bool {
         let Some(known) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else { return true };
         known.refused = known.refused.wrapping_add(1);
-        self.ring_full |= why == NoRoom::Ring;
         let check_alive = why == NoRoom::Ring && known.refused.is_multiple_of(FULL_CHECK_INTERVAL);
         if why == NoRoom::Broken || check_alive && !known.shm_peer.poll_control() {
             known.mark_gone();
@@ -562,7 +555,6 @@ impl Link for Shm {
                 }
             }
         }
-        self.ring_full = false;
         self.reserved = Some(Reserved { flow, len, sink });
         if sink {
             return self.sink.get_mut(..len).ok_or(ReserveError::Length);
@@ -665,10 +657,6 @@ impl Link for Shm {
         self.poll_sockets(&mut incoming);
         incoming.arm();
         Some(self.poll.as_fd())
-    }
-
-    fn poll_delay(&self) -> Option<Duration> {
-        self.ring_full.then_some(FULL_RETRY_DELAY)
     }
 
     fn install_exports(
