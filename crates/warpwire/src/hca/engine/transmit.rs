@@ -53,9 +53,9 @@ impl Engine {
                         self.core.full = 0;
                         return Ok(sent);
                     }
-                    self.core.full += 1;
                     // Otherwise only this peer's queue is full: no head-of-line blocking of the
                     // others.
+                    self.core.full += 1;
                 }
             }
         }
