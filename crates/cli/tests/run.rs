@@ -160,7 +160,8 @@ mod libc_signal {
 #[test]
 fn mp_measures_and_verifies() {
     for test in ["pingpong", "putget", "sendrecv"] {
-        for (memory, link) in [("host", "auto"), ("sim:0", "udp")] {
+        let kinds = [("host", "auto"), ("sim:0", "udp")];
+        for (memory, link) in kinds.into_iter().take(Effort::choose([1, 2, 2])) {
             let words = ["mp", test, "-s", "8,9000", "-n", "20", "--mem", memory, "--link", link];
             let output = warpwire(&[&words[..], &["--json"]].concat()).output().unwrap();
             assert_eq!(output.status.code(), Some(0), "{test}: {}", text(&output.stderr));
@@ -261,7 +262,10 @@ fn collectives_in_the_shape_of_nccl_tests() {
         ("reduce_scatter", &["-d", "int32", "-o", "max"], "-1"),
         ("all_to_all", &["--mem", "sim:0"], "-1"),
         ("broadcast", &["-r", "1"], "1"),
-    ] {
+    ]
+    .into_iter()
+    .take(Effort::choose([2, 5, 5]))
+    {
         let words = ["mp", test, "-n", "2", "-b", "16", "-e", "4K", "-f", "4", "--iters", "5"];
         let words = [&words[..], more].concat();
         let output = warpwire(&words).output().unwrap();

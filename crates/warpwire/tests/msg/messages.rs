@@ -26,8 +26,8 @@ cases!(Fixture; ONCE:
     arguments_are_checked,
     waiting_for_any,
     several_threads_of_a_rank,
-    a_gigabyte,
-    timeouts,
+    timeouts;
+    change: a_gigabyte,
 );
 
 /// Around the eager limit (8192 bytes), and several fragments.

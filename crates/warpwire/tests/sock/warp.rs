@@ -43,7 +43,7 @@ cases!(Testbed; CASES:
     a_peer_that_reads_no_more_breaks_the_pipe,
     a_kernel_that_reads_no_more_breaks_the_pipe,
 );
-cases!(Testbed; SCALE: a_thousand_between_kernels);
+cases!(Testbed; SCALE: ; change: a_thousand_between_kernels);
 
 /// Two hosts with scripted kernels.
 pub struct HostPair {

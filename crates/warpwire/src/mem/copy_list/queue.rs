@@ -550,7 +550,7 @@ mod tests {
         assert!(!list.push((0, 3993), (0, 0), 8) && !list.push((0, 0), (1, 0), 8));
         assert!(!list.push((0, u64::MAX), (0, 0), 8));
         let (mut refused, mut last) = (0, 0);
-        for round in 0..5_u64 {
+        for round in 0..3_u64 {
             from.write(0, &round.to_ne_bytes().repeat(512)).unwrap();
             last = loop {
                 match queue.submit_list(&list, &to_regions, &from_regions).unwrap() {
@@ -561,8 +561,8 @@ mod tests {
             };
         }
         wait(&queue, last);
-        assert!(refused > 0, "five lists fit into a ring for two");
-        assert_eq!(to.word64(8).unwrap().load().unwrap(), 4);
+        assert!(refused > 0, "three lists fit into a ring for two");
+        assert_eq!(to.word64(8).unwrap().load().unwrap(), 2);
         assert_eq!(to.word64(0).unwrap().load().unwrap(), 0);
         // It is for these regions alone.
         let other = [to.region(16, 3992).unwrap()];
