@@ -3,6 +3,8 @@
 use std::fs;
 use std::process::Output;
 
+use testkit::Effort;
+
 use crate::{stderr, stdout, warpwire};
 
 fn run(folder: &tempfile::TempDir, arguments: &[&str]) -> Output {
@@ -11,6 +13,9 @@ fn run(folder: &tempfile::TempDir, arguments: &[&str]) -> Output {
 
 #[test]
 fn figures_as_json_and_then_as_a_page() {
+    if Effort::current() == Effort::Quick {
+        return println!("skipped: it measures for ten seconds; ./ci.sh does");
+    }
     let folder = tempfile::tempdir().unwrap();
     let options = ["--quick", "--no-peers", "-d", "sim:0", "--json", "--out", "report.html"];
     let measured = run(&folder, &options);
