@@ -184,6 +184,7 @@ pub(crate) fn connect(id: &Id, param: Option<&ConnParam>) -> Result<()> {
     let data = private_data(data, len, max)?;
     let own = parameters(param, device);
     id.parameters.set(own);
+    id.rnr_retries_of_peer.set(own.rnr_retry_count);
     let from_port = id.abi.route.src_addr.get().get().map_or(0, |from| from.port());
     let request = Message::Request(Request {
         space: id.space,
@@ -222,6 +223,7 @@ pub(crate) fn accept(id: &Id, param: Option<&ConnParam>) -> Result<()> {
     let own = parameters(param, device);
     let agreed = answer(own, peer);
     id.parameters.set(agreed);
+    id.rnr_retries_of_peer.set(own.rnr_retry_count);
     let is_connection = id.space == Space::Tcp;
     if is_connection && !id.abi.qp.get().is_null() {
         qp::connect(id).inspect_err(|_| qp::fail(id))?;

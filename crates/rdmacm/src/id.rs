@@ -36,6 +36,8 @@ pub(crate) struct Id {
     pub device: Cell<Option<&'static OpenDevice>>,
     /// As agreed with the peer.
     pub parameters: Cell<Parameters>,
+    /// How often the peer tries again if it finds no receive request here, as it was told.
+    pub rnr_retries_of_peer: Cell<u8>,
     pub is_v6_only: Cell<bool>,
     pub ack_timeout: Cell<Option<u8>>,
     pub traffic_class: Cell<u8>,
@@ -104,6 +106,7 @@ fn new(
         path: Cell::default(),
         device: Cell::new(None),
         parameters: Cell::default(),
+        rnr_retries_of_peer: Cell::default(),
         is_v6_only: Cell::new(false),
         ack_timeout: Cell::new(None),
         traffic_class: Cell::new(0),

@@ -12,8 +12,11 @@ use crate::verbs::{qp_num, verbs};
 
 /// The ACK timeout of connections whose program sets none: 67 ms, as perftest has it.
 const ACK_TIMEOUT: u8 = 14;
-/// How long a sender waits that found no receive request: 0.64 ms.
-const MIN_RNR_TIMER: u8 = 12;
+/// How long a sender waits that found no receive request: 0.64 ms if it tries again for ever.
+const SHORT_RNR_TIMER: u8 = 12;
+/// Otherwise 655 ms, as of connections that Linux makes: programs count on retries for that long.
+const LONG_RNR_TIMER: u8 = 0;
+const FOR_EVER: u8 = 7;
 
 /// The path to a port.
 pub(crate) fn path_to(dgid: Gid, traffic_class: u8) -> AhAttr {
@@ -224,13 +227,17 @@ pub(crate) fn attributes(id: &Id, state: u32) -> Result<(QpAttr, u32)> {
             if id.abi.qp_type.get() == abi::QPT_RC {
                 mask |= abi::QP_MAX_DEST_RD_ATOMIC | abi::QP_MIN_RNR_TIMER;
             }
+            let min_rnr_timer = match id.rnr_retries_of_peer.get() {
+                FOR_EVER => SHORT_RNR_TIMER,
+                _ => LONG_RNR_TIMER,
+            };
             let attr = QpAttr {
                 ah_attr: path_to(peer.gid, id.traffic_class.get()),
                 path_mtu: peer.mtu.min(device.mtu).into(),
                 dest_qp_num: peer.qp_num,
                 rq_psn: peer.psn,
                 max_dest_rd_atomic: id.parameters.get().responder_resources,
-                min_rnr_timer: MIN_RNR_TIMER,
+                min_rnr_timer,
                 ..attr
             };
             Ok((attr, mask))

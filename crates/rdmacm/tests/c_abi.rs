@@ -71,7 +71,7 @@ macro_rules! parts {
     };
 }
 
-parts!(connections own_queue_pairs datagrams synchronous refusals devices strangers
+parts!(connections own_queue_pairs late_receives datagrams synchronous refusals devices strangers
     shared_receives forks);
 
 /// A part of the program whose output is read line by line.

@@ -243,6 +243,44 @@ static void own_queue_pairs(void) {
   rdma_destroy_event_channel(channel);
 }
 
+/* A message waits for a receive request that comes late, also if the retries are limited. */
+static void late_receives(void) {
+  for (int retries = 0; retries <= 5; retries += 5) {
+    struct rdma_event_channel *channel = rdma_create_event_channel();
+    struct rdma_cm_id *passive = listener(channel, RDMA_PS_TCP), *id = active(channel, passive);
+    add_qp(id, IBV_QPT_RC);
+    struct rdma_conn_param param = {.retry_count = 7, .rnr_retry_count = retries};
+    CHECK(!rdma_connect(id, &param));
+    struct rdma_cm_event *event = take(channel, RDMA_CM_EVENT_CONNECT_REQUEST);
+    struct rdma_cm_id *child = event->id;
+    CHECK(!rdma_ack_cm_event(event));
+    add_qp(child, IBV_QPT_RC);
+    CHECK(!rdma_accept(child, &param));
+    skip(channel, RDMA_CM_EVENT_ESTABLISHED);
+    skip(channel, RDMA_CM_EVENT_ESTABLISHED);
+    struct rdma_cm_id *both[] = {id, child};
+    for (int from = 0; from < 2; from++) {
+      char data[128] = "late";
+      struct ibv_mr *mr = ibv_reg_mr(id->pd, data, 128, IBV_ACCESS_LOCAL_WRITE);
+      struct ibv_wc wc;
+      CHECK(mr && !rdma_post_send(both[from], NULL, data, 64, mr, 0));
+      usleep(300000);
+      CHECK(!rdma_post_recv(both[!from], NULL, data + 64, 64, mr));
+      CHECK(rdma_get_send_comp(both[from], &wc) == 1);
+      CHECK(wc.status == (retries ? IBV_WC_SUCCESS : IBV_WC_RNR_RETRY_EXC_ERR));
+      if (!retries) break;
+      CHECK(rdma_get_recv_comp(both[!from], &wc) == 1 && wc.status == IBV_WC_SUCCESS);
+      CHECK(!strcmp(data + 64, "late") && !ibv_dereg_mr(mr));
+    }
+    CHECK(!rdma_disconnect(id));
+    skip(channel, RDMA_CM_EVENT_DISCONNECTED);
+    skip(channel, RDMA_CM_EVENT_DISCONNECTED);
+    destroy(child), destroy(id);
+    CHECK(!rdma_destroy_id(passive));
+    rdma_destroy_event_channel(channel);
+  }
+}
+
 static void datagrams(void) {
   struct rdma_event_channel *channel = rdma_create_event_channel();
   struct rdma_cm_id *passive = listener(channel, RDMA_PS_UDP), *id = active(channel, passive);
@@ -600,6 +638,7 @@ int main(int count, char **words) {
   if (!strcmp(part, #name)) name();
   PART(connections)
   PART(own_queue_pairs)
+  PART(late_receives)
   PART(datagrams)
   PART(synchronous)
   PART(refusals)
