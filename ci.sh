@@ -96,7 +96,7 @@ bin() { echo "${CARGO_TARGET_DIR:-target}/debug/$1"; }
 
 step_format() {
   cargo fmt --all -- --check
-  cargo fmt --manifest-path fuzz/Cargo.toml -- --check
+  cargo fmt --manifest-path fuzz/libfuzzer/Cargo.toml -- --check
 }
 # All steps build the whole workspace with its tests, so that cargo unifies features once and builds
 # nothing twice; without the tests, dependencies would have other features. `cargo test` alone would

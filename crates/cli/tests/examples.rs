@@ -47,6 +47,7 @@ const WARP_SIMILAR: &str =
     "warpwire sock similar -d sim:0 --vectors 1000 --family warp --bind 127.0.0.1:0";
 const ANY_PORT: &str = "--bind 127.0.0.1:0";
 pub const BRIEF_PERF: &str = "-n 20";
+const BRIEF_COPY: &str = "-s 1KiB -w 100 -r 100";
 const BRIEF_ASYNC: &str = "-n 10 -b 5";
 const RECORDED: Edits = &[("./recorded", "{recorded}")];
 
@@ -90,12 +91,12 @@ pub const TABLE: &[(&str, How)] = &[
     ("warpwire devices", Run(&[], "")),
     ("warpwire devices -v mlx5_0", NIC),
     ("warpwire devices --json | jq -r '.devices[].ports[].gids[].address'", Run(&[], "")),
-    ("warpwire copy lat", Run(&[], "-s 1KiB")),
-    ("warpwire copy lat -s 64MiB --odd", Run(&[("64MiB", "1KiB")], "")),
-    ("warpwire copy lat -s 64MiB --odd --agent", Run(&[("64MiB", "1KiB")], "")),
-    ("warpwire copy lat -s 4KiB --routines", Run(&[("4KiB", "64")], "")),
-    ("warpwire copy lat --json | jq '[.rows[].ratio] | max'", Run(&[], "-s 1KiB")),
-    ("warpwire copy lat -d sim:0 --json | jq '.rows[0]'", Run(&[], "-s 1KiB")),
+    ("warpwire copy lat", Run(&[], BRIEF_COPY)),
+    ("warpwire copy lat -s 64MiB --odd", Run(&[("-s 64MiB", "")], BRIEF_COPY)),
+    ("warpwire copy lat -s 64MiB --odd --agent", Run(&[("-s 64MiB", "")], BRIEF_COPY)),
+    ("warpwire copy lat -s 4KiB --routines", Run(&[("-s 4KiB", "")], BRIEF_COPY)),
+    ("warpwire copy lat --json | jq '[.rows[].ratio] | max'", Run(&[], BRIEF_COPY)),
+    ("warpwire copy lat -d sim:0 --json | jq '.rows[0]'", Run(&[], BRIEF_COPY)),
     ("warpwire copy sanity", Run(&[], "")),
     ("warpwire copy sanity -l", Run(&[], "")),
     ("warpwire copy sanity -v -t freed_memory_stays_readable", Run(&[], "")),

@@ -314,8 +314,8 @@ fn scripts() -> Vec<(String, String)> {
     for folder in ["tools", "bench", ".ci", "fuzz/seeds", "packaging"] {
         found.extend(files(&workspace().join(folder), &["", "py", "sh", "txt"]));
     }
-    found.extend(named(&["ci.sh", "Cargo.toml", "fuzz/Cargo.toml", "clippy.toml", "rustfmt.toml"]));
-    found.extend(named(&["mkdocs.yml"]));
+    found.extend(named(&["ci.sh", "Cargo.toml", "clippy.toml", "rustfmt.toml", "mkdocs.yml"]));
+    found.extend(named(&["fuzz/Cargo.toml", "fuzz/libfuzzer/Cargo.toml"]));
     found
 }
 
@@ -333,7 +333,7 @@ fn comments_and_markdown_fit_the_width() {
         wide.extend(lines.into_iter().map(|line| format!("{path}:{line}")));
     };
     let code = ["rs", "cu", "cuh", "hpp", "cpp", "c", "h"];
-    for folder in ["crates", "examples", "include", "fuzz/src", "tools", "bench"] {
+    for folder in ["crates", "examples", "include", "fuzz", "tools", "bench"] {
         for (path, text) in files(&workspace().join(folder), &code) {
             add(&path, wide_comments(&text, &["//", "/*", "* "]));
         }

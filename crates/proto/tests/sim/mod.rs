@@ -126,7 +126,7 @@ fn run_seeds(first: u64, step: usize) {
         }
         return;
     }
-    let count = Effort::pick("WARPWIRE_SEEDS", [400, 3000, 20_000]);
+    let count = Effort::pick("WARPWIRE_SEEDS", [400, 2000, 20_000]);
     let mut sum = Sum::default();
     for seed in (first..count).step_by(step) {
         let outcome = catch_unwind(AssertUnwindSafe(|| run_seed(seed, &mut sum)));

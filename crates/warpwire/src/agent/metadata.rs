@@ -100,7 +100,6 @@ impl Metadata {
 
 /// For the fuzzer: whether bytes are metadata. What is read must be readable again when it is
 /// written, and the same.
-#[cfg(fuzzing)]
 #[doc(hidden)]
 #[allow(clippy::unwrap_used, reason = "a panic is what the fuzzer looks for")]
 pub fn is_metadata(bytes: &[u8]) -> bool {

@@ -88,7 +88,7 @@ use std::time::{Duration, Instant};
 
 pub use inbox::Notification;
 pub use memory::Memory;
-#[cfg(fuzzing)]
+#[doc(hidden)]
 pub use metadata::is_metadata;
 pub use options::AgentOptions;
 pub use peer::{Peer, RemoteMemory};

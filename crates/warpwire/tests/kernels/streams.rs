@@ -62,7 +62,7 @@ fn every_call_from_a_stream(fixture: &Fixture) {
 
 /// Number of replays of a graph.
 fn rounds() -> u64 {
-    Effort::choose([1000, 3000, 100_000])
+    Effort::choose([1000, 2000, 100_000])
 }
 
 fn graphs_replay_as_new_work(fixture: &Fixture) {

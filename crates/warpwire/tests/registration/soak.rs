@@ -70,8 +70,7 @@ pub fn run() {
         let enough = match seconds {
             _ if only.is_some() => true,
             Some(seconds) => start.elapsed() > Duration::from_secs(seconds),
-            // Fewer seeds on a busy machine.
-            None => seed > 24 || seed > 10 && start.elapsed() > Duration::from_secs(30),
+            None => seed > 10,
         };
         if enough {
             break;

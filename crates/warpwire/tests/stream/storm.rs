@@ -237,7 +237,7 @@ impl Storm<'_> {
 }
 
 fn thousands_of_operations_complete_in_order(fixture: &Fixture) {
-    let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 40_000, 1_000_000]);
+    let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 20_000, 1_000_000]);
     let testbed = fixture.testbed();
     let qp = QpOptions::default().with_send_depth(32).with_receive_depth(32);
     let options = fixture.options().with_qp(qp);

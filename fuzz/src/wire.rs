@@ -1,10 +1,8 @@
 //! Fuzzes packet parsing with arbitrary bytes, and encoding with arbitrary headers.
-#![no_main]
 
 use std::net::IpAddr;
 
-use libfuzzer_sys::arbitrary::{Result, Unstructured};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::{Result, Unstructured};
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::packet::{MAX_HEADERS_LEN, build};
 use warpwire_proto::wire::{
@@ -13,7 +11,8 @@ use warpwire_proto::wire::{
 };
 use warpwire_proto::{Instant, Psn};
 
-fuzz_target!(|bytes: &[u8]| {
+/// Runs one input.
+pub fn run(bytes: &[u8]) {
     if let Ok(transport) = Transport::new_checked(bytes) {
         check_round_trip(&transport);
     }
@@ -23,7 +22,7 @@ fuzz_target!(|bytes: &[u8]| {
     }
     // Too few bytes for headers are no failure.
     let _ = any_headers(bytes);
-});
+}
 
 /// Parsed headers, encoded again, parse to the same.
 fn check_round_trip(transport: &Transport<'_>) {

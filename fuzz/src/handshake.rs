@@ -1,13 +1,12 @@
 //! Fuzzes the handshake of a warp socket: arbitrary bytes from the peer, split arbitrarily.
 //!
 //! Invariants: nothing panics, memory stays small, and a failed handshake stays failed.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use warpwire::sock::warp::{Handshake, Hello, MAX_LINE, RemoteAddr};
 use warpwire::verbs::QpEndpoint;
 
-fuzz_target!(|bytes: &[u8]| {
+/// Runs one input.
+pub fn run(bytes: &[u8]) {
     let Some((&step, rest)) = bytes.split_first() else { return };
     let endpoint = QpEndpoint {
         address: "127.0.0.1:4791".parse().expect("an address"),
@@ -45,4 +44,4 @@ fuzz_target!(|bytes: &[u8]| {
         handshake.sent(piece.len());
         assert!(!(failed && handshake.is_done()));
     }
-});
+}

@@ -1,21 +1,17 @@
 //! Fuzzes libibverbs through its C ABI: `src/verbs.c` plays the input as a script of calls, between
 //! two devices of this process.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
-
-fuzz_target!(init: {
-    // Two open devices on the loopback interface, whatever else the machine has. SAFETY: no other
-    // thread runs yet.
-    unsafe { std::env::set_var("WARPWIRE_IB_DEVICES", "lo") };
-}, |bytes: &[u8]| {
+/// Runs one input. The devices of `WARPWIRE_IB_DEVICES=lo` are two of this process, whatever else
+/// the machine has.
+pub fn run(bytes: &[u8]) {
     #[cfg(has_verbs_header)]
     scripts::run(bytes);
     #[cfg(not(has_verbs_header))]
     let _ = bytes;
-});
+}
 
 #[cfg(has_verbs_header)]
+#[allow(unsafe_code, reason = "the script is C")]
 mod scripts {
     use ibverbs as _; // linked for its C symbols
 

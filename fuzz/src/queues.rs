@@ -3,13 +3,11 @@
 //! The input is a script of stores and steps. Invariants: nothing panics or hangs, memory that no
 //! key gives access to does not change, and the bystander connection works. Timers use the real
 //! clock, so a replay may differ in timing, and in nothing else.
-#![no_main]
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use libfuzzer_sys::arbitrary::{Result, Unstructured};
-use libfuzzer_sys::fuzz_target;
+use arbitrary::{Result, Unstructured};
 use warpwire::hca::{HcaOptions, QueueMemory};
 use warpwire::link::Hub;
 use warpwire::mlx5::{AddressVector, DoorbellRecord};
@@ -26,7 +24,8 @@ thread_local! {
     static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
 }
 
-fuzz_target!(|bytes: &[u8]| {
+/// Runs one input.
+pub fn run(bytes: &[u8]) {
     HARNESS.with_borrow_mut(|harness| {
         let harness = harness.get_or_insert_with(Harness::new);
         harness.begin();
@@ -34,7 +33,7 @@ fuzz_target!(|bytes: &[u8]| {
         let _ = harness.run_script(&mut Unstructured::new(bytes));
         harness.end();
     });
-});
+}
 
 struct Endpoint {
     context: Context,
