@@ -53,6 +53,13 @@ pub fn deadline(time: Duration) -> Duration {
     time.mul_f64(slowdown())
 }
 
+/// The exponent of a retransmission timeout (4.096 us * 2^exponent) that is enough on an idle
+/// machine, scaled to this machine as a [`deadline`] is. For peers that need a CPU to answer: not
+/// for tests that count retries.
+pub fn timeout_exponent(exponent: u8) -> u8 {
+    exponent + slowdown().log2().ceil() as u8
+}
+
 /// Waits until a condition holds, for at most 30 s on an idle machine; `what` names it in the panic
 /// message.
 #[track_caller]
@@ -94,6 +101,11 @@ mod tests {
     fn deadlines_never_shrink() {
         assert!(slowdown() >= 1.0);
         assert!(deadline(Duration::from_secs(3)) >= Duration::from_secs(3));
+    }
+
+    #[test]
+    fn timeouts_never_shrink() {
+        assert!((12..=12 + slowdown() as u8).contains(&timeout_exponent(12)));
     }
 
     #[test]

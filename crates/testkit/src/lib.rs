@@ -6,6 +6,7 @@
 //! | thoroughness of a run: inner loop, a change, everything | [`Effort`] |
 //! | a missing backend: `skipped: why`, or a failure | [`Collector::backend`], [`skip`] |
 //! | deadlines that hold on a busy machine too | [`deadline`], [`until`], [`once_within`] |
+//! | retransmission timeouts that do | [`timeout_exponent`] |
 //! | seeds that can be replayed individually | [`for_each_seed`], [`Rng`] |
 //! | a second process that runs part of a test | [`Role`], [`Process`] |
 //! | device code for tests only | [`ptx()`] |
@@ -28,7 +29,7 @@ mod requirement;
 mod suite;
 
 pub use alloc::CountingAllocator;
-pub use clock::{deadline, once_within, until};
+pub use clock::{deadline, once_within, timeout_exponent, until};
 pub use cpu::cpu_share;
 pub use effort::Effort;
 pub use process::{Process, Role};

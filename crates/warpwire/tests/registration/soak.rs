@@ -83,7 +83,7 @@ pub fn run() {
         (count(&counters.moves), count(&counters.frees), count(&counters.work));
     let (failures, batches) = (count(&counters.failures), count(&counters.batches));
     assert!(only.is_some() || moves > 2000, "only {moves} moves");
-    assert!(only.is_some() || failures > 50, "only {failures} failures");
+    assert!(only.is_some() || failures > 20, "only {failures} failures");
     println!(
         "soak: {batches} batches, {work} requests, {moves} moves, {frees} frees, \
          {failures} protection errors, all bytes correct, in {:.1?}",
@@ -258,8 +258,9 @@ struct Flow {
 
 impl Flow {
     fn new(harness: &Harness, testbed: &Testbed, rng: &mut Rng) -> Self {
-        // 17 ms: on a busy machine the copies of the simulated GPU outlast the retries of 4 ms.
-        let options = QpOptions::default().with_timeout(12).with_mtu(Mtu::new(1024).unwrap());
+        // 17 ms on an idle machine: the copies of the simulated GPU need a CPU as well.
+        let timeout = testkit::timeout_exponent(12);
+        let options = QpOptions::default().with_timeout(timeout).with_mtu(Mtu::new(1024).unwrap());
         let conn = testbed.join(options);
         let near = Endpoint::new(harness, &testbed.a, false, rng);
         let far = Endpoint::new(harness, &testbed.b, true, rng);

@@ -172,9 +172,9 @@ fn a_storm(fixture: &Fixture) {
     println!("{:?}: a storm with {goal} dropped packets, seed {seed}", fixture.test_link);
     let testbed = fixture.faulty(PLAN, seed, ProgressMode::Manual);
     let mut rng = Rng::new(seed);
-    // Long enough (17 ms) that a busy machine with packets of twelve connections queued does not
+    // Long enough (17 ms on an idle machine) that packets of twelve connections in a queue do not
     // look like an unresponsive peer.
-    let options = lossy_options().with_timeout(12);
+    let options = lossy_options().with_timeout(testkit::timeout_exponent(12));
     let mut all: Vec<_> = (0..12)
         .map(|n| {
             let kind = KINDS[n as usize % 3];
